@@ -54,7 +54,7 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     assert results["is_dry"] and results["verdict"] == f"{len(results['parts'])} passed"
     found = results["parts"]
     assert [*found] == ["kernels", "tests", "twins", *ITERATIONS, "trl", "several"]
-    assert found["kernels"]["result"]["passed"] > 50 and found["kernels"]["result"]["skipped"] == 0
+    assert found["kernels"]["result"]["passed"] > 20 and found["kernels"]["result"]["skipped"] == 0
     # What only a GPU can show is skipped, but collected.
     for name, fewest in (("tests", 6), ("several", 100)):
         assert found[name]["result"]["passed"] == 0 and found[name]["result"]["skipped"] >= fewest

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,17 @@ def test_the_benchmark_says_what_is_wrong_before_it_times_anything(options, mess
     assert done.returncode == 1
     assert message in done.stdout
     assert not (tmp_path / "results").exists()
+
+
+def test_the_page_of_the_measured_results_is_what_the_script_writes(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from bench.report import write_readme
+
+    folder = ROOT / "scripts" / "bench" / "results" / "cpu"
+    for path in folder.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    write_readme(tmp_path)
+    assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
 
 
 def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory(monkeypatch):

@@ -13,7 +13,6 @@ FLOOR = 0.85
 # A process that has less of its core than this shares it with other work, and its seconds mean little.
 LEAST_SHARE = 0.95
 MIB = 2**20
-KINDS = ("gradients", "unused flags", "metrics")
 LABELS = {
     "one": "one process",
     "two alone": "two runs at once that do not communicate",
@@ -145,19 +144,16 @@ def traffic_lines(launches: dict[str, Any]) -> list[tuple[str, ...]]:
                 f"{choice['gathers'][phase][0]}, {mib(choice['gathers'][phase][1])} ({formula[0]}, {mib(formula[1])})"
                 for phase, formula in choice["gathers_formula"].items()
             ] or ["0"] * 3
-            others = []
-            for kind in KINDS:
-                calls, num_bytes = of_kind(choice, kind)
-                formula = (choice["optimizer_steps"], choice["optimizer_steps"] * choice["trained"])
-                expected = f" ({formula[0]}, {mib(formula[1])})" if kind == "gradients" else ""
-                others.append(f"{calls}, {mib(num_bytes)}{expected}")
-            lines.append((name, choice["adapter_layers"], *gathers, *others))
+            calls, num_bytes = calls_of_gradients(choice)
+            steps = choice["optimizer_steps"]
+            gradients = f"{calls}, {mib(num_bytes)} ({steps}, {mib(steps * choice['trained'])})"
+            lines.append((name, choice["adapter_layers"], *gathers, gradients))
     return lines
 
 
-def of_kind(choice: dict[str, Any], kind: str) -> tuple[int, int]:
-    """Return calls and bytes of a kind of collective operation in an iteration."""
-    cells = [phase.get(kind, [0, 0]) for phase in choice["collectives"].values()]
+def calls_of_gradients(choice: dict[str, Any]) -> tuple[int, int]:
+    """Return calls and bytes of the reductions of gradients in an iteration."""
+    cells = [phase.get("gradients", [0, 0]) for phase in choice["collectives"].values()]
     return sum(cell[0] for cell in cells), sum(cell[1] for cell in cells)
 
 
@@ -187,7 +183,7 @@ MEMORY_COLUMNS = (
     "process at rest",
     *(f"peak: {phase}" for phase in PHASES[:3]),
 )
-TRAFFIC_COLUMNS = ("launch", "adapters", "weights: rollout", "scoring", "update", *KINDS)
+TRAFFIC_COLUMNS = ("launch", "adapters", "weights: rollout", "scoring", "update", "gradients")
 LOADING_COLUMNS = ("the base is loaded", "files", "peak of loading", "loaded", "peak of sharding", "sharded")
 SCALING_COLUMNS = ("", *(f"{phase} s" for phase in PHASES), "CPU s", "fastest", "rounds")
 
@@ -195,26 +191,21 @@ NOTES = {
     "memory": """\
 MiB on the process that has most; in brackets the formula (`costs.held_bytes`), which leaves out norms and biases. In a
 rollout a process holds the whole base next to its share. The last four columns are anonymous memory of the whole
-process, imports included, with buffers that the allocator keeps for later; a rollout also merges the adapters into a
-copy of the adapted matrices.
+process, imports included.
 """,
     "traffic": """\
-Calls and MiB of one iteration (a rollout, its scoring and its update); in brackets the formula (`costs.gathers`; for
-gradients the optimizer steps and the trained bytes). MiB are those of the gathered weights or of the reduced buffer:
-of gathered weights a process receives all but its own share. `unused flags` are DDP's, one number per trained tensor.
+Calls and MiB of one iteration of these runs; in brackets the formula (`costs.gathers`; for gradients the optimizer
+steps and the trained bytes). Of gathered weights a process receives all but its own share.
 """,
     "loading": """\
-MiB of one of two processes beyond its imports: anonymous memory, which is its own, plus its share of mapped files,
-which all processes of a machine share and which the system may drop. Adapters are included.
-In the dtype of its files the base stays mapped until a layer is sharded, so no process has a copy of all of it.
-Converted or quantised weights are copies: each process has the whole base until it is sharded.
+MiB of one of two processes beyond its imports, adapters included: anonymous memory plus its share of mapped files. In
+the dtype of its files the base stays mapped until a layer is sharded. Converted or quantised weights are copies: each
+process has the whole base until it is sharded.
 """,
     "scaling": """\
-Seconds of an iteration, every process pinned to a core of its own with one thread, and as many rows on each process
-(weak scaling). The efficiency is the seconds of one process divided by those of two, computed in each round; the table
-shows medians, the ratio of the fastest iterations, and the range over the rounds. CPU seconds leave out waiting. Two
-runs that do not communicate show what the cores lose to each other. Under fsdp2 the time goes into copies: gloo moves
-the gathered weights through the memory of this machine.
+Seconds of an iteration with as many rows on each process (weak scaling), each pinned to a core of its own. The
+efficiency is the time of one process over the time of two in the same round; medians, the ratio of the fastest
+iterations, and the range over the rounds. Two runs that do not communicate show what the cores lose to each other.
 """,
 }
 
@@ -227,15 +218,18 @@ def chapter(
 
     def add(part: str, title: str, columns: Sequence[str], lines: Sequence[tuple[str, ...]], *more: str) -> None:
         about = results[part]
-        runs = "\n".join(dict.fromkeys(about["commands"]))
-        parts.extend([f"### {title}\n", f"{machine_line(about)}\n", NOTES[part], markdown(columns, lines)])
+        heading = f"### {title}\n\n`{about['command']}`. {machine_line(about)}\n"
+        parts.extend([heading, NOTES[part], markdown(columns, lines)])
         parts.extend(f"{line}\n" for line in more if line)
-        parts.append(f"`{about['command']}` runs:\n\n```\n{runs}\n```\n")
 
     if "memory" in results:
-        add("memory", "Memory per process", MEMORY_COLUMNS, memory_lines(results["memory"]["launches"]))
-        results = {**results, "traffic": results["memory"]}
-        add("traffic", "Collective operations", TRAFFIC_COLUMNS, traffic_lines(results["traffic"]["launches"]))
+        launches = results["memory"]["launches"]
+        most = max(len(launch["ranks"]) for launch in launches.values())
+        shown = {name: launch for name, launch in launches.items() if len(launch["ranks"]) in (1, most)}
+        add("memory", "Memory per process", MEMORY_COLUMNS, memory_lines(shown))
+        parts.extend(
+            ["### Collective operations\n", NOTES["traffic"], markdown(TRAFFIC_COLUMNS, traffic_lines(shown))]
+        )
     if "loading" in results:
         add(
             "loading", "Loading and sharding a saved base", LOADING_COLUMNS, loading_lines(results["loading"]["cases"])

@@ -16,17 +16,17 @@ from bench.rows import MEMORY_FLOOR, MEMORY_TARGET, Row
 
 PHASES = ("generate", "score", "update", "total")
 COLUMNS = ("row", "", *(f"{phase} s" for phase in PHASES), "peak MB")
+README_COLUMNS = ("row", "TRL 1.12", "ours", *PHASES[:3], "total", "memory", "roofline")
 NOTES = """\
-Seconds are CPU seconds of the process for one iteration with one thread; on CUDA they are wall seconds. The table
-shows medians over the iterations of all rounds, without the first iteration of each process. Our process and TRL's run
-in turn, each in an environment of its own, on the same weights, prompts and forced completion lengths, with the same
-LoRA rank, epochs and limit on padded tokens per forward. `generate` ends with the last token, `score` lasts until the
-first optimizer step (reward model, old and reference logprobs, values, advantages), and `update` is the rest.
+TRL and ours: CPU seconds of one iteration with one thread (wall seconds on CUDA) and peak resident MB. Then TRL's
+seconds over ours in each phase, our memory over TRL's, and our share of the roofline in each phase: the fewest seconds
+that the arithmetic allows at this machine's measured speed of matrix products and copies, over the measured seconds.
+Medians over all rounds, without the first iteration of each process; differences under 10% are noise.
 
-TRL trains a full value model next to its LoRA policy; our value head reads the policy's last hidden state. With
-adapters on all layers, this is most of the ratio. With mixed lengths TRL also computes padding. In the row with a
-distilled reward model TRL keeps the full one. Peaks are resident memory with all imports, without the optional
-packages bitsandbytes, scipy and triton, which TRL's environment does not have either. Differences under 10% are noise.
+Both run in turn on the same weights, prompts and forced completion lengths, with the same LoRA rank, epochs and limit
+on padded tokens per forward. TRL trains a full value model next to its LoRA policy; our value head reads the policy's
+last hidden state. With adapters on all layers this is most of the ratio. With mixed lengths TRL also computes padding.
+TRL always scores with the full reward model.
 """
 
 
@@ -115,29 +115,38 @@ def write_readme(folder: Path) -> None:
 
 
 def _results_chapter(results: dict[str, Any]) -> str:
-    lines = [line for values in results["rows"].values() for line in lines_of(values)]
-    fractions = [
-        (values["label"], *(f"{values['roofline'][phase]:.0%}" for phase in PHASES[:3]))
-        for values in results["rows"].values()
-        if values["roofline"]
-    ]
     runs = "\n".join(dict.fromkeys(command for row in results["commands"].values() for command in row))
     return "\n".join(
         [
             f"## One iteration\n\n{_machine_line(results)}\n\n{NOTES}",
-            markdown(COLUMNS, lines),
-            "Our share of the roofline: the fewest seconds that the arithmetic allows, at the measured speed of matrix"
-            " products and copies on this machine, divided by the measured seconds.\n",
-            markdown(("row", *PHASES[:3]), fractions),
+            markdown(README_COLUMNS, [_readme_line(values) for values in results["rows"].values()]),
             f"`{results['command']}` runs these commands in turn:\n\n```\n{runs}\n```\n",
         ]
     )
 
 
+def _readme_line(values: dict[str, Any]) -> tuple[str, ...]:
+    def cell(part: dict[str, Any]) -> str:
+        return f"{part['seconds']['total']:.2f} s, {part['peak_mb']} MB"
+
+    roofline = ", ".join(f"{share:.0%}" for phase, share in values["roofline"].items() if phase in PHASES[:3])
+    if "baseline" not in values:
+        return (values["label"], "", cell(values["ours"]), *[""] * 5, roofline)
+    ratios = (f"{values['ratio'][phase]:.2f}x" for phase in PHASES)
+    return (
+        values["label"],
+        cell(values["baseline"]),
+        cell(values["ours"]),
+        *ratios,
+        f"{values['memory_share']:.0%}",
+        roofline,
+    )
+
+
 def _growth_chapter(results: dict[str, Any]) -> str:
-    lines = [
-        (axis, str(point["value"]), *point["cells"]) for axis, points in results["axes"].items() for point in points
-    ]
+    # The picture shows every size; the table has the largest of each axis.
+    largest = {axis: points[-1] for axis, points in results["axes"].items()}
+    lines = [(axis, str(point["value"]), *point["cells"]) for axis, point in largest.items()]
     return "\n".join(
         [
             f"## Growth\n\n{_machine_line(results)} One process each, `{results['command']}`:"

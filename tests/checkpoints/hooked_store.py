@@ -13,7 +13,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from onetrunk.checkpoints.manifest import write_manifest
-from onetrunk.checkpoints.store import ALLOWED
+from onetrunk.checkpoints.mirror import SCHEMES
 
 
 def nothing(operation: str, path: str) -> None:
@@ -33,7 +33,12 @@ class HookedFileSystem(LocalFileSystem):
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
         self.pipe_file(rpath, Path(lpath).read_bytes())
 
+    def get_file(self, rpath: str, lpath: str, **kwargs: Any) -> None:
+        type(self).hook("read", rpath)
+        super().get_file(rpath, lpath, **kwargs)
+
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(value[: len(value) // 2])
         type(self).hook("write", path)
         Path(path).write_bytes(value)
@@ -54,7 +59,7 @@ class HookedFileSystem(LocalFileSystem):
 def register() -> None:
     """Let fsspec know the scheme, in this process."""
     fsspec.register_implementation("hooked", HookedFileSystem, clobber=True)
-    ALLOWED.add("hooked")
+    SCHEMES.add("hooked")
 
 
 def make_checkpoint(output_dir: Path, step: int, run: str = "run-a", size: int = 3000) -> Path:

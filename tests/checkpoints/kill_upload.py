@@ -1,10 +1,6 @@
-"""Pushes the checkpoints of a folder, and ends its own process in the middle of a write or deletion, as kill -9 would.
-
-Arguments: output_dir, mirror folder, number of the operation.
-"""
+"""A process that pushes checkpoints and ends in the middle of a write or deletion, as kill -9 would end it."""
 
 import os
-import sys
 from pathlib import Path
 
 from onetrunk.checkpoints.folders import checkpoint_folders
@@ -12,8 +8,8 @@ from onetrunk.checkpoints.mirror import Mirror
 from tests.checkpoints import hooked_store
 
 
-def main() -> None:
-    output_dir, mirror_dir, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def push_and_die(output_dir: Path, mirror_dir: Path, last: int) -> None:
+    """Push the checkpoints of a folder; end the process with code 9 in the write or deletion with number `last`."""
     count = 0
 
     def die(operation: str, path: str) -> None:
@@ -24,12 +20,7 @@ def main() -> None:
 
     hooked_store.register()
     mirror = Mirror(f"hooked://{mirror_dir}", keep=2, warn=print, waits_s=())
-    mirror.claim("run-a", settings="settings-a")
     hooked_store.HookedFileSystem.hook = staticmethod(die)
     for folder in checkpoint_folders(output_dir):
         mirror.push(folder)
         mirror.wait(60)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ import pytest
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.utils.locks import held_folder
 from tests.checkpoints import crash_runs
-from tests.checkpoints.hooked_store import HookedFileSystem, nothing, register
 from tests.checkpoints.killing import (
     digest_of,
     exit_code,
@@ -130,32 +129,12 @@ def test_a_mirror_of_another_run_is_not_written_over(tmp_path):
     make_trainer(tmp_path / "one", **settings).train()
     with pytest.raises(RuntimeError, match="another run"):
         make_trainer(tmp_path / "two", **settings).train()
-
-
-def test_a_run_killed_in_its_first_upload_begins_again_on_a_new_disk(tmp_path):
-    register()
-
-    def keep(operation, path):
-        # What a kill in the middle of writing the first manifest would leave.
-        if operation == "write" and path.endswith("manifest.json") and not (tmp_path / "killed").exists():
-            shutil.copytree(tmp_path / "mirror", tmp_path / "killed")
-
-    settings = {"save_strategy": "steps", "save_steps": 1}
-    (tmp_path / "mirror").mkdir()
-    HookedFileSystem.hook = staticmethod(keep)
-    try:
-        first = make_trainer(tmp_path / "one", checkpoint_mirror=f"hooked://{tmp_path}/mirror", **settings)
-        first.train()
-        assert first._mirror.wait(60) == []
-    finally:
-        HookedFileSystem.hook = staticmethod(nothing)
-    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["checkpoint-1"]
-    killed = {"checkpoint_mirror": str(tmp_path / "killed"), **settings}
-    with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
-        make_trainer(tmp_path / "other", gamma=0.5, **killed).train(resume_from_checkpoint="auto")
-    again = make_trainer(tmp_path / "two", **killed)
-    again.train(resume_from_checkpoint="auto")
-    assert again._mirror.wait(60) == [] and not checkpoint_problems(checkpoint_folders(tmp_path / "killed")[-1])
+    # A run that starts over deletes the other one's checkpoints there, as in its output_dir.
+    (tmp_path / "one" / "checkpoint-1").rename(tmp_path / "mirror" / "checkpoint-9")
+    make_trainer(tmp_path / "two", overwrite_output_dir=True, **settings).train()
+    assert [path.name for path in checkpoint_folders(tmp_path / "mirror")] == [
+        path.name for path in checkpoint_folders(tmp_path / "two")
+    ]
 
 
 def test_a_mirror_that_dies_in_the_middle_does_not_stop_the_run(tmp_path, caplog):

@@ -92,6 +92,8 @@ def test_the_other_process_names_the_lost_one_and_the_run_resumes(tmp_path, numb
     assert "--resume auto" in message
     assert "Traceback" not in log and "gloo" not in message
     assert read_beat(folder / "out", 1).pid == second.pid
+    # A third process would not take this one for the lost one.
+    assert (read_beat(folder / "out", 0).phase, read_beat(folder / "out", 0).error) == ("failed", "")
     finished(folder)
     for name in ("adapter_model.safetensors", "value_head.safetensors"):
         assert (folder / "out" / name).read_bytes() == (uninterrupted() / "out" / name).read_bytes()

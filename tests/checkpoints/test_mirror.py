@@ -4,8 +4,6 @@ Against a folder, fsspec's memory and a real S3 server (moto's) on the loopback.
 """
 
 import json
-import os
-import subprocess
 import sys
 import threading
 import uuid
@@ -18,8 +16,9 @@ from moto.server import ThreadedMotoServer
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.checkpoints.manifest import read_manifest, write_manifest
 from onetrunk.checkpoints.mirror import Mirror
-from onetrunk.checkpoints.store import MARK
 from tests.checkpoints.hooked_store import HookedFileSystem, make_checkpoint, nothing, register
+from tests.checkpoints.kill_upload import push_and_die
+from tests.checkpoints.killing import exit_code
 
 BUCKET = "some-bucket"
 
@@ -65,8 +64,8 @@ def hooked(tmp_path):
 
 def mirror_at(url, keep=None, waits_s=(), claim="run-a"):
     told = []
-    mirror = Mirror(url, keep, told.append, waits_s)
-    mirror.claim(claim)
+    mirror = Mirror(str(url), keep, told.append, waits_s)
+    mirror.claim(claim, is_resuming=True, overwrite=False)
     return mirror, told
 
 
@@ -120,14 +119,12 @@ def test_an_empty_mirror_has_nothing_to_pull(url, tmp_path):
     assert told == []
 
 
-def test_the_newest_stay_and_the_best_one_and_no_mark_is_left(url, tmp_path):
+def test_the_newest_stay_and_the_best_one(url, tmp_path):
     mirror, told = mirror_at(url, keep=2)
     for step in (1, 2, 3, 4, 10):
         mirror.push(make_checkpoint(tmp_path / "out", step), kept=["checkpoint-1"])
         mirror.wait(60)
     assert names_in(url) == ["checkpoint-1", "checkpoint-10", "checkpoint-4"]
-    store, root = fsspec.core.url_to_fs(url)
-    assert not [path for path in store.find(root) if path.endswith(MARK)]
     assert told == []
 
 
@@ -139,30 +136,18 @@ def test_two_are_kept_where_one_is_asked_for_and_all_where_nothing_is(hooked, tm
     assert names_in(hooked[1]) == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_an_older_one_is_deleted_only_after_the_new_one_was_read_again_and_its_manifest_goes_first(hooked, tmp_path):
+def test_the_manifest_is_written_last_and_only_then_an_older_one_is_deleted_its_manifest_first(hooked, tmp_path):
     mirror, _ = mirror_at(hooked[1], keep=2)
     push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
     seen = []
     HookedFileSystem.hook = staticmethod(lambda operation, path: seen.append((operation, path.split("/mirror/")[1])))
     push(mirror, make_checkpoint(tmp_path / "out", 3))
-    manifest = seen.index(("write", "checkpoint-3/manifest.json"))
-    deleted = [at for at, (operation, path) in enumerate(seen) if operation == "delete" and "checkpoint-1/" in path]
-    written = [at for at, (operation, path) in enumerate(seen) if operation == "write" and "checkpoint-3/" in path]
-    read = [
-        at for at, (operation, path) in enumerate(seen) if operation == "read" and path.endswith("/trainer_state.json")
+    assert [operation for operation, _ in seen] == 4 * ["write"] + 2 * ["delete"]
+    assert [seen[at][1] for at in (3, 4, 5)] == [
+        "checkpoint-3/manifest.json",
+        "checkpoint-1/manifest.json",
+        "checkpoint-1",
     ]
-    assert max(written) == manifest < min(read) and max(read) < min(deleted)
-    assert seen[deleted[0]][1] == "checkpoint-1/manifest.json"
-
-
-def test_a_checkpoint_that_is_there_already_is_read_and_not_written_again(hooked, tmp_path):
-    folder = make_checkpoint(tmp_path / "out", 1)
-    push(mirror_at(hooked[1])[0], folder)
-    operations = []
-    HookedFileSystem.hook = staticmethod(lambda operation, path: operations.append(operation))
-    mirror, told = mirror_at(hooked[1])
-    push(mirror, folder)
-    assert set(operations) == {"read"} and told == []
 
 
 def test_a_result_goes_to_the_root_with_the_files_beside_it_and_without_folders_of_the_run(url, tmp_path):
@@ -176,21 +161,16 @@ def test_a_result_goes_to_the_root_with_the_files_beside_it_and_without_folders_
     (out / ".lock").write_text("")
     (out / "runs").mkdir()
     (out / "runs" / "events").write_text("e")
-    mirror, told = mirror_at(url, claim=None)
+    mirror, told = mirror_at(url)
     mirror.push(folder)
     mirror.push_result(out)
     assert (mirror.wait(60), told) == ([], [])
     assert names_in(url) == ["README.md", "adapter.safetensors", "checkpoint-1", "manifest.json", "value"]
-    again, _ = mirror_at(url)
-    again.push_result(out)
-    assert again.wait(60) == []
-    with pytest.raises(RuntimeError, match="holds a result, checkpoint-1 of another run"):
+    mirror.push_result(out)
+    assert mirror.wait(60) == []
+    change(url, "checkpoint-1/manifest.json", lambda data: data.replace(b"run-a", b"run-b"))
+    with pytest.raises(RuntimeError, match="holds the result of another run"):
         mirror_at(url, claim="run-b")
-    overwriting = Mirror(url, None, told.append, ())
-    overwriting.claim(None, overwrite=True)
-    push(overwriting, make_checkpoint(tmp_path / "other", 1, run="run-b"))
-    assert (names_in(url), told) == (["checkpoint-1"], [])
-    mirror_at(url, claim="run-b")
 
 
 def write_manifest_of_result(out, names):
@@ -198,7 +178,7 @@ def write_manifest_of_result(out, names):
     for name in names:
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
         (staged / name).write_bytes((out / name).read_bytes())
-    write_manifest(staged, kind="result")
+    write_manifest(staged, kind="result", run="run-a")
     (staged / "manifest.json").rename(out / "manifest.json")
 
 
@@ -216,10 +196,10 @@ def test_a_result_without_a_manifest_is_not_mirrored(tmp_path):
 DAMAGE = {
     "a flipped byte": ("value/adapter.safetensors", flipped, "sha256 differs"),
     "a shorter file": ("adapter.safetensors", lambda data: data[:-1], "bytes where"),
-    "a longer file": ("adapter.safetensors", lambda data: data + b"x", "more bytes where"),
+    "a longer file": ("adapter.safetensors", lambda data: data + b"x", "bytes where"),
     "an empty file": ("trainer_state.json", lambda data: b"", "0 bytes where"),
     "a missing file": ("adapter.safetensors", lambda data: None, "missing"),
-    "half a manifest": ("manifest.json", lambda data: data[: len(data) // 2], "manifest.json"),
+    "half a manifest": ("manifest.json", lambda data: data[: len(data) // 2], "not uploaded to its end"),
     "no manifest": ("manifest.json", lambda data: None, "not uploaded to its end"),
     "the manifest of another step": ("manifest.json", lambda data: data.replace(b'"step": 2', b'"step": 1'), "step 1"),
 }
@@ -249,7 +229,7 @@ def test_all_damaged_is_an_error_that_names_the_last(hooked, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["../outside", "/tmp/outside", "a/../../outside", "a\\..\\b", "./a", "a//b", "", ".", "manifest.json", MARK],
+    ["../outside", "/tmp/outside", "a/../../outside", "a\\..\\b", "./a", "a//b", "", "."],
 )
 def test_a_manifest_that_names_a_file_outside_its_folder_is_damage(tmp_path, name):
     mirror, told = mirror_at(tmp_path / "mirror")
@@ -263,17 +243,6 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_damage(tmp_path, nam
     assert not list(tmp_path.rglob("outside*")) and not Path("/tmp/outside").exists()
 
 
-def test_a_manifest_that_makes_a_file_the_folder_of_another_is_damage(tmp_path):
-    mirror, _ = mirror_at(tmp_path / "mirror")
-    push(mirror, make_checkpoint(tmp_path / "out", 1))
-    path = tmp_path / "mirror" / "checkpoint-1" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["files"]["value"] = manifest["files"]["adapter.safetensors"]
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(RuntimeError, match="can't be a file of a checkpoint"):
-        mirror.pull_last(tmp_path / "new")
-
-
 def test_a_mirror_that_does_not_answer_is_an_error_and_not_damage(hooked, tmp_path):
     push(mirror_at(hooked[1])[0], *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
     mirror, told = mirror_at(hooked[1], waits_s=(0, 0))
@@ -285,7 +254,7 @@ def test_a_mirror_that_does_not_answer_is_an_error_and_not_damage(hooked, tmp_pa
             raise PermissionError("Forbidden")
 
     HookedFileSystem.hook = staticmethod(refuse)
-    with pytest.raises(RuntimeError, match=r"can't be read \(PermissionError: Forbidden; attempts: 3\)"):
+    with pytest.raises(RuntimeError, match=r"fails \(PermissionError: Forbidden; attempts: 3\)"):
         mirror.pull_last(tmp_path / "new")
     assert sum(path.endswith("checkpoint-2/adapter.safetensors") for path in reads) == 3
     assert told == [] and list((tmp_path / "new").iterdir()) == []
@@ -308,7 +277,7 @@ def test_a_local_disk_that_takes_nothing_is_said_as_what_it_is(tmp_path):
     mirror, _ = mirror_at(tmp_path / "mirror")
     push(mirror, make_checkpoint(tmp_path / "out", 1))
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeError, match=r"file can't take checkpoint-1 of the mirror .*another output_dir"):
+    with pytest.raises(RuntimeError, match=r"file could not be written \(Not a directory"):
         mirror.pull_last(tmp_path / "file")
 
 
@@ -318,50 +287,34 @@ def test_a_local_disk_that_takes_nothing_is_said_as_what_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("nope://bucket/x", "nope"),
-        ("http://host/x", "read-only"),
-        ("https://host/x", "read-only"),
-        ("ftp://host/x", "not supported"),
+        ("nope://bucket/x", "not supported"),
+        ("https://host/x", "not supported"),
         ("simplecache::s3://bucket/x", "not supported"),
-        ("reference://x", "not supported"),
-        ("s3://key:password-of-mine@bucket/x", "holds a user name or password before '@'"),
-        ("/tmp/a*b", r"holds one of \* "),
+        ("s3://key:password-of-mine@bucket/x", "holds a user name"),
+        ("/tmp/a*b", r"one of \* "),
         ("ftp://user:a-password-of-mine@127.0.0.1:1/x", "<redacted password>"),
     ],
 )
 def test_a_place_that_cannot_be_one_is_refused_without_its_secrets(url, sentence):
     with pytest.raises(RuntimeError, match=sentence) as caught:
-        Mirror(url, 2, print).check()
-    assert "a-password-of-mine" not in str(caught.value)
+        Mirror(url, 2, print)
+    assert "password-of-mine" not in str(caught.value)
 
 
-def test_a_missing_package_is_named(tmp_path):
-    # A process in which gcsfs is not installed, whatever is here.
-    code = (
-        "import sys; sys.modules['gcsfs'] = None\n"
-        "from onetrunk.checkpoints.mirror import Mirror\n"
-        "try: Mirror('gs://bucket/x', 2, print).check()\n"
-        "except RuntimeError as error: print(error)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=with_source())
-    assert run.stdout.strip() == (
-        "the checkpoint mirror gs://bucket/x needs a package that is missing; pip install 'gcsfs'"
-    ), run.stderr
-
-
-def with_source():
-    root = Path(__file__).parents[2]
-    return {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(RuntimeError, match="gs://bucket/x can't be opened .*gcsfs"):
+        Mirror("gs://bucket/x", 2, print)
 
 
 def test_a_bucket_that_does_not_exist_is_refused_and_not_made(s3):
     with pytest.raises(RuntimeError, match="s3://no-such-bucket/x can't be written to .*bucket"):
-        Mirror("s3://no-such-bucket/x", 2, print).check()
+        Mirror("s3://no-such-bucket/x", 2, print).check("out")
     assert fsspec.filesystem("s3").ls("") == [BUCKET]
 
 
 def test_a_probe_leaves_nothing(url):
-    Mirror(url, 2, print).check()
+    Mirror(url, 2, print).check("out")
     assert names_in(url) == []
 
 
@@ -375,61 +328,41 @@ def test_each_missing_permission_is_found_early(hooked, operation, doing):
 
     HookedFileSystem.hook = staticmethod(refuse)
     with pytest.raises(RuntimeError, match=f"can't be {doing}.*Forbidden"):
-        Mirror(hooked[1], 2, print).check()
+        Mirror(hooked[1], 2, print).check("out")
 
 
 def test_a_folder_in_the_place_of_a_file_and_output_dir_itself_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match="can't be written"):
-        Mirror(tmp_path / "file" / "x", 2, print).check()
+        Mirror(str(tmp_path / "file" / "x"), 2, print).check("out")
     with pytest.raises(RuntimeError, match="output_dir itself"):
-        Mirror(tmp_path, 2, print).check(tmp_path / "x" / "..")
+        Mirror(str(tmp_path), 2, print).check(tmp_path / "x" / "..")
 
 
 # --- other runs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_mirror_of_another_run_is_refused_and_stays_as_it_is(url, tmp_path):
-    push(mirror_at(url)[0], make_checkpoint(tmp_path / "out", 5))
-    for run in (None, "run-b"):
-        with pytest.raises(RuntimeError, match="holds checkpoint-5 of another run.*overwrite_output_dir"):
-            mirror_at(url, claim=run)
-    late, told = Mirror(url, None, (told := []).append, ()), told
-    push(late, make_checkpoint(tmp_path / "other", 6, run="run-b"))
-    assert "holds checkpoint-5 of another run" in told[0]
-    assert names_in(url) == ["checkpoint-5"]
+def test_a_mirror_of_another_run_is_refused_and_emptied_only_when_asked(url, tmp_path):
+    push(mirror_at(url)[0], *(make_checkpoint(tmp_path / "out", step) for step in (5, 6)))
+    mirror = Mirror(url, None, print, ())
+    for is_resuming in (True, False):
+        with pytest.raises(RuntimeError, match="holds checkpoint-6 of another run.*overwrite_output_dir"):
+            mirror.claim("run-b", is_resuming, overwrite=False)
+    mirror.claim("run-a", is_resuming=False, overwrite=True)
+    assert names_in(url) == ["checkpoint-5", "checkpoint-6"]
+    mirror.claim("run-b", is_resuming=False, overwrite=True)
+    assert names_in(url) == []
 
 
-def test_what_is_overwritten_is_deleted_once_the_first_new_one_is_proven(hooked, tmp_path):
-    push(mirror_at(hooked[1])[0], make_checkpoint(tmp_path / "out", 5), make_checkpoint(tmp_path / "out", 6))
-    told = []
-    mirror = Mirror(hooked[1], None, told.append, ())
-    mirror.claim(None, overwrite=True)
-
-    def refuse(operation, path):
-        if operation == "write" and path.endswith("manifest.json"):
-            raise ConnectionError("reset")
-
-    HookedFileSystem.hook = staticmethod(refuse)
-    push(mirror, make_checkpoint(tmp_path / "other", 1, run="run-b"))
-    assert Mirror(hooked[1], None, print, ()).pull_last(tmp_path / "new").name == "checkpoint-6"
-    HookedFileSystem.hook = staticmethod(nothing)
-    push(mirror, make_checkpoint(tmp_path / "other", 2, run="run-b"))
-    assert names_in(hooked[1]) == ["checkpoint-2"]
-
-
-def test_a_folder_that_was_not_written_here_is_neither_overwritten_nor_deleted(tmp_path):
-    theirs = tmp_path / "mirror" / "checkpoint-1"
-    theirs.mkdir(parents=True)
-    (theirs / "model.bin").write_text("theirs")
-    with pytest.raises(RuntimeError, match="another run"):
-        mirror_at(tmp_path / "mirror", claim=None)
-    mirror, told = mirror_at(tmp_path / "mirror", keep=2)
-    push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2, 3, 4)))
-    assert (theirs / "model.bin").read_text() == "theirs"
-    assert len(list(theirs.iterdir())) == 1
-    assert names_in(str(tmp_path / "mirror")) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
-    assert "which this library has not written" in told[0]
+def test_a_folder_without_a_manifest_is_of_another_run_unless_this_one_resumes(tmp_path):
+    (tmp_path / "mirror" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "mirror" / "checkpoint-1" / "model.bin").write_text("theirs")
+    mirror = Mirror(str(tmp_path / "mirror"), 2, print, ())
+    with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
+        mirror.claim("run-a", is_resuming=False, overwrite=False)
+    mirror.claim("run-a", is_resuming=True, overwrite=False)
+    push(mirror, make_checkpoint(tmp_path / "out", 2))
+    assert names_in(str(tmp_path / "mirror")) == ["checkpoint-2"]
 
 
 # --- failing and dying -----------------------------------------------------------------------------------------------
@@ -456,7 +389,7 @@ def test_whichever_write_fails_training_continues_the_last_whole_one_stays_and_t
 
     url, mirror, _ = begun("count")
     total = operations_of(lambda: push(mirror, third))
-    assert total > 10
+    assert total == 6
     for last in range(1, total + 1):
         url, mirror, told = begun(str(last))
         seen = []
@@ -477,7 +410,6 @@ def test_whichever_write_fails_training_continues_the_last_whole_one_stays_and_t
         push(mirror, fourth)
         assert told == [] and mirror.wait(0) == [], last
         assert "checkpoint-4" in names_in(url) and len(names_in(url)) == 2, last
-        assert not list((folder / str(last)).rglob(MARK)), last
 
 
 def test_whichever_write_fails_once_the_next_attempt_is_whole(hooked, tmp_path):
@@ -501,73 +433,22 @@ def test_whichever_write_fails_once_the_next_attempt_is_whole(hooked, tmp_path):
         assert checkpoint_problems(folder / str(last) / "checkpoint-1") == [], last
 
 
-def test_what_comes_out_otherwise_than_it_went_in_is_noticed(hooked, tmp_path):
-    mirror, told = mirror_at(hooked[1])
-    first, second = (make_checkpoint(tmp_path / "out", step) for step in (1, 2))
-    push(mirror, first)
-
-    def flip(operation, path):
-        if operation == "read" and path.endswith("checkpoint-2/adapter.safetensors"):
-            Path(path).write_bytes(flipped(Path(path).read_bytes()))
-
-    HookedFileSystem.hook = staticmethod(flip)
-    push(mirror, second)
-    assert "adapter.safetensors: other bytes than were written" in told[0]
-    HookedFileSystem.hook = staticmethod(nothing)
-    assert mirror.pull_last(tmp_path / "new").name == "checkpoint-1"
-
-
 @pytest.mark.slow
 def test_killed_at_any_write_the_mirror_holds_a_whole_one_and_the_next_run_tidies_up(hooked, tmp_path):
     out = tmp_path / "out"
     for step in (1, 2, 3):
         make_checkpoint(out, step)
-    killed = 0
-    # Two uploads without rotation take 6 operations each; the third deletes the first.
-    for last in (3, 6, 8, 12, 13, 16, 18, 19, 20, 21, 22, 23, 24, 25, 26):
+    # An upload takes four writes; after the third upload the first is deleted: its manifest, then the rest.
+    for last in range(1, 15):
         place = tmp_path / f"mirror-{last}"
-        command = [sys.executable, "-m", "tests.checkpoints.kill_upload", str(out), str(place), str(last)]
-        run = subprocess.run(command, capture_output=True, text=True, env=with_source())
-        killed += run.returncode == 9
-        assert run.returncode in (0, 9), run.stderr
+        assert exit_code(push_and_die, out, place, last) == 9
         mirror, told = mirror_at(f"hooked://{place}", keep=2)
         found = mirror.pull_last(tmp_path / f"new-{last}")
-        # The first is whole from its sixth operation on.
-        assert (found is None) == (last < 6), last
-        assert found is None or not checkpoint_problems(found)
+        uploads = (last - 1) // 4
+        assert (found and found.name) == (f"checkpoint-{uploads}" if uploads else None), last
         del told[:]
         push(mirror, make_checkpoint(out, 3), make_checkpoint(tmp_path / "later", 4))
         assert told == [] and names_in(str(place)) == ["checkpoint-3", "checkpoint-4"], last
-        assert not list(place.rglob(MARK)), last
-    assert killed >= 12
-
-
-@pytest.mark.parametrize("last", [1, 2, 4, 5])
-def test_killed_in_its_first_upload_a_run_that_begins_again_without_its_disk_finds_its_own(hooked, tmp_path, last):
-    make_checkpoint(tmp_path / "out", 1)
-    url = f"hooked://{tmp_path}/killed"
-    command = [sys.executable, "-m", "tests.checkpoints.kill_upload", str(tmp_path / "out"), str(tmp_path / "killed")]
-    assert subprocess.run([*command, str(last)], env=with_source()).returncode == 9
-    told = []
-    mirror = Mirror(url, None, told.append, ())
-    assert mirror.pull_last(tmp_path / "new") is None
-    if last > 1:
-        # The fifth operation writes the manifest; before the first has ended nothing is there but half a mark.
-        for other in ({"settings": "settings-b", "is_resuming": True}, {"settings": "settings-a"}):
-            with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
-                mirror.claim("run-b", **other)
-    mirror.claim("run-b", settings="settings-a", is_resuming=True)
-    del told[:]
-    push(mirror, make_checkpoint(tmp_path / "new", 2, run="run-b"))
-    assert told == [] and names_in(url) == ["checkpoint-2"]
-
-
-def test_a_whole_checkpoint_of_a_run_with_the_same_settings_is_not_taken_for_an_upload_of_its_own(hooked, tmp_path):
-    mirror = Mirror(hooked[1], None, print, ())
-    mirror.claim("run-a", settings="settings-a")
-    push(mirror, make_checkpoint(tmp_path / "out", 1))
-    with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
-        Mirror(hooked[1], None, print, ()).claim("run-b", settings="settings-a", is_resuming=True)
 
 
 def test_a_warning_holds_no_secret(hooked, tmp_path, monkeypatch):
@@ -610,30 +491,11 @@ def test_a_slow_upload_does_not_block_and_the_middle_ones_are_left_out(hooked, t
         mirror.push(folder)
     assert mirror.busy() == {folders[0], folders[3]}
     assert mirror.wait(0.05) == ["checkpoint-1", "checkpoint-4"]
-    assert "lacks checkpoint-1 (not uploaded yet); checkpoint-4 (not uploaded yet)" in told[0]
+    assert "lacks checkpoint-1, checkpoint-4; copy it" in told[0]
     gate.opened.set()
     assert mirror.wait(60) == [] and mirror.busy() == set()
     assert names_in(hooked[1]) == ["checkpoint-1", "checkpoint-4"]
     assert not any("checkpoint-2" in path or "checkpoint-3" in path for path in gate.written)
-
-
-def test_a_newer_checkpoint_ends_the_attempts_of_an_older_one(hooked, tmp_path):
-    first, second = (make_checkpoint(tmp_path / "out", step) for step in (1, 2))
-    mirror, told = mirror_at(hooked[1], waits_s=(600, 600))
-    failed = threading.Event()
-
-    def refuse_the_first(operation, path):
-        if operation == "write" and path.endswith("checkpoint-1/adapter.safetensors"):
-            failed.set()
-            raise ConnectionError("reset")
-
-    HookedFileSystem.hook = staticmethod(refuse_the_first)
-    mirror.push(first)
-    assert failed.wait(60)
-    mirror.push(second)
-    assert mirror.wait(60) == []
-    assert len(told) == 1 and "did not take checkpoint-1 (ConnectionError: reset; attempts: 1)" in told[0]
-    assert "training continues, and the next checkpoint is uploaded as usual" in told[0]
 
 
 def test_one_warning_per_checkpoint_and_the_last_that_failed_is_told_at_the_end(hooked, tmp_path):
@@ -646,17 +508,18 @@ def test_one_warning_per_checkpoint_and_the_last_that_failed_is_told_at_the_end(
     folder = make_checkpoint(tmp_path / "out", 1)
     mirror.push(folder)
     mirror.wait(60)
-    assert "attempts: 4" in told[0]
+    assert "checkpoint-1 was not uploaded, and training continues" in told[0]
+    assert "(ConnectionError: reset; attempts: 4)" in told[0]
     assert mirror.wait(0) == ["checkpoint-1"]
-    assert told[1:] == 2 * [
-        f"the checkpoint mirror {hooked[1]} lacks checkpoint-1 (ConnectionError: reset); copy it from output_dir"
-    ]
+    assert told[1:] == 2 * [f"the checkpoint mirror {hooked[1]} lacks checkpoint-1; copy it from output_dir"]
+    HookedFileSystem.hook = staticmethod(nothing)
+    push(mirror, make_checkpoint(tmp_path / "out", 2))
+    assert mirror.wait(0) == []
 
 
 def test_a_folder_that_is_gone_is_not_tried_twice(tmp_path):
     mirror, told = mirror_at(tmp_path / "mirror", waits_s=(600,))
     mirror.push(tmp_path / "checkpoint-7")
-    mirror.wait(60)
-    assert "attempts: 1" in told[0]
+    assert mirror.wait(60) == ["checkpoint-7"]
     push(mirror, make_checkpoint(tmp_path / "out", 8))
     assert mirror.wait(0) == []

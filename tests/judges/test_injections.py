@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onetrunk.judges.base import Pair
 from onetrunk.judges.template import nonce_of, question_messages
-from tests.judges.injection_report import kinds_table, obedient_rows, outcome
+from tests.judges.injection_report import obedient_rows, outcome
 from tests.judges.injections import ATTACKS, BAD, GOOD, PRINCIPLE, PROMPT, ObedientJudge, defended_messages, own_code
 
 README = Path(__file__).parents[2] / "src/onetrunk/judges/README.md"
@@ -41,7 +41,11 @@ def test_for_a_judge_that_obeys_everything_both_orders_are_the_only_help():
 
 
 def test_the_figures_of_the_readme_are_these():
-    assert kinds_table(obedient_rows()) in README.read_text()
+    naive, defended, _, everything = obedient_rows().values()
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"Of {len(ATTACKS)} attacks" in text and not defended.one_order
+    assert f"{len(naive.one_order)} win in one order without these defences, and 0 with them" in text
+    assert f"{len(everything.one_order)} in one order and to {len(everything.both_orders)} in both" in text
 
 
 @settings(deadline=None)
@@ -84,7 +88,7 @@ def test_no_author_can_write_or_close_a_tag(text):
 def test_a_trained_model_is_fooled_by_turns_in_plain_questions_and_not_behind_the_template():
     from tests.judges.trained_judge import NaiveCausalJudge, train_judge
 
-    # How much the plain question lets through differs from seed to seed (the table in the README).
+    # How much the plain question lets through differs from seed to seed.
     judge = train_judge(num_steps=600)
     naive, defended = outcome(NaiveCausalJudge(judge)), outcome(judge)
     assert len(naive.one_order) >= 0.15 * len(ATTACKS)

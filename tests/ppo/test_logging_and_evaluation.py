@@ -278,25 +278,13 @@ def test_where_there_is_no_terminal_each_rollout_is_one_line(tmp_path, capsys, l
     ]
 
 
-def test_as_json_every_log_is_one_line(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, num_rollouts=2, num_ppo_epochs=2, log_format="json")
-    capsys.readouterr()
-    trainer.train()
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(e["rollout"], e["rollouts"], e["step"], e["steps"]) for e in printed] == [
-        (1, 2, 1, 4), (1, 2, 2, 4), (2, 2, 3, 4), (2, 2, 4, 4), (2, 2, 4, 4),
-    ]  # fmt: skip
-    for line, entry in zip(printed, trainer.state.log_history, strict=True):
-        assert {name: line[name] for name in entry} == entry
-
-
 @pytest.mark.parametrize(("seconds", "text"), [(8.2, "8 s"), (99.6, "2 min"), (5100, "85 min"), (7500, "2 h 5 min")])
 def test_durations_are_for_people(seconds, text):
     assert short_time(seconds) == text
 
 
 def test_an_unknown_format_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="log_format is 'yaml'; it must be one of auto, bar, lines, json"):
+    with pytest.raises(ValueError, match="log_format is 'yaml'; it must be one of auto, bar, lines$"):
         make_config(tmp_path, log_format="yaml")
 
 

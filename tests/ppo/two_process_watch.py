@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 from tests.ppo.support import even_share, make_trainer  # noqa: E402
 
-SETTINGS = {"num_rollouts": 5, "num_ppo_epochs": 2, "rollout_batch_size": 8, "alarm_patience": 2, "trace_rollouts": 2}
+SETTINGS = {"num_rollouts": 5, "num_ppo_epochs": 2, "rollout_batch_size": 8, "trace_rollouts": 2}
 SLOW_S = 1.0
 
 

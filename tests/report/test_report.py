@@ -7,10 +7,12 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from markupsafe import Markup
 
 from onetrunk import cli
 from onetrunk.checkpoints.heartbeats import Heartbeat
-from onetrunk.report.plots import PLOTS, draw, on_ink, png_of, svg_of
+from onetrunk.report.blocks import MARKDOWN, PAGE, Block, Figure, rendered
+from onetrunk.report.plots import PLOTS, draw, drawn
 from onetrunk.report.report import write_report, write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.stages import resuming
@@ -62,6 +64,20 @@ def test_the_page_loads_nothing_and_no_name_in_it_occurs_twice(page):
 
 def test_what_a_completion_says_does_not_become_part_of_the_page(page):
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_no_field_of_a_block_becomes_part_of_a_page():
+    hostile = "<b>|![x](https://host/p.png)"
+    figure = Figure(hostile, "plot.png", Markup("<svg></svg>"), hostile)
+    inner = Block(hostile, hostile, [hostile], [[hostile]], {hostile: 'a"b'}, [(hostile, hostile)], [figure])
+    sample = (hostile, [(hostile, hostile)])
+    blocks = [inner, Block(hostile, samples=[sample], blocks=[inner], is_folded=True)]
+    page, text = (rendered(name, hostile, blocks) for name in (PAGE, MARKDOWN))
+    found = Elements(page)
+    assert "b" not in found.tags and "img" not in found.tags and 'a"b' in found.addresses
+    outside = re.sub(r"(?s)```text\n.*?```", "", text)
+    assert "<b>" not in outside and "![x](" not in outside and outside.count("![") == 2
+    assert text.count(hostile) == 2  # The prompt and the completion, each in its fence.
 
 
 def test_the_facts_of_a_run_worked_out_by_hand(page):
@@ -280,8 +296,8 @@ def test_a_damaged_pipeline_has_a_page_that_says_so(tmp_path, caplog, stages):
 
 def test_a_name_with_two_dollar_signs_is_drawn_as_it_is(tmp_path):
     runs = [read_run(write_ppo_run(tmp_path / name)) for name in ("$\\frac{x$", "two")]
-    figure = on_ink(lambda: draw(PLOTS[0], runs))
-    assert png_of(figure) and "$\\frac{x$: training rollouts" in svg_of(figure, "score", "Score")
+    png, svg = drawn(lambda: draw(PLOTS[0], runs), "score", "Score")
+    assert png.startswith(b"\x89PNG") and "$\\frac{x$: training rollouts" in svg
 
 
 def test_a_folder_named_like_a_script_is_a_relative_address(tmp_path):

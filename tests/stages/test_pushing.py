@@ -33,7 +33,7 @@ def material(tmp_path_factory):
 def hub(material, monkeypatch):
     stub = stand_in(monkeypatch)
     monkeypatch.chdir(material)
-    pushing._require_write.cache_clear()
+    pushing._create.cache_clear()
     yield stub
     stub.close()
 
@@ -59,18 +59,15 @@ def test_what_was_trained_is_pushed_when_asked(hub, tmp_path, verb):
 
 
 REFUSALS = {
-    "a token that is not valid": ("whoami", 401, "HTTP 401, the token is not valid; set HF_TOKEN"),
+    "a token that is not valid": ("/api/repos/create", 401, "HTTP 401, the token is not valid; set HF_TOKEN"),
     "a token without the right to write": ("auth-check", 403, "HTTP 403, the token may not do that; give one with"),
     "a token that may not make a repository": ("/api/repos/create", 403, "HTTP 403, the token may not do that"),
     "a repository that the token may not see": ("/api/repos/create", 404, "HTTP 404, there is no such repository"),
-    "a plan that is used up": ("/api/repos/create", 402, "HTTP 402, the account has to pay"),
-    "too large": ("/api/repos/create", 413, "HTTP 413, a file is larger than the Hub takes"),
-    "too many requests": ("whoami", 429, "HTTP 429, too many requests were made"),
-    "a Hub that fails": ("whoami", 503, "HTTP 503, the Hub fails; try again later"),
+    "a plan that is used up": ("/api/repos/create", 402, "HTTP 402, the Hub does not take it"),
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", REFUSALS)
 @pytest.mark.parametrize("verb", TRAINING)
 def test_what_the_hub_has_against_a_push_is_said_before_a_model_loads(hub, tmp_path, capsys, verb, kind):
@@ -98,29 +95,18 @@ def test_without_a_token_nothing_is_asked(hub, tmp_path, capsys, monkeypatch, ve
     assert not hub.asked
 
 
-def test_a_token_for_reading_is_known_as_such(hub, tmp_path, capsys):
-    hub.me = {"name": "someone", "auth": {"accessToken": {"role": "read"}}}
-    assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-    assert "the token of someone is for reading; give one with write permission" in last_line(capsys)
-
-
 def test_offline_and_a_name_that_is_none_are_said(hub, tmp_path, capsys, monkeypatch):
     assert run("ppo", *PUSH, "--hub_model_id", "a/b/c", *NOWHERE, *new(tmp_path)) == 1
     assert "is no name of a repository" in last_line(capsys)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-    assert "push_to_hub is true and HF_HUB_OFFLINE is set; leave one of them out" in last_line(capsys)
+    assert "HF_HUB_OFFLINE is set; leave it out to push" in last_line(capsys)
 
 
-def test_a_hub_that_is_not_there_and_one_that_does_not_answer_are_said(hub, tmp_path, capsys, monkeypatch):
+def test_a_hub_that_is_not_there_is_said(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
     assert "http://127.0.0.1:9 cannot be reached (" in last_line(capsys)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    hub.refusals["whoami"] = 0
-    monkeypatch.setattr(pushing, "DEADLINE_S", 0.5)
-    assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-    assert f"{hub.url} does not answer within 0.5 s; look at the network" in last_line(capsys)
 
 
 def test_a_revision_that_is_not_there_is_said(hub, tmp_path, capsys):
@@ -195,11 +181,11 @@ def test_rows_and_measurements_are_pushed_as_a_dataset_with_its_card(hub, tmp_pa
 
 @pytest.mark.parametrize("verb", MADE)
 def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses_nothing(hub, tmp_path, capsys, verb):
-    hub.refusals["whoami"] = 401
+    hub.refusals["/api/"] = 401
     words = [verb, *PAIRS, *MADE[verb][1], *PUSH, *new(tmp_path)]
     assert cli.main([*words, "--judge", "./nowhere"]) == 1
     assert "someone/out cannot be pushed to: HTTP 401, the token is not valid" in last_line(capsys)
-    pushing._require_write.cache_clear()
+    pushing._create.cache_clear()
     hub.refusals.clear()
     hub.refusals["/commit/"] = 403
     assert cli.main(words) == 1

@@ -109,7 +109,7 @@ def test_one_file_is_copied_to_its_place(empty_folder, name, written):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["copy", "tinny"], 1, "no recipe is called 'tinny': did you mean 'tiny'?"),
+        (["copy", "tinny"], 1, "no recipe is called 'tinny'; there are constitutional-1.5b, "),
         (["copy", "tiny/none"], 1, "tiny has no 'none'; it has README.md, constitution.yaml"),
         (["copy", "tiny/../../README.md"], 1, "tiny has no '../../README.md'"),
         (["copy", "accelerate_configs/none"], 1, "accelerate_configs has no 'none'; it has README.md, ddp.yaml"),

@@ -1,8 +1,8 @@
 """Heartbeats: each process of a training writes where it is, for supervisors and for naming a process that is lost.
 
-`_heartbeat-RANK.json` in the output folder is replaced when the phase changes (at most once per second), and every few
-seconds while work makes progress. Only progress renews it, so a process that hangs is recognised by the age of its
-file. If the connection to another process breaks, the files say which process is lost.
+`_heartbeat-RANK.json` in the output folder is replaced when work makes progress, at most once per second. Only
+progress renews it, so a process that hangs is recognised by the age of its file. If the connection to another process
+breaks, or its answer does not come, the files say which process is lost.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.models.pipeline import StageLost, is_broken_link
 from onetrunk.utils.files import atomic_path, delete_temporaries, parse_json
@@ -27,15 +27,16 @@ from onetrunk.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-# Least seconds between two writes while the phase stays the same, and if it has changed: steps may be short, and the
-# folder may be on a network.
-INTERVAL_S, CHANGE_S = 5.0, 1.0
-# How long a process whose connection broke waits for signs of the others, before it names those that gave none.
-GRACE_S = 10.0
-NO_BEAT = "without a heartbeat: it has ended, or does not share output_dir"
+# Least seconds between two writes: steps may be short, and the folder may be on a network.
+INTERVAL_S = 1.0
+# How often a process that waits looks at the others, and how long one whose connection broke waits for their signs.
+LOOK_S, GRACE_S = 5.0, 10.0
 START, TRAIN, GATHER, UPDATE, SAVE, FAILED = "start", "train", "gather", "update", "save", "failed"
 # In these phases a process may be waiting for the others.
 WAITING = (TRAIN, GATHER, UPDATE, SAVE)
+GONE, STOPPED = "was killed or crashed", "is stopped (SIGSTOP or a debugger)"
+# By the state of a process in /proc.
+FATES = {"Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}
 
 
 class LostRanks(RuntimeError):
@@ -71,6 +72,29 @@ class Beat:
         words += [f"at step {self.step}"] if self.step is not None else []
         return " ".join(words)
 
+    @property
+    def fate(self) -> str | None:
+        """What became of the process, in words, if that is certain: it failed, or is gone or stopped on this machine.
+
+        A process that failed because it lost another one has none.
+        """
+        if self.phase == FAILED:
+            return f"failed: {self.error}" if self.error else None
+        if self.host != socket.gethostname() or not Path("/proc/self/stat").exists():
+            return None
+        try:
+            # The name before the state may contain anything, also parentheses.
+            return FATES.get(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0])
+        except OSError:
+            return GONE
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} (process {self.pid} on {self.host})"
+        if self.phase == FAILED:
+            return f"{who} {self.fate}"
+        age = time.time() - self.time
+        return f"{who} {self.fate or 'is silent'} {self.place}; its last sign was {age:.0f} s ago"
+
 
 def heartbeat_file(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return the path of a rank's heartbeat file."""
@@ -85,10 +109,11 @@ def read_beat(folder: str | os.PathLike[str], rank: int) -> Beat | None:
         return None
 
 
-class Heartbeat:
+class Heartbeat(TrainerCallback):
     """The heartbeat of this process. It is written between `running` and its end only; otherwise calls do nothing.
 
-    A file that cannot be written never ends a run: a warning says so, and the run continues without a heartbeat.
+    As a callback it is renewed with every step and evaluation of a trainer. A file that cannot be written never ends a
+    run: a warning says so, and the run continues without a heartbeat.
 
     Args:
         folder: the output folder of the run.
@@ -100,21 +125,24 @@ class Heartbeat:
     def __init__(self, folder: str | os.PathLike[str], rank: int):
         self.path = heartbeat_file(folder, rank)
         self.rank = rank
-        self.phase = START
-        self.step: int | None = None
-        self.rollout: int | None = None
+        self.world_size = 1
         self._depth = 0
-        self._written = 0.0
-        self._progress = time.monotonic()
-        self._written_phase = ""
-        self._is_writable = True
         self._lock = threading.Lock()
+        self._begin()
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str], rank: int) -> Heartbeat:
         """Return the heartbeat of an output folder: a stage and its trainer share one."""
         path = heartbeat_file(Path(folder).absolute(), rank)
         return cls._by_path.setdefault(path, cls(path.parent, rank))
+
+    def _begin(self) -> None:
+        self.phase = START
+        self.step: int | None = None
+        self.rollout: int | None = None
+        self._error: str | None = None
+        self._is_writable, self._has_lost = True, False
+        self._written, self._progress = 0.0, time.monotonic()
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -135,15 +163,8 @@ class Heartbeat:
 
     def beat(self, is_due: bool = False) -> None:
         """Record progress. Cheap enough for every token: the file is written now and then, or if it `is_due`."""
-        now = time.monotonic()
-        self._progress = now
-        interval = INTERVAL_S if self.phase == self._written_phase else CHANGE_S
-        if self._depth and (is_due or now - self._written >= interval):
-            self._write()
-
-    def catch_up(self) -> None:
-        """Write progress that was recorded since the last write, for a thread that calls it now and then."""
-        if self._depth and self._progress > self._written:
+        self._progress = time.monotonic()
+        if is_due or self._progress - self._written >= INTERVAL_S:
             self._write()
 
     @property
@@ -151,22 +172,21 @@ class Heartbeat:
         """Seconds since this process last recorded progress."""
         return time.monotonic() - self._progress
 
-    def _write(self, error: str | None = None) -> None:
-        if not self._is_writable or not self.path.parent.is_dir():
+    @property
+    def now(self) -> Beat:
+        """What the file says once it is written."""
+        moment = time.time() - self.silence_s
+        place = (self.phase, self.step, self.rollout)
+        return Beat(self.rank, socket.gethostname(), os.getpid(), moment, *place, self._error)
+
+    def _write(self) -> None:
+        if not self._depth or not self._is_writable or not self.path.parent.is_dir():
             return
-        beat = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
-        beat |= {
-            "time": time.time() - self.silence_s,
-            "phase": self.phase,
-            "step": self.step,
-            "rollout": self.rollout,
-            "error": error,
-        }
         with self._lock:  # Scoring makes progress in a thread of its own.
-            self._written, self._written_phase = time.monotonic(), self.phase
+            self._written = time.monotonic()
             try:
                 with atomic_path(self.path, is_durable=False) as temporary:
-                    temporary.write_text(json.dumps(beat) + "\n", encoding="utf-8")
+                    temporary.write_text(json.dumps(asdict(self.now)) + "\n", encoding="utf-8")
             except OSError as failure:
                 self._is_writable = False
                 logger.warning(f"{self.path} cannot be written ({failure}); the run continues without heartbeats")
@@ -174,27 +194,33 @@ class Heartbeat:
     # --- the life of a run ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def running(self, world_size: int, creates_folder: bool = False) -> Iterator[None]:
+    def running(self, world_size: int, timeout_s: float | None = None) -> Iterator[None]:
         """Write heartbeats inside the block; the outermost one deletes the file if it ends without an error.
+
+        Args:
+            world_size: number of processes.
+            timeout_s: of the process group (`ddp_timeout`), for a thread that ends this process if it waits in vain.
 
         Raises:
             LostRanks: instead of an error of the connection to another process.
         """
-        if creates_folder:
-            with contextlib.suppress(OSError):
-                os.makedirs(self.path.parent, exist_ok=True)
         self._depth += 1
         if self._depth == 1:
-            self._is_writable, self.step, self.rollout = True, None, None
-            self.enter(START, is_due=True)
+            self.world_size = world_size
+            self._begin()
+            self.beat(is_due=True)
             if self.rank == 0:
-                self._delete_from(world_size)
+                self._delete_others()
+        is_over = threading.Event()
+        if timeout_s is not None and world_size > 1:
+            threading.Thread(target=self._watch, args=(is_over, timeout_s), daemon=True, name="heartbeats").start()
         try:
             yield
         except Exception as error:
-            self.explain(error, world_size)
+            self._explain(error)
             raise
         finally:
+            is_over.set()
             self._depth -= 1
             if self._depth == 0 and self.phase != FAILED:
                 self.delete()
@@ -205,50 +231,74 @@ class Heartbeat:
             self.path.unlink(missing_ok=True)
             delete_temporaries(self.path.parent, self.path.name)
 
-    def _delete_from(self, world_size: int) -> None:
+    def _delete_others(self) -> None:
         """Delete what ranks left behind that this launch does not have."""
-        for path in self.path.parent.glob("_heartbeat-*.json"):
-            number = path.stem.removeprefix("_heartbeat-")
-            if number.isdecimal() and int(number) >= world_size:
-                with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            for path in self.path.parent.glob("_heartbeat-*.json"):
+                number = path.stem.removeprefix("_heartbeat-")
+                if number.isdecimal() and int(number) >= self.world_size:
                     path.unlink()
 
-    def explain(self, error: Exception, world_size: int) -> None:
-        """Record that this process failed.
-
-        Raises:
-            LostRanks: if the reason is that other processes are lost.
-        """
-        if world_size == 1 or self.phase == FAILED:
+    def _explain(self, error: Exception) -> None:
+        """Record that this process failed; raise LostRanks if the reason is that other processes are lost."""
+        if self.world_size == 1 or self.phase == FAILED:
             return
-        place = Beat(self.rank, "", 0, 0.0, self.phase, self.step, self.rollout).place
-        is_broken = is_connection_error(error)
-        self.phase = FAILED
-        self._write(error="" if is_broken else redact(f"{type(error).__name__}: {error}")[:500])
+        place, is_broken = self.now.place, is_connection_error(error)
+        self.phase, self._error = FAILED, "" if is_broken else redact(f"{type(error).__name__}: {error}")[:500]
+        self._write()
         if is_broken:
             if isinstance(error, StageLost):
                 place += f", where it waited for {error.peer} of the pipeline"
-            lost = find_lost(self.path.parent, self.rank, world_size)
-            raise LostRanks(lost_message(lost, self.rank, place, error)) from error
+            raise LostRanks(self._message(place, GRACE_S)) from error
 
+    def _message(self, place: str, grace_s: float) -> str:
+        lost = describe_lost(self.path.parent, self.rank, self.world_size, grace_s)
+        return (
+            f"rank {self.rank} lost the connection to another process {place}: {lost}. Look at the log of the rank"
+            " that is named first, then run the same command with --resume auto to resume from the last checkpoint"
+        )
 
-class HeartbeatCallback(TrainerCallback):
-    """Renews the heartbeat with every step and evaluation of a trainer."""
+    # --- watching the others ----------------------------------------------------------------------------------------
 
-    def __init__(self, heartbeat: Heartbeat):
-        self.heartbeat = heartbeat
+    def _watch(self, is_over: threading.Event, timeout_s: float) -> None:
+        limit_s = timeout_s - min(30.0, 0.1 * timeout_s)
+        while not is_over.wait(min(LOOK_S, limit_s / 10)):
+            if self._progress > self._written:  # What came too soon after a write.
+                self._write()
+            message = self.check(limit_s)
+            if message is not None:
+                # The others must not take this process for the lost one.
+                self.phase, self._error = FAILED, ""
+                self._write()
+                logger.error(message)
+                os._exit(1)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.heartbeat.step = state.global_step
-        self.heartbeat.enter(TRAIN, is_due=True)
+    def check(self, limit_s: float) -> str | None:
+        """Return why this process must end, or None: it waits for one that is gone, or longer than `limit_s`.
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.heartbeat.step = state.global_step
-        self.heartbeat.beat()
+        A wait for a process that hangs raises no error that Python could translate: NCCL's watchdog aborts the process
+        with a stack trace of C++, and transformers does not pass `ddp_timeout` on to gloo.
+        """
+        silence, had_lost, self._has_lost = self.silence_s, self._has_lost, False
+        if self.phase not in WAITING or silence < min(LOOK_S, limit_s / 10):
+            return None
+        others = [read_beat(self.path.parent, rank) for rank in range(self.world_size) if rank != self.rank]
+        # A stopped process may continue. Two looks, because an error may be on its way through the main thread, which
+        # can end the run better.
+        self._has_lost = any(beat is not None and beat.fate not in (None, STOPPED) for beat in others)
+        if silence < limit_s and not (had_lost and self._has_lost):
+            return None
+        return self._message(self.now.place, grace_s=0.0)
+
+    # --- events of a trainer ----------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.step = state.global_step
+        self.enter(TRAIN, is_due=True)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.step = state.global_step
+        self.beat()
 
     on_substep_end = on_step_end = on_prediction_step = on_step_begin
 
@@ -256,162 +306,35 @@ class HeartbeatCallback(TrainerCallback):
 # --- which process is lost ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A process that ended, or that gave no sign. `fate` says which, in words; `beat` is its last heartbeat."""
-
-    rank: int
-    fate: str
-    beat: Beat | None
-
-    def __str__(self) -> str:
-        if self.beat is None:
-            return f"rank {self.rank} ({self.fate})"
-        who = f"rank {self.rank} (process {self.beat.pid} on {self.beat.host})"
-        if self.beat.phase == FAILED:
-            return f"{who} {self.fate}"
-        return f"{who} {self.fate} {self.beat.place}; its last sign was {time.time() - self.beat.time:.0f} s ago"
-
-
 def is_connection_error(error: BaseException | None) -> bool:
     """Return whether an error says that the connection to another process broke, or that it gave no answer."""
-    while error is not None and not isinstance(error, LostRanks):
-        if is_broken_link(error):
-            return True
+    while error is not None and not is_broken_link(error):
         error = error.__cause__
-    return False
+    return error is not None
 
 
-def process_state(beat: Beat) -> str | None:
-    """Return what became of a process on this machine: "gone", "stopped" or "alive"; None on another machine."""
-    if beat.host != socket.gethostname() or not Path("/proc/self/stat").exists():
-        return None
-    try:
-        # The name before the state may contain anything, also parentheses.
-        state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
-    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "alive")
-
-
-def certainly_lost(folder: Path, rank: int, world_size: int) -> list[Lost]:
-    """Return the other processes that are lost for certain: gone or stopped on this machine, or failed by themselves.
-
-    A process that failed because it lost another one is not among them.
-    """
-    lost = []
-    for other in range(world_size):
-        beat = None if other == rank else read_beat(folder, other)
-        if beat is None:
-            continue
-        if beat.phase == FAILED:
-            if beat.error:
-                lost.append(Lost(other, f"failed: {beat.error}", beat))
-        elif process_state(beat) == "gone":
-            lost.append(Lost(other, "was killed or crashed", beat))
-        elif process_state(beat) == "stopped":
-            lost.append(Lost(other, "is stopped (SIGSTOP or a debugger)", beat))
-    return lost
-
-
-def find_lost(folder: Path, rank: int, world_size: int, grace_s: float = GRACE_S) -> list[Lost]:
-    """Return the processes that are lost; waits up to `grace_s` for signs of the others if none is lost for certain.
+def describe_lost(folder: Path, rank: int, world_size: int, grace_s: float = GRACE_S) -> str:
+    """Return who is lost, in words: all whose fate is certain, else the one process that most likely is.
 
     Args:
         folder: with the heartbeats, shared by all processes.
         rank: of this process.
         world_size: number of processes.
-        grace_s: seconds. A process that makes progress in this time, or loses a connection itself, is not lost.
+        grace_s: seconds to wait for a certain sign. A process that lost a connection itself is not lost.
     """
-    others = [other for other in range(world_size) if other != rank]
-    first = {other: read_beat(folder, other) for other in others}
-    end = time.monotonic() + grace_s
+    end, others = time.monotonic() + grace_s, [other for other in range(world_size) if other != rank]
     while True:
-        lost = certainly_lost(folder, rank, world_size)
-        now = {other: read_beat(folder, other) for other in others}
-        silent = [other for other in others if now[other] == first[other] and not _has_failed(now[other])]
-        if lost or not silent or time.monotonic() >= end:
+        beats = {other: read_beat(folder, other) for other in others}
+        certain = [str(beat) for beat in beats.values() if beat is not None and beat.fate is not None]
+        if certain:
+            return "; ".join(certain)
+        if time.monotonic() >= end:
             break
         time.sleep(0.2)
-    if lost or not silent:
-        return lost
-    fates = [Lost(other, NO_BEAT if now[other] is None else "hangs", now[other]) for other in silent]
+    for other, beat in beats.items():
+        if beat is None:
+            return f"rank {other} (without a heartbeat: it has ended, or does not share output_dir)"
     # One that waits in vain is no culprit while another one is busy with work of its own.
-    busy = [one for one in fates if one.beat is None or one.beat.phase not in WAITING]
-    return sorted(busy or fates, key=lambda one: one.beat.time if one.beat else 0.0)
-
-
-def _has_failed(beat: Beat | None) -> bool:
-    return beat is not None and beat.phase == FAILED
-
-
-def lost_message(lost: list[Lost], rank: int, place: str, error: object) -> str:
-    """Return the message of LostRanks for a process `rank` that was at `place`."""
-    who = "; ".join(map(str, lost)) or (
-        f"no process is known to be lost, so look at the network between the machines ({str(error).splitlines()[0]})"
-    )
-    return (
-        f"rank {rank} lost the connection to another process {place}: {who}. Look at the log of the rank that is named"
-        " first, then run the same command with --resume auto to resume from the last checkpoint"
-    )
-
-
-class Watcher:
-    """A thread that ends this process with a message if it waits in vain for another one.
-
-    A wait for a process that hangs raises no error that Python could translate: NCCL's watchdog aborts the process
-    with a stack trace of C++, and transformers does not pass `ddp_timeout` on to gloo. The thread acts shortly before
-    `ddp_timeout`, or as soon as a process on this machine is gone.
-
-    Args:
-        heartbeat: of this process.
-        world_size: number of processes.
-        timeout_s: of the process group (`ddp_timeout`).
-        end: ends the process with an exit code.
-    """
-
-    def __init__(self, heartbeat: Heartbeat, world_size: int, timeout_s: float, end: Callable[[int], None] = os._exit):
-        self.heartbeat = heartbeat
-        self.world_size = world_size
-        self.limit_s = timeout_s - min(30.0, 0.1 * timeout_s)
-        self.tick_s = min(INTERVAL_S, self.limit_s / 10)
-        self.end = end
-        self._stops = threading.Event()
-        self._num_gone = 0
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch inside the block."""
-        thread = threading.Thread(target=self._run, daemon=True, name="heartbeats")
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stops.set()
-
-    def _run(self) -> None:
-        while not self._stops.wait(self.tick_s):
-            self.heartbeat.catch_up()
-            message = self.check()
-            if message is not None:
-                logger.error(message)
-                self.end(1)
-                return
-
-    def check(self) -> str | None:
-        """Return why this process must end, or None."""
-        heartbeat, folder = self.heartbeat, self.heartbeat.path.parent
-        silence = heartbeat.silence_s
-        if heartbeat.phase not in WAITING or silence < self.tick_s:
-            self._num_gone = 0
-            return None
-        lost = certainly_lost(folder, heartbeat.rank, self.world_size)
-        # A stopped process may continue. Twice, because an error may be on its way through the main thread, which can
-        # end the run better.
-        is_over = any(process_state(one.beat) == "gone" or one.beat.error for one in lost)
-        self._num_gone = self._num_gone + 1 if is_over else 0
-        if silence < self.limit_s and self._num_gone < 2:
-            return None
-        lost = lost or find_lost(folder, heartbeat.rank, self.world_size, grace_s=0.0)
-        place = Beat(heartbeat.rank, "", 0, 0.0, heartbeat.phase, heartbeat.step, heartbeat.rollout).place
-        return lost_message(lost, heartbeat.rank, place, f"no answer for {silence:.0f} s")
+    silent = [beat for beat in beats.values() if beat.phase != FAILED]
+    silent.sort(key=lambda beat: (beat.phase in WAITING, beat.time))
+    return str(silent[0]) if silent else "no process is known to be lost, so look at the network between the machines"

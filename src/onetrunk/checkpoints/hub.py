@@ -1,4 +1,4 @@
-"""Pushing to the Hub: the check before a model loads that a run may push, and what happens when a push fails.
+"""Pushing to the Hub: the repository is created before a model loads, and a push that fails loses no result.
 
 A push during training that fails is a warning. A failed push of the result is an error, raised after everything else
 of the run is saved. The trainer's calls are in checkpoints/trainer.py.
@@ -9,23 +9,14 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import httpx2
 from accelerate.logging import get_logger
-from huggingface_hub import HfApi, constants, get_token, is_offline_mode
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from transformers import Trainer, TrainingArguments
 
 from onetrunk.utils.redaction import redact
@@ -34,53 +25,28 @@ logger = get_logger(__name__)
 
 HUB_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, HFValidationError, LocalTokenNotFoundError, ConnectionError)
 LONGEST_REASON = 200
-# For all requests of `require_push` together, in seconds.
-DEADLINE_S = 60.0
-NO_TOKEN = "there is no token of the Hub; set HF_TOKEN, or log in with `hf auth login`"
 ADVICE = {
-    400: "the Hub does not understand the request; look at hub_model_id",
     401: "the token is not valid; set HF_TOKEN to one that is, or log in again with `hf auth login`",
-    402: "the account has to pay for that; look at its billing page",
     403: "the token may not do that; give one with write permission for this repository (hub_model_id says which)",
-    404: "there is no such repository, or the token may not see it; look at hub_model_id",
-    409: "another operation on the repository is in its way; try again, or set another hub_model_id",
-    413: "a file is larger than the Hub takes",
-    429: "too many requests were made with this token or from this address; wait and try again",
+    404: "there is no such repository or revision, or the token may not see it; look at hub_model_id and hub_revision",
 }
 
 
 def require_push(args: TrainingArguments, repo_type: str = "model") -> None:
-    """Check that a run with push_to_hub can be pushed, and create its repository; only process 0 asks the Hub.
+    """Create the repository of a run with push_to_hub; only process 0 asks the Hub, once.
 
-    A check that passed is not repeated in this process. `repo_type` is "model" or "dataset".
+    `repo_type` is "model" or "dataset".
 
     Raises:
-        RuntimeError: no token, one that may not write there, no such revision, or a Hub that does not answer.
+        RuntimeError: no token, one that may not write there, no such revision, or no Hub.
     """
     if not args.push_to_hub or args.process_index:
         return
-    if is_offline_mode():
-        raise RuntimeError("push_to_hub is true and HF_HUB_OFFLINE is set; leave one of them out")
-    token = args.hub_token or get_token()
-    if not token:
-        raise RuntimeError(f"push_to_hub is true and {NO_TOKEN}")
-    answer: Future[None] = Future()
-
-    def ask() -> None:
-        try:
-            name, private = repo_name(args), args.hub_private_repo
-            answer.set_result(_require_write(name, token, private, args.hub_revision, repo_type))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    # huggingface_hub's client waits for ever if a server accepts a request and does not answer.
-    threading.Thread(target=ask, daemon=True, name="hub").start()
     try:
-        answer.result(DEADLINE_S)
-    except TimeoutError as error:
+        _create(repo_name(args), args.hub_token or True, args.hub_private_repo, args.hub_revision, repo_type)
+    except HUB_ERRORS as error:
         raise RuntimeError(
-            f"push_to_hub is true and {constants.ENDPOINT} does not answer within {DEADLINE_S:g} s; look at the"
-            " network, and try again"
+            f"push_to_hub is true and {repo_name(args)} cannot be pushed to: {hub_fault(error)}"
         ) from error
 
 
@@ -90,36 +56,13 @@ def repo_name(args: TrainingArguments) -> str:
 
 
 @functools.cache
-def _require_write(name: str, token: str, private: bool | None, revision: str | None, repo_type: str) -> None:
+def _create(name: str, token: str | bool, private: bool | None, revision: str | None, repo_type: str) -> None:
     api = HfApi(token=token)
-    try:
-        me = api.whoami()
-        if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
-            raise RuntimeError(
-                f"push_to_hub is true and the token of {me['name']} is for reading; give one with write permission"
-            )
-        name = name if "/" in name else f"{me['name']}/{name}"
-        repo = api.create_repo(name, repo_type=repo_type, private=private, exist_ok=True).repo_id
-        try:
-            api.auth_check(repo, repo_type=repo_type, write=True)
-        except HfHubHTTPError as error:
-            # A server that is not Hugging Face's may not have this endpoint.
-            if isinstance(error, RepositoryNotFoundError) or error.response.status_code not in (404, 405):
-                raise
-        if revision is not None:
-            api.repo_info(repo, repo_type=repo_type, revision=revision)
-    except RevisionNotFoundError as error:
-        raise RuntimeError(
-            f"push_to_hub is true and {name} has no revision {revision!r}; make it with `hf repos branch create {name}"
-            f" {revision}{type_words(repo_type)}`, or leave hub_revision out"
-        ) from error
-    except HUB_ERRORS as error:
-        raise RuntimeError(f"push_to_hub is true and {name} cannot be pushed to: {hub_fault(error)}") from error
-
-
-def type_words(repo_type: str) -> str:
-    """Return the option with which the command `hf` is told that a repository is no model."""
-    return "" if repo_type == "model" else f" --repo-type {repo_type}"
+    repo = api.create_repo(name, repo_type=repo_type, private=private, exist_ok=True).repo_id
+    # An existing repository passes with a token that only reads.
+    api.auth_check(repo, repo_type=repo_type, write=True)
+    if revision is not None:
+        api.repo_info(repo, repo_type=repo_type, revision=revision)
 
 
 def push_folder(
@@ -137,62 +80,60 @@ def push_folder(
     Raises:
         RuntimeError: the Hub does not take it.
     """
-    answer: Future[str] = Future()
-
-    def upload() -> None:
-        try:
-            api = HfApi(token=get_token())
-            private = args.hub_private_repo
-            repo = api.create_repo(repo_name(args), repo_type=repo_type, private=private, exist_ok=True).repo_id
-            api.upload_folder(
-                repo_id=repo,
-                repo_type=repo_type,
-                folder_path=folder,
-                revision=args.hub_revision,
-                allow_patterns=None if patterns is None else list(patterns),
-                ignore_patterns=["_*", ".*"],
-            )
-            answer.set_result(repo)
-        except BaseException as error:
-            answer.set_exception(error)
-
-    # In a thread, so that a signal ends the command although the Hub's client waits for ever.
-    threading.Thread(target=upload, daemon=True, name="hub").start()
+    api, name, internal = HfApi(), repo_name(args), ["_*", ".*"]
     try:
-        place = "" if repo_type == "model" else f"{repo_type}s/"
-        return f"https://huggingface.co/{place}{answer.result()}"
+        repo = api.create_repo(name, repo_type=repo_type, private=args.hub_private_repo, exist_ok=True).repo_id
+        api.upload_folder(
+            repo_id=repo,
+            repo_type=repo_type,
+            folder_path=folder,
+            revision=args.hub_revision,
+            allow_patterns=None if patterns is None else list(patterns),
+            ignore_patterns=internal,
+        )
     except HUB_ERRORS as error:
-        words = ["hf", "upload", repo_name(args), str(folder), ".", "--exclude", "_*", "--exclude", ".*"]
-        words += [word for pattern in patterns or () for word in ("--include", pattern)]
-        words += [] if args.hub_revision is None else ["--revision", args.hub_revision]
+        command = _command(name, folder, args.hub_revision, internal, patterns or (), repo_type)
         raise RuntimeError(
-            f"{what} in {folder} and could not be pushed: {hub_fault(error)};"
-            f" `{shlex.join(words)}{type_words(repo_type)}` pushes it"
+            f"{what} in {folder} and could not be pushed: {hub_fault(error)}; `{command}` pushes it"
         ) from error
+    return f"https://huggingface.co/{'' if repo_type == 'model' else f'{repo_type}s/'}{repo}"
+
+
+def _command(
+    name: str,
+    folder: str | Path,
+    revision: str | None,
+    exclude: Sequence[str],
+    include: Sequence[str] = (),
+    repo_type: str = "model",
+) -> str:
+    words = ["hf", "upload", name, str(folder), "."]
+    words += [word for pattern in exclude for word in ("--exclude", pattern)]
+    words += [word for pattern in include for word in ("--include", pattern)]
+    words += ["--revision", revision] if revision else []
+    return shlex.join(words + (["--repo-type", repo_type] if repo_type != "model" else []))
+
+
+def hub_fault(error: BaseException) -> str:
+    """Return in a clause why a request to the Hub failed, and what to do."""
+    if isinstance(error, LocalTokenNotFoundError):
+        return "there is no token of the Hub; set HF_TOKEN, or log in with `hf auth login`"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set; leave it out to push"
+    reason = _one_line(getattr(error, "server_message", None) or str(error) or type(error).__name__)
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        return f"HTTP {status}, {ADVICE.get(status, 'the Hub does not take it; try again later')} (it says: {reason})"
+    if isinstance(error, HFValidationError):
+        return f"that is no name of a repository ({reason}); set hub_model_id to owner/name"
+    if isinstance(error, httpx2.HTTPError | ConnectionError):
+        return f"{constants.ENDPOINT} cannot be reached ({reason}); look at the network, or set push_to_hub to false"
+    return reason
 
 
 def _one_line(text: str) -> str:
     line = re.sub(r"\s+", " ", redact(text)).strip()
     return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}..."
-
-
-def hub_fault(error: BaseException) -> str:
-    """Return in a clause why a request to the Hub failed, and what to do."""
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
-        advice = ADVICE.get(status, "the Hub fails; try again later" if status >= 500 else "look at hub_model_id")
-        message = _one_line(error.server_message or "")
-        return f"HTTP {status}, {advice}" + (f" (it says: {message})" if message else "")
-    if isinstance(error, LocalTokenNotFoundError):
-        return NO_TOKEN
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set; leave it out"
-    if isinstance(error, HFValidationError):
-        return f"that is no name of a repository ({_one_line(str(error))}); set hub_model_id to owner/name"
-    if isinstance(error, httpx2.TimeoutException):
-        return f"{constants.ENDPOINT} does not answer in time; look at the network, and try again"
-    reason = _one_line(str(error)) or type(error).__name__
-    return f"{constants.ENDPOINT} cannot be reached ({reason}); look at the network, or set push_to_hub to false"
 
 
 class PushFailed(RuntimeError):
@@ -201,18 +142,17 @@ class PushFailed(RuntimeError):
     def __init__(self, trainer: Trainer, error: BaseException):
         args, name = trainer.args, trainer.hub_model_id or trainer.args.hub_model_id
         # Trainer leaves the same files out of a push: checkpoints, and the run's internal files.
-        words = ["hf", "upload", str(name), args.output_dir, ".", "--exclude", "checkpoint-*", "--exclude", "_*"]
-        words += ["--revision", args.hub_revision] if args.hub_revision else []
+        command = _command(str(name), args.output_dir, args.hub_revision, exclude=["checkpoint-*", "_*"])
         super().__init__(
-            f"the push to {name} failed: {_reason(error)}. The result is whole in {args.output_dir};"
-            f" `{shlex.join(words)}` pushes it"
+            f"the push to {name} failed: {hub_fault(error)}. The result is whole in {args.output_dir}; `{command}`"
+            " pushes it"
         )
 
 
 def warn_of_push(error: BaseException) -> None:
     """Log that a checkpoint could not be pushed."""
     logger.warning(
-        f"a checkpoint was not pushed: {_reason(error)}. Training continues; the checkpoint is in output_dir"
+        f"a checkpoint was not pushed: {hub_fault(error)}. Training continues; the checkpoint is in output_dir"
     )
 
 
@@ -223,7 +163,3 @@ def warn_of_failed_pushes(trainer: Trainer) -> None:
         jobs.remove(job)
         if not job.cancelled() and job.exception() is not None:
             warn_of_push(job.exception())
-
-
-def _reason(error: BaseException) -> str:
-    return hub_fault(error) if isinstance(error, HUB_ERRORS) else _one_line(str(error))

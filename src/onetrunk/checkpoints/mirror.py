@@ -1,34 +1,47 @@
 """The mirror: copies of a run's checkpoints and result in a second folder or an object store, made by a thread.
 
-A checkpoint that was verified here is uploaded and read again there, and only then an older one is deleted there.
-During training every failure is a warning.
+A copy counts once its manifest is there, which is written last and deleted first. Files are checked against it when
+they are pulled. During training every failure is a warning.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import json
 import os
+import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onetrunk.checkpoints.folders import STAGING, begin_staging, publish, step_of, surplus
-from onetrunk.checkpoints.manifest import FORMAT, MANIFEST, digest, read_manifest
-from onetrunk.checkpoints.store import DamagedError, RemoteFolder, Store, UnreachableError, reason
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+
+from onetrunk.checkpoints.folders import (
+    STAGING,
+    begin_staging,
+    checkpoint_problems,
+    described,
+    publish,
+    step_of,
+    surplus,
+)
+from onetrunk.checkpoints.manifest import MANIFEST, check_manifest, read_manifest
+from onetrunk.checkpoints.writing import writing
+from onetrunk.utils.files import atomic_write_json, sync
+from onetrunk.utils.redaction import redact
 
 T = TypeVar("T")
 
-# Seconds to wait before each retry of an upload or a read.
-WAITS_S = (2.0, 10.0, 30.0)
+# Seconds to wait before each retry.
+WAITS_S = (2.0, 10.0)
 RESULT = "the result"
-
-
-class RejectedError(RuntimeError):
-    """An upload is not possible, and a retry would not help."""
+# No other schemes: fsspec also has file systems that are built of others, or that run code.
+SCHEMES = {"file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
 
 
 @dataclass(frozen=True)
@@ -38,92 +51,52 @@ class Upload:
     folder: Path
     name: str
     # Names of checkpoints to keep in the mirror whatever their age.
-    kept: frozenset[str] = frozenset()
+    kept: Collection[str] = ()
 
 
 class Mirror:
     """The copies of one run's checkpoints and result at `url`.
 
-    `check`, `pull_last` and `claim` are called before training and raise; the other methods never raise.
+    `check`, `pull_last` and `claim` are called before training and raise RuntimeError; the other methods only warn.
 
     Args:
-        url: a path, or a URL that `Store` supports; credentials come from the environment.
+        url: a path, or a URL with one of SCHEMES; credentials come from the environment.
         keep: how many checkpoints to keep there, at least LEAST_KEPT; None or 0 keeps all.
         warn: receives a message for each failure, also from the thread.
-        waits_s: seconds to wait before each retry of an upload or a read.
-
-    Raises:
-        RuntimeError: the URL is not supported.
+        waits_s: seconds to wait before each retry.
     """
 
-    def __init__(
-        self,
-        url: str | os.PathLike[str],
-        keep: int | None,
-        warn: Callable[[str], None],
-        waits_s: Sequence[float] = WAITS_S,
-    ):
-        self._store = Store(os.fspath(url))
-        self._place = f"the checkpoint mirror {self._store.shown}"
+    def __init__(self, url: str, keep: int | None, warn: Callable[[str], None], waits_s: Sequence[float] = WAITS_S):
+        self._place = f"the checkpoint mirror {redact(url)}"
+        self._files, self._root = _opened(url, self._place)
         self._keep = keep
         self._warn = warn
         self._waits_s = tuple(waits_s)
-        self._run: str | None = None
-        self._settings: str | None = None
-        # Folders of other runs or of killed uploads, to be deleted once a checkpoint of this run is there.
-        self._abandoned: set[str] = set()
-        # Folders that this process has verified.
-        self._verified: set[str] = set()
-        # At most one checkpoint and one result wait for the thread, which changes the following.
+        # The thread changes the following. At most one checkpoint and one result (key "") wait.
         self._changed = threading.Condition()
-        self._queue: list[Upload] = []
-        self._current: Upload | None = None
+        self._waiting: dict[str, Upload] = {}
+        self._current: list[Upload] = []
         self._thread: threading.Thread | None = None
-        # Why each name is not in the mirror.
-        self._failures: dict[str, str] = {}
+        # The last checkpoint and the last result, if their uploads failed.
+        self._failed: dict[str, Upload] = {}
 
-    # --- before training --------------------------------------------------------------------------------------------
-
-    def check(self, output_dir: str | os.PathLike[str] | None = None) -> None:
-        """Write, read and delete a small file in the mirror, which must not be the run's `output_dir`.
-
-        Raises:
-            RuntimeError: one of the operations failed; the message says why and what to do.
-        """
-        self._store.probe()
-        local = self._store.local_path
-        if output_dir is not None and local is not None and local.resolve() == Path(output_dir).resolve():
+    def check(self, output_dir: str | os.PathLike[str]) -> None:
+        """Raise RuntimeError if the mirror is `output_dir`, or a file there cannot be written, read and deleted."""
+        if "file" in self._files.protocol and Path(self._root or "/").resolve() == Path(output_dir).resolve():
             raise RuntimeError(f"{self._place} is output_dir itself; name another folder")
-
-    def claim(
-        self, run: str | None, overwrite: bool = False, settings: str | None = None, is_resuming: bool = False
-    ) -> None:
-        """Reject a mirror that holds checkpoints or a result of another run.
-
-        A run that was killed during its first upload and has also lost its disk gets a new id when it starts again, so
-        it recognizes that upload by its settings. It does so only when it is told to resume, because another run with
-        the same settings may otherwise be uploading at this moment.
-
-        Args:
-            run: id of the run that is resumed ("run" in its manifests); None for a new one.
-            overwrite: accept such a mirror; its content is deleted once the first checkpoint of this run is there.
-            settings: digest of all settings that decide what the run computes; None if unknown.
-            is_resuming: treat unfinished uploads of a run with the same settings as this run's own.
-
-        Raises:
-            RuntimeError: names what is there; or the mirror cannot be read.
-        """
-
-        def is_own(folder: RemoteFolder) -> bool:
-            is_partial = folder.has_mark and not folder.has_manifest
-            return is_resuming and is_partial and settings is not None and folder.settings == settings
-
-        folders = self._retried(self._store.folders).values()
-        others = [folder for folder in folders if folder.is_used and (run is None or folder.run not in (run, None))]
-        if not overwrite:
-            self._require_none(folder for folder in others if not is_own(folder))
-        self._run, self._settings = run, settings
-        self._abandoned = {folder.name for folder in others}
+        path, data, operation = self._path(f".probe-{secrets.token_hex(8)}"), secrets.token_bytes(16), "written to"
+        try:
+            self._files.pipe_file(path, data)
+            operation = "read from"
+            if self._files.cat_file(path) != data or not self._list(""):
+                raise OSError("what was written is not there")
+            operation = "deleted from"
+            self._files.rm_file(path)
+        except Exception as error:
+            raise RuntimeError(
+                f"{self._place} can't be {operation} ({_reason(error)}); check that the bucket or folder exists and"
+                " that the credentials allow to list, read, write and delete"
+            ) from error
 
     def pull_last(self, output_dir: str | os.PathLike[str]) -> Path | None:
         """Download the last checkpoint that matches its manifest, and return its folder; None if there is none.
@@ -131,226 +104,214 @@ class Mirror:
         The run's `output_dir` receives the whole folder or nothing.
 
         Raises:
-            RuntimeError: all checkpoints are damaged; the mirror cannot be read; `output_dir` cannot be written.
+            RuntimeError: all checkpoints are damaged; the mirror does not answer; `output_dir` cannot be written.
         """
-        folders = self._retried(lambda: self._store.folders(without={""}))
         damage: list[str] = []
-        for name, folder in reversed(folders.items()):
-            where = f"{name} in {self._store.shown}"
-            if not folder.has_manifest:
-                self._warn(f"{where} was not uploaded to its end and is passed over")
+        for name in reversed(self._retried(self._checkpoints)):
+            manifest = self._retried(self._manifest, name)
+            if manifest is None:
+                self._warn(f"{name} in {self._place} was not uploaded to its end and is passed over")
                 continue
-            try:
-                return self._pull(name, Path(output_dir))
-            except DamagedError as error:
-                damage.append(f"{name}: {error}")
-                self._warn(f"{where} is damaged and passed over ({error})")
+            problems = described(self._pull(name, manifest, Path(output_dir)))
+            if not problems:
+                return Path(output_dir) / name
+            damage.append(f"{name}: {problems}")
+            self._warn(f"{name} in {self._place} is damaged and passed over ({problems})")
         if damage:
             raise RuntimeError(
-                f"none of the {len(damage)} checkpoints in {self._store.shown} is whole ({damage[0]}); restore one"
-                " from a copy, or start a new run with another mirror"
+                f"none of the {len(damage)} checkpoints in {self._place} is whole ({damage[0]}); restore one from a"
+                " copy, or start a new run with another mirror"
             )
         return None
 
-    def _pull(self, name: str, output_dir: Path) -> Path:
-        def download() -> Path:
-            staged = begin_staging(output_dir) / name
-            self._store.download(name, staged)
-            publish(staged, output_dir / name)
-            return output_dir / name
-
+    def _pull(self, name: str, manifest: dict[str, Any], output_dir: Path) -> list[str]:
+        """Return how a checkpoint differs from its manifest; if it does not, it is in `output_dir` now."""
         try:
-            return self._retried(download)
-        except OSError as error:
-            raise RuntimeError(
-                f"{output_dir} can't take {name} of the mirror ({reason(error)}); make room, or choose another"
-                " output_dir"
-            ) from error
+            check_manifest(manifest, step_of(name))
+        except RuntimeError as error:
+            return [str(error)]
+        try:
+            with writing(output_dir):
+                staged = begin_staging(output_dir) / name
+                for file in manifest["files"]:
+                    (staged / file).parent.mkdir(parents=True, exist_ok=True)
+                    self._retried(self._download, self._path(name, file), staged / file)
+                for path in (*staged.rglob("*"), staged):
+                    sync(path)
+                atomic_write_json(staged / MANIFEST, manifest)
+                problems = checkpoint_problems(staged)
+                if not problems:
+                    publish(staged, output_dir / name)
+                return problems
         finally:
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)
 
-    def _retried(self, read: Callable[[], T]) -> T:
-        for attempt in itertools.count(1):
-            try:
-                return read()
-            except UnreachableError as error:
-                if attempt > len(self._waits_s):
-                    raise RuntimeError(
-                        f"{self._place} can't be read ({error}; attempts: {attempt}); try again later, or leave"
-                        " checkpoint_mirror out"
-                    ) from error
-            time.sleep(self._waits_s[attempt - 1])
+    def claim(self, run: str, is_resuming: bool, overwrite: bool) -> None:
+        """Raise RuntimeError if the mirror holds checkpoints or a result of another run; if `overwrite`, delete them.
 
-    # --- during training --------------------------------------------------------------------------------------------
+        `run` is the entry of this run's manifests. For a run that resumes, uploads without a manifest are its own.
+        """
+        others = []
+        for name in ("", *self._retried(self._checkpoints)):
+            manifest = self._retried(self._manifest, name)
+            is_own = (is_resuming or not name) if manifest is None else manifest.get("run") == run
+            others += [] if is_own else [name]
+        if others and not overwrite:
+            raise RuntimeError(
+                f"{self._place} holds {others[-1] or RESULT} of another run; use a separate mirror for this run,"
+                " resume that run, or set overwrite_output_dir to true"
+            )
+        for name in others:
+            self._retried(self._delete, name)
 
     def push(self, folder: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
-        """Start the upload of a checkpoint. It replaces one whose upload has not begun.
+        """Start the upload of a verified checkpoint. It replaces one whose upload has not begun.
 
-        Args:
-            folder: a verified checkpoint. It must not be deleted as long as `busy` returns it.
-            kept: names of checkpoints to keep in the mirror whatever their age (the best one).
+        It must not be deleted here as long as `busy` returns it. `kept` are names of checkpoints to keep in the mirror
+        whatever their age (the best one).
         """
-        self._add(Upload(Path(folder), Path(folder).name, frozenset(kept)))
+        self._add("checkpoint", Upload(Path(folder), Path(folder).name, kept))
 
     def push_result(self, output_dir: str | os.PathLike[str]) -> None:
-        """Start the upload of a run's result to the root of the mirror.
-
-        The files named in the manifest are uploaded, and all other files directly in `output_dir`.
-        """
-        self._add(Upload(Path(output_dir), ""))
+        """Start the upload of a result to the root: the files of its manifest, and all other files next to that."""
+        self._add("", Upload(Path(output_dir), ""))
 
     def busy(self) -> set[Path]:
         """Return the local checkpoint folders that are being uploaded or wait for it, and must not be deleted."""
         with self._changed:
-            return {upload.folder for upload in self._pending() if upload.name}
+            return {upload.folder for upload in (*self._current, *self._waiting.values()) if upload.name}
 
     def wait(self, timeout_s: float) -> list[str]:
-        """Wait for the uploads, at most `timeout_s` seconds, and warn of what the mirror lacks.
-
-        Returns:
-            The names of the missing checkpoints, without those that a later one replaces, and "the result".
-        """
+        """Wait at most `timeout_s` seconds; warn of uploads that failed or are not done, and return their names."""
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None, timeout_s)
-            whys = self._failures | {upload.name: "not uploaded yet" for upload in self._pending()}
-        missing = {name or RESULT: why for name, why in whys.items()}
+            uploads = (*self._failed.values(), *self._current, *self._waiting.values())
+            missing = [upload.name or RESULT for upload in uploads]
         if missing:
-            names = "; ".join(f"{name} ({why})" for name, why in missing.items())
-            self._warn(f"{self._place} lacks {names}; copy it from output_dir")
-        return list(missing)
+            self._warn(f"{self._place} lacks {', '.join(missing)}; copy it from output_dir")
+        return missing
 
-    def _pending(self) -> list[Upload]:
-        return [upload for upload in (self._current, *self._queue) if upload is not None]
-
-    def _add(self, upload: Upload) -> None:
+    def _add(self, kind: str, upload: Upload) -> None:
         with self._changed:
-            # Only the newest checkpoint and the newest result wait; the result comes last.
-            others = [waiting for waiting in self._queue if bool(waiting.name) != bool(upload.name)]
-            self._queue = sorted([*others, upload], key=lambda waiting: not waiting.name)
+            self._waiting[kind] = upload
             if self._thread is None:
                 # A daemon, because a store that does not answer must not keep the process alive.
                 self._thread = threading.Thread(target=self._work, name="checkpoint-mirror", daemon=True)
-                try:
-                    self._thread.start()
-                except RuntimeError as error:  # No more threads, or no memory for one.
-                    self._thread = None
-                    self._warn(f"{self._place} waits for the next checkpoint ({reason(error)})")
-            self._changed.notify_all()
-
-    # --- the thread -------------------------------------------------------------------------------------------------
+                self._thread.start()
 
     def _work(self) -> None:
-        while (upload := self._next()) is not None:
-            failure = self._try(upload)
+        while True:
             with self._changed:
-                self._current = None
-                self._failures.pop(upload.name, None)
-                if failure is not None:
-                    self._failures[upload.name] = failure
-                elif upload.name:  # It replaces the checkpoints that failed before it.
-                    self._failures = {name: why for name, why in self._failures.items() if not name}
-
-    def _next(self) -> Upload | None:
-        with self._changed:
-            if self._queue:
-                self._current = self._queue.pop(0)
-                return self._current
-            self._thread = None
-            self._changed.notify_all()
-            return None
-
-    def _try(self, upload: Upload) -> str | None:
-        """Upload with retries; return why the last attempt failed, or None."""
-        for attempt in itertools.count(1):
+                if not self._waiting:
+                    self._current, self._thread = [], None
+                    self._changed.notify_all()
+                    return
+                kind = next(iter(self._waiting))
+                upload = self._waiting.pop(kind)
+                self._current = [upload]
+                self._failed.pop(kind, None)
             try:
-                self._upload(upload)
-                return None
+                self._retried(self._upload, upload, read_manifest(upload.folder))
             except Exception as error:
-                failure = reason(error)
-                is_last = attempt > len(self._waits_s) or isinstance(error, RejectedError)
-            if is_last or self._newer_within(self._waits_s[attempt - 1]):
-                break
-        self._warn(
-            f"{self._place} did not take {upload.name or RESULT} ({failure}; attempts: {attempt}); training continues,"
-            " and the next checkpoint is uploaded as usual"
-        )
-        return failure
+                self._warn(f"{upload.name or RESULT} was not uploaded, and training continues: {_reason(error)}")
+                with self._changed:
+                    self._failed[kind], self._current = upload, []
+                continue
+            try:
+                self._rotate(upload)
+            except Exception as error:
+                self._warn(f"older checkpoints could not be deleted, which the next upload repeats: {_reason(error)}")
 
-    def _newer_within(self, wait_s: float) -> bool:
-        # A newer checkpoint is worth more than another attempt.
-        with self._changed:
-            return self._changed.wait_for(lambda: any(upload.name for upload in self._queue), wait_s)
-
-    def _upload(self, upload: Upload) -> None:
-        manifest = self._manifest(upload)
-        run = manifest.get("run")
-        self._verified.discard(upload.name)
-        folders = self._store.folders(without=self._verified)
-        others = (folder for folder in folders.values() if folder.run not in (run, None))
-        self._require_none(folder for folder in others if folder.name not in self._abandoned)
-        present = folders.get(upload.name)
-        if upload.name and present and present.is_foreign and upload.name not in self._abandoned:
-            raise RejectedError(f"there is a folder {upload.name} which this library has not written")
-        if not (present and self._is_uploaded(present, manifest)):
-            self._store.upload(upload.folder, upload.name, manifest, self._settings)
-        self._abandoned.discard(upload.name)
+    def _upload(self, upload: Upload, manifest: dict[str, Any]) -> None:
+        names = set(manifest["files"])
         if not upload.name:
+            paths = (path for path in upload.folder.iterdir() if path.is_file() and not path.is_symlink())
+            names |= {path.name for path in paths if path.name[0] != "." and path.suffix != ".lock"}
+        if MANIFEST in self._list(upload.name):
+            self._files.rm_file(self._path(upload.name, MANIFEST))
+        for name in (*sorted(names - {MANIFEST}), MANIFEST):
+            self._files.put_file(str(upload.folder / name), self._path(upload.name, name))
+
+    def _rotate(self, upload: Upload) -> None:
+        """Delete what killed uploads left behind, and the oldest checkpoints beyond `keep`."""
+        if not upload.name or not self._keep:
             return
-        self._run = run
-        self._verified.add(upload.name)
+        names = self._retried(self._checkpoints)
+        whole = [name for name in names if MANIFEST in self._retried(self._list, name)]
+        partial = [name for name in names if name not in whole and step_of(name) < step_of(upload.name)]
+        for name in partial + surplus(whole, self._keep, {upload.name, *upload.kept}):
+            self._retried(self._delete, name)
+
+    def _retried(self, action: Callable[..., T], *args: Any) -> T:
+        for wait_s in self._waits_s:
+            with contextlib.suppress(Exception):
+                return action(*args)
+            time.sleep(wait_s)
         try:
-            self._rotate(upload, run, folders)
+            return action(*args)
         except Exception as error:
-            self._warn(
-                f"{self._place} has {upload.name}, but older ones could not be deleted ({reason(error)}); this is"
-                " retried after the next checkpoint"
-            )
+            raise RuntimeError(
+                f"{self._place} fails ({_reason(error)}; attempts: {len(self._waits_s) + 1}); look at the store, or"
+                " leave checkpoint_mirror out"
+            ) from error
 
-    def _manifest(self, upload: Upload) -> dict[str, Any]:
+    def _path(self, *names: str) -> str:
+        return "/".join([self._root, *(name for name in names if name)])
+
+    def _list(self, name: str) -> set[str]:
+        """Return the names in a folder; an empty set if the folder does not exist."""
+        # Not `exists` or `find` of fsspec, which find nothing where a store does not answer.
+        folder = self._path(name)
+        self._files.invalidate_cache()
         try:
-            manifest = read_manifest(upload.folder)
-        except RuntimeError as error:
-            raise RejectedError(f"{upload.folder} is not whole: {error}") from error
-        if upload.name:
-            return manifest
-        paths = (path for path in upload.folder.iterdir() if path.is_file() and not path.is_symlink())
-        names = {path.name for path in paths if not path.name.startswith(".") and path.suffix != ".lock"}
-        files = {
-            name: {"size": (upload.folder / name).stat().st_size, "sha256": digest(upload.folder / name)}
-            for name in sorted({*manifest["files"], *names} - {MANIFEST})
-        }
-        return {**manifest, "format": FORMAT, "run": manifest.get("run") or self._run, "files": files}
+            paths = self._files.ls(folder or "/", detail=False)
+        except FileNotFoundError:
+            return set()
+        return {path.rstrip("/").rsplit("/", 1)[-1] for path in paths if path.strip("/") != folder.strip("/")}
 
-    def _is_uploaded(self, folder: RemoteFolder, manifest: dict[str, Any]) -> bool:
-        if folder.has_mark or not folder.has_manifest:
-            return False
+    def _checkpoints(self) -> list[str]:
+        """Return the names of the checkpoint folders in the order of their steps."""
+        return sorted((name for name in self._list("") if step_of(name) is not None), key=step_of)
+
+    def _manifest(self, name: str) -> dict[str, Any] | None:
+        """Return what a manifest holds, unchecked; None if it is missing or was not written to its end."""
         try:
-            self._store.verify(folder.name, manifest)
-        except DamagedError:
-            return False
-        return True
+            content = json.loads(self._files.cat_file(self._path(name, MANIFEST)))
+        except (FileNotFoundError, ValueError):
+            return None
+        return content if isinstance(content, dict) else None
 
-    def _rotate(self, upload: Upload, run: str | None, folders: dict[str, RemoteFolder]) -> None:
-        """Delete what killed uploads left behind, what was abandoned, and the oldest checkpoints beyond `keep`."""
-        older = {name: folder for name, folder in folders.items() if name and name != upload.name}
-        # A mark without a run was cut off while it was written, before any other file.
-        partial = {name for name, folder in older.items() if folder.has_mark and folder.run in (run, None)}
-        doomed = sorted((self._abandoned - {""}) | partial, key=step_of)
-        complete = {name for name, folder in older.items() if folder.has_manifest and folder.run == run}
-        by_step = sorted((self._verified | complete) - set(doomed), key=step_of)
-        doomed += surplus(by_step, self._keep, {upload.name, *upload.kept})
-        if "" in self._abandoned:
-            self._store.delete_result()
-            self._abandoned.discard("")
-        for name in doomed:
-            self._store.delete(name, run)
-            self._verified.discard(name)
-            self._abandoned.discard(name)
+    def _download(self, path: str, target: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):  # The comparison with the manifest finds it.
+            self._files.get_file(path, str(target))
 
-    def _require_none(self, others: Iterable[RemoteFolder]) -> None:
-        names = [folder.name or "a result" for folder in others]
-        if names:
-            raise RejectedError(
-                f"{self._place} holds {', '.join(names[:3])} of another run; use a separate mirror for this run,"
-                " resume that run, or set overwrite_output_dir to true"
-            )
+    def _delete(self, name: str) -> None:
+        """Delete a checkpoint folder, its manifest first; of a result only the manifest, by which it counts."""
+        if MANIFEST in self._list(name):
+            self._files.rm_file(self._path(name, MANIFEST))
+        if name and self._list(name):
+            self._files.rm(self._path(name), recursive=True)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error's message, without secrets, after its type unless the message is our own."""
+    lines = str(error).strip().splitlines()[:1]
+    return redact(": ".join(lines if isinstance(error, RuntimeError) and lines else [type(error).__name__, *lines]))
+
+
+def _opened(url: str, place: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a URL and the root folder in it."""
+    scheme, separator, address = url.partition("://")
+    scheme = scheme if separator else "file"
+    if scheme not in SCHEMES or "::" in url:  # "::" chains file systems.
+        raise RuntimeError(f"{place} is not supported; give a path, s3://, gs://, az:// or hf://")
+    if "@" in address.split("/")[0] or set("*?[\0\n") & set(url):
+        raise RuntimeError(
+            f"{place} holds a user name or one of * ? [; give a plain path or URL, and credentials in the environment"
+        )
+    try:
+        # Folders are made on a local disk only: in a store that would make a bucket, even one with a misspelt name.
+        file_system, root = url_to_fs(url, **({"auto_mkdir": True} if scheme == "file" else {}))
+    except Exception as error:  # Often an ImportError, which names the package to install.
+        raise RuntimeError(f"{place} can't be opened ({_reason(error)}); give a path, s3:// or hf://") from error
+    return file_system, root.rstrip("/")

@@ -50,7 +50,7 @@ FREE_SETTINGS = frozenset(
     " restore_callback_states_from_checkpoint skip_memory_metrics max_unscored_fraction max_skipped_steps"
     " value_head_init local_rank torch_empty_cache_steps activation_checkpointing_kwargs parallelism_config"
     " activation_offloading check_memory include_for_metrics dataset_num_proc eos_token pad_token"
-    " trust_remote_code straggler_factor trace_rollouts vllm_server_base_url vllm_server_host vllm_server_port"
+    " trust_remote_code trace_rollouts vllm_server_base_url vllm_server_host vllm_server_port"
     " write_report vllm_server_timeout vllm_request_timeout vllm_api_key_env vllm_gpu_memory_utilization"
     " vllm_max_model_length vllm_enable_sleep_mode"
     " pipeline_training pipeline_stages pipeline_split pipeline_batches".split()
@@ -166,13 +166,6 @@ def check_plain_settings(folder: str | Path, current: dict[str, Any], is_allowed
     others = {"base", "base_name", *BOUND_SETTINGS, *KEPT_SETTINGS}
     steering = {name: value for name, value in current.items() if name not in others}
     allow_steering(path, saved, steering, is_allowed)
-
-
-def settings_digest(settings: dict[str, Any] | None) -> str | None:
-    """Return a digest of a run's settings (JSON values), or None for None."""
-    if settings is None:
-        return None
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def rows_digest(rows: Any) -> str:

@@ -16,7 +16,7 @@ import random
 import secrets
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from onetrunk.checkpoints.folders import (
     rotate,
     set_aside_later,
 )
-from onetrunk.checkpoints.heartbeats import SAVE, Heartbeat, HeartbeatCallback, Watcher
+from onetrunk.checkpoints.heartbeats import SAVE, Heartbeat
 from onetrunk.checkpoints.hub import (
     HUB_ERRORS,
     PushFailed,
@@ -78,7 +78,6 @@ from onetrunk.checkpoints.settings import (
     check_plain_settings,
     check_streaming,
     plain_settings,
-    settings_digest,
 )
 from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
 from onetrunk.checkpoints.tensorboard import RunTensorBoard
@@ -140,7 +139,7 @@ class ResumableTrainer(Trainer):
         if sharding is not None and self.args.should_log:
             tqdm.write(sharding, file=sys.stderr)
         self.add_callback(self._loop_events)
-        self.add_callback(HeartbeatCallback(self.heartbeat))
+        self.add_callback(self.heartbeat)
 
     def _continue_tensorboard(self) -> None:
         """Replace transformers' TensorBoard callback by one that continues the curves of a resumed run."""
@@ -235,7 +234,8 @@ class ResumableTrainer(Trainer):
             if self._resume_from is not None and self._is_over():
                 self.heartbeat.delete()
                 return TrainOutput(self.state.global_step, 0.0, {})
-            with self.stop_signals.listening(), self._heartbeats():
+            heartbeats = self.heartbeat.running(self.args.world_size, self.args.ddp_timeout)
+            with self.stop_signals.listening(), heartbeats:
                 try:
                     output = super().train(resume_from_checkpoint=self._resume_from, **kwargs)
                     self.ended = end_of(self, end_state(self))
@@ -247,15 +247,6 @@ class ResumableTrainer(Trainer):
             if self._mirror is not None:
                 self._mirror.wait(MIRROR_WAIT_WHEN_STOPPED_S)
             raise Stopped(checkpoint, self.stop_signals.received)
-
-    def _heartbeats(self) -> AbstractContextManager[None]:
-        """Return what writes heartbeats in a block, and names another process that is lost there."""
-        blocks = ExitStack()
-        blocks.enter_context(self.heartbeat.running(self.args.world_size, creates_folder=True))
-        if self.args.world_size > 1:
-            watcher = Watcher(self.heartbeat, self.args.world_size, self.args.ddp_timeout)
-            blocks.enter_context(watcher.watching())
-        return blocks
 
     def _begin_run(self, resume_from_checkpoint: str | bool | None) -> None:
         """Find the checkpoint to resume from, and reset what belongs to one run."""
@@ -273,10 +264,9 @@ class ResumableTrainer(Trainer):
             self._run_id = read_manifest(self._resume_from).get("run", self._run_id)
             self.check_checkpoint(self._resume_from)
         if self._mirror is not None:
-            overwrite = self.args.overwrite_output_dir
             # A stage resolves "auto" to a checkpoint, or to None, before it calls; its arguments still say "auto".
-            is_resuming = AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
-            self._mirror.claim(self._run_id, overwrite, settings_digest(self.settings_of_run()), is_resuming)
+            is_resuming = bool(self._resume_from) or AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
+            self._mirror.claim(self._run_id, is_resuming, self.args.overwrite_output_dir)
 
     def _take_output_dir(self) -> None:
         """Reject an output folder that holds another run, or delete that run if the settings say so."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 import time
@@ -25,7 +24,6 @@ from transformers import (
 )
 
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.utils.redaction import redact
 
 SHOWN = {
     "score": "score/mean",
@@ -148,7 +146,7 @@ class RolloutProgress(TrainerCallback):
 
     Args:
         opening: printed before training.
-        style: one of STYLES; None: a bar in a terminal or notebook, lines elsewhere.
+        style: "bar" or "lines"; None: a bar in a terminal or notebook, lines elsewhere.
     """
 
     def __init__(self, opening: str | None = None, style: str | None = None) -> None:
@@ -233,11 +231,6 @@ class RolloutProgress(TrainerCallback):
         logs = kwargs.get("logs")
         if not logs or not state.is_world_process_zero:
             return
-        if self.style == "json":
-            rollout = min(self._total_rollouts, math.ceil(state.global_step / args.slots_per_rollout))
-            about = {"time": round(time.time(), 3), "step": state.global_step, "steps": state.max_steps}
-            about |= {"rollout": rollout, "rollouts": self._total_rollouts}
-            tqdm.write(redact(json.dumps(_json_numbers({**about, **logs}))), file=sys.stdout)
         self._shown |= {short: short_number(logs[name]) for short, name in SHOWN.items() if name in logs}
         if self.bar is not None:
             self.bar.set_postfix(self._shown)
@@ -295,8 +288,3 @@ def short_time(seconds: float) -> str:
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _json_numbers(logs: dict[str, Any]) -> dict[str, Any]:
-    # JSON has no NaN and no infinity.
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}

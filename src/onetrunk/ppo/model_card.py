@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import Trainer
 
 from onetrunk.checkpoints.folders import published_path
@@ -27,34 +27,60 @@ from onetrunk.utils.redaction import redact
 
 CARD = "README.md"
 TAGS = ("lora", "onetrunk", "ppo")
+ROLES = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
 METRICS = ("score/mean", "kl/ref", "completion/length")
 # The settings that most affect what is learnt.
 SETTINGS = (
     "max_completion_length temperature beta kl_target num_ppo_epochs num_minibatches learning_rate lr_scheduler_type"
     " epsilon gamma lam seed"
 ).split()
-USE = """```python
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-model = AutoPeftModelForCausalLM.from_pretrained("{where}")
-tokenizer = AutoTokenizer.from_pretrained("{where}")
-```"""
-# The path of a base in a folder is relative to where the run was started, so it is given from here.
-USE_WITH_BASE = """```python
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ text(title) }}
+
+A LoRA adapter for {{ base_words }}, trained by PPO ({{ steps }} optimizer steps) with onetrunk {{ version }}.
+
+## Use
+
+```python
+{%- if near %}
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
-base = AutoModelForCausalLM.from_pretrained("{base}")
-model = PeftModel.from_pretrained(base, "{where}")
-tokenizer = AutoTokenizer.from_pretrained("{where}")
-```"""
-HERE = '`"."` is the folder of this file: run the lines there, or write its path instead.'
-SERVE = """vLLM serves it under the name `{name}`:
+base = AutoModelForCausalLM.from_pretrained("{{ near }}")
+model = PeftModel.from_pretrained(base, "{{ where }}")
+{%- else %}
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+model = AutoPeftModelForCausalLM.from_pretrained("{{ where }}")
+{%- endif %}
+tokenizer = AutoTokenizer.from_pretrained("{{ where }}")
+```
+{% if where == "." %}
+`"."` is the folder of this file: run the lines there, or write its path instead.
+{% endif %}
+{%- if rank %}
+vLLM serves it under the name `{{ name }}`:
 
 ```
-vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={where}
-```"""
-MERGE = """`onetrunk merge {where} --output_dir merged` makes one model of base and adapter, for tools that load no
-adapters."""
+vllm serve {{ served }} --enable-lora --max-lora-rank {{ rank }} --lora-modules {{ name }}={{ where }}
+```
+{% endif %}
+`onetrunk merge {{ where }} --output_dir merged` makes one model of base and adapter, for tools that load no
+adapters.
+
+Next to the adapter: {{ files | join(", ") }}. PPO needs them to train on; sampling does not.
+{% for heading, facts in tables.items() if facts %}
+## {{ heading }}
+
+| | |
+|---|---|
+{%- for name, value in facts.items() %}
+| {{ text(name) }} | {{ text(value) }} |
+{%- endfor %}
+{% endfor %}
+Made with {{ packages | join(", ") }}."""
 
 
 def write_card(
@@ -92,46 +118,42 @@ def write_card(
     if hub_base:
         base_words = f"[{hub_base}](https://huggingface.co/{hub_base})"
     name = trainer.args.hub_model_id or Path(trainer.args.output_dir).resolve().name
-    measured = _metrics(trainer)
-    parts = [
-        f"---\n{metadata.to_yaml()}\n---",
-        f"# {markdown_text(model_name or name.split('/')[-1])}",
-        f"A LoRA adapter for {base_words}, trained by PPO ({trainer.state.global_step} optimizer steps) with onetrunk"
-        f" {sys.modules['onetrunk'].__version__}.",
-        "## Use",
-        *_use(trainer, Path(folder), name, base),
-        _files(model),
-        "## Adapter",
-        _table(_adapter(model)),
-        "## Training",
-        _table(_settings(trainer)),
-        *(["## Last measured", _table(measured)] if measured else []),
-        *(["## Judges", _table(dict(trainer.card_facts))] if trainer.card_facts else []),
-        "Made with " + ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers", "peft")) + ".",
-    ]
-    atomic_write_text(Path(folder) / CARD, redact("\n\n".join(parts) + "\n"))
+    card = ModelCard.from_template(
+        metadata,
+        template_str=TEMPLATE,
+        text=lambda value: markdown_text(_plain(value)),
+        title=model_name or name.split("/")[-1],
+        name=name.split("/")[-1],
+        base_words=base_words,
+        steps=trainer.state.global_step,
+        version=sys.modules["onetrunk"].__version__,
+        files=["`value_head.safetensors` (the value head)"]
+        + [f"`{role}/` ({what})" for role, what in ROLES.items() if role in model.peft_config],
+        tables={
+            "Adapter": _adapter(model),
+            "Training": _settings(trainer),
+            "Last measured": _metrics(trainer),
+            "Judges": trainer.card_facts,
+        },
+        packages=[f"{package} {version(package)}" for package in ("torch", "transformers", "peft")],
+        **_places(trainer, Path(folder), base),
+    )
+    atomic_write_text(Path(folder) / CARD, redact(f"{card}\n"))
 
 
-def _use(trainer: Trainer, folder: Path, name: str, base: str) -> list[str]:
-    """Return how to load, serve and merge the policy, with paths that start at the folder of the card."""
+def _places(trainer: Trainer, folder: Path, base: str) -> dict[str, Any]:
+    """Return where the policy and its base are, and the rank that vLLM serves it with (None: it cannot).
+
+    Paths start at the folder of the card: that of a base is relative to where the run was started.
+    """
     config = trainer.accelerator.unwrap_model(trainer.model).peft_config[POLICY]
     where, near = trainer.args.hub_model_id or ".", None
     if where == "." and base and Path(base).is_dir() and not Path(base).is_absolute() and not folder.is_absolute():
         near = os.path.relpath(base, published_path(folder))
-    use = (USE if near is None else USE_WITH_BASE).format(where=where, base=near)
-    parts = [use, *([HERE] if where == "." else [])]
-    rank = next((rank for rank in VLLM_RANKS if rank >= config.r), None)
-    if rank is not None and not config.use_dora and config.bias == "none":
-        served = near or (base if base and not Path(base).exists() else "BASE")
-        parts.append(SERVE.format(name=name.split("/")[-1], base=served, rank=rank, where=where))
-    return [*parts, MERGE.format(where=where)]
-
-
-def _files(model: TrunkModel) -> str:
-    adapters = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
-    folders = [f"`{name}/` ({what})" for name, what in adapters.items() if name in model.peft_config]
-    files = ", ".join(["`value_head.safetensors` (the value head)", *folders])
-    return f"Next to the adapter: {files}. PPO needs them to train on; sampling does not."
+    can_serve = not config.use_dora and config.bias == "none"
+    rank = next((rank for rank in VLLM_RANKS if can_serve and rank >= config.r), None)
+    served = near or (base if base and not Path(base).exists() else "BASE")
+    return {"where": where, "near": near, "rank": rank, "served": served}
 
 
 def _adapter(model: TrunkModel) -> dict[str, Any]:
@@ -178,8 +200,3 @@ def _metrics(trainer: Trainer) -> dict[str, str]:
 def _plain(value: Any) -> str:
     value = getattr(value, "value", value)  # of an enum
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _table(facts: dict[str, Any]) -> str:
-    rows = [f"| {markdown_text(name)} | {markdown_text(_plain(value))} |" for name, value in facts.items()]
-    return "\n".join(["| | |", "|---|---|", *rows])

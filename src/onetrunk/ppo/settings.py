@@ -30,7 +30,7 @@ TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
 OVERLONG = ("error", "drop", "truncate")
 # What the monitor does at an alarm.
 MONITOR_ACTIONS = ("warn", "stop")
-LOG_FORMATS = ("auto", "bar", "lines", "json")
+LOG_FORMATS = ("auto", "bar", "lines")
 SCHEDULES = ("sync", "one_step", "async")
 ROLLOUT_BACKENDS = ("local", "pipelined")
 PIPELINE_SETTINGS = (
@@ -264,15 +264,10 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     log_format: str = option(
         "auto",
         "How progress is shown: 'bar'; 'lines' (one per rollout, with score, KL, length, tokens per second, seconds);"
-        " 'json' (every log as a line of JSON on stdout); 'auto': a bar in a terminal, lines elsewhere.",
+        " 'auto': a bar in a terminal, lines elsewhere.",
     )
     log_trl_names: bool = option(
         False, "Log the metrics that TRL's GRPOTrainer has under its names too: reward, completions/mean_length, ..."
-    )
-    straggler_factor: float | None = option(
-        1.5,
-        "With several processes: warn of a rank that needs more than this many times the median of the others in a"
-        " phase, in alarm_patience rollouts in a row; above 1. None: off.",
     )
     trace_rollouts: int = option(
         0, "Rollouts, after the first, that torch.profiler records into output_dir/trace; 0: none."
@@ -367,8 +362,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
             _require(self, name, lambda v: _is_number(v) and v >= 0, "0 or more")
         for name in ("gamma", "lam", "lam_policy", "lam_value", "max_unscored_fraction"):
             _require(self, name, lambda v: _is_number(v) and 0 <= v <= 1, "between 0 and 1")
-        for name in ("dual_clip", "straggler_factor"):
-            _require(self, name, lambda v: _is_number(v) and v > 1, "above 1")
+        _require(self, "dual_clip", lambda v: _is_number(v) and v > 1, "above 1")
         _require(self, "epsilon", lambda v: v < 1, "below 1")
         for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
             _require(self, name, lambda v: is_whole(v) and v >= 0, "0 or more")

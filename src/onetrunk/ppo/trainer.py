@@ -169,7 +169,7 @@ class PPOTrainer(ResumableTrainer):
         self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
-        if not args.disable_tqdm or args.log_format in ("lines", "json"):
+        if not args.disable_tqdm or args.log_format == "lines":
             self.progress.add_to(self)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Watching a run: what each process does when, which one the others wait for, and a trace of all of them.
+"""Watching a run: what each process does when, which one the others wait for, and a trace of each.
 
 A run is always in one phase: `generate`, `score` and `update` are a process's own work, `gather` is everything in
 between, where results are joined and processes wait for each other. One switch from phase to phase renews the
@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gzip
-import json
-import os
-import socket
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, tensorboard_trace_handler
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.checkpoints.heartbeats import GATHER, UPDATE, Heartbeat
@@ -35,13 +28,11 @@ from onetrunk.ppo.metrics import PHASES, peak_gib
 
 logger = get_logger(__name__)
 
-# A phase is slow only if it makes the rollout longer by this share.
-LEAST_EXCESS = 0.1
-TRACE_FOLDER, MERGED_TRACE = "trace", "all-ranks.json.gz"
+TRACE_FOLDER = "trace"
 
 
 class Watch(TrainerCallback):
-    """The phases of this process, per-rank metrics, the straggler, and the trace.
+    """The phases of this process, the metrics that compare ranks, and the trace.
 
     Args:
         config: of the run.
@@ -52,31 +43,22 @@ class Watch(TrainerCallback):
     def __init__(self, config: PPOConfig, accelerator: Accelerator, heartbeat: Heartbeat | None = None):
         self.accelerator = accelerator
         self.heartbeat = Heartbeat(config.output_dir, accelerator.process_index) if heartbeat is None else heartbeat
-        self.straggler = Straggler(config.straggler_factor, config.alarm_patience)
         self.trace = Trace(Path(config.output_dir) / TRACE_FOLDER, config.trace_rollouts, accelerator)
-        self.phase_name = GATHER
         self._device = accelerator.device
         self._begin()
 
     def _begin(self) -> None:
-        self._hosts: list[str] = []
-        self._rollout = -1
-        # Seconds of own work: by rollout since the last log, by phase.
-        self._own: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
-        self._unread: list[tuple[int, Any, Any]] = []
+        # Own work since the last log: phase, start and end.
+        self._work: list[tuple[str, Any, Any]] = []
         self._logged_at = time.perf_counter()
-        # Rollouts that are over and not yet judged.
-        self._unjudged: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
-        self._start: Any = None
         self._gradients_at: Any = None
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
     def begin_rollout(self, iteration: int) -> None:
-        """Begin a rollout. Every process calls it."""
-        self._rollout = iteration
+        """Begin a rollout."""
         self.heartbeat.rollout = iteration
-        self.trace.begin_rollout(self.phase_name)
+        self.trace.begin_rollout()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -86,11 +68,10 @@ class Watch(TrainerCallback):
         try:
             yield
         finally:
-            self._unread.append((self._rollout, name, (start, self._gradients_at or self._now(name))))
+            self._work.append((name, start, self._gradients_at or self._now(name)))
             self._switch(GATHER)
 
     def _switch(self, name: str) -> None:
-        self.phase_name = name
         self.heartbeat.enter(name)
         self.trace.switch(name)
 
@@ -121,63 +102,41 @@ class Watch(TrainerCallback):
 
     # --- metrics of all ranks, once per log -------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        for rollout, phase, (start, end) in self._unread:
-            if phase not in PHASES:
-                continue
-            if isinstance(start, float):
-                seconds = end - start
-            else:
-                end.synchronize()
-                seconds = start.elapsed_time(end) / 1000
-            self._own[rollout][phase] += seconds
-            self._unjudged[rollout][phase] += seconds
-        self._unread = []
-
     def flush(self) -> dict[str, float]:
         """Return the metrics of all ranks since the last call, by their public names. Every process calls it.
 
-        Also warns of a straggler. Nothing is gathered, and nothing returned, in a run with one process.
+        Nothing is gathered, and nothing returned, in a run with one process.
         """
         now = time.perf_counter()
         wall, self._logged_at = now - self._logged_at, now
-        self._read()
+        work, self._work = self._work, []
         if self.accelerator.num_processes == 1:
-            self._own.clear()
-            self._unjudged.clear()
             return {}
-        seconds = [sum(own[phase] for own in self._own.values()) for phase in PHASES]
-        # A rollout that was resumed has no times of its sampling.
-        self._unjudged.pop(-1, None)
-        over = sorted(rollout for rollout in self._unjudged if rollout < self._rollout)
+        seconds = [sum(_seconds(start, end) for name, start, end in work if name == phase) for phase in PHASES]
         row = [*seconds, peak_gib(), sum(seconds) / max(wall, 1e-9)]
-        judged = [self._unjudged.pop(rollout) for rollout in over]
-        row += [rollout[phase] for rollout in judged for phase in PHASES]
-        self._own.clear()
-        rows = self.accelerator.gather(torch.tensor([row], dtype=torch.float32, device=self._device)).tolist()
-        if not self._hosts:
-            self._hosts = gather_object([socket.gethostname()])
-        for i in range(len(over)):
-            first = 5 + i * len(PHASES)
-            warning = self.straggler.judge([line[first : first + len(PHASES)] for line in rows], self._hosts)
-            if warning is not None:
-                logger.warning(warning)
-        return rank_metrics([line[:5] for line in rows])
+        rows = self.accelerator.gather(torch.tensor([row], dtype=torch.float32, device=self._device))
+        return rank_metrics(rows.tolist())
 
     # --- events of the training loop --------------------------------------------------------------------------------
 
     def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._begin()
-        self.straggler.reset()
-        self.trace.reset()
+        self.trace.begin()
         self._switch(GATHER)
 
     def on_train_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.trace.finish()
+        self.trace.end()
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 def rank_metrics(rows: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the least, mean and largest value over the ranks by their public names.
+    """Return the least, mean and largest value over the ranks, and the rank with most work, by their public names.
 
     Args:
         rows: of each rank: seconds of each of PHASES, peak memory in GiB, busy share. A phase without seconds on any
@@ -189,88 +148,12 @@ def rank_metrics(rows: Sequence[Sequence[float]]) -> dict[str, float]:
         if any(values):
             metrics[f"{name}_min"], metrics[f"{name}_max"] = min(values), max(values)
             metrics[f"{name}_mean"] = statistics.fmean(values)
+    metrics["rank/slowest"] = float(max(range(len(rows)), key=lambda rank: rows[rank][-1]))
     return metrics
 
 
-# --- the straggler --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Slow:
-    """A rank that needs longer than the others in a phase; seconds of its own and the median of theirs."""
-
-    rank: int
-    phase: str
-    seconds: float
-    others: float
-
-
-def find_slow(seconds: Sequence[Sequence[float]], factor: float) -> Slow | None:
-    """Return the rank and phase in which all others wait longest for one rank; None if no rank is slow.
-
-    A rank is slow in a phase if it needs more than `factor` times the median of the others, and if that costs
-    LEAST_EXCESS of the rollout.
-
-    Args:
-        seconds: [ranks][PHASES], own work of one rollout.
-        factor: above 1.
-    """
-    slow = []
-    total = sum(max(column) for column in zip(*seconds, strict=True))
-    for phase, column in zip(PHASES, zip(*seconds, strict=True), strict=True):
-        rank = max(range(len(column)), key=column.__getitem__)
-        others = statistics.median(column[:rank] + column[rank + 1 :])
-        excess = column[rank] - others
-        if column[rank] > factor * others and excess >= LEAST_EXCESS * total > 0:
-            slow.append((excess, Slow(rank, phase, column[rank], others)))
-    return max(slow, key=lambda pair: pair[0])[1] if slow else None
-
-
-class Straggler:
-    """Recognises a rank that is the slowest, in the same phase, in several rollouts in a row.
-
-    Args:
-        factor: see `find_slow`; None: no rank is ever slow.
-        patience: rollouts in a row.
-    """
-
-    def __init__(self, factor: float | None, patience: int):
-        self.factor = factor
-        self.patience = patience
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the rollouts so far."""
-        self._in_a_row: list[Slow] = []
-
-    def judge(self, seconds: Sequence[Sequence[float]], hosts: Sequence[str]) -> str | None:
-        """Return the warning, if this rollout completes the row; it is given once until a rollout is not slow.
-
-        Args:
-            seconds: of the rollout, as `find_slow` takes them.
-            hosts: of the ranks.
-        """
-        slow = None if self.factor is None else find_slow(seconds, self.factor)
-        before = self._in_a_row[-1] if self._in_a_row else None
-        if slow is None or before is None or (slow.rank, slow.phase) != (before.rank, before.phase):
-            self._in_a_row = []
-        self._in_a_row += [slow] if slow is not None else []
-        if len(self._in_a_row) != self.patience:
-            return None
-        own, others = (statistics.fmean(getattr(s, name) for s in self._in_a_row) for name in ("seconds", "others"))
-        row = f"{self.patience} rollouts in a row" if self.patience > 1 else "a rollout"
-        return (
-            f"straggler: in {row}, rank {slow.rank} on {hosts[slow.rank]} needed {own:.3g} s to {slow.phase}, the"
-            f" other ranks {others:.3g} s (straggler_factor {self.factor:g}); all wait for it. Look there for"
-            " other processes, a throttled GPU or a slow disk; trace_rollouts shows what it does"
-        )
-
-
-# --- the trace ------------------------------------------------------------------------------------------------------
-
-
 class Trace:
-    """Records the rollouts after the first with torch.profiler, one file per rank, and merges the files.
+    """Records the rollouts after the first with torch.profiler, in one file per rank.
 
     Args:
         folder: of the files.
@@ -282,12 +165,11 @@ class Trace:
         self.folder = folder
         self.num_rollouts = num_rollouts
         self.accelerator = accelerator
-        self.reset()
+        self.begin()
 
-    def reset(self) -> None:
+    def begin(self) -> None:
         """Begin a run; the rollouts after its first will be recorded."""
         self._num_begun = 0
-        self._is_done = not self.num_rollouts
         self._profiler: profile | None = None
         self._span: record_function | None = None
 
@@ -296,21 +178,22 @@ class Trace:
         """Whether a rollout is recorded: of the main thread's work, and of everything on a GPU."""
         return self._profiler is not None
 
-    def begin_rollout(self, phase: str) -> None:
+    def begin_rollout(self) -> None:
         """Begin or end the recording, if this rollout is the first to record or the first after those."""
         self._num_begun += 1
-        if self._is_done:
-            return
         if self._num_begun == self.num_rollouts + 2:
-            self.finish()
+            self._finish()
         elif self._num_begun == 2:
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if self.accelerator.device.type == "cuda" else []
-            self._profiler = profile(activities=activities)
+            write = tensorboard_trace_handler(
+                str(self.folder), f"rank-{self.accelerator.process_index}", use_gzip=True
+            )
+            self._profiler = profile(activities=activities, on_trace_ready=write)
             self._profiler.start()
             # A process that an error ends while the profiler runs would crash in its clean-up.
-            atexit.register(self._end_recording)
-            self.switch(phase)
+            atexit.register(self._finish)
+            self.switch(GATHER)
 
     def switch(self, name: str) -> None:
         """End the current span and begin the next."""
@@ -321,90 +204,16 @@ class Trace:
         self._span = record_function(name)
         self._span.__enter__()
 
-    def _end_recording(self) -> profile | None:
-        atexit.unregister(self._end_recording)
+    def end(self) -> None:
+        """End the recording with the run."""
+        if self.num_rollouts and self._num_begun < 2:
+            logger.warning("trace_rollouts is set, and the run ended before its second rollout: nothing was traced")
+        self._finish()
+
+    def _finish(self) -> None:
+        atexit.unregister(self._finish)
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             self._span.__exit__(None, None, None)
             self._span = None
             profiler.stop()
-        return profiler
-
-    def finish(self) -> None:
-        """End the recording and write the files. Every process calls it."""
-        if self._is_done:
-            return
-        self._is_done = True
-        if self._profiler is None:
-            logger.warning("trace_rollouts is set, and the run ended before its second rollout: nothing was traced")
-            return
-        profiler = self._end_recording()
-        rank = self.accelerator.process_index
-        self.folder.mkdir(parents=True, exist_ok=True)
-        target = self.folder / f"rank-{rank}.json.gz"
-        temporary = target.with_name(f".{os.getpid()}-{target.name}")
-        profiler.export_chrome_trace(str(temporary))
-        os.replace(temporary, target)
-        self.accelerator.wait_for_everyone()
-        if rank == 0:
-            merged = merge_traces(self.folder, self.accelerator.num_processes)
-            logger.info(f"the trace is in {merged}: open it at https://ui.perfetto.dev or in chrome://tracing")
-        self.accelerator.wait_for_everyone()
-
-
-def merge_traces(folder: Path, num_ranks: int) -> Path:
-    """Merge the ranks' traces into one, in which a rank is a process (and each of its GPUs another); return its path.
-
-    A rank's file may be missing where machines do not share the folder. One rank's trace is in memory at a time.
-    """
-    merged = folder / MERGED_TRACE
-    temporary = merged.with_name(f".{merged.name}")
-    base: int | None = None
-    with gzip.open(temporary, "wt", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        separator = ""
-        for rank in range(num_ranks):
-            path = folder / f"rank-{rank}.json.gz"
-            if not path.is_file():
-                logger.warning(f"{path} is missing, so rank {rank} is not in {merged}")
-                continue
-            with gzip.open(path, "rt", encoding="utf-8") as source:
-                trace = json.load(source)
-            base = trace.get("baseTimeNanoseconds", 0) if base is None else base
-            shift = (trace.get("baseTimeNanoseconds", 0) - base) / 1000
-            for event in rank_events(trace["traceEvents"], rank, trace.get("host_name", ""), shift):
-                file.write(f"{separator}{json.dumps(event)}")
-                separator = ",\n"
-        file.write("\n]}\n")
-    os.replace(temporary, merged)
-    return merged
-
-
-def rank_events(events: Sequence[dict[str, Any]], rank: int, host: str, shift_us: float) -> Iterator[dict[str, Any]]:
-    """Yield a rank's events of the merged trace: with process ids and flow ids of its own, on the common clock.
-
-    Args:
-        events: of the rank, as torch.profiler writes them: a process id is that of the process, the number of a GPU,
-            or a word.
-        rank, host: of the process.
-        shift_us: added to times, microseconds.
-    """
-    process = next((e["pid"] for e in events if e.get("cat") in ("user_annotation", "cpu_op")), None)
-    processes: dict[Any, int] = {process: rank * 100}
-    for event in events:
-        if event.get("ph") == "M" and event.get("name", "").startswith("process_"):
-            continue
-        pid = event.get("pid", process)
-        if pid not in processes:
-            processes[pid] = rank * 100 + len(processes)
-        event = {**event, "pid": processes[pid]}
-        if "ts" in event:
-            event["ts"] = event["ts"] + shift_us
-        if event.get("ph") in ("s", "t", "f") and "id" in event:
-            event["id"] = f"{rank}-{event['id']}"
-        yield event
-    for pid, number in processes.items():
-        part = "" if pid == process else f": GPU {pid}" if isinstance(pid, int) else f": {pid}"
-        name = f"rank {rank} ({host}){part}"
-        yield {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}}

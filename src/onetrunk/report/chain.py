@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onetrunk.report.blocks import Block, Facts, Figure, Heading, Plots, Text
-from onetrunk.report.parts import alarm_blocks, blocks_of, sample_blocks, win_rates
-from onetrunk.report.plots import COLORS, INK, on_ink, png_of, svg_of
+from onetrunk.report.blocks import PAGE, Block
+from onetrunk.report.parts import alarm_blocks, blocks_of, sample_blocks, share, win_rates
+from onetrunk.report.plots import COLORS, INK, figures_block
 from onetrunk.report.runs import FOLDER, PIPELINE, Run, read_run
 from onetrunk.utils.escaping import address_of
-from onetrunk.utils.files import atomic_write_bytes
 
 # Inches of a stage in the picture.
 ROW = 0.62
@@ -54,25 +53,22 @@ def links_of(pipeline: Run) -> list[Link]:
 
 def headline(run: Run) -> str:
     """Return what a stage reached, in a few words."""
-    results = run.results
-    if isinstance(results.get("win_rate"), dict):
-        rate = results["win_rate"]
-        low, high = map(_share, rate.get("discrete_win_rate_interval") or (None, None))
-        return f"wins {_share(rate.get('discrete_win_rate'))} of the pairs ({low} to {high})"
-    if run.verb == "judge":
-        shares = [f"{name} {_share(entry['all'].get('accuracy'))}" for name, entry in results["judges"].items()]
-        return f"agrees with people: {', '.join(shares)}"
-    before, after = results.get("reference"), results.get("policy")
-    if isinstance(before, dict) and isinstance(after, dict) and "score/mean" in after:
-        kl = f", KL {_number(after['kl/ref'], '.1f')} nats" if after.get("kl/ref") is not None else ""
-        return f"score {_number(before.get('score/mean'))} to {_number(after['score/mean'])}{kl}"
-    if isinstance(results.get("fidelity"), dict):
-        return f"agrees with its teacher on {_share(results['fidelity'].get('agreement'))}"
-    if isinstance(results.get("held_out"), dict):
-        return f"orders {_share(results['held_out'].get('accuracy'))} of the held-out pairs as the judge"
-    if isinstance(results.get("counts"), dict):
-        counts = [f"{value:,} {name.replace('_', ' ')}" for name, value in results["counts"].items() if value]
-        return ", ".join(counts[:3])
+    match run.results:
+        case {"win_rate": {"discrete_win_rate": rate, **rest}}:
+            low, high = (share(end) or "?" for end in rest.get("discrete_win_rate_interval") or (None, None))
+            return f"wins {share(rate) or '?'} of the pairs ({low} to {high})"
+        case {"judges": dict(judges)} if run.verb == "judge":
+            shares = [f"{name} {share(entry['all'].get('accuracy')) or '?'}" for name, entry in judges.items()]
+            return f"agrees with people: {', '.join(shares)}"
+        case {"reference": dict(before), "policy": {"score/mean": score, **rest}}:
+            kl = f", KL {rest['kl/ref']:.1f} nats" if rest.get("kl/ref") is not None else ""
+            return f"score {_score(before.get('score/mean'))} to {_score(score)}{kl}"
+        case {"fidelity": dict(fidelity)}:
+            return f"agrees with its teacher on {share(fidelity.get('agreement')) or '?'}"
+        case {"held_out": dict(held_out)}:
+            return f"orders {share(held_out.get('accuracy')) or '?'} of the held-out pairs as the judge"
+        case {"counts": dict(counts)}:
+            return ", ".join([f"{n:,} {name.replace('_', ' ')}" for name, n in counts.items() if n][:3])
     for metric, words in (("eval_loss", "held-out loss"), ("loss", "loss")):
         _, values = run.series(metric)
         if values:
@@ -80,12 +76,8 @@ def headline(run: Run) -> str:
     return ""
 
 
-def _number(value: Any, form: str = ".3f") -> str:
-    return format(value, form) if isinstance(value, (int, float)) else "?"
-
-
-def _share(value: Any) -> str:
-    return _number(value, ".1%")
+def _score(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, (int, float)) else "?"
 
 
 def chain_blocks(pipeline: Run, target: Path) -> list[Block]:
@@ -96,31 +88,28 @@ def chain_blocks(pipeline: Run, target: Path) -> list[Block]:
 def _chain_blocks(pipeline: Run, target: Path) -> list[Block]:
     links = links_of(pipeline)
     total = sum(link.seconds or 0 for link in links)
-    blocks: list[Block] = [Text(f"{pipeline.status}; {total / 60:.1f} minutes in all stages.")]
-    try:
-        figure = on_ink(lambda: draw_chain(links))
-        atomic_write_bytes(target / "chain.png", png_of(figure))
-        blocks.append(Plots([Figure("chain", "The chain", "", svg_of(figure, "chain", "The chain"))]))
-    except ImportError:
-        blocks.append(Text("No picture: matplotlib cannot be imported; pip install matplotlib."))
-    rows, addresses = [], []
+    drawing = ("chain", "The chain", "", partial(draw_chain, links))
+    blocks = [
+        Block(text=f"{pipeline.status}; {total / 60:.1f} minutes in all stages."),
+        figures_block("", target, [drawing]),
+    ]
+    rows, addresses = [], {}
     for link in links:
         seconds = "" if link.seconds is None else f"{link.seconds:.0f}"
         rows.append([link.name, link.verb, link.status, seconds, link.result, str(link.folder or "")])
-        report = link.folder and link.folder / FOLDER / "report.html"
+        report = link.folder and link.folder / FOLDER / PAGE
         if report and report.is_file():
-            addresses.append((link.name, address_of(report, target)))
-    table = Facts(["stage", "verb", "status", "seconds", "result", "output"], rows, tuple(addresses))
+            addresses[link.name] = address_of(report, target)
+    columns = ["stage", "verb", "status", "seconds", "result", "output"]
+    table = Block("Stages", columns=columns, rows=rows, links=addresses)
     stages = blocks_of((link.folder, partial(stage_blocks, link, link.run)) for link in links if link.run is not None)
-    return [*blocks, Heading(2, "Stages"), table, *stages]
+    return [*blocks, table, *stages]
 
 
 def stage_blocks(link: Link, run: Run) -> list[Block]:
     """Return win rate, alarms and samples of a stage that has them."""
-    blocks: list[Block] = []
     rate: Any = run.results.get("win_rate")
-    if isinstance(rate, dict):
-        blocks += [Heading(2, f"Win rate ({link.name})"), win_rates(rate)]
+    blocks = [win_rates(rate, f"Win rate ({link.name})")] if isinstance(rate, dict) else []
     blocks += alarm_blocks(run, f"Alarms of {link.name}")
     return blocks + sample_blocks(run) if link.verb == "eval" else blocks
 
@@ -135,20 +124,11 @@ def draw_chain(links: Sequence[Link]) -> Any:
     axes.axis("off")
     for row, link in enumerate(links):
         color = STATUS_COLORS.get(link.status, FAILED)
-        axes.add_patch(_box(0.1, row + 0.14, color))
-        axes.text(0.3, row + 0.5, link.name, color=INK, va="center", fontweight="bold", fontsize=10)
+        box = {"boxstyle": "round,pad=0.5", "facecolor": "none", "edgecolor": color, "linewidth": 1.5}
+        axes.text(0.3, row + 0.5, link.name, color=INK, va="center", fontweight="bold", fontsize=10, bbox=box)
         seconds = "" if link.seconds is None else f" ({link.seconds:.0f} s)"
         axes.text(2.6, row + 0.5, f"{link.result or link.status}{seconds}", color=INK, va="center", fontsize=9)
         if row + 1 < len(links):
             style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1}
-            axes.annotate("", (1.2, row + 1.14), (1.2, row + 0.86), arrowprops=style)
+            axes.annotate("", (0.5, row + 1.14), (0.5, row + 0.86), arrowprops=style)
     return figure
-
-
-def _box(x: float, y: float, color: str) -> Any:
-    from matplotlib.patches import FancyBboxPatch
-
-    return FancyBboxPatch(
-        (x, y), 2.2, 0.72, boxstyle="round,pad=0,rounding_size=0.12", facecolor="none", edgecolor=color, linewidth=1.5,
-        mutation_aspect=0.5,
-    )  # fmt: skip

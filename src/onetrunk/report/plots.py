@@ -1,4 +1,4 @@
-"""The plots of a report. Each is drawn once per use: as SVG inside the page, and as PNG next to it.
+"""The plots of a report. Each is drawn once, and saved as SVG inside the page and as PNG next to it.
 
 In the SVG, axes and text have the colour of the page's text (`currentColor`), so one drawing suits a light and a dark
 page. Names in it begin with the plot's own name, because all plots share one page.
@@ -6,17 +6,26 @@ page. Names in it begin with the plot's own name, because all plots share one pa
 
 from __future__ import annotations
 
+import base64
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from markupsafe import Markup
+
+from onetrunk.report.blocks import Block, Figure
 from onetrunk.report.runs import Run
+from onetrunk.utils.escaping import address_of
+from onetrunk.utils.files import atomic_write_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib import figure as mpl
+
+# Name of the PNG file, title, note, and what draws it.
+Drawing = tuple[str, str, str, Callable[[], "mpl.Figure"]]
 
 # Inches; a page at phone width shows a plot at about half of it.
 SIZE = (6.0, 3.6)
@@ -32,180 +41,159 @@ FEW_POINTS = 40
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A metric in a plot."""
-
-    metric: str
-    label: str
-    has_marks: bool = False
-
-
-@dataclass(frozen=True)
 class Plot:
     """A plot of metrics over optimizer steps, or of one metric against another."""
 
     name: str
     title: str
     ylabel: str
-    curves: tuple[Curve, ...]
+    # Label by metric.
+    curves: Mapping[str, str]
     note: str = ""
     against: str | None = None
     zero: bool = False
 
 
-def curves(*named: tuple[str, str]) -> tuple[Curve, ...]:
-    return tuple(Curve(metric, label, metric.startswith("eval_")) for metric, label in named)
-
-
 HELD_OUT = "held-out prompts"
 TRAINING = "training rollouts"
+
+
+def both(metric: str) -> dict[str, str]:
+    return {metric: TRAINING, f"eval_{metric}": HELD_OUT}
+
+
 # In the order of the page. A plot without data is left out.
 PLOTS = (
-    Plot("score", "Score", "mean score", curves(("score/mean", TRAINING), ("eval_score/mean", HELD_OUT)),
+    Plot("score", "Score", "mean score", both("score/mean"),
          "Raw scores of completions. The first held-out point, at step 0, is the model before training."),
-    Plot("kl", "KL to the reference", "nats per completion", curves(("kl/ref", TRAINING), ("eval_kl/ref", HELD_OUT)),
+    Plot("kl", "KL to the reference", "nats per completion", both("kl/ref"),
          "How far the policy has moved from where it started.", zero=True),
-    Plot("score_against_kl", "Score against KL", "mean score",
-         curves(("score/mean", TRAINING), ("eval_score/mean", HELD_OUT)),
+    Plot("score_against_kl", "Score against KL", "mean score", both("score/mean"),
          "What each nat of distance buys. A curve that bends down is a reward that is being hacked.",
          against="kl/ref"),
-    Plot("length", "Completion length", "tokens",
-         curves(("completion/length", TRAINING), ("eval_completion/length", HELD_OUT)),
+    Plot("length", "Completion length", "tokens", both("completion/length"),
          "A sudden change means that the reward pays for length, or for saying nothing.", zero=True),
-    Plot("stopped", "Completions that end by themselves", "share",
-         curves(("completion/stopped_fraction", TRAINING), ("eval_completion/stopped_fraction", HELD_OUT))),
-    Plot("entropy", "Entropy of the policy", "nats per token", curves(("policy/entropy", "policy")),
+    Plot("stopped", "Completions that end by themselves", "share", both("completion/stopped_fraction")),
+    Plot("entropy", "Entropy of the policy", "nats per token", {"policy/entropy": "policy"},
          "Falls slowly; near 0 the policy answers every prompt alike.", zero=True),
     Plot("clip_fraction", "Tokens whose gradient is clipped", "share",
-         curves(("policy/clip_fraction", "policy"), ("value/clip_fraction", "value"))),
+         {"policy/clip_fraction": "policy", "value/clip_fraction": "value"}),
     Plot("explained_variance", "Explained variance of the value head", "share",
-         curves(("value/explained_variance", "value head")), "1 is perfect; 0 is what a constant reaches."),
+         {"value/explained_variance": "value head"}, "1 is perfect; 0 is what a constant reaches."),
     Plot("judge", "Monitor: reward and judge", "score",
-         curves(("judge/proxy_score", "reward"), ("judge/score", "judge that PPO does not see"))),
-    Plot("judge_gap", "Judge gap", "standard deviations", curves(("judge/gap", "reward minus judge")),
+         {"judge/proxy_score": "reward", "judge/score": "judge that PPO does not see"}),
+    Plot("judge_gap", "Judge gap", "standard deviations", {"judge/gap": "reward minus judge"},
          "Both have the unit of a score before training. A gap that grows is reward hacking."),
     Plot("time", "Seconds per phase", "seconds between logs",
-         curves(("time/generate_s", "generate"), ("time/score_s", "score"), ("time/update_s", "update"),
-                ("time/judge_s", "monitor")), zero=True),
+         {"time/generate_s": "generate", "time/score_s": "score", "time/update_s": "update",
+          "time/judge_s": "monitor"}, zero=True),
     Plot("throughput", "Throughput", "completion tokens per second",
-         curves(("throughput/completion_tokens_per_s", "all phases")), zero=True),
-    Plot("memory", "Peak memory", "GiB", curves(("memory/peak_gib", "first process")), zero=True),
-    Plot("loss", "Loss", "loss", curves(("loss", "training"), ("eval_loss", "held-out rows"))),
+         {"throughput/completion_tokens_per_s": "all phases"}, zero=True),
+    Plot("memory", "Peak memory", "GiB", {"memory/peak_gib": "first process"}, zero=True),
+    Plot("loss", "Loss", "loss", {"loss": "training", "eval_loss": "held-out rows"}),
     Plot("accuracy", "Accuracy", "share",
-         curves(("accuracy", "training"), ("eval_accuracy", "held-out rows"),
-                ("mean_token_accuracy", "training, tokens"), ("eval_mean_token_accuracy", "held-out rows, tokens"))),
-    Plot("learning_rate", "Learning rate", "learning rate", curves(("learning_rate", "optimizer")), zero=True),
-    Plot("grad_norm", "Norm of the gradient", "norm before clipping", curves(("grad_norm", "gradient")), zero=True),
+         {"accuracy": "training", "eval_accuracy": "held-out rows", "mean_token_accuracy": "training, tokens",
+          "eval_mean_token_accuracy": "held-out rows, tokens"}),
+    Plot("learning_rate", "Learning rate", "learning rate", {"learning_rate": "optimizer"}, zero=True),
+    Plot("grad_norm", "Norm of the gradient", "norm before clipping", {"grad_norm": "gradient"}, zero=True),
 )  # fmt: skip
 
 
 def plots_of(runs: Sequence[Run]) -> list[Plot]:
     """Return the plots for which at least one of some runs has data."""
     plots = list(PLOTS)
-    parts = dict.fromkeys(name for run in runs for name in run.metrics_like("score/"))
-    components = [name for name in parts if name not in ("score/mean", "score/std")]
+    parts = {name: name.removeprefix("score/") for run in runs for name in run.metrics_like("score/")}
+    components = {name: label for name, label in parts.items() if label not in ("mean", "std")}
     if len(components) > 1:
-        named = curves(*((name, name.removeprefix("score/")) for name in components))
-        plots.insert(3, Plot("components", "Reward components", "mean score", named))
-    return [plot for plot in plots if any(_points(run, plot, curve)[0] for run in runs for curve in plot.curves)]
+        plots.insert(3, Plot("components", "Reward components", "mean score", components))
+    return [plot for plot in plots if any(_points(run, plot, metric)[0] for run in runs for metric in plot.curves)]
 
 
-def draw(plot: Plot, runs: Sequence[Run]) -> Figure:
+def draw(plot: Plot, runs: Sequence[Run]) -> mpl.Figure:
     """Return a plot of one run, or of several in one colour each."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Canvas
 
-    figure = Figure(figsize=SIZE)
+    figure = Canvas(figsize=SIZE)
     # A fixed place: finding one takes half of the time of a plot.
     axes = figure.add_axes((0.12, 0.14, 0.86, 0.82))
-    number = 0
+    is_alone = len(runs) == 1
     for index, run in enumerate(runs):
-        for position, curve in enumerate(plot.curves):
-            xs, ys = _points(run, plot, curve)
-            if not xs:
-                continue
-            is_alone = len(runs) == 1
-            label = curve.label if is_alone else f"{run.name}: {curve.label}" if len(plot.curves) > 1 else run.name
+        for position, (metric, name) in enumerate(plot.curves.items()):
+            xs, ys = _points(run, plot, metric)
+            label = name if is_alone else f"{run.name}: {name}" if len(plot.curves) > 1 else run.name
             color = COLORS[(position if is_alone else index) % len(COLORS)]
             style = "-" if is_alone else STYLES[position % len(STYLES)]
-            marker = "o" if curve.has_marks or len(xs) <= FEW_POINTS else None
-            axes.plot(xs, ys, style, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=label)
-            number += 1
+            marker = "o" if metric.startswith("eval_") or len(xs) <= FEW_POINTS else None
+            if xs:
+                axes.plot(xs, ys, style, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=label)
     if plot.against is None:
-        for run in runs:
-            _mark_alarms(axes, run)
-        axes.set_xlabel("optimizer step")
+        for alarm in (alarm for run in runs for alarm in run.alarms()):
+            axes.axvline(alarm.step, color=ALARM, linestyle=":", linewidth=1.2)
+            place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "top"}
+            axes.annotate(alarm.name, (alarm.step, 1), color=ALARM, fontsize=7.5, **place)
         axes.set_xlim(left=0)
-    else:
-        axes.set_xlabel("KL to the reference, nats per completion")
     if plot.zero:
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set_xlabel("KL to the reference, nats per completion" if plot.against else "optimizer step")
     axes.set_ylabel(plot.ylabel)
-    if number > 1:
+    if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(frameon=False, labelcolor=INK)
     return figure
 
 
-def svg_of(figure: Figure, name: str, title: str) -> str:
-    """Return a figure as an SVG element for the inside of a page."""
-    text = _saved(figure, "svg", metadata={"Date": None, "Creator": None}).decode()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+def figures_block(title: str, target: Path, drawings: Iterable[Drawing], pictures: Sequence[Path] = ()) -> Block:
+    """Return drawings, each of which is also written as a PNG file, and pictures that a stage has drawn.
+
+    Without matplotlib there is one sentence instead.
+    """
+    figures = []
+    try:
+        for name, caption, note, draw_it in drawings:
+            png, svg = drawn(draw_it, name, caption)
+            atomic_write_bytes(target / f"{name}.png", png)
+            figures.append(Figure(caption, f"{name}.png", svg, note))
+    except ImportError:
+        return Block(text="No plots: matplotlib cannot be imported; pip install matplotlib.")
+    for path in pictures:
+        data = base64.b64encode(path.read_bytes()).decode()
+        element = Markup('<img alt="{}" src="data:image/png;base64,{}">').format(path.stem, data)
+        figures.append(Figure(path.stem, address_of(path, target), element))
+    return Block(title, figures=figures)
+
+
+def drawn(draw_it: Callable[[], mpl.Figure], name: str, title: str) -> tuple[bytes, Markup]:
+    """Return what a function draws as a PNG file on white, and as an SVG element for the inside of a page."""
+    import matplotlib
+
+    inked = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+    settings = dict.fromkeys(inked, INK) | {"axes.grid": True, "grid.color": GRID, "grid.alpha": 0.25}
+    settings |= {"grid.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5}
+    # A name with two dollar signs would be read as mathematics.
+    settings |= {"text.parse_math": False}
+    # Text stays text, which a reader can search and select. With a salt the names in the file do not change.
+    settings |= {"svg.fonttype": "none", "svg.hashsalt": "onetrunk"}
+    png, svg = io.BytesIO(), io.StringIO()
+    with matplotlib.rc_context(settings):
+        figure = draw_it()
+        figure.savefig(png, format="png", dpi=110, facecolor="white")
+        figure.savefig(svg, format="svg", facecolor="none")
+    text = svg.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = text.replace(INK, "currentColor")
     # All plots share the page: names are unique.
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", text)
-    text = re.sub(
-        r"(<svg[^>]*?) (?:width|height)=\"[^\"]*\"", r"\1", re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", text)
-    )
-    return text.replace("<svg", f'<svg role="img" aria-label="{title}" data-plot="{name}"', 1)
+    text = re.sub(r' (?:width|height)="[^"]*"', "", text, count=2)  # The page decides the size.
+    named = Markup('<svg role="img" aria-label="{}" data-plot="{}"').format(title, name)
+    return png.getvalue(), Markup(text.replace("<svg", named, 1))
 
 
-def png_of(figure: Figure) -> bytes:
-    """Return a figure as a PNG file on white."""
-    return _saved(figure, "png", dpi=110, facecolor="white")
-
-
-def on_ink(draw_it: Callable[[], Any]) -> Any:
-    """Return what a function draws, with axes and text in INK and without a background."""
-    import matplotlib
-
-    settings = {
-        name: INK for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
-    }
-    # A name with two dollar signs would be read as mathematics.
-    settings |= {"text.parse_math": False}
-    settings |= {"axes.grid": True, "grid.color": GRID, "grid.alpha": 0.25, "grid.linewidth": 0.6}
-    settings |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5}
-    with matplotlib.rc_context(settings):
-        return draw_it()
-
-
-def _saved(figure: Figure, kind: str, **settings: Any) -> bytes:
-    import matplotlib
-
-    buffer = io.BytesIO()
-    # Text stays text, which a reader can search and select. With a salt the names in the file do not change.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "onetrunk"}):
-        settings.setdefault("facecolor", "none")
-        figure.savefig(buffer, format=kind, **settings)
-    return buffer.getvalue()
-
-
-def _points(run: Run, plot: Plot, curve: Curve) -> tuple[list[float], list[float]]:
-    xs, ys = run.series(curve.metric)
+def _points(run: Run, plot: Plot, metric: str) -> tuple[list[float], list[float]]:
+    xs, ys = run.series(metric)
     if plot.against is None:
         return xs, ys
-    prefix = "eval_" if curve.metric.startswith("eval_") else ""
+    prefix = "eval_" if metric.startswith("eval_") else ""
     steps, values = run.series(prefix + plot.against)
     distance = dict(zip(steps, values, strict=True))
     both = [(distance[x], y) for x, y in zip(xs, ys, strict=True) if x in distance]
     return [x for x, _ in both], [y for _, y in both]
-
-
-def _mark_alarms(axes: Axes, run: Run) -> None:
-    for alarm in run.alarms():
-        axes.axvline(alarm.step, color=ALARM, linestyle=":", linewidth=1.2)
-        axes.annotate(
-            alarm.name, (alarm.step, 1), xycoords=("data", "axes fraction"), color=ALARM, fontsize=7.5, rotation=90,
-            ha="right", va="top",
-        )  # fmt: skip

@@ -10,22 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.feedback.costs import COSTS_FILE, read_costs
-from onetrunk.report.blocks import Block, Facts, Figure, Folded, Heading, Image, Plots, Text
-from onetrunk.report.blocks import markdown as as_markdown
-from onetrunk.report.blocks import page as as_page
+from onetrunk.report.blocks import MARKDOWN, PAGE, Block, rendered
 from onetrunk.report.chain import chain_blocks
 from onetrunk.report.judges import cost_blocks, judge_blocks
 from onetrunk.report.parts import alarm_blocks, blocks_of, result_blocks, sample_blocks
-from onetrunk.report.plots import draw, on_ink, plots_of, png_of, svg_of
+from onetrunk.report.plots import draw, figures_block, plots_of
 from onetrunk.report.runs import FOLDER, LOG_FILE, METRICS, RUN_FILE, Run, read_run
-from onetrunk.utils.escaping import address_of
-from onetrunk.utils.files import atomic_write_bytes, atomic_write_text
+from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
-
-PAGE, MARKDOWN = "report.html", "report.md"
-MAKE_PLOTS_WITH = "matplotlib"
 
 
 def write_report(folders: Sequence[str | Path], target: str | Path | None = None, price: float | None = None) -> Path:
@@ -44,14 +38,15 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     place = Path(folders[0]) if len(runs) == 1 else Path(os.path.commonpath([run.folder.resolve() for run in runs]))
     target = Path(target) if target is not None else place / FOLDER
     title = " and ".join(run.name for run in runs)
-    blocks: list[Block] = [Heading(1, title)]
-    if len(runs) == 1:
-        run, own = runs[0], {"run": chain_blocks, "judge": judge_blocks}
-        blocks += own[run.verb](run, target) if run.verb in own else run_blocks(run, target, price)
+    own = {"run": chain_blocks, "judge": judge_blocks}
+    if len(runs) > 1:
+        blocks = comparison_blocks(runs, target, price)
+    elif runs[0].verb in own:
+        blocks = own[runs[0].verb](runs[0], target)
     else:
-        blocks += comparison_blocks(runs, target, price)
-    atomic_write_text(target / MARKDOWN, redact(as_markdown(blocks)))
-    atomic_write_text(target / PAGE, redact(as_page(title, blocks)))
+        blocks = run_blocks(runs[0], target, price)
+    for name in (MARKDOWN, PAGE):
+        atomic_write_text(target / name, redact(rendered(name, title, blocks)))
     return target / PAGE
 
 
@@ -100,7 +95,7 @@ def comparison_blocks(runs: Sequence[Run], target: Path, price: float | None) ->
     )
 
 
-def facts_of(runs: Sequence[Run], price: float | None) -> Facts:
+def facts_of(runs: Sequence[Run], price: float | None) -> Block:
     """Return a table with one column per run: status, time, hardware, cost."""
     rows: dict[str, list[str]] = {}
     for run in runs:
@@ -122,51 +117,44 @@ def facts_of(runs: Sequence[Run], price: float | None) -> Facts:
         facts["peak memory, GiB"] = f"{max(run.series('memory/peak_gib')[1], default=0):.2f}".replace("0.00", "")
         for name, value in facts.items():
             rows.setdefault(name, []).append(value)
-    return Facts(["", *(run.name for run in runs)], [[n, *values] for n, values in rows.items() if any(values)])
+    cells = [[name, *values] for name, values in rows.items() if any(values)]
+    return Block(columns=["", *(run.name for run in runs)], rows=cells)
 
 
-def final_values(runs: Sequence[Run]) -> Facts:
+def final_values(runs: Sequence[Run]) -> Block:
     """Return the last value of every plotted metric, one column per run."""
-    metrics = dict.fromkeys(curve.metric for plot in plots_of(runs) for curve in plot.curves)
+    metrics = dict.fromkeys(metric for plot in plots_of(runs) for metric in plot.curves)
     last = [[f"{ys[-1]:.4g}" if (ys := run.series(metric)[1]) else "" for run in runs] for metric in metrics]
     rows = [[metric, *values] for metric, values in zip(metrics, last, strict=True) if any(values)]
-    return Facts(["last value", *(run.name for run in runs)], rows)
+    return Block(columns=["last value", *(run.name for run in runs)], rows=rows)
 
 
 def plot_blocks(runs: Sequence[Run], target: Path) -> list[Block]:
-    """Return the plots, and write each as a PNG file into the folder of the report.
-
-    Without matplotlib there is one sentence instead.
-    """
-    figures: list[Figure | Image] = []
-    try:
-        for plot in plots_of(runs):
-            figure = on_ink(lambda plot=plot: draw(plot, runs))
-            atomic_write_bytes(target / f"{plot.name}.png", png_of(figure))
-            figures.append(Figure(plot.name, plot.title, plot.note, svg_of(figure, plot.name, plot.title)))
-    except ImportError:
-        return [Text(f"No plots: {MAKE_PLOTS_WITH} cannot be imported; pip install {MAKE_PLOTS_WITH}.")]
-    if len(runs) == 1:
-        figures += [Image(path, address_of(path, target)) for path in runs[0].images]
-    return [Heading(2, "Curves"), Plots(figures)] if figures else []
+    """Return the plots, and of one run also the pictures that its stage has drawn."""
+    drawings = [(plot.name, plot.title, plot.note, partial(draw, plot, runs)) for plot in plots_of(runs)]
+    pictures = runs[0].images if len(runs) == 1 else []
+    return [figures_block("Curves", target, drawings, pictures)] if drawings or pictures else []
 
 
 def setting_blocks(runs: Sequence[Run]) -> list[Block]:
     """Return the settings that differ from the defaults, and folded all settings, digests and versions."""
     if not any(run.about for run in runs):
         return []
-    names = sorted({name for run in runs for name in run.about.get("changed", ())})
+    changed = sorted({name for run in runs for name in run.about.get("changed", ())})
     titles = ["", *(run.name for run in runs)]
 
-    def table(part: str, wanted: Sequence[str] | None = None) -> Facts:
+    def table(title: str, part: str, wanted: Sequence[str] | None = None) -> Block:
         parts = [run.about.get(part, {}) for run in runs]
-        wanted = sorted({name for p in parts for name in p}) if wanted is None else wanted
-        return Facts(titles, [[name, *(_setting(p.get(name)) for p in parts)] for name in wanted])
+        names = sorted({name for p in parts for name in p}) if wanted is None else wanted
+        rows = [[name, *(_setting(p.get(name)) for p in parts)] for name in names]
+        return Block(title, columns=titles, rows=rows, is_folded=wanted is None)
 
-    blocks: list[Block] = [Heading(2, "Settings that differ from the defaults"), table("settings", names)]
-    for title, part in (("All settings", "settings"), ("Digests of data and weights", "digests")):
-        blocks.append(Folded(title, [table(part)]))
-    return [*blocks, Folded("Versions", [table("versions")])]
+    return [
+        table("Settings that differ from the defaults", "settings", changed),
+        table("All settings", "settings"),
+        table("Digests of data and weights", "digests"),
+        table("Versions", "versions"),
+    ]
 
 
 def _setting(value: Any) -> str:

@@ -6,11 +6,12 @@ with the log in its last checkpoint alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,11 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the mappings in a file of JSON lines; a line that is not JSON is left out."""
-    return list(_mappings(path)) if path.is_file() else []
+    values = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            values.append(parse_json(line))
+    return [value for value in values if isinstance(value, dict)]
 
 
 def pairs_of(run: Run) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -164,16 +169,6 @@ def gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float | None:
     """Return how much the score of a prompt's completion rose; None if one of them has no score."""
     scores = [row.get("score") for row in pair]
     return scores[1] - scores[0] if all(map(_is_number, scores)) else None
-
-
-def _mappings(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            value = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
 
 
 def _json_if_there(path: Path) -> dict[str, Any]:

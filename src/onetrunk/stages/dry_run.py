@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from onetrunk.checkpoints.folders import left_by_a_run
+from onetrunk.checkpoints.folders import require_free
 from onetrunk.costs import (
     ModelShape,
     host_memory_bytes,
@@ -30,7 +28,7 @@ from onetrunk.data.sharded import known_rows
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base import check_supported, decoder_layers
-from onetrunk.models.loading import adapter_base, load_config
+from onetrunk.models.loading import load_config
 from onetrunk.ppo.checks import check_lengths, check_tokenizer, join_stages, plan_batches
 from onetrunk.ppo.memory import GIB, sampled_bytes, stage_sizes
 from onetrunk.ppo.setup import longest_prompt_of, policy_tokenizer, prepare_dataset, tokens_of
@@ -70,10 +68,11 @@ def dry_run(plan: DryRun) -> None:
         ValueError, FileNotFoundError, RuntimeError: what the run itself would be stopped by at its start.
     """
     args, data, name = plan.settings, plan.data, plan.model.model_name_or_path
+    if args.resume_from_checkpoint is None:
+        require_free(args.output_dir, args.overwrite_output_dir)
     join_stages(args)
     kwargs = {**plan.model.init_kwargs(), **(args.model_init_kwargs or {})}
     source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
-    base = adapter_base(name, source.get("revision")) or name
     config = load_config(name, **source)
     check_supported(config)
     size = model_size(config, plan.model.peft_config(), args)
@@ -83,16 +82,13 @@ def dry_run(plan: DryRun) -> None:
     check_tokenizer(tokenizer, name, known, config.vocab_size)
     tokens_of(args.stop_tokens or [], tokenizer)
     prepared = [prepare_dataset(part, tokenizer, args) for part in (rows, held_out) if part is not None]
-    known = [known_rows(part) for part in prepared]
-    check_lengths(name, args, known)
+    check_lengths(name, args, [known_rows(part) for part in prepared])
     longest = longest_prompt_of(prepared[0], args)
     print("dry run: nothing is trained or written")
     sections = {
-        "rows": _rows_lines(data, prepared[0], known[0], held_out),
-        "model": _model_lines(name, base, size, args, plan.model),
-        "batch": _batch_lines(args, len(prepared[0])),
+        "rows and weights": _size_lines(prepared[0], longest, size),
+        "batches and steps": _batch_lines(args, len(prepared[0])),
         "memory": memory_lines(config, size, args, plan.model, longest),
-        "writes": _written_lines(args, held_out is not None),
     }
     for title, lines in sections.items():
         print(f"\n{title}")
@@ -114,32 +110,12 @@ def model_size(config: PreTrainedConfig, peft_config: LoraConfig, args: PPOArgum
     return ModelSize(len(layers), first, base, adapter * (2 if args.value_head == "adapter" else 1) + head)
 
 
-def _rows_lines(data: PPODataArguments, rows: Any, known: Dataset, held_out: Any) -> list[str]:
-    lengths = sorted(map(len, known["prompt_ids"]))
-    middle, p95 = lengths[len(lengths) // 2], lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))]
-    sample = "" if len(known) == len(rows) else f" of a sample of {len(known)}"
-    return [
-        f"{len(rows):,} prompts in {data.dataset_name}; held out: {0 if held_out is None else len(held_out):,}",
-        f"prompt lengths{sample}, tokens: median {middle}, 95% up to {p95}, longest {lengths[-1]}",
-        f"scored by {', '.join(data.reward_funcs)}",
-    ]
-
-
-def _model_lines(name: str, base: str, size: ModelSize, args: PPOArguments, model: ModelArguments) -> list[str]:
+def _size_lines(rows: Any, longest: int, size: ModelSize) -> list[str]:
     adapted = f"layers {size.first_layer} to {size.num_layers - 1}" if size.first_layer else "all layers"
-    lines = [
-        f"base {base}: {size.base:,} weights, all frozen",
-        f"trained: {size.trained:,} weights ({size.trained / size.base:.2%}): LoRA rank {model.lora_r} on {adapted},"
-        f" value head {args.value_head}",
+    return [
+        f"{len(rows):,} prompts, of at most {longest} tokens",
+        f"{size.base:,} frozen weights; {size.trained:,} that train, in {adapted}",
     ]
-    if name != base:
-        lines.append(f"the policy continues the adapter {name} (with its own rank); a frozen copy is the reference")
-    if size.first_layer:
-        lines.append(
-            f"layers 0 to {size.first_layer - 1} are the same for every role: they run once per rollout"
-            f" (trunk_cache {args.trunk_cache})"
-        )
-    return lines
 
 
 def _batch_lines(args: PPOArguments, num_prompts: int) -> list[str]:
@@ -159,7 +135,6 @@ def _batch_lines(args: PPOArguments, num_prompts: int) -> list[str]:
         + (f" and {args.microbatch_tokens} tokens" if args.microbatch_tokens else ""),
         f"run: {rollouts} rollouts = {steps} optimizer steps, {completions:,} completions of at most"
         f" {args.max_completion_length} tokens, {rollouts / per_pass:.2f} passes over the prompts",
-        f"rewards: {completions:,} completions are scored, and the held-out ones",
     ]
 
 
@@ -217,30 +192,3 @@ def _weight_bytes(config: PreTrainedConfig, model: ModelArguments) -> float:
         return 1.0
     dtype = model.dtype if model.dtype not in (None, "auto") else str(config.dtype or "float32")
     return 4.0 if str(dtype).endswith("float32") else 2.0
-
-
-def _written_lines(args: PPOArguments, has_held_out: bool) -> list[str]:
-    folder = Path(args.output_dir)
-    names = left_by_a_run(folder)
-    state = "does not exist yet" if not folder.exists() else "exists"
-    if names:
-        state = f"holds a run: {', '.join(names)}"
-    lines = [f"{folder} ({state}): adapter, value head, tokenizer, model card, TensorBoard logs"]
-    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-    if strategy == "no":
-        lines.append("no checkpoints (save_strategy no)")
-    else:
-        every = f"every {args.save_steps:g} optimizer steps" if strategy == "steps" else f"at each {strategy}"
-        keep = (
-            "all are kept" if args.save_total_limit is None else f"the last {max(2, args.save_total_limit)} are kept"
-        )
-        lines.append(f"{folder}/checkpoint-*: {every}; {keep}")
-    if has_held_out:
-        lines.append(f"{folder}/metrics.json: reference and policy on the held-out prompts")
-    if args.log_completions:
-        lines.append(f"{folder}/completions: tables of samples")
-    if args.checkpoint_mirror:
-        lines.append(f"{args.checkpoint_mirror}: checkpoints and the result")
-    if args.push_to_hub:
-        lines.append(f"the Hub: {args.hub_model_id or folder.name}")
-    return lines

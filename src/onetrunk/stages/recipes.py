@@ -6,7 +6,6 @@ Nothing here imports torch, so the answer comes at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,14 +26,12 @@ def folders() -> dict[str, Path]:
 
 
 def list_recipes() -> None:
-    """Print each folder with the title of its README, and the names of its YAML files."""
+    """Print each folder with the first line of its README, and the names of its files."""
     for name, folder in folders().items():
         readme = folder / "README.md"
-        lines = readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else []
-        title = next((line.lstrip("# ") for line in lines if line.startswith("# ")), name)
-        print(name if title == name else f"{name}: {title}")
-        files = [path.relative_to(folder).as_posix() for path in shipped_files(folder) if path.name != "README.md"]
-        print(f"    {' '.join(files)}")
+        title = readme.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") if readme.is_file() else ""
+        print(title if title.startswith(name) else f"{name}: {title}")
+        print("   ", *(path.relative_to(folder) for path in shipped_files(folder) if path != readme))
     print("\nonetrunk recipes copy NAME copies one of them here; onetrunk ppo --config tiny/ppo needs no copy.")
 
 
@@ -47,28 +44,22 @@ def copy_recipe(name: str, target: Path, overwrites: bool = False) -> list[Path]
         overwrites: False raises ValueError if a file with other contents is in the way.
     """
     known = folders()
-    name = name.removeprefix(f"{RECIPES}/").rstrip("/")
-    folder, _, inside = name.partition("/")
+    folder, _, inside = name.removeprefix(f"{RECIPES}/").rstrip("/").partition("/")
     if folder not in known:
-        near = difflib.get_close_matches(folder, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"no recipe is called {folder!r}: {hint}")
+        raise ValueError(f"no recipe is called {folder!r}; there are {', '.join(known)}")
     root = known[folder]
-    there = Path(folder) if folder in FOLDERS else Path(RECIPES) / folder
-    files = {path.relative_to(root).as_posix(): path for path in shipped_files(root)}
-    if inside:
-        chosen = files.get(inside) or files.get(f"{inside}.yaml")
-        if chosen is None:
-            raise ValueError(f"{folder} has no {inside!r}; it has {', '.join(files)}")
-        files = {inside: chosen}
-    copies = {path: target / there / path.relative_to(root) for path in files.values()}
-    changed = [copy for path, copy in copies.items() if copy.exists() and copy.read_bytes() != path.read_bytes()]
-    if changed and not overwrites:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise ValueError(f"{changed[0]}{more} exists with other contents; add --overwrite, or --to another folder")
-    for path, copy in copies.items():
-        atomic_write_bytes(copy, path.read_bytes())
-    return list(copies.values())
+    names = [path.relative_to(root).as_posix() for path in shipped_files(root)]
+    chosen = [file for file in names if inside in ("", file, file.removesuffix(".yaml"))]
+    if not chosen:
+        raise ValueError(f"{folder} has no {inside!r}; it has {', '.join(names)}")
+    there = target / (folder if folder in FOLDERS else f"{RECIPES}/{folder}")
+    for file in chosen:
+        is_changed = (there / file).exists() and (there / file).read_bytes() != (root / file).read_bytes()
+        if is_changed and not overwrites:
+            raise ValueError(f"{there / file} exists with other contents; add --overwrite, or --to another folder")
+    for file in chosen:
+        atomic_write_bytes(there / file, (root / file).read_bytes())
+    return [there / file for file in chosen]
 
 
 def parse_recipes(argv: Sequence[str] | None) -> argparse.Namespace:

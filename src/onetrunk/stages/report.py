@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from onetrunk.report.report import MARKDOWN, write_report
+from onetrunk.report.blocks import MARKDOWN
+from onetrunk.report.report import write_report
 from onetrunk.stages.options.words import report_words
 from onetrunk.stages.running import run_stage
 from onetrunk.utils.files import require_output_dir

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     TrainingSettings = SFTArguments | RewardModelConfig | PPOConfig
 
 __all__ = ["begin", "finish", "has_result", "last_finished_checkpoint", "left_by_a_run", "locked_output_dir", "train"]
-__all__ += ["result_problems"]
 
 # Pushing a result rewrites it.
 CARD = "README.md"
@@ -242,12 +241,7 @@ def locked_output_dir(parsed: Sequence[Any]) -> Iterator[None]:
 
 def has_result(output_dir: str | os.PathLike[str]) -> bool:
     """Return whether a run has left its complete, undamaged result next to its checkpoints."""
-    return not result_problems(output_dir)
-
-
-def result_problems(output_dir: str | os.PathLike[str]) -> list[str]:
-    """Return how a result differs from its manifest, one phrase per problem."""
-    return [problem for problem in problems(output_dir) if not problem.startswith(f"{CARD}:")]
+    return all(problem.startswith(f"{CARD}:") for problem in problems(output_dir))
 
 
 def last_finished_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:

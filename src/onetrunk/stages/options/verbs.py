@@ -16,7 +16,7 @@ VERBS = {
     "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
     "config": "print a YAML file with every option of a stage, its default and what it does",
     "init": "write a recipe for your model, rows and rewards",
-    "doctor": "report versions, GPU, packages, disk and Hub login, and how to mend what is missing",
+    "doctor": "report versions, GPU, packages, disk and Hub login, and how to install what is missing",
 }
 # Verbs that read their words themselves -> their modules. They import neither torch nor transformers.
 PLAIN_VERBS = {

@@ -16,19 +16,20 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from onetrunk.checkpoints.folders import left_by_a_run
 from onetrunk.checkpoints.settings import is_free
 from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.state import FREE_IN_PPO
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.options.reading import read_mapping
 from onetrunk.stages.plain_arguments import PushArguments
-from onetrunk.stages.prefs.arguments import DECIDING
+from onetrunk.stages.resuming import has_result
 from onetrunk.stages.secrets import secret_in_words
 from onetrunk.utils.files import require_name
 from onetrunk.utils.shipped import find_config, with_shipped_files
@@ -38,7 +39,10 @@ STAGE_VERBS = ("sft", "judge", "prefs", "reward", "distill", "ppo", "eval")
 # A trainer may ignore these names, because it compares what they lead to (the base model, the rows, the folder). A
 # pipeline only sees the names.
 COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
+KEYS = {"output_dir": str, "stages": dict}
 STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launcher": str, "outputs": list}
+# Where `prefs` writes its rows, which it replaces if the settings that decide them change.
+ROWS = "data"
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Stage:
     path: Path  # The config, or the script.
     options: dict[str, Any]  # Override the config, or are passed to the script.
     launcher: tuple[str, ...]  # Words before the command, such as those of `accelerate launch`.
-    outputs: tuple[Path, ...]  # Files and folders that it writes.
+    outputs: tuple[Path, ...]  # Files and folders that it writes; of a verb its output folder.
     settings: dict[str, Any]  # The config with the options applied; for a script the options.
     free: frozenset[str] = frozenset()  # Settings that may change without changing what the stage produces.
 
@@ -73,15 +77,25 @@ class Stage:
         program = [str(self.path)] if self.verb is None else ["-m", "onetrunk.cli", self.verb]
         return [*(self.launcher or (sys.executable,)), *program, *self.words(), *more]
 
-    def missing(self) -> list[str]:
-        return [str(output) for output in self.outputs if not output.exists()]
-
     def shown(self, *more: str) -> str:
         """Return the command as a person would type it, followed by `more` words."""
         if self.launcher:
             return shlex.join(self.command(*more))
         program = ["python", str(self.path)] if self.verb is None else ["onetrunk", self.verb]
         return shlex.join([*program, *self.words(), *more])
+
+    def missing(self) -> list[str]:
+        return [str(output) for output in self.outputs if not output.exists()]
+
+    def is_complete(self) -> bool:
+        """Return whether the output is there; that of a training also as it was written."""
+        return not self.missing() and (not self.trains or has_result(self.output))
+
+    def left(self) -> list[str]:
+        """Return the names in the output folder that the stage deletes if it starts over."""
+        if self.trains:
+            return left_by_a_run(self.output)
+        return [ROWS] if self.verb == "prefs" and any((self.output / ROWS).glob("*")) else []
 
 
 @dataclass(frozen=True)
@@ -103,13 +117,10 @@ def load_pipeline(path: str | Path) -> Pipeline:
     if not path.is_file():
         raise UsageError(f"the pipeline {path} does not exist (working folder {Path.cwd()}); give a YAML file")
     spec = with_shipped_files(read_mapping(path)[0])
-    keys = {"output_dir": str, "stages": dict}
-    _check_keys(spec, keys, str(path))
-    for key in keys:
-        if key not in spec:
-            raise UsageError(f"{path}: {key} is not set")
-    if not spec["stages"]:
-        raise UsageError(f"{path}: stages is empty; name at least one, such as 'sft: {{config: sft.yaml}}'")
+    _check_keys(spec, KEYS, str(path))
+    for key in KEYS:
+        if not spec.get(key):
+            raise UsageError(f"{path}: {key} is not set; a pipeline has an output_dir and at least one of stages")
     stages = tuple(_stage(str(name), entry, f"{path}: stage {name}") for name, entry in spec["stages"].items())
     owners: dict[Path, str] = {}
     for stage in stages:
@@ -138,24 +149,21 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
     except ValueError as error:
         raise UsageError(str(error)) from None
     _check_keys(entry, STAGE_KEYS, place)
-    if ("config" in entry) == ("script" in entry):
-        raise UsageError(f"{place}: give either config, the YAML file of a verb, or script, a Python file")
-    path = find_config(entry["config"]) if entry.get("config") else Path(entry["script"])
-    if not path.is_file():
-        raise UsageError(f"{place}: {path} does not exist (working folder {Path.cwd()})")
-    options, launcher = entry.get("options", {}), _launcher(entry.get("launcher", ""))
+    options, launcher = entry.get("options", {}), tuple(with_shipped_files(shlex.split(entry.get("launcher", ""))))
     reason = secret_in_words(launcher) or secret_in_words([f"--{option}" for option in options])
     if reason:
         raise UsageError(f"{place}: {reason}")
+    # A verb writes to the output_dir of its config; a script has no verb.
+    keys = {"script", "outputs"} if "script" in entry else {"config"}
+    others = {"config", "verb"} if "script" in entry else {"outputs"}
+    if not all(entry.get(key) for key in keys) or others & entry.keys():
+        raise UsageError(f"{place}: give config, the YAML file of a verb; or script and its outputs, and no verb")
+    path = Path(entry["script"]) if "script" in entry else find_config(entry["config"])
+    if not path.is_file():
+        raise UsageError(f"{place}: {path} does not exist (working folder {Path.cwd()})")
     if "script" in entry:
-        if "verb" in entry:
-            raise UsageError(f"{place}: a script has no verb; leave it out")
-        outputs = tuple(Path(str(output)) for output in entry.get("outputs", ()))
-        if not outputs:
-            raise UsageError(f"{place}: outputs is not set; list the files and folders that {path} writes")
+        outputs = tuple(Path(str(output)) for output in entry["outputs"])
         return Stage(name, None, path, options, launcher, outputs, dict(options))
-    if "outputs" in entry:
-        raise UsageError(f"{place}: outputs is only for a script; a verb writes to the output_dir in its config")
     verb = entry.get("verb", name)
     if verb not in STAGE_VERBS:
         raise UsageError(f"{place}: {verb!r} is no verb; set verb to one of {', '.join(STAGE_VERBS)}")
@@ -166,26 +174,16 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
     return replace(stage, free=free_settings(verb, _parse_as_the_stage_will(stage, place)))
 
 
-def _launcher(text: str) -> tuple[str, ...]:
-    return tuple(with_shipped_files(shlex.split(text)))
-
-
 def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
     """Return the names of a stage's settings that may change without changing what it produces.
 
-    For a training these are the settings that its trainer calls free; for `prefs` those that do not decide the rows.
-    What a judge may cost, and where a result is uploaded, decides nothing.
+    These are what a judge may cost, where a result is uploaded, and the settings that the trainer of a training calls
+    free.
     """
-    costs = {f.name for f in (*fields(CostConfig), *fields(PushArguments))}
-    if verb == "prefs":
-        decides = {*DECIDING, "output_dir", "critic_model", "shard", "merge_shards"}
-        return frozenset(f.name for f in fields(parsed[0]) if f.name not in decides) | costs
-    if verb == "judge":
-        return frozenset({"max_failed_fraction", "num_samples_to_print", *costs})
-    args = next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
-    if args is None:
-        return frozenset()
-    free = {f.name for f in fields(args) if is_free(f.name) or (verb == "ppo" and f.name in FREE_IN_PPO)}
+    free = {f.name for f in (*fields(CostConfig), *fields(PushArguments))}
+    for args in parsed:
+        if hasattr(args, "resume_from_checkpoint"):
+            free |= {f.name for f in fields(args) if is_free(f.name) or (verb == "ppo" and f.name in FREE_IN_PPO)}
     return frozenset(free - COMPARED_BY_TRAINER)
 
 
@@ -208,12 +206,3 @@ def _words(value: Any) -> list[str]:
     if isinstance(value, dict):
         return [json.dumps(value)]
     return [str(value).lower() if isinstance(value, bool) else str(value)]
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in nested mappings and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(entry)

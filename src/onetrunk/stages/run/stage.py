@@ -36,12 +36,12 @@ from onetrunk.utils.locks import WriterLock
 from onetrunk.utils.redaction import redact
 
 OVERWRITE = ("--overwrite_output_dir", "true")
-COLORS = {"done": "green", "skipped": "dim", "run": "yellow", "resume": "yellow", "failed": "red", "running": "yellow"}
+COLORS = {"done": "green", "skipped": "dim", "run": "yellow", "resume": "yellow"}
 
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of `onetrunk run`; `parse_run` has their help texts. Stages are given by their names."""
+    """Arguments of `onetrunk run`; `run_parser` has their help texts. Stages are given by their names."""
 
     pipeline: str
     first: str | None = None
@@ -53,6 +53,12 @@ class RunArguments:
     def may_delete(self, stage: Stage) -> bool:
         return self.overwrites or stage.name in self.forced
 
+    def command(self, forced: Sequence[str]) -> str:
+        """Return the command that repeats this run, with the names of the stages that still have to start over."""
+        options = (("--from", self.first), ("--until", self.last), *(("--force", name) for name in forced))
+        words = [word for option, name in options if name for word in (option, name)]
+        return shlex.join(["onetrunk", "run", self.pipeline, *words, *(["--overwrite"] if self.overwrites else [])])
+
 
 def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
     """Parse and check the arguments, the pipeline and the configs in it; raises UsageError for a mistake in any."""
@@ -63,12 +69,20 @@ def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
     for option, name in options:
         if name is not None and name not in names:
             raise UsageError(f"{option} {name}: {args.pipeline} has no such stage; it has {', '.join(names)}")
-    if args.first and args.last and names.index(args.first) > names.index(args.last):
+    chosen = [stage.name for stage in selected(pipeline, args)]
+    if not chosen:
         raise UsageError(f"--from {args.first} comes after --until {args.last}; the order is {', '.join(names)}")
-    left_out = sorted({*args.forced} - {stage.name for stage in selected(pipeline, args)}, key=names.index)
-    if left_out:
-        raise UsageError(f"--force {left_out[0]}: --from and --until leave that stage out; change one of them")
+    for name in args.forced:
+        if name not in chosen:
+            raise UsageError(f"--force {name}: --from and --until leave that stage out; change one of them")
     return args, pipeline
+
+
+def selected(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
+    names = [stage.name for stage in pipeline.stages]
+    start = names.index(args.first) if args.first else 0
+    end = names.index(args.last) + 1 if args.last else len(names)
+    return list(pipeline.stages[start:end])
 
 
 def run(args: RunArguments, pipeline: Pipeline) -> None:
@@ -88,17 +102,17 @@ def run(args: RunArguments, pipeline: Pipeline) -> None:
                 f" begin with --from {stage.name}"
             )
     if args.is_dry:
-        show(pipeline, state, stages, {}, args)
+        show(state, {}, plans_of(args, state, stages), args)
         return
     require_output_dir(pipeline.output_dir)
     lock = WriterLock(state.path)
     try:
-        run_stages(args, pipeline, state, stages)
+        run_stages(args, state, stages)
     finally:
         lock.release()
 
 
-def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, stages: Sequence[Stage]) -> None:
+def run_stages(args: RunArguments, state: PipelineState, stages: Sequence[Stage]) -> None:
     """Run those of `stages` that need it, and print the status of all stages; raises what `run` raises."""
     results: dict[str, tuple[str, str]] = {}
     code, has_run = 0, False
@@ -118,15 +132,15 @@ def run_stages(args: RunArguments, pipeline: Pipeline, state: PipelineState, sta
             require_may_delete(args, plan)
             code = execute(plan, state, words)
         except (KeyboardInterrupt, Terminated):
-            say_how_to_resume(args, stages[number - 1 :], f"{stage.name} was stopped")
+            say_how_to_resume(args, stages[number - 1 :], "was stopped")
             raise
         if code:
             break
         results[stage.name], has_run = ("done", ""), True
-    show(pipeline, state, stages, results, args)
-    say_where(write_report_of(pipeline.output_dir), "run")
+    show(state, results, plans_of(args, state, [stage for stage in stages if stage.name not in results]), args)
+    say_where(write_report_of(state.pipeline.output_dir), "run")
     if code:
-        say_how_to_resume(args, stages[number - 1 :], f"{stage.name} ended with exit code {code}")
+        say_how_to_resume(args, stages[number - 1 :], f"ended with exit code {code}")
         raise SystemExit(code)
 
 
@@ -146,36 +160,17 @@ def require_may_delete(args: RunArguments, plan: Plan) -> None:
     deleted = described([str(plan.stage.output / name) for name in plan.deletes])
     to_keep = ""
     if plan.reason.startswith("changed"):
-        to_keep = "undo the change"
-        if plan.stage.trains:
-            to_keep += ", or set allow_config_change: true in its config to resume from the last checkpoint"
-        to_keep += "; "
-    forced = [stage for stage in args.forced if stage != plan.stage.name]
+        to_keep = "undo the change (a training can also resume with allow_config_change: true in its config), or "
     raise ValueError(
         f"stage {plan.stage.name} would start over ({plan.reason}) and delete {deleted}; {to_keep}to delete it, run:"
-        f" {command_again(replace(args, overwrites=True), forced)}"
+        f" {replace(args, overwrites=True).command(args.forced)}"
     )
-
-
-def command_again(args: RunArguments, forced: Sequence[str]) -> str:
-    """Return the command that repeats this run, with the names of stages that still have to start over."""
-    options = (("--from", args.first), ("--until", args.last), *(("--force", name) for name in forced))
-    words = [word for option, name in options if name for word in (option, name)]
-    return shlex.join(["onetrunk", "run", args.pipeline, *words, *(["--overwrite"] if args.overwrites else [])])
-
-
-def selected(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
-    names = [stage.name for stage in pipeline.stages]
-    start = names.index(args.first) if args.first else 0
-    end = names.index(args.last) + 1 if args.last else len(names)
-    return list(pipeline.stages[start:end])
 
 
 def execute(plan: Plan, state: PipelineState, words: Sequence[str]) -> int:
     """Run one stage in its own process, with its progress on this terminal; return its exit code."""
     started = time.time()
-    about = {"stale": stale_checkpoints(plan, state), "overwrites": OVERWRITE[0] in words}
-    state.note(plan, "running", **about)
+    state.note(plan, "running")
     status, code = "interrupted", 1
     try:
         code = _wait(subprocess.Popen(plan.stage.command(*words)))
@@ -188,7 +183,7 @@ def execute(plan: Plan, state: PipelineState, words: Sequence[str]) -> int:
             status, code = "failed", 1
             print(f"run: {plan.stage.name} succeeded, but has not written {', '.join(missing)}", file=sys.stderr)
     finally:
-        state.note(plan, status, exit_code=code, seconds=round(time.time() - started, 1), **about)
+        state.note(plan, status, exit_code=code, seconds=round(time.time() - started, 1))
     return code
 
 
@@ -208,52 +203,34 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 def resume_words(plan: Plan, state: PipelineState) -> list[str]:
     """Return the options that make a stage resume where it stopped, or delete its output and start over."""
-    stage = plan.stage
-    if plan.action == "run":
-        return list(OVERWRITE) if plan.deletes else []
-    if stage.trains:
-        # Without a checkpoint there are only parts of a result, or files that it was allowed to delete.
-        return ["--resume_from_checkpoint", "auto"] if state.resumable(stage) else list(OVERWRITE)
-    # `prefs` keeps its ledger, so no answer is paid for twice. It replaces the rows if that was allowed when it began.
-    may_replace = stage.verb == "prefs" and state.stages[stage.name].get("overwrites", True)
-    return list(OVERWRITE) if may_replace else []
-
-
-def stale_checkpoints(plan: Plan, state: PipelineState) -> dict[str, int]:
-    if plan.action == "resume":
-        return state.stages[plan.stage.name].get("stale", {})
-    folders = plan.stage.output.glob("checkpoint-*") if plan.stage.trains else ()
-    return {folder.name: folder.stat().st_mtime_ns for folder in folders}
+    if plan.action == "resume" and state.resumable(plan.stage):
+        return ["--resume_from_checkpoint", "auto"]
+    # A training without a checkpoint has left parts of a result at most, or what it was allowed to delete when it
+    # began. `prefs` makes its rows from its ledger again, so no answer is paid for twice.
+    replaces = plan.action == "resume" and (plan.stage.trains or plan.stage.verb == "prefs")
+    return list(OVERWRITE) if plan.deletes or replaces else []
 
 
 def say_how_to_resume(args: RunArguments, left: Sequence[Stage], event: str) -> None:
     """Print what happened to the first of the stages that are left, and the command to resume there."""
-    command = command_again(args, [stage.name for stage in left[1:] if stage.name in args.forced])
-    print(f"run: {event}; `{command}` resumes there", file=sys.stderr, flush=True)
+    command = args.command([stage.name for stage in left[1:] if stage.name in args.forced])
+    print(f"run: {left[0].name} {event}; `{command}` resumes there", file=sys.stderr, flush=True)
 
 
-def show(
-    pipeline: Pipeline,
-    state: PipelineState,
-    stages: Sequence[Stage],
-    results: dict[str, tuple[str, str]],
-    args: RunArguments,
-) -> None:
-    """Print a table with the status of every stage, or what would be done with it."""
-    table = Table(title=str(pipeline.path))
+def show(state: PipelineState, results: dict[str, tuple[str, str]], plans: Sequence[Plan], args: RunArguments) -> None:
+    """Print a table with the result of every stage that has one, and what would be done with the others."""
+    table = Table(title=str(state.pipeline.path))
     for column in ("stage", "status", "why", "seconds", "output"):
         table.add_column(column, overflow="fold", justify="right" if column == "seconds" else "left")
-    plans = plans_of(args, state, [stage for stage in stages if stage.name not in results])
     for plan in plans:
         needs = "; needs --overwrite" if plan.deletes and not args.may_delete(plan.stage) else ""
         results = {**results, plan.stage.name: (plan.action, f"{plan.reason}{needs}")}
-    for stage in pipeline.stages:
+    for stage in state.pipeline.stages:
         record: dict[str, Any] = state.stages.get(stage.name, {})
         status, why = results.get(stage.name, ("left out", ""))
         seconds = f"{record['seconds']:.0f}" if "seconds" in record else ""
-        color = COLORS.get(status, "default")
-        outputs = ", ".join([*map(str, stage.outputs[:2]), *(["..."] if len(stage.outputs) > 2 else [])])
-        table.add_row(stage.name, Text(status, style=color), why, seconds, outputs)
+        status_text = Text(status, style=COLORS.get(status, "default"))
+        table.add_row(stage.name, status_text, why, seconds, ", ".join(map(str, stage.outputs)))
     table_console().print(table)
     for plan in plans if args.is_dry else ():
         if plan.action != "done":
