@@ -91,7 +91,7 @@ def test_a_base_model_publishes_nothing_and_an_opponent_on_another_base_samples_
 ):
     model = ["--model_name_or_path", inputs / "model"]
     assert evaluate(inputs, *model, "--opponent", inputs / "rival", *COLD, *on(stub), out="out") == 0
-    assert metrics(tmp_path / "out")["sampled_by"] == "reference: vLLM 0.32.0, opponent: this process"
+    assert metrics(tmp_path / "out")["sampled_by"] == "policy: vLLM 0.32.0, opponent: this process"
     assert stub.events == [] and asked(stub) == [NUM_PROMPTS]
     assert any("another base model than opponent" in record.message for record in caplog.records)
 
