@@ -141,6 +141,11 @@ ADAPTER_FAULTS = {
     "a rank of nothing": (changed(ADAPTER_CONFIG, r=0), ADAPTER_CONFIG, "r"),
     "another rank": (changed(ADAPTER_CONFIG, r=8), "", "does not fit"),
     "a billion layers": (changed(ADAPTER_CONFIG, layer_replication=[[0, 10**9]]), ADAPTER_CONFIG, "1000000000 layers"),
+    "a million lists of copies": (
+        written(ADAPTER_CONFIG, b'{"layer_replication": [[0, 1]' + b", [0, 1]" * 1_250_000 + b"]}"),
+        "",
+        "at most 10000000 are read",
+    ),
     "targets that are not there": (changed(ADAPTER_CONFIG, target_modules=["nope"]), ADAPTER_CONFIG, "nope"),
     "a pattern that is none": (changed(ADAPTER_CONFIG, target_modules="((("), ADAPTER_CONFIG, "cannot be used"),
 }

@@ -48,6 +48,8 @@ LONGEST_REASON = 300
 CHECKED_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # An adapter may repeat the layers of its base (layer_replication), but not so often.
 MOST_COPIES = 10
+# A list of so many layers takes minutes and gigabytes to parse.
+MOST_CONFIG_BYTES = 10_000_000
 
 BASE_FILE = "base_model.json"
 MARKS_PER_WEIGHT = 4
@@ -369,8 +371,11 @@ def is_finite(tensor: Tensor) -> bool:
 
 def read_adapter_config(name: str, revision: str | None = None) -> PeftConfig:
     """Return the PEFT config of an adapter."""
-    if source_file(name, ADAPTER_CONFIG, revision) is None:
+    path = source_file(name, ADAPTER_CONFIG, revision)
+    if path is None:
         raise not_loadable("adapter", name, f"there is no {ADAPTER_CONFIG}")
+    if (size := path.stat().st_size) > MOST_CONFIG_BYTES:
+        raise not_loadable("adapter", name, f"{ADAPTER_CONFIG} has {size} bytes, at most {MOST_CONFIG_BYTES} are read")
     with reading("adapter", name, ADAPTER_CONFIG, revision):
         return PeftConfig.from_pretrained(name, revision=revision)
 
