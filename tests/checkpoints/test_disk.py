@@ -126,12 +126,18 @@ def test_a_mirror_that_can_t_be_written_is_refused_before_the_first_step(tmp_pat
 
 def test_a_mirror_of_another_run_is_not_written_over(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "checkpoint_mirror": str(tmp_path / "mirror")}
-    make_trainer(tmp_path / "one", **settings).train()
+
+    def train_and_upload(name, **more):
+        trainer = make_trainer(tmp_path / name, **settings, **more)
+        trainer.train()
+        assert trainer._mirror.wait(120) == []
+
+    train_and_upload("one")
     with pytest.raises(RuntimeError, match="another run"):
-        make_trainer(tmp_path / "two", **settings).train()
+        train_and_upload("two")
     # A run that starts over deletes the other one's checkpoints there, as in its output_dir.
     (tmp_path / "one" / "checkpoint-1").rename(tmp_path / "mirror" / "checkpoint-9")
-    make_trainer(tmp_path / "two", overwrite_output_dir=True, **settings).train()
+    train_and_upload("two", overwrite_output_dir=True)
     assert [path.name for path in checkpoint_folders(tmp_path / "mirror")] == [
         path.name for path in checkpoint_folders(tmp_path / "two")
     ]

@@ -133,7 +133,7 @@ def write_card(
             "Adapter": _adapter(model),
             "Training": _settings(trainer),
             "Last measured": _metrics(trainer),
-            "Judges": trainer.card_facts,
+            "Judges": dict(trainer.card_facts),
         },
         packages=[f"{package} {version(package)}" for package in ("torch", "transformers", "peft")],
         **_places(trainer, Path(folder), base),
