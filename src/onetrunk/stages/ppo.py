@@ -25,6 +25,7 @@ from onetrunk.ppo.evaluation import KEPT_FOLDER, sample_references
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.base import RewardFunction
+from onetrunk.rewards.ensemble import names_an_ensemble
 from onetrunk.rewards.judge import JudgeReward, PairwiseReward
 from onetrunk.rewards.resolve import names_a_model, resolve_reward
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
@@ -126,7 +127,8 @@ def run(
 def require_functions(reward_funcs: Sequence[str]) -> None:
     """Import the reward functions that are named, so that a wrong name is reported before anything loads."""
     for spec in reward_funcs:
-        if spec not in (JUDGE, PAIRWISE) and "://" not in spec and not names_a_model(spec):
+        is_loaded_later = "://" in spec or names_an_ensemble(spec) or names_a_model(spec)
+        if spec not in (JUDGE, PAIRWISE) and not is_loaded_later:
             resolve_reward(spec)
 
 
