@@ -79,18 +79,21 @@ def test_a_budget_is_used_up_but_never_passed_and_repeats_of_a_spent_run_send_no
     stub.latency_s = 0.002
     asked = []
     for _ in range(3):
-        with pytest.raises(BudgetReached, match=r"cost \d.\d+ USD, the next question may cost 0.0\d+, and judge_b"):
+        with pytest.raises(BudgetReached, match=r"cost \d.\d+ USD.*, the next question may cost 0.0\d+, and judge_b"):
             label(stub, tmp_path, concurrency=concurrency)
         asked.append(len(stub.bodies))
     assert asked[1:] == asked[:1] * 2
     # What is left has no room for one question at its largest possible cost.
     largest = max(most_tokens(body)[0] for body in stub.bodies) * PRICE[0] / 1e6 + 0.001
-    assert BUDGET - largest < billed(stub) <= BUDGET
-    usd = read_costs(tmp_path)["judge-1"]["usd"]
-    assert usd == pytest.approx(billed(stub))
+    costs = read_costs(tmp_path)["judge-1"]
+    # On a busy machine a connection may break, whose call then counts in full.
+    unsettled = costs["unsettled_calls"]
+    assert billed(stub) <= costs["usd"] + 1e-9 and BUDGET - largest < costs["usd"] <= BUDGET
+    assert unsettled or costs["usd"] == pytest.approx(billed(stub))
     # The same command with a larger budget buys only what is missing.
     label(stub, tmp_path, budget=100)
-    assert len(stub.bodies) == 2 * len(PAIRS) + 2  # One trial for each of the two runs.
+    # One trial for each of the two runs.
+    assert 2 * len(PAIRS) + 2 <= len(stub.bodies) <= 2 * len(PAIRS) + 2 + unsettled
 
 
 FORMS = [
