@@ -86,7 +86,7 @@ def test_a_budget_is_used_up_but_never_passed_and_repeats_of_a_spent_run_send_no
     # What is left has no room for one question at its largest possible cost.
     largest = max(most_tokens(body)[0] for body in stub.bodies) * PRICE[0] / 1e6 + 0.001
     costs = read_costs(tmp_path)["judge-1"]
-    # On a busy machine a connection may break, whose call then counts in full.
+    # A call whose end is not known, as after a broken connection, counts in full.
     unsettled = costs["unsettled_calls"]
     assert billed(stub) <= costs["usd"] + 1e-9 and BUDGET - largest < costs["usd"] <= BUDGET
     assert unsettled or costs["usd"] == pytest.approx(billed(stub))
