@@ -240,7 +240,7 @@ def launch_files(launch: Launch) -> dict[str, str]:
     names = ["launch.sh", "accelerate.yaml", *(["servers.sh"] if launch.has_servers else [])]
     names += [] if launch.plan.train.device.is_cpu else SCHEDULERS
     values = _values(launch)
-    values["environment"] = TEMPLATES.get_template("environment.sh").render(values)
+    values["environment"] = TEMPLATES.get_template("environment.sh").render(values).splitlines()
     return {
         name: TEMPLATES.get_template(name).render(
             values, command=trainer_command(launch, name) if name in MEETINGS else ""
