@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from onetrunk.ppo.state import halve
+from onetrunk.ppo.stream_state import halve
 from onetrunk.stages.running import run_stage
 from tests.ppo.support import assert_same, base_model, logged, make_trainer, prompts, trained_weights
 

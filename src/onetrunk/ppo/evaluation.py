@@ -34,7 +34,7 @@ from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.metrics import rollout_metrics
-from onetrunk.ppo.sampling import (
+from onetrunk.ppo.rollout import (
     PromptOrder,
     Sampler,
     ScoredRollout,

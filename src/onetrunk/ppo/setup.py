@@ -44,8 +44,8 @@ from onetrunk.ppo.checks import (
     source_of,
 )
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.memory import MemoryCheck
-from onetrunk.ppo.sampling import Sampler, longest_prompt_of
+from onetrunk.ppo.memory_check import MemoryCheck
+from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble

@@ -30,6 +30,7 @@ from onetrunk.models.speedups.merged import merged_policy
 from onetrunk.models.speedups.packed import packed_weights
 from onetrunk.models.staged import staged
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.rollouts.async_sampler import StartedRow
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
     Completion,
@@ -39,10 +40,9 @@ from onetrunk.rollouts.decoding import (
     free_places,
     left_padded,
 )
-from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
-from onetrunk.rollouts.producer import StartedRow
 from onetrunk.rollouts.stage_links import StageLinks
+from onetrunk.rollouts.token_draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.types import Rollout, RowKey
 
 # In place of the number of a batch: nothing follows.

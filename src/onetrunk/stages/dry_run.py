@@ -30,7 +30,7 @@ from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_co
 from onetrunk.models.base import check_supported, decoder_layers
 from onetrunk.models.loading import load_config
 from onetrunk.ppo.checks import check_lengths, check_tokenizer, join_stages, plan_batches
-from onetrunk.ppo.memory import GIB, sampled_bytes, stage_sizes
+from onetrunk.ppo.memory_check import GIB, sampled_bytes, stage_sizes
 from onetrunk.ppo.setup import longest_prompt_of, policy_tokenizer, prepare_dataset, tokens_of
 from onetrunk.stages.arguments import ModelArguments, PPOArguments
 from onetrunk.stages.plain_arguments import PPODataArguments, PPOJudgeArguments

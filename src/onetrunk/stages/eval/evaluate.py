@@ -35,7 +35,7 @@ from onetrunk.ppo.callbacks import RolloutProgress
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, sample_table, write_samples
-from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
+from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, load_sampled_model, policy_tokenizer
 from onetrunk.report.blocks import fenced
 from onetrunk.report.report import write_report_of

@@ -25,7 +25,7 @@ from typing import Any
 from onetrunk.checkpoints.folders import left_by_a_run
 from onetrunk.checkpoints.settings import is_free
 from onetrunk.feedback.costs import CostConfig
-from onetrunk.ppo.state import FREE_IN_PPO
+from onetrunk.ppo.stream_state import FREE_IN_PPO
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.options.reading import read_mapping
 from onetrunk.stages.plain_arguments import PushArguments

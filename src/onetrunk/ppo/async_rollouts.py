@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.sampling import PromptBatch, Sampler
-from onetrunk.rollouts.producer import Producer, StartedRow
+from onetrunk.ppo.rollout import PromptBatch, Sampler
+from onetrunk.rollouts.async_sampler import Producer, StartedRow
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.files import load_tensors, save_tensors
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from onetrunk.rollouts.producer import Closed, Producer, StartedRow
+from onetrunk.rollouts.async_sampler import Closed, Producer, StartedRow
 from onetrunk.types import Rollout
 
 LONG_S = 60

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from onetrunk.models.cache import TrunkCache
 from onetrunk.models.parallel import reshard
 from onetrunk.models.staged import staged
-from onetrunk.ppo.sampling import RolloutPack
+from onetrunk.ppo.rollout import RolloutPack
 from onetrunk.types import Experience
 
 T = TypeVar("T")
