@@ -10,7 +10,7 @@ import pytest
 from markupsafe import Markup
 
 from onetrunk import cli
-from onetrunk.checkpoints.heartbeats import Heartbeat
+from onetrunk.parallel.heartbeat import Heartbeat
 from onetrunk.report.blocks import MARKDOWN, PAGE, Block, Figure, rendered
 from onetrunk.report.plots import PLOTS, draw, drawn
 from onetrunk.report.report import write_report, write_report_of

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from onetrunk import cli
 from onetrunk.judges.base import Pair, Verdict
 from onetrunk.judges.constitution import load_constitution
-from onetrunk.models.base import load_tokenizer
+from onetrunk.models.base_model import load_tokenizer
 from onetrunk.stages.eval.contest import by_principle, hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from onetrunk.stages.eval.evaluate import Evaluation, findings, report_text

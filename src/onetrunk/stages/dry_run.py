@@ -27,7 +27,7 @@ from onetrunk.costs import (
 from onetrunk.data.sharded import known_rows
 from onetrunk.judges.load import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
-from onetrunk.models.base import check_supported, decoder_layers
+from onetrunk.models.base_model import check_supported, decoder_layers
 from onetrunk.models.loading import load_config
 from onetrunk.ppo.checks import check_lengths, check_tokenizer, join_stages, plan_batches
 from onetrunk.ppo.memory_check import GIB, sampled_bytes, stage_sizes

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from onetrunk.checkpoints.heartbeats import Heartbeat
-from onetrunk.models.parallel import launch_layout
-from onetrunk.models.speedups.memory import is_out_of_memory
+from onetrunk.models.speedups.memory_use import is_out_of_memory
+from onetrunk.parallel.heartbeat import Heartbeat
+from onetrunk.parallel.sharding import launch_layout
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.resuming import last_finished_checkpoint, locked_output_dir
 from onetrunk.stages.secrets import print_redacted, secrets_redacted

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, BitsAndBytesConfig, GenerationConfig, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
-from onetrunk.models import base as bb
+from onetrunk.models import base_model as bb
 from tests.tiny import CHAT_TEMPLATE, FAMILIES, tiny_model, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -222,11 +222,11 @@ def test_a_tokenizer_is_loaded_with_its_template_and_own_padding(tmp_path):
 
 def test_missing_padding_becomes_the_end_token_and_is_logged_once(tmp_path, caplog):
     tiny_tokenizer(pad=False).save_pretrained(tmp_path)
-    with caplog.at_level(logging.INFO, logger="onetrunk.models.base"):
+    with caplog.at_level(logging.INFO, logger="onetrunk.models.base_model"):
         tokenizer = bb.load_tokenizer(str(tmp_path))
         bb.repair_padding(tokenizer)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
-    assert [record.name for record in caplog.records].count("onetrunk.models.base") == 1
+    assert [record.name for record in caplog.records].count("onetrunk.models.base_model") == 1
 
 
 def test_padding_outside_the_vocabulary_is_repaired_and_told_to_the_config():

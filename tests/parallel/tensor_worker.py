@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.loading import base_fingerprint, base_marks
-from onetrunk.models.parallel import Layout, is_divided, local_bytes
 from onetrunk.models.reward_model import read_score_adapter
-from onetrunk.models.tensor_parallel import divide_frozen
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import Layout, is_divided, local_bytes
+from onetrunk.parallel.tensor import divide_frozen
 from onetrunk.types import to_device
 from tests.models.branches import a_pack, a_trunk, gradients, loss_of
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.models.sharding_worker import ROLES, continued, packed, samples
+from tests.parallel.sharding_worker import ROLES, continued, packed, samples
 from tests.places import CPU, join_group
 from tests.tiny import tiny_model
 

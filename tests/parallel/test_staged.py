@@ -11,12 +11,12 @@ import torch
 import torch.multiprocessing
 from peft import LoraConfig, get_peft_model
 
-from onetrunk.models.base import decoder_layers
-from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.staged import _Call, _StageModule, keep_stage, training_obstacle
-from onetrunk.models.training_stage import drop_frozen, staged
-from tests.models import late_cast_worker, staged_worker
+from onetrunk.models.base_model import decoder_layers
+from onetrunk.parallel.staged import _Call, _StageModule, keep_stage, training_obstacle
+from onetrunk.parallel.stages import LayerSplit
+from onetrunk.parallel.training_stage import drop_frozen, staged
 from tests.models.branches import a_pack, a_trunk, loss_of, same
+from tests.parallel import cast_on_read_worker, staged_worker
 from tests.places import CPU, found_by_ranks, places
 from tests.tiny import tiny_model
 
@@ -92,7 +92,7 @@ def test_a_process_holds_the_weights_of_its_own_layers_and_computes_their_gradie
 
 @pytest.mark.slow
 def test_a_process_needs_the_memory_of_its_own_layers(tmp_path):
-    base = tiny_model("mistral", **late_cast_worker.SHAPE).to(torch.bfloat16)
+    base = tiny_model("mistral", **cast_on_read_worker.SHAPE).to(torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
     torch.multiprocessing.spawn(staged_worker.work_on_memory, args=(str(tmp_path), str(tmp_path / "base")), nprocs=2)
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""What each process does in test_late_cast.py: load a base in float32 and share it; measure its own memory."""
+"""What each process does in test_cast_on_read.py: load a base in float32 and share it; measure its own memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from peft import get_peft_model
 
-from onetrunk.models.base import load_base
-from onetrunk.models.late_cast import casting_later
+from onetrunk.models.base_model import load_base
 from onetrunk.models.loading import tensors_digest
-from onetrunk.models.parallel import Layout, local_bytes
-from onetrunk.models.tensor_parallel import distribute_frozen
+from onetrunk.parallel.cast_on_read import casting_later
+from onetrunk.parallel.sharding import Layout, local_bytes
+from onetrunk.parallel.tensor import distribute_frozen
 from tests.models.branches import lora
 from tests.places import CPU, join_group
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from onetrunk.costs import SCORED_AT_ONCE
-from onetrunk.models.base import active_dropout, computes, decoder_layers, probe_inputs
-from onetrunk.models.cut import only_between
-from onetrunk.models.pipeline import LayerSplit
+from onetrunk.models.base_model import active_dropout, computes, decoder_layers, probe_inputs
+from onetrunk.models.frozen_prefix import only_between
 from onetrunk.models.reward_model import score_layer
-from onetrunk.models.training_stage import Stage, StagePlace, base_obstacle, divide_layers
+from onetrunk.parallel.stages import LayerSplit
+from onetrunk.parallel.training_stage import Stage, StagePlace, base_obstacle, divide_layers
 
 # input_ids and attention_mask [b, T] of a microbatch.
 Rows = dict[str, Tensor]

@@ -10,14 +10,14 @@ import torch.multiprocessing
 from peft import get_peft_model
 from transformers import core_model_loading
 
-from onetrunk.models.base import load_base
+from onetrunk.models.base_model import load_base
 from onetrunk.models.build import build_trunk
-from onetrunk.models.late_cast import READER, LateCast, cast_now, casting_later
 from onetrunk.models.loading import base_fingerprint, base_marks
-from onetrunk.models.parallel import cast_when_sharded, launch_layout
 from onetrunk.models.reward_model import load_with_new_head
-from tests.models import late_cast_worker
+from onetrunk.parallel.cast_on_read import READER, LateCast, cast_now, casting_later
+from onetrunk.parallel.sharding import cast_when_sharded, launch_layout
 from tests.models.branches import lora
+from tests.parallel import cast_on_read_worker
 from tests.tiny import tiny_model
 
 IDS = torch.arange(3, 20)[None]
@@ -120,8 +120,8 @@ def test_transformers_reads_weights_through_the_function_that_is_replaced():
 @pytest.mark.multi_process
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor_parallel"])
 def test_no_process_holds_the_whole_base_in_another_precision_than_its_file(kind, tmp_path):
-    name = saved(tmp_path / "base", "mistral", **late_cast_worker.SHAPE)
-    torch.multiprocessing.spawn(late_cast_worker.work, args=(str(tmp_path), name, kind), nprocs=2)
+    name = saved(tmp_path / "base", "mistral", **cast_on_read_worker.SHAPE)
+    torch.multiprocessing.spawn(cast_on_read_worker.work, args=(str(tmp_path), name, kind), nprocs=2)
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         # Private bytes above those before, in shares of the base in float32: half of it stays. In between come one

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from onetrunk.checkpoints import heartbeats
-from onetrunk.checkpoints.heartbeats import (
+from onetrunk.parallel.heartbeat import (
+    GONE,
+    STOPPED,
     Beat,
     Heartbeat,
     LostRanks,
@@ -73,8 +74,8 @@ def test_a_heartbeat_says_where_the_process_is_and_ends_with_the_run(tmp_path):
 
 def test_between_two_writes_progress_is_not_written(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(heartbeats.time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0])
     heartbeat = Heartbeat(tmp_path, 0)
     times = []
     with heartbeat.running(world_size=1):
@@ -152,9 +153,9 @@ def test_a_heartbeat_that_cannot_be_written_warns_once_and_ends_no_run(tmp_path,
 def test_the_fate_of_a_process_is_known_on_this_machine_only(tmp_path, sleeper):
     assert put(tmp_path, 1, pid=sleeper.pid).fate is None
     sleeper.send_signal(signal.SIGSTOP)
-    while put(tmp_path, 1, pid=sleeper.pid).fate != heartbeats.STOPPED:
+    while put(tmp_path, 1, pid=sleeper.pid).fate != STOPPED:
         time.sleep(0.05)
-    assert put(tmp_path, 1, pid=ended_pid()).fate == heartbeats.GONE
+    assert put(tmp_path, 1, pid=ended_pid()).fate == GONE
     assert put(tmp_path, 1, pid=ended_pid(), host="elsewhere").fate is None
 
 
@@ -234,7 +235,7 @@ def test_with_one_process_no_error_is_one_of_the_connection():
 def waiting(tmp_path, monkeypatch):
     """The heartbeat of a rank that has been waiting since second 0, and a clock."""
     now = [0.0]
-    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     heartbeat = Heartbeat(tmp_path, 0)
     heartbeat.world_size = 2
     heartbeat.enter("gather")
@@ -252,7 +253,7 @@ def test_a_process_that_is_gone_is_named_at_the_second_look(tmp_path, waiting):
 def test_a_stopped_process_is_waited_for_until_the_limit(tmp_path, waiting, sleeper):
     heartbeat, now = waiting
     sleeper.send_signal(signal.SIGSTOP)
-    while put(tmp_path, 1, pid=sleeper.pid).fate != heartbeats.STOPPED:
+    while put(tmp_path, 1, pid=sleeper.pid).fate != STOPPED:
         time.sleep(0.05)
     for second in (6.0, 300.0, 569.0):
         now[0] = second

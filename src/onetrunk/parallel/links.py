@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onetrunk.models.pipeline import StageLost
+from onetrunk.parallel.stages import StageLost
 
 T = TypeVar("T")
 

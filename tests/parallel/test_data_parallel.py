@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.models import ddp_worker
 from tests.models.branches import a_pack, gradients, loss_of, same
+from tests.parallel import ddp_worker
 from tests.places import run_ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]

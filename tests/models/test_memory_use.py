@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from onetrunk.models.speedups.memory import peak_bytes
+from onetrunk.models.speedups.memory_use import peak_bytes
 
 KILO = 1000 * 4  # bytes of 1,000 float32
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onetrunk.models.base import backbone, computes, decoder_layers, probe_inputs
+from onetrunk.models.base_model import backbone, computes, decoder_layers, probe_inputs
 
 
 class _StandIn(nn.Module):

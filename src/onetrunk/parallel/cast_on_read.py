@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import core_model_loading
 
-# Reads a tensor of a file in transformers; tests/models/test_late_cast.py pins it.
+# Reads a tensor of a file in transformers; tests/parallel/test_cast_on_read.py pins it.
 READER = "_materialize_copy"
 # Operations whose result shares the memory of a weight; it is a LateCast too.
 _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

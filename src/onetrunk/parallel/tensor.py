@@ -35,10 +35,10 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from onetrunk.models.adapters import find_tuner_layers
-from onetrunk.models.base import active_dropout
-from onetrunk.models.late_cast import cast_now
+from onetrunk.models.base_model import active_dropout
 from onetrunk.models.loading import keep_identity
-from onetrunk.models.parallel import (
+from onetrunk.parallel.cast_on_read import cast_now
+from onetrunk.parallel.sharding import (
     Layout,
     group_size,
     is_divided,
@@ -47,7 +47,6 @@ from onetrunk.models.parallel import (
     require_one_base,
     shard_frozen,
 )
-from onetrunk.ops.vocab_parallel import VocabShard
 
 T = TypeVar("T")
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -298,15 +297,6 @@ class _DividedLora:
             down = share.copied(F.linear(x, lora_a))
             lora_b, bias = share.of(lora_b, dim=0), None if bias is None else share.of(bias, dim=0)
         return F.linear(down, lora_b, bias) * layer.scaling[name]
-
-
-def vocab_shard(weight: Tensor) -> VocabShard | None:
-    """Return the rows of a divided head that this process holds; None if it holds the head whole."""
-    if not isinstance(weight, DTensor):
-        return None
-    mesh = weight.device_mesh
-    step = -(-weight.shape[0] // mesh.size())
-    return VocabShard(min(mesh.get_local_rank() * step, weight.shape[0]), weight.shape[0], mesh.get_group())
 
 
 # --- processes that hold the same rows ---

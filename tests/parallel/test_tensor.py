@@ -8,12 +8,12 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from onetrunk.models import parallel
-from onetrunk.models.parallel import Layout, replicas_of_what_trains
-from onetrunk.models.tensor_parallel import divide_frozen
-from tests.models import tensor_worker
+from onetrunk.parallel import sharding
+from onetrunk.parallel.sharding import Layout, replicas_of_what_trains
+from onetrunk.parallel.tensor import divide_frozen
 from tests.models.branches import a_trunk, lora
-from tests.models.tensor_worker import CASES
+from tests.parallel import tensor_worker
+from tests.parallel.tensor_worker import CASES
 from tests.places import found_by_ranks, places
 from tests.tiny import tiny_model
 
@@ -163,10 +163,10 @@ def test_what_would_not_be_alike_on_the_processes_of_a_group_is_rejected(changes
 
 def test_accelerate_wraps_a_divided_base_in_ddp_where_it_would_reject_it():
     trunk = a_trunk()
-    rejects = parallel.accelerate.accelerator.model_has_dtensor
+    rejects = sharding.accelerate.accelerator.model_has_dtensor
     with replicas_of_what_trains(trunk):
-        assert parallel.accelerate.accelerator.model_has_dtensor is rejects
-    parallel.mark_divided(trunk.get_base_model())
+        assert sharding.accelerate.accelerator.model_has_dtensor is rejects
+    sharding.mark_divided(trunk.get_base_model())
     with replicas_of_what_trains(trunk):
-        assert not parallel.accelerate.accelerator.model_has_dtensor(trunk)
-    assert parallel.accelerate.accelerator.model_has_dtensor is rejects
+        assert not sharding.accelerate.accelerator.model_has_dtensor(trunk)
+    assert sharding.accelerate.accelerator.model_has_dtensor is rejects

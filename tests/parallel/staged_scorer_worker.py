@@ -17,19 +17,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from onetrunk.models.late_cast import casting_later
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.parallel import local_bytes, whole_size
-from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.reward_model import load_with_new_head
-from onetrunk.models.staged_scorer import keep_scorer_stage
-from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.ops.losses import bradley_terry_loss
+from onetrunk.parallel.cast_on_read import casting_later
+from onetrunk.parallel.sharding import local_bytes, whole_size
+from onetrunk.parallel.staged_scorer import keep_scorer_stage
+from onetrunk.parallel.stages import LayerSplit
+from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.reward_models.trainer import MODEL_INPUTS, PairCollator
 from tests.models.branches import gradients
-from tests.models.late_cast_worker import highest, private_bytes
-from tests.models.staged_worker import compare_memory, noted_schedules
-from tests.models.tensor_worker import relative_difference, stored_bytes
+from tests.parallel.cast_on_read_worker import highest, private_bytes
+from tests.parallel.staged_worker import compare_memory, noted_schedules
+from tests.parallel.tensor_worker import relative_difference, stored_bytes
 from tests.places import CPU, join_group
 from tests.tiny import tiny_model
 

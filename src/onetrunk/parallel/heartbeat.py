@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from onetrunk.models.pipeline import StageLost, is_broken_link
+from onetrunk.parallel.stages import StageLost, is_broken_link
 from onetrunk.utils.files import atomic_path, delete_temporaries, parse_json
 from onetrunk.utils.redaction import redact
 

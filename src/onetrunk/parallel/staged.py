@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.costs import SCORED_AT_ONCE
-from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.speedups.padding_free import token_grid
-from onetrunk.models.training_stage import Stage, StagePlace, base_obstacle, divide_layers, staged
 from onetrunk.models.trunk import PackOutput, StageInput, TrunkModel
+from onetrunk.parallel.stages import LayerSplit
+from onetrunk.parallel.training_stage import Stage, StagePlace, base_obstacle, divide_layers, staged
 from onetrunk.types import Pack
 
 # The outputs of each role, by the shape that they have: of the completions [R, C], or one per row [R].

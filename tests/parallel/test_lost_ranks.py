@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from onetrunk.checkpoints.heartbeats import read_beat
+from onetrunk.parallel.heartbeat import read_beat
 from tests.stages.small_runs import make_material
 
 ROOT = Path(__file__).parents[2]

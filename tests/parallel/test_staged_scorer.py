@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.staged_scorer import (
+from onetrunk.parallel.staged_scorer import (
     LayerForward,
     _StageModule,
     keep_scorer_stage,
@@ -18,9 +17,10 @@ from onetrunk.models.staged_scorer import (
     scorer_obstacle,
     verify_stages,
 )
+from onetrunk.parallel.stages import LayerSplit
 from onetrunk.reward_models.trainer import MODEL_INPUTS
-from tests.models import late_cast_worker, staged_scorer_worker
-from tests.models.staged_scorer_worker import a_batch, a_scorer
+from tests.parallel import cast_on_read_worker, staged_scorer_worker
+from tests.parallel.staged_scorer_worker import a_batch, a_scorer
 from tests.places import found_by_ranks
 from tests.tiny import tiny_model
 
@@ -142,7 +142,7 @@ def test_a_process_holds_the_weights_of_its_own_layers_and_computes_their_gradie
 @pytest.mark.multi_process
 @pytest.mark.timeout(1800)
 def test_a_process_needs_the_memory_of_its_own_layers(tmp_path):
-    base = tiny_model("mistral", **late_cast_worker.SHAPE).to(torch.bfloat16)
+    base = tiny_model("mistral", **cast_on_read_worker.SHAPE).to(torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
     arguments = (str(tmp_path), str(tmp_path / "base"))
     torch.multiprocessing.spawn(staged_scorer_worker.work_on_memory, args=arguments, nprocs=2)

@@ -8,9 +8,9 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onetrunk.models.adapters import adapter_parameters, layer_index
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.build import build_trunk
-from onetrunk.models.cut import only_above, only_below, verify_cut
+from onetrunk.models.frozen_prefix import only_above, only_below, verify_cut
 from onetrunk.models.trunk import TrunkModel
 from tests.models.branches import (
     ALL_ROLES,

@@ -18,23 +18,23 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from onetrunk.models import training_stage
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.build import build_trunk
-from onetrunk.models.late_cast import casting_later
 from onetrunk.models.loading import base_fingerprint, base_marks
-from onetrunk.models.parallel import local_bytes
-from onetrunk.models.pipeline import LayerSplit
-from onetrunk.models.staged import keep_stage, pack_outputs
-from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.packing import make_pack
+from onetrunk.parallel import training_stage
+from onetrunk.parallel.cast_on_read import casting_later
+from onetrunk.parallel.sharding import local_bytes
+from onetrunk.parallel.staged import keep_stage, pack_outputs
+from onetrunk.parallel.stages import LayerSplit
+from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.types import Experience, LossCoefficients, Pack, to_device
 from tests.models.branches import COMPLETIONS, PROMPTS, a_trunk, gradients, lora, loss_of
-from tests.models.late_cast_worker import M_MMAP_THRESHOLD, highest, private_bytes
-from tests.models.sharding_worker import continued, packed
-from tests.models.tensor_worker import relative_difference, stored_bytes
+from tests.parallel.cast_on_read_worker import M_MMAP_THRESHOLD, highest, private_bytes
+from tests.parallel.sharding_worker import continued, packed
+from tests.parallel.tensor_worker import relative_difference, stored_bytes
 from tests.places import CPU, join_group
 
 TEMPERATURE = 0.8

@@ -16,7 +16,8 @@ from transformers import BitsAndBytesConfig
 
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, base_marks
-from onetrunk.models.parallel import (
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import (
     Layout,
     gathered,
     is_sharded,
@@ -24,12 +25,11 @@ from onetrunk.models.parallel import (
     replicas_of_what_trains,
     shard_frozen,
 )
-from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import to_device
 from tests.models.branches import a_pack, a_trunk, gradients, lora, loss_of, move
-from tests.models.late_cast_worker import private_bytes
+from tests.parallel.cast_on_read_worker import private_bytes
 from tests.places import CPU, join_group
 from tests.tiny import tiny_model
 

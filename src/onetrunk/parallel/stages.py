@@ -20,8 +20,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from onetrunk.costs import ModelShape, decode_split
-from onetrunk.models.base import backbone, computes, decoder_layers, probe_inputs
-from onetrunk.models.cut import StageRun, only_between
+from onetrunk.models.base_model import backbone, computes, decoder_layers, probe_inputs
+from onetrunk.models.frozen_prefix import StageRun, only_between
 from onetrunk.models.trunk import TrunkModel
 
 # What gloo and torch.distributed say when the connection to another process breaks or its answer does not come.

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onetrunk.models.base import backbone, output_head
-from onetrunk.models.tensor_parallel import vocab_shard
-from onetrunk.ops.vocab_parallel import logprobs_and_top1
+from onetrunk.models.base_model import backbone, output_head
+from onetrunk.ops.vocab_parallel import logprobs_and_top1, vocab_shard
 
 
 class FusedOutput(NamedTuple):

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from onetrunk.models.base import backbone, decoder_layers
-from onetrunk.models.late_cast import cast_now
+from onetrunk.models.base_model import backbone, decoder_layers
 from onetrunk.models.loading import keep_identity
-from onetrunk.models.parallel import keep_whole_size, local_bytes, mark_divided, require_one_base
-from onetrunk.models.pipeline import LayerSplit, naming_lost_stage
-from onetrunk.models.tensor_parallel import process_mesh
+from onetrunk.parallel.cast_on_read import cast_now
+from onetrunk.parallel.sharding import keep_whole_size, local_bytes, mark_divided, require_one_base
+from onetrunk.parallel.stages import LayerSplit, naming_lost_stage
+from onetrunk.parallel.tensor import process_mesh
 
 STAGED = "onetrunk_staged"
 # What stages do together, where one of them is lost.

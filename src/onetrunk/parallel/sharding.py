@@ -29,9 +29,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from onetrunk.models.base import decoder_layers
-from onetrunk.models.late_cast import cast_now, casting_later
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.loading import base_fingerprint, keep_identity
+from onetrunk.parallel.cast_on_read import cast_now, casting_later
 from onetrunk.utils.options import reject_deepspeed
 
 USE_FSDP, USE_PARALLELISM = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "PARALLELISM_CONFIG"))

@@ -14,12 +14,12 @@ from peft import get_peft_model
 from transformers import TrainingArguments
 
 from onetrunk.checkpoints.trainer import ResumableTrainer
-from onetrunk.models import parallel
-from onetrunk.models.parallel import Layout, gathered, is_sharded, launch_layout, shard_frozen
-from onetrunk.models.tensor_parallel import num_data_processes
-from tests.models import sharding_worker
+from onetrunk.parallel import sharding
+from onetrunk.parallel.sharding import Layout, gathered, is_sharded, launch_layout, shard_frozen
+from onetrunk.parallel.tensor import num_data_processes
 from tests.models.branches import a_trunk, lora
-from tests.models.sharding_worker import CASES
+from tests.parallel import sharding_worker
+from tests.parallel.sharding_worker import CASES
 from tests.places import CPU, found_by_ranks, places
 from tests.tiny import tiny_model
 
@@ -140,7 +140,7 @@ def test_two_copies_of_two_shards_give_what_a_whole_base_gives(place, tmp_path):
 @pytest.fixture
 def launch_env(monkeypatch):
     """Return a function that sets the environment of a launch and asks for its layout."""
-    names = (parallel.USE_FSDP, parallel.USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    names = (sharding.USE_FSDP, sharding.USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
     def asked(**variables):
         for name in names:
