@@ -16,7 +16,7 @@ from pathlib import Path
 from onetrunk.report.blocks import MARKDOWN
 from onetrunk.report.report import write_report
 from onetrunk.stages.options.words import report_words
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import run_stage
 from onetrunk.utils.files import require_output_dir
 
 

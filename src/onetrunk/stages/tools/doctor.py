@@ -12,8 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from onetrunk.stages.options.parser import Parser, UsageError
-from onetrunk.stages.secrets import say
+from onetrunk.stages.options.parser import Parser
 
 GIB = 2**30
 # Less free space than this is reported, GiB.
@@ -40,13 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the report; return 1 if something is at fault."""
     text = "Report versions, GPU, packages, disk and Hub login, and how to install what is missing."
     parser = Parser(prog="onetrunk doctor", description=text, allow_abbrev=False)
-    try:
-        parser.parse_args(list(argv))
-    except UsageError as error:
-        say(f"error: {error}", "all options: onetrunk doctor --help")
-        return 2
-    except SystemExit:
-        return 0
+    parser.parse_args(list(argv))
     findings = [*packages(), *accelerator(), *extras(), *disk(), hub_login()]
     for finding in findings:
         print(f"{finding.status:<6}{finding.subject:<16}{finding.text}")

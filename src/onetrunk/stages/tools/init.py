@@ -9,8 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from onetrunk.stages.options.parser import Parser, UsageError
-from onetrunk.stages.secrets import say
+from onetrunk.stages.options.parser import Parser
 from onetrunk.utils.files import atomic_write_text
 
 CONFIG = """\
@@ -58,18 +57,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", required=True, help="folder or Hub name of the model to start from")
     parser.add_argument("--data", required=True, help="file, folder or Hub name of rows with a column prompt")
     parser.add_argument("--reward", help="as reward_funcs in ppo; without it, a rewards.py to change is written")
-    try:
-        words = parser.parse_args(list(argv))
-        for path in write_recipe(words.folder, words.model, words.data, words.reward):
-            print(f"wrote {path}")
-    except SystemExit:
-        return 0
-    except UsageError as error:
-        say(f"error: {error}", "all options: onetrunk init --help")
-        return 2
-    except (ValueError, OSError) as error:
-        say(f"error: {error}")
-        return 1
+    words = parser.parse_args(list(argv))
+    for path in write_recipe(words.folder, words.model, words.data, words.reward):
+        print(f"wrote {path}")
     print(f"next: onetrunk ppo --config {words.folder / 'ppo.yaml'} --dry_run, then without --dry_run")
     return 0
 

@@ -5,11 +5,11 @@ Nothing here imports torch, so the answer comes at once.
 
 from __future__ import annotations
 
-import argparse
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from onetrunk.stages.options.parser import Parser
 from onetrunk.utils.files import atomic_write_bytes
 from onetrunk.utils.shipped import FOLDERS, RECIPES, shipped_files, shipped_folder
 
@@ -62,9 +62,9 @@ def copy_recipe(name: str, target: Path, overwrites: bool = False) -> list[Path]
     return [there / file for file in chosen]
 
 
-def parse_recipes(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the arguments; SystemExit after a usage message, as argparse does."""
-    parser = argparse.ArgumentParser(prog="onetrunk recipes", description=DESCRIPTION, allow_abbrev=False)
+def parse_recipes(argv: Sequence[str]) -> Namespace:
+    """Return the arguments; raises UsageError for a mistake in them."""
+    parser = Parser(prog="onetrunk recipes", description=DESCRIPTION, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|copy")
     actions.add_parser("list", help="show the recipes and their files", allow_abbrev=False)
     copy = actions.add_parser("copy", help="copy a recipe to the working folder", allow_abbrev=False)
@@ -74,19 +74,11 @@ def parse_recipes(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run `onetrunk recipes`; return the exit code."""
-    try:
-        words = parse_recipes(argv)
-    except SystemExit as end:
-        return int(end.code or 0)
+    words = parse_recipes(list(argv))
     if words.action == "list":
         list_recipes()
-        return 0
-    try:
-        written = copy_recipe(words.name, Path(words.to), words.overwrite)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print("\n".join(str(path) for path in written))
+    else:
+        print(*copy_recipe(words.name, Path(words.to), words.overwrite), sep="\n")
     return 0

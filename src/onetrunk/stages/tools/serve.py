@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,16 +27,86 @@ import httpx2
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.rollouts.adapters import served_rank
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
-from onetrunk.stages.parsing import parse
-from onetrunk.stages.plain_arguments import DTYPES, ServeArguments
-from onetrunk.stages.running import run_stage, say
+from onetrunk.stages.arguments import DTYPES, parse
+from onetrunk.stages.options.parser import say
+from onetrunk.stages.run_context import run_stage
 from onetrunk.utils.http import read_secret, uses_proxy
+from onetrunk.utils.options import VLLM_RANKS, option
 
 MODULE = "vllm.entrypoints.openai.api_server"
 # Without the first, adapters cannot be loaded while the server runs; the second turns telemetry off.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
 # Between two questions whether it is ready; how long it may take to end.
 PROBE_S, STOP_S = 2.0, 30.0
+DEVICES = ("auto", "cuda", "cpu")
+
+
+@dataclass
+class ServeArguments:
+    """The options of `onetrunk serve`; names as in `vllm serve` and `trl vllm-serve`."""
+
+    model: str | None = option(
+        None, "Name or folder of the base model that PPO trains on; for an adapter, its base is served."
+    )
+    host: str = option(
+        "127.0.0.1", "Address to listen on. Whoever reaches it can load adapters, so do not open it to others."
+    )
+    port: int = option(8000, "Port to listen on, 1 to 65535.")
+    revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.")
+    dtype: str = option("auto", "auto (the checkpoint's own), float32, bfloat16 or float16; as the trainer's base.")
+    max_lora_rank: int = option(16, "Largest rank of an adapter, 1 to 512; rounded up to a rank that vLLM knows.")
+    max_loras: int = option(2, "Adapters that sample at the same time, at least 1; others wait on the CPU or on disk.")
+    max_model_len: int | None = option(
+        None, "Most tokens of a prompt with its completion, at least 2; the model's own positions if left out."
+    )
+    tensor_parallel_size: int = option(1, "GPUs that share the model, at least 1.")
+    gpu_memory_utilization: float = option(
+        0.9, "Share of a GPU's memory that the server takes, above 0, at most 1; lower it beside a trainer."
+    )
+    device: str = option("auto", "cuda, cpu, or auto: cuda if there is a GPU.")
+    api_key_env: str | None = option(
+        None,
+        "Environment variable with the key that calls must bring; for ppo, eval and prefs it is vllm_api_key_env.",
+    )
+    python: str | None = option(
+        None, "Interpreter of the environment that has vLLM; it may need another transformers than onetrunk has."
+    )
+    command: str | None = option(
+        None,
+        "Command to run when the server is ready, such as 'onetrunk prefs --config prefs.yaml'; the server is stopped"
+        " when the command ends.",
+    )
+    print: bool = option(False, "Print the command of the server instead of starting it.")
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("no model is named; write onetrunk serve MODEL --port 8000")
+        if self.command is not None:
+            self._check_command()
+        at_least = {"port": 1, "max_lora_rank": 1, "max_loras": 1, "tensor_parallel_size": 1, "max_model_len": 2}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; set it to {least} or more")
+        if self.port > 65535:
+            raise ValueError(f"port is {self.port}; set it to 65535 or less")
+        if self.max_lora_rank > VLLM_RANKS[-1]:
+            raise ValueError(f"max_lora_rank is {self.max_lora_rank}, and vLLM serves ranks up to {VLLM_RANKS[-1]}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; set it above 0, at most 1")
+        for name, known in (("dtype", DTYPES), ("device", DEVICES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {', '.join(known)}")
+
+    def _check_command(self) -> None:
+        if self.print:
+            raise ValueError("command and print are both set; print starts no server, so leave one of them out")
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise ValueError(f"command is {self.command!r}, whose quotes do not match; close them") from error
+        if not words:
+            raise ValueError("command is empty; write one as in a shell, such as 'onetrunk prefs --config prefs.yaml'")
 
 
 def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> list[str]:

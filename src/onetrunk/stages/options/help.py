@@ -1,15 +1,20 @@
-"""The texts that explain options: `onetrunk VERB --help`, and the YAML of `onetrunk config VERB`."""
+"""What explains options: `onetrunk VERB --help`, the YAML of `onetrunk config VERB`, and completion in a shell."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
+import os
 import textwrap
 from collections.abc import Sequence
 
-from onetrunk.stages.options.parser import UsageError
+from onetrunk.stages.options.parser import TRUE_OR_FALSE, UsageError, make_parser
+from onetrunk.stages.options.plan_words import plan_parser
 from onetrunk.stages.options.reading import HELP_WORDS, RESUME
 from onetrunk.stages.options.table import Option, load_options, shown_options
+from onetrunk.stages.options.verbs import SETTINGS_MODULES, VERBS
+from onetrunk.stages.options.words import run_parser
 
 WIDTH, INDENT = 100, 34
 ALL = "all"
@@ -66,7 +71,7 @@ def help_topic(argv: Sequence[str]) -> str | None:
     return None
 
 
-def help_text(verb: str, description: str, topic: str = "") -> str:
+def help_text(verb: str, topic: str = "") -> str:
     """Return the help text of a verb: the options that matter most, or those that `topic` names.
 
     Args:
@@ -80,7 +85,7 @@ def help_text(verb: str, description: str, topic: str = "") -> str:
     if topic in ("", ALL):
         first = FIRST[verb].split()
         chosen = [option for option in shown if topic == ALL or option.name in first]
-        lines = _introduction(verb, description, len(shown))
+        lines = _introduction(verb, len(shown))
     else:
         names = [option.name for option in shown]
         chosen = [option for option in shown if (topic == option.name if topic in names else topic in option.name)]
@@ -99,8 +104,8 @@ def help_text(verb: str, description: str, topic: str = "") -> str:
     return "\n".join(lines)
 
 
-def _introduction(verb: str, description: str, count: int) -> list[str]:
-    lines = [f"usage: onetrunk {verb} --config FILE.yaml [--option value ...]", "", description.rstrip(".") + ".", ""]
+def _introduction(verb: str, count: int) -> list[str]:
+    lines = [f"usage: onetrunk {verb} --config FILE.yaml [--option value ...]", "", f"{VERBS[verb]}.", ""]
     lines += _entry("--config FILE", "YAML file with options under the names below; the command line overrides it.")
     if RESUME in load_options(verb):
         lines += _entry(
@@ -135,10 +140,10 @@ def _entry(flag: str, text: str) -> list[str]:
     return [head.ljust(INDENT) + (lines or [""])[0], *(" " * INDENT + line for line in lines[1:])]
 
 
-def config_text(verb: str, description: str) -> str:
+def config_text(verb: str) -> str:
     """Return a YAML file with every option of a verb and its default, as comments; what a stage needs is set."""
     lines = [
-        f"# onetrunk {verb}: {description}.",
+        f"# onetrunk {verb}: {VERBS[verb]}.",
         "# Every option with its default. Remove the # in front of a name to set another value.",
     ]
     needed = NEEDED[verb]
@@ -148,3 +153,28 @@ def config_text(verb: str, description: str) -> str:
         value = json.dumps(needed[option.name] if is_needed else option.default, ensure_ascii=False)
         lines.append(f"{'' if is_needed else '#'}{option.name}: {value}")
     return "\n".join(lines) + "\n"
+
+
+def complete() -> None:
+    """Print the verbs, options and words that a shell asks for, and exit; does nothing if no shell asks."""
+    import argcomplete
+
+    line = os.environ.get("COMP_LINE", "").split()
+    verb = line[1] if len(line) > 1 else ""
+    parser = argparse.ArgumentParser()
+    verbs = parser.add_subparsers()
+    for name, text in VERBS.items():
+        parents = [_parser_of(name)] if name == verb else []
+        verbs.add_parser(name, parents=parents, add_help=False, help=text)
+    argcomplete.autocomplete(parser, always_complete_options="long")
+
+
+def _parser_of(verb: str) -> argparse.ArgumentParser:
+    if verb in ("run", "plan"):
+        return run_parser() if verb == "run" else plan_parser()
+    parser = make_parser(shown_options(verb) if verb in SETTINGS_MODULES else ())
+    for action in parser._actions:
+        action.choices = action.choices or (TRUE_OR_FALSE if action.const is True else None)
+    for flag in ("--config", "--resume") if verb in SETTINGS_MODULES else ():
+        parser.add_argument(flag)
+    return parser
