@@ -375,7 +375,8 @@ def search(
     """
 
     def value(candidate: Candidate) -> tuple[float, ...]:
-        return value_of(objective, candidate.seconds, candidate.count, candidate.usd_per_hour(market))
+        numbers = value_of(objective, candidate.seconds, candidate.count, candidate.usd_per_hour(market))
+        return (*numbers, candidate.trainer.seconds)  # Where sampling takes longer than training, that decides nothing.
 
     best: dict[tuple, Candidate] = {}
     for candidate in candidates(job, pools, space):
