@@ -376,7 +376,8 @@ def search(
 
     def value(candidate: Candidate) -> tuple[float, ...]:
         numbers = value_of(objective, candidate.seconds, candidate.count, candidate.usd_per_hour(market))
-        return (*numbers, candidate.trainer.seconds)  # Where sampling takes longer than training, that decides nothing.
+        # Next to a sampler that takes longer, the trainer's speed does not change the iteration.
+        return (*numbers, candidate.trainer.seconds)
 
     best: dict[tuple, Candidate] = {}
     for candidate in candidates(job, pools, space):
