@@ -13,7 +13,7 @@ from onetrunk.data.files import load_rows
 from onetrunk.data.preferences import check_preferences, check_sides, split_by_prompt
 from onetrunk.data.prompts import check_completions, check_prompts, completion_columns, split_rows
 from onetrunk.data.sharded import ShardedRows, load_sharded_rows
-from onetrunk.stages.plain_arguments import DatasetArguments, TrainingDataArguments
+from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 TrainingRows = Dataset | ShardedRows
 
