@@ -10,7 +10,7 @@ from onetrunk.utils.loading import without_collection
 from onetrunk.utils.quiet import silence_imports
 
 if TYPE_CHECKING:
-    from onetrunk.checkpoints.trainer import ResumableSFTTrainer
+    from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
     from onetrunk.models.trunk import TrunkModel
     from onetrunk.ppo.config import PPOConfig
     from onetrunk.ppo.experience import ExperienceStream
@@ -42,7 +42,7 @@ _HOMES = {
     "HackingMonitor": "onetrunk.ppo.monitor",
     "PPOConfig": "onetrunk.ppo.config",
     "PPOTrainer": "onetrunk.ppo.trainer",
-    "ResumableSFTTrainer": "onetrunk.checkpoints.trainer",
+    "ResumableSFTTrainer": "onetrunk.checkpoints.resumable_trainer",
     "RewardDistillationConfig": "onetrunk.reward_models.distill",
     "RewardDistillationTrainer": "onetrunk.reward_models.distill",
     "RewardModelConfig": "onetrunk.reward_models.trainer",

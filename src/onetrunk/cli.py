@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from onetrunk.stages.options.verbs import MODULES, PLAIN_MODULES, VERBS
+from onetrunk.utils.escaping import print_any_text
 from onetrunk.utils.loading import freeze_loaded, without_collection
-from onetrunk.utils.output import lasting_output
 
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 
@@ -34,8 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from onetrunk.stages.options.help import complete
 
         complete()
-    with lasting_output():  # `onetrunk recipes list | head -1` closes the pipe.
-        return _answer(argv)
+    print_any_text()
+    try:
+        code = _answer(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `onetrunk recipes list | head -1` closes the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _answer(argv: Sequence[str] | None) -> int:

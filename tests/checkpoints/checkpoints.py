@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from onetrunk.checkpoints.manifest import read_manifest, write_manifest
+from onetrunk.checkpoints.folders import read_manifest, write_manifest
 
 
 def with_new_manifest(folder: Path) -> None:
     """Make the manifest fit what the folder holds now."""
     about = read_manifest(folder)
-    write_manifest(folder, **{key: value for key, value in about.items() if key not in ("files", "format")})
+    write_manifest(folder, **{key: value for key, value in about.items() if key != "files"})
 
 
 def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -28,7 +28,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, TrainerCallback
 
 from onetrunk import cli
-from onetrunk.checkpoints.trainer import ResumableSFTTrainer
+from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.judges.base import Principle, Rating
 from onetrunk.judges.constitution import Constitution
 from onetrunk.models.build import scorer_from_config

@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from onetrunk.checkpoints.manifest import write_manifest
+from onetrunk.checkpoints.folders import write_manifest
 from onetrunk.checkpoints.mirror import SCHEMES
 
 
@@ -68,5 +68,5 @@ def make_checkpoint(output_dir: Path, step: int, run: str = "run-a", size: int =
     for name in ("adapter.safetensors", "value/adapter.safetensors", "trainer_state.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(f"{run} {step} {name} ".encode() * (size // 30))
-    write_manifest(folder, step=step, run=run, kind="test")
+    write_manifest(folder, step=step)
     return folder

@@ -19,7 +19,7 @@ def push_and_die(output_dir: Path, mirror_dir: Path, last: int) -> None:
             os._exit(9)
 
     hooked_store.register()
-    mirror = Mirror(f"hooked://{mirror_dir}", keep=2, warn=print, waits_s=())
+    mirror = Mirror(f"hooked://{mirror_dir}", keep=2, warn=print)
     hooked_store.HookedFileSystem.hook = staticmethod(die)
     for folder in checkpoint_folders(output_dir):
         mirror.push(folder)

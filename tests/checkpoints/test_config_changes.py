@@ -10,7 +10,7 @@ import pytest
 from accelerate import Accelerator
 from datasets import Dataset
 
-from onetrunk.checkpoints.settings import is_free
+from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo import state as rules
 from onetrunk.ppo.config import PPOConfig

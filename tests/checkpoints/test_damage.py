@@ -11,8 +11,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, last_whole
-from onetrunk.checkpoints.manifest import MANIFEST
+from onetrunk.checkpoints.folders import MANIFEST, checkpoint_folders, checkpoint_problems, last_whole
 from tests.checkpoints import crash_runs
 from tests.checkpoints.checkpoints import with_new_manifest
 from tests.checkpoints.crash_runs import KINDS, digest

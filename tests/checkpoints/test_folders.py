@@ -1,7 +1,13 @@
 """Checkpoint folders that are links, of which only the link is deleted, and those of an abandoned course."""
 
-from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, publish, rotate, set_aside_later
-from onetrunk.checkpoints.manifest import write_manifest
+from onetrunk.checkpoints.folders import (
+    checkpoint_folders,
+    checkpoint_problems,
+    publish,
+    rotate,
+    set_aside_later,
+    write_manifest,
+)
 
 
 def checkpoint(folder, step):

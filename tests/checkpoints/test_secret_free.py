@@ -8,11 +8,10 @@ import torch
 from transformers import TrainingArguments
 
 from onetrunk import PPOConfig
-from onetrunk.checkpoints.secrets import without_secrets
 from onetrunk.stages.arguments import PPOArguments, SFTArguments
 from onetrunk.stages.distill import DistillArguments
 from onetrunk.stages.reward import RewardArguments
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import redact, without_secrets
 
 CANARY, OTHER = "canary-of-the-hub-81", "canary-of-the-model-82"
 KINDS = [PPOConfig, PPOArguments, SFTArguments, RewardArguments, DistillArguments]

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from peft import get_peft_model
 from transformers import TrainingArguments
 
-from onetrunk.checkpoints.trainer import ResumableTrainer
+from onetrunk.checkpoints.resumable_trainer import ResumableTrainer
 from onetrunk.parallel import sharding
 from onetrunk.parallel.sharding import Layout, gathered, is_sharded, launch_layout, shard_frozen
 from onetrunk.parallel.tensor import num_data_processes

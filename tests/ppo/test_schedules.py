@@ -12,7 +12,7 @@ import pytest
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from onetrunk.checkpoints.stopping import Stopped
+from onetrunk.checkpoints.signals import Stopped
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.sharding import launch_layout
 from onetrunk.ppo.checks import check_schedule

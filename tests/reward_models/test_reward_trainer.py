@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from onetrunk.checkpoints.settings import rows_digest
+from onetrunk.checkpoints.resume_settings import rows_digest
 from onetrunk.data.files import load_rows
 from onetrunk.models.build import attach_score_adapter, build_trunk
 from onetrunk.models.reward_model import (

@@ -265,7 +265,7 @@ def test_a_second_process_on_the_same_folder_is_refused(prefs, tmp_path, capsys)
     lock = WriterLock(tmp_path / "out/_run")
     assert prefs() == 1
     lock.release()
-    assert "is being written by process" in capsys.readouterr().err
+    assert "is being written by another process" in capsys.readouterr().err
 
 
 def test_sigterm_ends_with_a_sentence_and_the_same_command_goes_on(prefs, tmp_path, capfd):

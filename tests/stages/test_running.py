@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
-from onetrunk.checkpoints.manifest import write_manifest
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, write_manifest
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.run_context import explain, has_result, run_stage

@@ -1,15 +1,10 @@
 """No secret survives in a text, and a text without one stays as it is."""
 
-import base64
-import json
 import os
-import time
-import traceback
 from unittest import mock
-from urllib.parse import quote
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from onetrunk.utils.redaction import LEAST_LENGTH, add_secret, is_secret_name, redact, redact_all
@@ -43,35 +38,12 @@ def test_no_secret_survives_and_twice_is_as_once(secrets, parts, data):
         assert redact(clean) == clean
 
 
-@given(secret=SECRET, text=TEXT)
-@example(secret="hf_" + "a" * 30, text="?token=")
-@settings(max_examples=200, deadline=None)
-def test_a_secret_is_found_as_json_urls_and_base64_write_it(secret, text):
-    written = [json.dumps(secret), json.dumps(secret, ensure_ascii=False), repr(secret), quote(secret), secret]
-    written += [base64.b64encode(secret.encode()).decode(), base64.urlsafe_b64encode(secret.encode()).decode()]
-    with environment({"HF_TOKEN": secret}):
-        for form in written:
-            clean = redact(f"{text} {form} {text}")
-            assert form.strip("\"'=") not in clean.replace("<redacted HF_TOKEN>", "")
-
-
 @given(text=TEXT, secret=SECRET)
 @settings(max_examples=200, deadline=None)
 def test_a_text_without_a_secret_is_unchanged(text, secret):
     assume(secret not in text and "://" not in text and "=" not in text)
     with environment({"HF_TOKEN": secret}):
         assert redact(text) == text
-
-
-PIECES = ["://", "a:", "b@", "?token=", "Bearer ", "hf_", "abcdefgh12", "<redacted key>", "<", ">", " "]
-
-
-@given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
-@settings(max_examples=200, deadline=None)
-def test_whatever_stands_beside_a_shape_twice_is_as_once(text):
-    with environment({"HF_TOKEN": "abcdefgh"}):
-        clean = redact(text)
-        assert redact(clean) == clean and "abcdefgh" not in clean
 
 
 SHAPES = {
@@ -126,18 +98,6 @@ def test_a_change_of_the_environment_counts_at_once_and_a_newline_at_its_end_doe
         assert redact("first-secret second-secret") == "first-secret <redacted MY_API_KEY>"
 
 
-def test_a_key_of_several_lines_is_found_where_a_stack_trace_indents_it(monkeypatch):
-    key = "-----BEGIN KEY-----\nabcdefgh\n  ijklmnop\n-----END KEY-----"
-    monkeypatch.setenv("APP_PRIVATE_KEY", key + "\n")
-    inner = ExceptionGroup("in", [KeyError("x"), OSError(key)])
-    group = ExceptionGroup("several", [ValueError(f"not {key} taken"), inner])
-    text = "".join(traceback.format_exception(group))
-    assert "abcdefgh" in text and key not in text
-    clean = redact(text)
-    assert clean.count("<redacted APP_PRIVATE_KEY>") == 2 and "abcdefgh" not in clean and "ijklmnop" not in clean
-    assert redact(clean) == clean and redact(key) == "<redacted APP_PRIVATE_KEY>"
-
-
 def test_the_longer_of_two_secrets_is_taken_whole():
     with environment({"A_KEY": "secret-one", "B_KEY": "secret-one-and-more"}):
         assert redact("secret-one-and-more, secret-one") == "<redacted B_KEY>, <redacted A_KEY>"
@@ -158,12 +118,3 @@ def test_nested_values_are_redacted_and_what_holds_none_is_the_same_object():
         assert redact_all(clean) is clean
         plain = {"a": [1, "x"], "b": ({"c": None},), "token": None}
         assert redact_all(plain) is plain
-
-
-def test_a_megabyte_is_redacted_in_linear_time():
-    text = "the quick brown fox: http://localhost:8000/v1?a=1 said sk-no, and 12.5% of tokens=4. " * 12_000
-    with environment({f"K{i}_KEY": f"secret-{i}-value" for i in range(20)}):
-        started = time.perf_counter()
-        assert redact(text) == text
-        # Milliseconds; a pattern that backtracks over the text takes hours.
-        assert time.perf_counter() - started < 60

@@ -1,24 +1,28 @@
-"""The checkpoint folders of a run: how they are published, found, verified and deleted.
+"""The checkpoint folders of a run: how they are written, published, found, verified and deleted.
 
-A checkpoint is made in `<output_dir>/.saving/`, gets its manifest, and is renamed to `<output_dir>/checkpoint-<step>`.
-An older checkpoint is deleted only after a newer one was verified, so a process that is killed at any moment leaves
-the older checkpoints unchanged.
+A checkpoint is made in `<output_dir>/.saving/`, gets its manifest (the size and sha256 of each file), and is renamed
+to `<output_dir>/checkpoint-<step>`. A folder without a manifest is incomplete. An older checkpoint is deleted only
+after a newer one was verified, so a process that is killed at any moment leaves the older checkpoints unchanged.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import os
+import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
-from onetrunk.checkpoints.manifest import MANIFEST, problems
-from onetrunk.utils.files import sync
+from onetrunk.utils.files import atomic_write_json, read_json, sync
 
 T = TypeVar("T")
 
+MANIFEST = "manifest.json"
+DIGEST = re.compile(r"[0-9a-f]{64}")
 PREFIX = "checkpoint-"
 STAGING = ".saving"
 # A stage writes this file last, next to the result. A name with an underscore is not uploaded to the Hub.
@@ -29,6 +33,112 @@ RESULTS = ("adapter_config.json", "config.json")
 BRANCHES = ("reference", "value")
 # So many checkpoints are always kept: whatever ends the run may also damage the last one.
 LEAST_KEPT = 2
+# How torch and safetensors report that a file could not be written.
+WRITE_FAILED = re.compile(
+    r"PytorchStreamWriter|unexpected pos|No space left|File too large|Disk quota|SafetensorError"
+)
+
+
+# --- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: str | os.PathLike[str], **about: Any) -> None:
+    """Sync every file in a complete folder and its subfolders to disk, then write the manifest.
+
+    Args:
+        folder: holds no links, because what they point to could change.
+        **about: more entries of the manifest ("step"), as JSON values.
+
+    Raises:
+        RuntimeError: there is a link.
+        OSError: for example because the disk is full; there is no manifest then.
+    """
+    root = Path(folder)
+    files: dict[str, dict[str, Any]] = {}
+    for path in (*sorted(root.rglob("*")), root):
+        if path.is_symlink() and path != root:
+            raise RuntimeError(f"{path} is a link; a checkpoint may hold files only")
+        if path == root / MANIFEST:
+            continue
+        sync(path)
+        if path.is_file():
+            files[path.relative_to(root).as_posix()] = {"size": path.stat().st_size, "sha256": _digest(path)}
+    atomic_write_json(root / MANIFEST, {**about, "files": files})
+
+
+def read_manifest(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """Return the manifest of a folder, checked as by `check_manifest`.
+
+    Raises:
+        RuntimeError: the manifest is missing, damaged, of another step, or names files outside the folder.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise RuntimeError(f"{MANIFEST}: missing, so the folder was not written to its end")
+    try:
+        content = read_json(path)
+    except RuntimeError as error:
+        raise RuntimeError(f"{MANIFEST}: {error}") from error
+    return check_manifest(content, step)
+
+
+def check_manifest(manifest: Any, step: int | None) -> dict[str, Any]:
+    """Return a manifest, which may come from an untrusted place, after checking its form.
+
+    Unless `step` is None, the manifest must name that step. Raises as `read_manifest`.
+    """
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise RuntimeError(f"{MANIFEST}: not a manifest, which is a mapping with files")
+    if step is not None and manifest.get("step") != step:
+        raise RuntimeError(f"{MANIFEST}: written for step {manifest.get('step')!r}, expected {step}")
+    for name, entry in manifest["files"].items():
+        path = PurePosixPath(name)
+        is_inside = path.name and not path.is_absolute() and ".." not in path.parts
+        if not is_inside or str(path) != name or {"\\", "\0"} & set(name):
+            raise RuntimeError(f"{MANIFEST}: {name!r} is no name of a file in the folder")
+        if any(str(parent) in manifest["files"] for parent in path.parents):
+            raise RuntimeError(f"{MANIFEST}: {name!r} can't be a file of a checkpoint, it is inside another file")
+        is_entry = isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
+        if not is_entry or not DIGEST.fullmatch(entry["sha256"]):
+            raise RuntimeError(f"{MANIFEST}: the entry of {name} has no size and sha256")
+    return manifest
+
+
+def problems(folder: str | os.PathLike[str], step: int | None = None) -> list[str]:
+    """Return how a folder differs from its manifest, as phrases; an empty list if it is whole. Reads every file.
+
+    Unless `step` is None, the manifest must name that step.
+    """
+    root = Path(folder)
+    try:
+        files = read_manifest(root, step)["files"]
+    except RuntimeError as error:
+        return [str(error)]
+    faults = ((name, _problem(root, name, entry)) for name, entry in files.items())
+    return [f"{name}: {fault}" for name, fault in faults if fault]
+
+
+def _problem(root: Path, name: str, entry: dict[str, Any]) -> str | None:
+    path = root / name
+    if any(part.is_symlink() for part in (path, *path.parents) if part != root and root in part.parents):
+        return "a link"
+    if not path.is_file():
+        return "missing"
+    try:
+        size = path.stat().st_size
+        if size != entry["size"]:
+            return f"{size} bytes where {entry['size']} were written"
+        return None if _digest(path) == entry["sha256"] else "other bytes than were written (sha256 differs)"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- the folders of a run -------------------------------------------------------------------------------------------
 
 
 def step_of(folder: str | os.PathLike[str]) -> int | None:
@@ -111,6 +221,9 @@ def delete_old_run(output_dir: str | os.PathLike[str]) -> None:
             delete(folder)
 
 
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
 def begin_staging(output_dir: str | os.PathLike[str]) -> Path:
     """Return an empty folder in which checkpoints are made. What a killed process left there is deleted."""
     staging = Path(output_dir) / STAGING
@@ -144,6 +257,51 @@ def publish(source: Path, target: Path) -> None:
     sync(target.parent)
     if os.path.lexists(replaced):
         delete(replaced)
+
+
+def install(staged: Path, target: Path) -> None:
+    """Move a finished result from the staging folder into the run's folder, file by file; delete the staging folder.
+
+    The manifest comes last and marks the result as complete.
+    """
+    (target / MANIFEST).unlink(missing_ok=True)
+    write_manifest(staged)
+    paths = [path for path in staged.rglob("*") if path.is_file()]
+    for path in sorted(paths, key=lambda path: path.name == MANIFEST):
+        place = target / path.relative_to(staged)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+    sync(target)
+    shutil.rmtree(staged.parent)
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Turn a failed write inside the block into one error that names the cause.
+
+    Raises:
+        RuntimeError: names the folder, the reason and the free bytes.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and not WRITE_FAILED.search(f"{type(error).__name__}: {error}"):
+            raise
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise RuntimeError(
+            f"{target} could not be written ({reason}; {free_bytes(target):,} bytes are free there). Older"
+            " checkpoints are unchanged: make room, and resume with --resume auto"
+        ) from error
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk of a path, which need not exist yet."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+# --- deleting -------------------------------------------------------------------------------------------------------
 
 
 def set_aside_later(output_dir: str | os.PathLike[str], step: int) -> list[Path]:

@@ -1,7 +1,7 @@
 """Pushing to the Hub: the repository is created before a model loads, and a push that fails loses no result.
 
 A push during training that fails is a warning. A failed push of the result is an error, raised after everything else
-of the run is saved. The trainer's calls are in checkpoints/trainer.py.
+of the run is saved. The trainer's calls are in checkpoints/resumable_trainer.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The mirror: copies of a run's checkpoints and result in a second folder or an object store, made by a thread.
 
 A copy counts once its manifest is there, which is written last and deleted first. Files are checked against it when
-they are pulled. During training every failure is a warning.
+they are pulled. During training every failure is a warning; the file systems of fsspec repeat a failed request.
 """
 
 from __future__ import annotations
@@ -9,42 +9,37 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
-from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from onetrunk.checkpoints.folders import (
+    MANIFEST,
     STAGING,
     begin_staging,
+    check_manifest,
     checkpoint_problems,
     described,
     publish,
+    read_manifest,
     step_of,
     surplus,
+    writing,
 )
-from onetrunk.checkpoints.manifest import MANIFEST, check_manifest, read_manifest
-from onetrunk.checkpoints.writing import writing
 from onetrunk.utils.files import atomic_write_json, sync
 from onetrunk.utils.redaction import redact
 
-T = TypeVar("T")
-
-# Seconds to wait before each retry.
-WAITS_S = (2.0, 10.0)
 RESULT = "the result"
 # No other schemes: fsspec also has file systems that are built of others, or that run code.
 SCHEMES = {"file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Upload:
     """A local folder with a manifest that goes to the folder `name` in the mirror; "" is the root, for the result."""
 
@@ -52,51 +47,63 @@ class Upload:
     name: str
     # Names of checkpoints to keep in the mirror whatever their age.
     kept: Collection[str] = ()
+    is_done: threading.Event = field(default_factory=threading.Event)
+    has_begun: bool = False
+    is_whole: bool = False
 
 
 class Mirror:
     """The copies of one run's checkpoints and result at `url`.
 
-    `check`, `pull_last` and `claim` are called before training and raise RuntimeError; the other methods only warn.
+    `check`, `require_free` and `pull_last` are called before training and raise RuntimeError; the others only warn.
 
     Args:
         url: a path, or a URL with one of SCHEMES; credentials come from the environment.
         keep: how many checkpoints to keep there, at least LEAST_KEPT; None or 0 keeps all.
         warn: receives a message for each failure, also from the thread.
-        waits_s: seconds to wait before each retry.
     """
 
-    def __init__(self, url: str, keep: int | None, warn: Callable[[str], None], waits_s: Sequence[float] = WAITS_S):
+    def __init__(self, url: str, keep: int | None, warn: Callable[[str], None]):
         self._place = f"the checkpoint mirror {redact(url)}"
-        self._files, self._root = _opened(url, self._place)
-        self._keep = keep
-        self._warn = warn
-        self._waits_s = tuple(waits_s)
-        # The thread changes the following. At most one checkpoint and one result (key "") wait.
-        self._changed = threading.Condition()
-        self._waiting: dict[str, Upload] = {}
-        self._current: list[Upload] = []
-        self._thread: threading.Thread | None = None
-        # The last checkpoint and the last result, if their uploads failed.
-        self._failed: dict[str, Upload] = {}
+        self._keep, self._warn = keep, warn
+        scheme, separator, address = url.partition("://")
+        scheme = scheme if separator else "file"
+        if scheme not in SCHEMES or "::" in url or "@" in address.split("/")[0]:  # "::" chains file systems.
+            raise RuntimeError(f"{self._place} is not supported; give a path, s3://, gs://, az:// or hf://")
+        with self._in_store("cannot be opened"):  # Often an ImportError, which names the package to install.
+            # Folders are made on a local disk only: in a store that would make a bucket, even a misspelt one.
+            self._files, root = url_to_fs(url, **({"auto_mkdir": True} if scheme == "file" else {}))
+        self._root = root.rstrip("/")
+        self._one_at_a_time = threading.Lock()
+        self._latest: dict[bool, Upload] = {}
+        self._unfinished: list[Upload] = []
+
+    # --- before training --------------------------------------------------------------------------------------------
 
     def check(self, output_dir: str | os.PathLike[str]) -> None:
         """Raise RuntimeError if the mirror is `output_dir`, or a file there cannot be written, read and deleted."""
         if "file" in self._files.protocol and Path(self._root or "/").resolve() == Path(output_dir).resolve():
             raise RuntimeError(f"{self._place} is output_dir itself; name another folder")
-        path, data, operation = self._path(f".probe-{secrets.token_hex(8)}"), secrets.token_bytes(16), "written to"
-        try:
-            self._files.pipe_file(path, data)
-            operation = "read from"
-            if self._files.cat_file(path) != data or not self._list(""):
-                raise OSError("what was written is not there")
-            operation = "deleted from"
+        path = self._path(f".probe-{os.getpid()}")
+        with self._in_store("cannot be used"):
+            self._files.pipe_file(path, b"probe")
+            self._files.cat_file(path)
             self._files.rm_file(path)
-        except Exception as error:
+
+    def require_free(self, overwrite: bool) -> None:
+        """Raise RuntimeError if the mirror holds checkpoints or a result, unless `overwrite` deletes them.
+
+        A new run calls this, because its checkpoints would mix with those of another run.
+        """
+        with self._in_store():
+            whole = [name for name in ("", *self._checkpoints()) if self._has_manifest(name)]
+            for name in whole if overwrite else ():
+                self._delete(name)
+        if whole and not overwrite:
             raise RuntimeError(
-                f"{self._place} can't be {operation} ({_reason(error)}); check that the bucket or folder exists and"
-                " that the credentials allow to list, read, write and delete"
-            ) from error
+                f"{self._place} holds {whole[-1] or RESULT} of another run; use a separate mirror for this run,"
+                " resume that run, or set overwrite_output_dir to true"
+            )
 
     def pull_last(self, output_dir: str | os.PathLike[str]) -> Path | None:
         """Download the last checkpoint that matches its manifest, and return its folder; None if there is none.
@@ -107,12 +114,10 @@ class Mirror:
             RuntimeError: all checkpoints are damaged; the mirror does not answer; `output_dir` cannot be written.
         """
         damage: list[str] = []
-        for name in reversed(self._retried(self._checkpoints)):
-            manifest = self._retried(self._manifest, name)
-            if manifest is None:
-                self._warn(f"{name} in {self._place} was not uploaded to its end and is passed over")
-                continue
-            problems = described(self._pull(name, manifest, Path(output_dir)))
+        with self._in_store():
+            names = [name for name in self._checkpoints() if self._has_manifest(name)]
+        for name in reversed(names):
+            problems = described(self._pull(name, Path(output_dir)))
             if not problems:
                 return Path(output_dir) / name
             damage.append(f"{name}: {problems}")
@@ -124,18 +129,22 @@ class Mirror:
             )
         return None
 
-    def _pull(self, name: str, manifest: dict[str, Any], output_dir: Path) -> list[str]:
+    def _pull(self, name: str, output_dir: Path) -> list[str]:
         """Return how a checkpoint differs from its manifest; if it does not, it is in `output_dir` now."""
+        with self._in_store():
+            content = self._files.cat_file(self._path(name, MANIFEST))
         try:
-            check_manifest(manifest, step_of(name))
-        except RuntimeError as error:
+            manifest = check_manifest(json.loads(content), step_of(name))
+        except (ValueError, RuntimeError) as error:
             return [str(error)]
         try:
             with writing(output_dir):
                 staged = begin_staging(output_dir) / name
-                for file in manifest["files"]:
+            for file in manifest["files"]:
+                with self._in_store(), contextlib.suppress(FileNotFoundError):  # The check of the folder finds it.
                     (staged / file).parent.mkdir(parents=True, exist_ok=True)
-                    self._retried(self._download, self._path(name, file), staged / file)
+                    self._files.get_file(self._path(name, file), str(staged / file))
+            with writing(output_dir):
                 for path in (*staged.rglob("*"), staged):
                     sync(path)
                 atomic_write_json(staged / MANIFEST, manifest)
@@ -146,23 +155,7 @@ class Mirror:
         finally:
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)
 
-    def claim(self, run: str, is_resuming: bool, overwrite: bool) -> None:
-        """Raise RuntimeError if the mirror holds checkpoints or a result of another run; if `overwrite`, delete them.
-
-        `run` is the entry of this run's manifests. For a run that resumes, uploads without a manifest are its own.
-        """
-        others = []
-        for name in ("", *self._retried(self._checkpoints)):
-            manifest = self._retried(self._manifest, name)
-            is_own = (is_resuming or not name) if manifest is None else manifest.get("run") == run
-            others += [] if is_own else [name]
-        if others and not overwrite:
-            raise RuntimeError(
-                f"{self._place} holds {others[-1] or RESULT} of another run; use a separate mirror for this run,"
-                " resume that run, or set overwrite_output_dir to true"
-            )
-        for name in others:
-            self._retried(self._delete, name)
+    # --- during training --------------------------------------------------------------------------------------------
 
     def push(self, folder: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
         """Start the upload of a verified checkpoint. It replaces one whose upload has not begun.
@@ -170,64 +163,56 @@ class Mirror:
         It must not be deleted here as long as `busy` returns it. `kept` are names of checkpoints to keep in the mirror
         whatever their age (the best one).
         """
-        self._add("checkpoint", Upload(Path(folder), Path(folder).name, kept))
+        self._start(Upload(Path(folder), Path(folder).name, kept))
 
     def push_result(self, output_dir: str | os.PathLike[str]) -> None:
         """Start the upload of a result to the root: the files of its manifest, and all other files next to that."""
-        self._add("", Upload(Path(output_dir), ""))
+        self._start(Upload(Path(output_dir), ""))
 
     def busy(self) -> set[Path]:
         """Return the local checkpoint folders that are being uploaded or wait for it, and must not be deleted."""
-        with self._changed:
-            return {upload.folder for upload in (*self._current, *self._waiting.values()) if upload.name}
+        uploads = (upload for upload in self._unfinished if upload.name and not upload.is_done.is_set())
+        return {upload.folder for upload in uploads if upload.has_begun or self._is_latest(upload)}
 
     def wait(self, timeout_s: float) -> list[str]:
         """Wait at most `timeout_s` seconds; warn of uploads that failed or are not done, and return their names."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._thread is None, timeout_s)
-            uploads = (*self._failed.values(), *self._current, *self._waiting.values())
-            missing = [upload.name or RESULT for upload in uploads]
+        end = time.monotonic() + timeout_s
+        for upload in self._latest.values():
+            upload.is_done.wait(max(0.0, end - time.monotonic()))
+        missing = [upload.name or RESULT for upload in self._latest.values() if not upload.is_whole]
         if missing:
             self._warn(f"{self._place} lacks {', '.join(missing)}; copy it from output_dir")
         return missing
 
-    def _add(self, kind: str, upload: Upload) -> None:
-        with self._changed:
-            self._waiting[kind] = upload
-            if self._thread is None:
-                # A daemon, because a store that does not answer must not keep the process alive.
-                self._thread = threading.Thread(target=self._work, name="checkpoint-mirror", daemon=True)
-                self._thread.start()
+    def _start(self, upload: Upload) -> None:
+        self._latest[bool(upload.name)] = upload
+        self._unfinished = [*(other for other in self._unfinished if not other.is_done.is_set()), upload]
+        # A daemon, because a store that does not answer must not keep the process alive.
+        threading.Thread(target=self._work, args=(upload,), name="checkpoint-mirror", daemon=True).start()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._current, self._thread = [], None
-                    self._changed.notify_all()
-                    return
-                kind = next(iter(self._waiting))
-                upload = self._waiting.pop(kind)
-                self._current = [upload]
-                self._failed.pop(kind, None)
-            try:
-                self._retried(self._upload, upload, read_manifest(upload.folder))
-            except Exception as error:
-                self._warn(f"{upload.name or RESULT} was not uploaded, and training continues: {_reason(error)}")
-                with self._changed:
-                    self._failed[kind], self._current = upload, []
-                continue
-            try:
-                self._rotate(upload)
-            except Exception as error:
-                self._warn(f"older checkpoints could not be deleted, which the next upload repeats: {_reason(error)}")
+    def _is_latest(self, upload: Upload) -> bool:
+        return self._latest[bool(upload.name)] is upload
 
-    def _upload(self, upload: Upload, manifest: dict[str, Any]) -> None:
-        names = set(manifest["files"])
+    def _work(self, upload: Upload) -> None:
+        try:
+            with self._one_at_a_time, self._in_store():
+                if self._is_latest(upload):
+                    upload.has_begun = True
+                    self._upload(upload)
+                    upload.is_whole = True
+                    self._rotate(upload)
+        except Exception as error:
+            what = "is uploaded, but older ones were not deleted" if upload.is_whole else "was not uploaded"
+            self._warn(f"{upload.name or RESULT} {what}, and training continues: {error}")
+        finally:
+            upload.is_done.set()
+
+    def _upload(self, upload: Upload) -> None:
+        names = set(read_manifest(upload.folder)["files"])
         if not upload.name:
             paths = (path for path in upload.folder.iterdir() if path.is_file() and not path.is_symlink())
             names |= {path.name for path in paths if path.name[0] != "." and path.suffix != ".lock"}
-        if MANIFEST in self._list(upload.name):
+        if self._has_manifest(upload.name):
             self._files.rm_file(self._path(upload.name, MANIFEST))
         for name in (*sorted(names - {MANIFEST}), MANIFEST):
             self._files.put_file(str(upload.folder / name), self._path(upload.name, name))
@@ -236,23 +221,24 @@ class Mirror:
         """Delete what killed uploads left behind, and the oldest checkpoints beyond `keep`."""
         if not upload.name or not self._keep:
             return
-        names = self._retried(self._checkpoints)
-        whole = [name for name in names if MANIFEST in self._retried(self._list, name)]
+        names = self._checkpoints()
+        whole = [name for name in names if self._has_manifest(name)]
         partial = [name for name in names if name not in whole and step_of(name) < step_of(upload.name)]
         for name in partial + surplus(whole, self._keep, {upload.name, *upload.kept}):
-            self._retried(self._delete, name)
+            self._delete(name)
 
-    def _retried(self, action: Callable[..., T], *args: Any) -> T:
-        for wait_s in self._waits_s:
-            with contextlib.suppress(Exception):
-                return action(*args)
-            time.sleep(wait_s)
+    # --- the store --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _in_store(self, fault: str = "fails") -> Iterator[None]:
+        """Turn what a file system raises into a RuntimeError that names the mirror, without secrets."""
         try:
-            return action(*args)
+            yield
         except Exception as error:
+            reason = redact(f"{type(error).__name__}: {error}".strip().splitlines()[0])
             raise RuntimeError(
-                f"{self._place} fails ({_reason(error)}; attempts: {len(self._waits_s) + 1}); look at the store, or"
-                " leave checkpoint_mirror out"
+                f"{self._place} {fault} ({reason}); check that the bucket or folder exists and that the credentials"
+                " allow to list, read, write and delete, or leave checkpoint_mirror out"
             ) from error
 
     def _path(self, *names: str) -> str:
@@ -261,57 +247,23 @@ class Mirror:
     def _list(self, name: str) -> set[str]:
         """Return the names in a folder; an empty set if the folder does not exist."""
         # Not `exists` or `find` of fsspec, which find nothing where a store does not answer.
-        folder = self._path(name)
         self._files.invalidate_cache()
         try:
-            paths = self._files.ls(folder or "/", detail=False)
+            paths = self._files.ls(self._path(name) or "/", detail=False)
         except FileNotFoundError:
             return set()
-        return {path.rstrip("/").rsplit("/", 1)[-1] for path in paths if path.strip("/") != folder.strip("/")}
+        return {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
+
+    def _has_manifest(self, name: str) -> bool:
+        return MANIFEST in self._list(name)
 
     def _checkpoints(self) -> list[str]:
         """Return the names of the checkpoint folders in the order of their steps."""
         return sorted((name for name in self._list("") if step_of(name) is not None), key=step_of)
 
-    def _manifest(self, name: str) -> dict[str, Any] | None:
-        """Return what a manifest holds, unchecked; None if it is missing or was not written to its end."""
-        try:
-            content = json.loads(self._files.cat_file(self._path(name, MANIFEST)))
-        except (FileNotFoundError, ValueError):
-            return None
-        return content if isinstance(content, dict) else None
-
-    def _download(self, path: str, target: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):  # The comparison with the manifest finds it.
-            self._files.get_file(path, str(target))
-
     def _delete(self, name: str) -> None:
         """Delete a checkpoint folder, its manifest first; of a result only the manifest, by which it counts."""
-        if MANIFEST in self._list(name):
+        if self._has_manifest(name):
             self._files.rm_file(self._path(name, MANIFEST))
         if name and self._list(name):
             self._files.rm(self._path(name), recursive=True)
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of an error's message, without secrets, after its type unless the message is our own."""
-    lines = str(error).strip().splitlines()[:1]
-    return redact(": ".join(lines if isinstance(error, RuntimeError) and lines else [type(error).__name__, *lines]))
-
-
-def _opened(url: str, place: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL and the root folder in it."""
-    scheme, separator, address = url.partition("://")
-    scheme = scheme if separator else "file"
-    if scheme not in SCHEMES or "::" in url:  # "::" chains file systems.
-        raise RuntimeError(f"{place} is not supported; give a path, s3://, gs://, az:// or hf://")
-    if "@" in address.split("/")[0] or set("*?[\0\n") & set(url):
-        raise RuntimeError(
-            f"{place} holds a user name or one of * ? [; give a plain path or URL, and credentials in the environment"
-        )
-    try:
-        # Folders are made on a local disk only: in a store that would make a bucket, even one with a misspelt name.
-        file_system, root = url_to_fs(url, **({"auto_mkdir": True} if scheme == "file" else {}))
-    except Exception as error:  # Often an ImportError, which names the package to install.
-        raise RuntimeError(f"{place} can't be opened ({_reason(error)}); give a path, s3:// or hf://") from error
-    return file_system, root.rstrip("/")

@@ -16,8 +16,15 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traine
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.training_args import TrainingArguments
 
-from onetrunk.checkpoints.folders import PREFIX, checkpoint_folders, checkpoint_problems, described, last_whole
-from onetrunk.checkpoints.manifest import MANIFEST, read_manifest
+from onetrunk.checkpoints.folders import (
+    MANIFEST,
+    PREFIX,
+    checkpoint_folders,
+    checkpoint_problems,
+    described,
+    last_whole,
+    read_manifest,
+)
 from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.utils.files import read_json
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.ppo.foreign_keys import explain_unknown_keys, in_our_names
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.utils.options import documented
+from onetrunk.utils.redaction import SecretFreeArguments
 
 
 @documented

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
-from onetrunk.checkpoints.stopping import StopSignals
+from onetrunk.checkpoints.signals import StopSignals
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.frozen_states import TrunkCache
 from onetrunk.models.trunk import PackOutput

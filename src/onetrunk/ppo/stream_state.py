@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from onetrunk.checkpoints.settings import (
+from onetrunk.checkpoints.resume_settings import (
     allow_steering,
     is_free,
     keep_optimizer_settings,
@@ -43,7 +43,7 @@ BUFFER_FILE = "experience_buffer_{rank}.safetensors"
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 # Which settings may differ between a checkpoint and the run that resumes from it. Every setting that is not listed
-# here, nor free in checkpoints/settings.py, steers the run: a change needs allow_config_change.
+# here, nor free in checkpoints/resume_settings.py, steers the run: a change needs allow_config_change.
 SETTINGS = {
     # Never: the position in the run depends on them.
     "place": "rollout_batch_size num_generations num_ppo_epochs num_minibatches shuffle_dataset"

@@ -2,7 +2,7 @@
 
 Trainer keeps schedule, logging, callbacks, checkpoints, DDP and the Hub. This file has what PPO adds, in the order of
 a run: construction, the experience stream, the optimizer step over packs, the loss, checkpoints, evaluation, logging.
-The math is in onetrunk.ops. Whatever touches private members of Trainer belongs in checkpoints/trainer.py.
+The math is in onetrunk.ops. Whatever touches private members of Trainer belongs in checkpoints/resumable_trainer.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
+from onetrunk.checkpoints.resumable_trainer import ResumableTrainer
 from onetrunk.checkpoints.resume_point import LOOP_FILES
-from onetrunk.checkpoints.stopping import StopAsked
-from onetrunk.checkpoints.trainer import ResumableTrainer
+from onetrunk.checkpoints.signals import StopAsked
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory_use import offloaded_activations

@@ -28,8 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
 from onetrunk.checkpoints.config import CheckpointConfig
-from onetrunk.checkpoints.secrets import SecretFreeArguments
-from onetrunk.checkpoints.trainer import ResumableTRLTrainer
+from onetrunk.checkpoints.resumable_trainer import ResumableTRLTrainer
 from onetrunk.data.preferences import SIDES, check_preferences
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.preferences import logit
@@ -45,6 +44,7 @@ from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.reward_models.stage_settings import StageTrainingConfig
 from onetrunk.rewards.model import encode_rows
 from onetrunk.utils.options import option, require_seed
+from onetrunk.utils.redaction import SecretFreeArguments
 
 logger = logging.getLogger(__name__)
 

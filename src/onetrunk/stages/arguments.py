@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trl import ModelConfig, SFTConfig, TrlParser, get_peft_config
 
 from onetrunk.checkpoints.config import CheckpointConfig
-from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.data.names import looks_like_path
 from onetrunk.judges.load import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
@@ -30,6 +29,7 @@ from onetrunk.stages.options.parser import Parser, UsageError, mapping_reader
 from onetrunk.stages.options.reading import check_values, read
 from onetrunk.stages.options.table import WITHOUT_MEANING, load_options
 from onetrunk.utils.options import option, require_seed, require_truncation
+from onetrunk.utils.redaction import SecretFreeArguments
 
 if TYPE_CHECKING:
     from peft import LoraConfig

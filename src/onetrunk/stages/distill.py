@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from onetrunk.checkpoints.hub import require_push
-from onetrunk.checkpoints.settings import check_streaming
+from onetrunk.checkpoints.resume_settings import check_streaming
 from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.build import scorer_from_config, train_tokenizer
 from onetrunk.models.loading import load_config

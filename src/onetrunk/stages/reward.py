@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, set_seed
 
 from onetrunk.checkpoints.hub import require_push
-from onetrunk.checkpoints.settings import check_streaming
+from onetrunk.checkpoints.resume_settings import check_streaming
 from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import check_targets, fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import decoder_layers

@@ -21,20 +21,26 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.checkpoints.folders import FINISHED, PREFIX, checkpoint_folders, delete_old_run, require_free
-from onetrunk.checkpoints.manifest import MANIFEST, problems
+from onetrunk.checkpoints.folders import (
+    FINISHED,
+    MANIFEST,
+    PREFIX,
+    checkpoint_folders,
+    delete_old_run,
+    problems,
+    require_free,
+)
 from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
-from onetrunk.checkpoints.stopping import Stopped
+from onetrunk.checkpoints.signals import Stopped
 from onetrunk.models.speedups.memory_use import is_out_of_memory
 from onetrunk.parallel.heartbeat import Heartbeat
 from onetrunk.parallel.sharding import launch_layout
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.stages.options.parser import UsageError, say, shown
-from onetrunk.utils.escaping import printable
+from onetrunk.utils.escaping import print_any_text, printable
 from onetrunk.utils.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
-from onetrunk.utils.output import lasting_output
 from onetrunk.utils.redaction import add_stored_token, redact
 
 if TYPE_CHECKING:
@@ -89,21 +95,21 @@ def run_stage(
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     parsed: tuple[Any, ...] = ()
-    with lasting_output():
-        try:
-            with secrets_redacted(), signals_as_exception():
-                parsed = parse(list(sys.argv[1:] if argv is None else argv))
-                check_launch_of(verb)  # Before any model loads.
-                with locked_output_dir(parsed), _heartbeat(parsed):
-                    work(*parsed)
-            return 0
-        except BaseException as error:
-            # BaseException: a user's class may inherit from it directly, and its message must be redacted too.
-            code = _exit_code(verb, parsed, error)
-            if code is None:
-                sys.excepthook = print_redacted  # Python prints the stack trace when the process ends.
-                raise
-            return code
+    print_any_text()
+    try:
+        with secrets_redacted(), signals_as_exception():
+            parsed = parse(list(sys.argv[1:] if argv is None else argv))
+            check_launch_of(verb)  # Before any model loads.
+            with locked_output_dir(parsed), _heartbeat(parsed):
+                work(*parsed)
+        return 0
+    except BaseException as error:
+        # BaseException: a user's class may inherit from it directly, and its message must be redacted too.
+        code = _exit_code(verb, parsed, error)
+        if code is None:
+            sys.excepthook = print_redacted  # Python prints the stack trace when the process ends.
+            raise
+        return code
 
 
 def check_launch_of(verb: str) -> None:

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
-from onetrunk.checkpoints.settings import check_streaming
-from onetrunk.checkpoints.trainer import ResumableSFTTrainer
+from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
+from onetrunk.checkpoints.resume_settings import check_streaming
 from onetrunk.data.chat_template import apply_chat_template, template_errors
 from onetrunk.data.prompts import without_written_bos
 from onetrunk.data.sharded import known_rows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -12,6 +14,13 @@ if TYPE_CHECKING:
 
 # A terminal acts on these; the last two ranges change the direction of the text behind them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def print_any_text() -> None:
+    """Let stdout and stderr print what their encoding lacks (`PYTHONIOENCODING=ascii`) as `\\xe9`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def printable(text: str) -> str:

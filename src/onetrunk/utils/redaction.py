@@ -1,19 +1,21 @@
 """Removes secrets from text. All text that leaves a run (messages, logs, cards, reports) goes through `redact`.
 
 Secrets are the values of environment variables whose names say so, values registered with `add_secret`, and text with
-the form of a known API key, of credentials in a URL, or of an authorization header.
+the form of a known API key, of credentials in a URL, or of an authorization header. The settings of transformers hold
+secrets too: `SecretFreeArguments` shows none, and `without_secrets` removes them while settings are written.
 """
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import functools
-import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
-from urllib.parse import quote
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD")
 # Shorter values (`1`, `none`) are ordinary words, which would be redacted everywhere.
@@ -39,12 +41,13 @@ _SHAPES = re.compile(
     r"|(?P<query>[?&;#](?i:" + _QUERY_NAMES + r")=)[^\s&;#\"'`<>\\]+"
     r"|(?P<header>Bearer\s+|(?i:authorization)\W{1,6}(?i:basic|bearer|token)\s+)[A-Za-z0-9._~+/=-]{8,}"
 )
-# A stack trace of an exception group indents every line, also those of a key.
-_INDENTED = r"\n[ |]*"
 # The last group of each shape, and the name of its mark.
 _SHAPE_NAMES = {"key": "key", "user": "password", "query": "query value", "header": "authorization"}
 
 _added: dict[str, str] = {}
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
 
 
 def add_secret(value: str | None, name: str) -> None:
@@ -72,19 +75,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """Return `text` with each secret replaced by a mark such as `<redacted HF_TOKEN>`.
-
-    Secrets are also found in the forms that JSON, URLs and base64 give them. Redacting twice changes nothing more.
-    """
+    """Return `text` with each secret replaced by a mark such as `<redacted HF_TOKEN>`."""
     secrets = {value.strip(): name for name, value in os.environ.items() if is_secret_name(name)}
-    known = tuple(sorted((_added | secrets).items()))
-    marks, values, names = _patterns(known)
-    before = None
-    while before != text:
-        before = text
-        for pattern, mark in ((values, lambda match: _mark(names[_flush(match[0])])), (_SHAPES, _mark_of_shape)):
-            text = _between(marks, text, pattern, mark)
-    return text
+    names = {value: name for value, name in (_added | secrets).items() if len(value) >= LEAST_LENGTH}
+    clean = _pattern(tuple(names)).sub(lambda match: match[1] or _mark(names[match[0]]), text)
+    clean = _SHAPES.sub(_mark_of_shape, clean)
+    return text if clean == text else clean
 
 
 def redact_all(value: Any) -> Any:
@@ -105,8 +101,16 @@ def redact_all(value: Any) -> Any:
 
 
 def _clean_entry(key: Any, value: Any) -> Any:
-    is_secret = isinstance(key, str) and key.lower() in SECRET_KEYWORDS and isinstance(value, str) and value
+    is_secret = isinstance(key, str) and _is_secret(key.lower(), value) and value
     return _mark(key.lower()) if is_secret and not value.startswith("<") else redact_all(value)
+
+
+@functools.lru_cache(maxsize=8)
+def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern for marks (group 1), which stay, and for secrets."""
+    # The longest first, because a secret may begin with another one.
+    longest_first = sorted(values, key=lambda value: (-len(value), value))
+    return re.compile("|".join([r"(<redacted [^<>]*>)", *map(re.escape, longest_first)]))
 
 
 def _mark(name: str) -> str:
@@ -118,37 +122,61 @@ def _mark_of_shape(match: re.Match[str]) -> str:
     return kept + _mark(_SHAPE_NAMES[match.lastgroup]) + ("@" if match["scheme"] else "")
 
 
-def _between(marks: re.Pattern[str], text: str, pattern: re.Pattern[str], mark: Callable[..., str]) -> str:
-    """Substitute only in the text between existing marks, so that no mark is changed or taken for a secret."""
-    if not pattern.search(text):
-        return text
-    parts = marks.split(text)  # The marks have odd indices.
-    return "".join(part if i % 2 else pattern.sub(mark, part) for i, part in enumerate(parts))
+# --- settings -------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=8)
-def _patterns(known: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.Pattern[str], dict[str, str]]:
-    """Return a pattern for marks, a pattern for secrets, and the name of each form of a secret."""
-    names: dict[str, str] = {}
-    for value, name in known:
-        if len(value) >= LEAST_LENGTH:
-            names |= dict.fromkeys({form for written in _forms(value) for form in (written, _flush(written))}, name)
-    # The longest first, because a secret may begin with another one.
-    forms = sorted((f for f in names if len(f) >= LEAST_LENGTH), key=lambda form: (-len(form), form))
-    # `re.escape` turns a newline into a backslash and a newline.
-    values = "|".join(re.escape(form).replace("\\\n", _INDENTED) for form in forms) or r"(?!)"
-    in_marks = "|".join(map(re.escape, sorted({*names.values(), *_SHAPE_NAMES.values(), *SECRET_KEYWORDS})))
-    return re.compile(f"(<redacted (?:{in_marks})>)"), re.compile(values), names
+class SecretFreeArguments:
+    """Settings that show no secrets. List it before TrainingArguments among the bases, with `dataclass(repr=False)`.
+
+    A secret in the settings (`hub_token`, a token in `model_init_kwargs`) is from then on redacted in all text that
+    leaves the run.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        add_secrets_of(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values without secrets, for TensorBoard and other trackers."""
+        return redact_all(super().to_dict())
+
+    def __str__(self) -> str:
+        return redact(super().__str__())
+
+    __repr__ = __str__
 
 
-def _flush(text: str) -> str:
-    """Return a text without the indentation of all lines but the first."""
-    return re.sub(_INDENTED, "\n", text)
+def add_secrets_of(args: TrainingArguments) -> None:
+    """Register the secrets in a run's settings, and the token of `hf auth login`, with `redact`."""
+    add_stored_token()
+    for name, value in vars(args).items():
+        for key, entry in value.items() if isinstance(value, Mapping) else [(name, value)]:
+            if _is_secret(key, entry):
+                add_secret(entry, key)
 
 
-def _forms(value: str) -> set[str]:
-    """Return the forms of a secret in plain text, JSON, a Python literal, a URL and base64."""
-    as_json = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
-    data = value.encode("utf-8", "surrogateescape")
-    encoded = {coder(data).decode().rstrip("=") for coder in (base64.b64encode, base64.urlsafe_b64encode)}
-    return {value, quote(data, safe=""), quote(data), *as_json, *encoded}
+@contextlib.contextmanager
+def without_secrets(args: TrainingArguments) -> Iterator[None]:
+    """Remove the secrets from a run's settings inside the block, while transformers pickles them into a file.
+
+    Settings such as `hub_token` become None, keywords with a token are left out of dicts, and secrets inside other
+    text are redacted.
+    """
+    add_secrets_of(args)
+    settings = vars(args)
+    original = dict(settings)
+    for name, value in original.items():
+        if name in SECRET_KEYWORDS and value:
+            settings[name] = None
+        elif isinstance(value, dict):
+            settings[name] = redact_all({key: entry for key, entry in value.items() if not _is_secret(key, entry)})
+        else:
+            settings[name] = redact_all(value)
+    try:
+        yield
+    finally:
+        settings.update(original)
+
+
+def _is_secret(key: Any, entry: Any) -> bool:
+    return key in SECRET_KEYWORDS and isinstance(entry, str)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.checkpoints.folders import left_by_a_run
-from onetrunk.checkpoints.settings import is_free
+from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
 from onetrunk.stages.arguments import PushArguments

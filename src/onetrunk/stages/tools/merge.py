@@ -13,10 +13,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from onetrunk.checkpoints.folders import begin_staging
+from onetrunk.checkpoints.folders import MANIFEST, begin_staging, install
 from onetrunk.checkpoints.hub import push_folder, repo_name, require_push
-from onetrunk.checkpoints.manifest import MANIFEST
-from onetrunk.checkpoints.writing import install
 from onetrunk.models.base_model import check_decoder
 from onetrunk.models.build import load_adapted
 from onetrunk.models.loading import (

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,16 +34,20 @@ from trl import SFTTrainer
 from onetrunk.checkpoints.folders import (
     FINISHED,
     LEAST_KEPT,
+    MANIFEST,
     PREFIX,
     STAGING,
     begin_staging,
     checkpoint_problems,
     delete_old_run,
     described,
+    install,
     publish,
     require_free,
     rotate,
     set_aside_later,
+    write_manifest,
+    writing,
 )
 from onetrunk.checkpoints.hub import (
     HUB_ERRORS,
@@ -54,10 +57,8 @@ from onetrunk.checkpoints.hub import (
     warn_of_failed_pushes,
     warn_of_push,
 )
-from onetrunk.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.checkpoints.resume_point import (
-    AUTO,
     LOOP_FILES,
     EndingCallback,
     LoopEvents,
@@ -70,17 +71,16 @@ from onetrunk.checkpoints.resume_point import (
     read_loop_state,
     restore_early_stopping,
 )
-from onetrunk.checkpoints.secrets import without_secrets
-from onetrunk.checkpoints.settings import (
+from onetrunk.checkpoints.resume_settings import (
     SETTINGS_FILE,
     check_group_settings,
     check_plain_settings,
     check_streaming,
     plain_settings,
 )
-from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
+from onetrunk.checkpoints.save_checks import reading, require_finite_weights, require_room
+from onetrunk.checkpoints.signals import StopAsked, Stopped, StopSignals
 from onetrunk.checkpoints.tensorboard import RunTensorBoard
-from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
 from onetrunk.parallel.divided_head import keep_head_divided
@@ -98,7 +98,7 @@ from onetrunk.parallel.tensor import DataParallel, GroupAccelerator, distribute_
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import redact, without_secrets
 
 logger = get_logger(__name__)
 
@@ -127,7 +127,6 @@ class ResumableTrainer(Trainer):
         self._save_waits = False
         self._saved_step: int | None = None
         self._resume_from: str | None = None
-        self._run_id = ""
         self._has_begun = False
         self._mirror: Mirror | None = None
         self._finite_loss_sum = 0.0
@@ -259,14 +258,8 @@ class ResumableTrainer(Trainer):
         self._saved_step, self._save_waits, self._loop_events.is_pass_end = None, False, False
         self._finite_loss_sum = 0.0
         self.ended = None
-        self._run_id = secrets.token_hex(8)
         if self._resume_from is not None:
-            self._run_id = read_manifest(self._resume_from).get("run", self._run_id)
             self.check_checkpoint(self._resume_from)
-        if self._mirror is not None:
-            # A stage resolves "auto" to a checkpoint, or to None, before it calls; its arguments still say "auto".
-            is_resuming = bool(self._resume_from) or AUTO in (resume_from_checkpoint, self.args.resume_from_checkpoint)
-            self._mirror.claim(self._run_id, is_resuming, self.args.overwrite_output_dir)
 
     def _take_output_dir(self) -> None:
         """Reject an output folder that holds another run, or delete that run if the settings say so."""
@@ -274,6 +267,8 @@ class ResumableTrainer(Trainer):
             require_free(self.args.output_dir, self.args.overwrite_output_dir)
             if self.args.overwrite_output_dir and self.args.should_save:
                 delete_old_run(self.args.output_dir)
+            if self._mirror is not None:
+                self._mirror.require_free(self.args.overwrite_output_dir)
         # Training once more with the same object goes on with its own run.
         self._has_begun = True
 
@@ -456,8 +451,7 @@ class ResumableTrainer(Trainer):
 
     def _publish_checkpoint(self, output_dir: Path, name: str) -> None:
         staged, final = output_dir / STAGING / name, output_dir / name
-        about = {"step": self.state.global_step, "kind": type(self).__name__}
-        write_manifest(staged, **about, world_size=self.args.world_size, run=self._run_id)
+        write_manifest(staged, step=self.state.global_step, world_size=self.args.world_size)
         publish(staged, final)
         problems = checkpoint_problems(final)
         if problems:
@@ -518,7 +512,7 @@ class ResumableTrainer(Trainer):
             super().save_model(str(staged), True)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                install(staged, target, run=self._run_id)
+                install(staged, target)
         if self._mirror is not None:
             self._mirror.push_result(target)
             self._mirror.wait(MIRROR_WAIT_S)

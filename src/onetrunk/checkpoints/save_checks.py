@@ -1,17 +1,11 @@
-"""What can go wrong when a checkpoint is written or read, reported as one clear error: a full disk, weights that are
-not finite, a file that holds something else than tensors.
-"""
+"""Checks before a checkpoint is written: room on the disk, and finite weights. And what is not loaded from one."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -20,9 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer
 
-from onetrunk.checkpoints.folders import LEAST_KEPT
-from onetrunk.checkpoints.manifest import MANIFEST, write_manifest
-from onetrunk.utils.files import sync
+from onetrunk.checkpoints.folders import LEAST_KEPT, free_bytes
 
 logger = get_logger(__name__)
 
@@ -30,8 +22,6 @@ logger = get_logger(__name__)
 OTHER_BYTES = 8 << 20
 # Bytes per trained weight: Adam's two moments in float32.
 OPTIMIZER_BYTES = 8
-# How torch reports that a file could not be written.
-TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter|unexpected pos|No space left|File too large|Disk quota")
 
 
 def require_room(trainer: Trainer, extra_bytes: int) -> None:
@@ -43,7 +33,7 @@ def require_room(trainer: Trainer, extra_bytes: int) -> None:
     args = trainer.args
     if not args.should_save or args.save_strategy == "no":
         return
-    size, free = checkpoint_bytes(trainer, extra_bytes), _free_bytes(Path(args.output_dir))
+    size, free = checkpoint_bytes(trainer, extra_bytes), free_bytes(Path(args.output_dir))
     kept = max(args.save_total_limit or 0, LEAST_KEPT)
     if free < size * (kept + 1):
         raise RuntimeError(
@@ -91,25 +81,6 @@ def require_finite_weights(model: nn.Module, step: int) -> None:
 
 
 @contextlib.contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Turn a failed write inside the block into one error that names the cause.
-
-    Raises:
-        RuntimeError: names the folder, the reason and the free bytes.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not TORCH_WRITE_FAILED.search(str(error)):
-            raise
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise RuntimeError(
-            f"{target} could not be written ({reason}; {_free_bytes(target):,} bytes are free there). Older"
-            " checkpoints are unchanged: make room, and resume with --resume auto"
-        ) from error
-
-
-@contextlib.contextmanager
 def reading(folder: str) -> Iterator[None]:
     """Turn the error for a checkpoint file that holds other objects than tensors into one that names the folder.
 
@@ -123,26 +94,3 @@ def reading(folder: str) -> Iterator[None]:
             f"{folder} has a file that holds something else than tensors and numbers, so it was not loaded"
             f" ({str(error).splitlines()[0]}); pass a checkpoint that this library wrote"
         ) from error
-
-
-def install(staged: Path, target: Path, **about: Any) -> None:
-    """Move a finished result from the staging folder into the run's folder, file by file; delete the staging folder.
-
-    The manifest, with `about` as further entries, comes last and marks the result as complete.
-    """
-    (target / MANIFEST).unlink(missing_ok=True)
-    write_manifest(staged, kind="result", **about)
-    paths = [path for path in staged.rglob("*") if path.is_file()]
-    for path in sorted(paths, key=lambda path: path.name == MANIFEST):
-        place = target / path.relative_to(staged)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
-    sync(target)
-    shutil.rmtree(staged.parent)
-
-
-def _free_bytes(path: Path) -> int:
-    """Return the free bytes of the disk of a path, which need not exist yet."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free

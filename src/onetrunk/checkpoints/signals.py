@@ -1,8 +1,8 @@
 """Stopping a run on a signal: it writes a checkpoint at the current step and ends, all processes at the same step.
 
-SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (which SLURM sends before a time limit) and SIGHUP (the terminal or the reader of the
-output is gone) set a flag. The flag is read between optimizer steps, and while a rollout is sampled and scored: that
-work is given up, because the resumed run makes the same rollout again.
+SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (which SLURM sends before a time limit) and SIGHUP (the terminal is gone) set a flag.
+The flag is read between optimizer steps, and while a rollout is sampled and scored: that work is given up, because the
+resumed run makes the same rollout again.
 """
 
 from __future__ import annotations
@@ -11,23 +11,14 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
 
-from onetrunk.utils.output import lasting_output
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# These may arrive twice without a second request: from the system and from a shell or a scheduler.
-REPEATED = (signal.SIGUSR1, signal.SIGHUP)
-# Some schedulers signal the launcher and the training processes, and the launcher passes its signal on: a SIGTERM that
-# comes within so many seconds of the first signal is no second request.
-REPEAT_S = 30.0
 
 
 class StopAsked(Exception):
@@ -58,18 +49,13 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._received_at = 0.0
-        self._previous_handlers: dict[int, Any] = {}
         self._gives_up = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals inside the block; a second signal does what it did before. Needs the main thread.
+        """Handle the signals inside the block; a second Ctrl-C raises KeyboardInterrupt. Needs the main thread.
 
-        A second Ctrl-C always counts, a second SIGTERM only REPEAT_S after the first signal, and SIGUSR1 and SIGHUP
-        never.
-
-        If the reader of the output is gone, the process gets a SIGHUP.
+        Other signals may arrive twice without a second request: from a scheduler and from the launcher, for example.
         """
         self.received = None
         if threading.current_thread() is not threading.main_thread():
@@ -77,30 +63,22 @@ class StopSignals:
             return
         # Under nohup, or in the background of a shell, some signals must stay ignored.
         numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous_handlers = {number: signal.signal(number, self._receive) for number in numbers}
+        previous = {number: signal.signal(number, self._receive) for number in numbers}
         try:
-            with lasting_output():
-                yield
+            yield
         finally:
-            for number, handler in self._previous_handlers.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
         if self.received is None:
-            self.received, self._received_at = name, time.monotonic()
-            note = f"\n{name}: stopping after this step with a checkpoint; Ctrl-C stops at once\n"
+            self.received = signal.Signals(number).name
+            note = f"\n{self.received}: stopping after this step with a checkpoint; Ctrl-C stops at once\n"
             # Not through Python's streams, whose writer this handler may have interrupted. The terminal may be gone.
             with contextlib.suppress(OSError):
                 os.write(2, note.encode())
-        elif number not in REPEATED and not self._repeats(number):
-            previous = self._previous_handlers.get(number)
-            if callable(previous):
-                previous(number, frame)
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
-
-    def _repeats(self, number: int) -> bool:
-        return number == signal.SIGTERM and time.monotonic() - self._received_at < REPEAT_S
 
     @contextlib.contextmanager
     def giving_up(self, accelerator: Accelerator, alone: bool = False) -> Iterator[None]:
