@@ -110,7 +110,7 @@ def test_what_is_not_given_is_left_out():
     loss, stats = loss_of(only_policy, LossCoefficients(kl_weight=3.0, entropy_coef=3.0))
     assert_close(loss, policy_loss(t.logprobs, t.old_logprobs, t.advantages, t.mask, 0.2)[0], **EXACT)
     assert set(stats) == {"policy"} and "entropy" not in stats["policy"]
-    assert "kl" not in loss_of(vars(t), replace(COEFS, beta=0.0))[1]
+    assert "kl" not in loss_of(vars(t), replace(COEFS, kl_weight=0.0))[1]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
