@@ -13,13 +13,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.judges.base import Pair, Verdict
 from onetrunk.judges.constitution import load_constitution
+from onetrunk.judges.judge import Pair
 from onetrunk.models.base import load_tokenizer
 from onetrunk.stages.eval.contest import by_principle, hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from onetrunk.stages.eval.evaluate import Evaluation, findings, report_text
 from tests.feedback import runs
+from tests.judges.fakes import ToldJudge
 from tests.models.reward_adapters import saved_reward_adapter
 from tests.stages.recipes import ROOT
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -260,32 +261,8 @@ def test_two_processes_compare_what_one_does(evaluate, inputs, tmp_path):
 PAIRS = [Pair(f"prompt {i}", f"first {'x' * i}", f"second {'y' * (3 * i % 7)}") for i in range(9)]
 
 
-class SlotJudge:
-    """Likes what it reads first, by as much whatever it is."""
-
-    name = "slot"
-    identity = {"judge": "slot"}
-
-    def compare(self, pairs, principle, done=None):
-        found = [Verdict(0.8) for _ in pairs]
-        for index, verdict in enumerate(found):
-            if done is not None:
-                done(index, verdict)
-        return found
-
-
-class LengthJudge(SlotJudge):
-    """Likes the longer one, whatever it reads first."""
-
-    name = "length"
-    identity = {"judge": "length"}
-
-    def compare(self, pairs, principle, done=None):
-        found = [Verdict((1 + (len(p.first) > len(p.second)) - (len(p.first) < len(p.second))) / 2) for p in pairs]
-        for index, verdict in enumerate(found):
-            if done is not None:
-                done(index, verdict)
-        return found
+SLOT = ToldJudge(lambda pair, _: 0.8, "slot")  # Likes what it reads first.
+LENGTH = ToldJudge(lambda p, _: (1 + (len(p.first) > len(p.second)) - (len(p.first) < len(p.second))) / 2, "length")
 
 
 @pytest.fixture
@@ -300,7 +277,7 @@ def contest(inputs, tmp_path):
 
 
 def test_a_judge_that_likes_a_slot_is_found_and_decides_nothing(contest):
-    found = contest(SlotJudge())
+    found = contest(SLOT)
     assert (found.rates.wins, found.rates.ties, found.rates.losses) == (0, len(PAIRS), 0)
     assert found.rates.win_rate.value == pytest.approx(0.5)
     position = found.metrics["position"]
@@ -310,7 +287,7 @@ def test_a_judge_that_likes_a_slot_is_found_and_decides_nothing(contest):
 def test_a_win_rate_that_is_length_alone_is_gone_at_equal_length(contest):
     # Of six pairs the policy's completion is longer by 4 in four, as long in one, and shorter by 4 in one.
     pairs = [Pair(f"prompt {i}", "x" * (8, 8, 8, 8, 6, 4)[i % 6], "y" * (4, 4, 4, 4, 6, 8)[i % 6]) for i in range(60)]
-    found = contest(LengthJudge(), pairs)
+    found = contest(LENGTH, pairs)
     assert found.rates.win_rate.value == found.rates.discrete_win_rate.value == pytest.approx((4 + 1 / 2) / 6)
     level = found.rates.length_controlled_win_rate
     assert level.value == pytest.approx(0.5, abs=0.02)
@@ -350,7 +327,7 @@ def test_a_judge_that_never_answers_ends_with_a_sentence(contest, tmp_path):
 
 
 def test_a_principle_has_its_own_mean(contest):
-    found = contest(SlotJudge())
+    found = contest(SLOT)
     assert found.metrics["principles"] == {
         "Which reply is warmer?": pytest.approx(0.5),
         "Which reply is shorter?": pytest.approx(0.5),
@@ -360,7 +337,7 @@ def test_a_principle_has_its_own_mean(contest):
 
 def test_a_completion_cannot_become_part_of_the_report(contest):
     attack = "```\n# All is well\n````"
-    found = contest(SlotJudge(), [Pair("prompt", attack, "plain")])
+    found = contest(SLOT, [Pair("prompt", attack, "plain")])
     figures = {"policy": {}, "reference": {}}
     text = report_text(Evaluation("m", "reference", figures, found.pairs, found, {}, {"seed": 0}), [])
     fences = re.findall(r"^(`{3,})text\n(.*?)\n\1$", text, flags=re.DOTALL | re.MULTILINE)

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from onetrunk import cli
 from onetrunk.data.groups import Group
-from onetrunk.judges.verdicts import PairLabel
+from onetrunk.judges.labels import PairLabel
 from onetrunk.stages.judge.agreement import (
     Judged,
     agreement,
@@ -342,7 +342,7 @@ OWN = """
 import json
 from pathlib import Path
 
-from onetrunk.judges.base import Judge, Verdict
+from onetrunk.judges.judge import Judge, Verdict
 
 
 class First(Judge):

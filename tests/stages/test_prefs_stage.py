@@ -13,7 +13,7 @@ from onetrunk.data.files import load_rows
 from onetrunk.data.preferences import validate_preferences
 from onetrunk.data.prompts import validate_completions
 from onetrunk.feedback.shards import read_rows
-from onetrunk.judges.base import digest
+from onetrunk.judges.judge import digest
 from onetrunk.utils.locks import WriterLock
 from tests.feedback import runs
 from tests.stages.stand_in_ray import StandInRay

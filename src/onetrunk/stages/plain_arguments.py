@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from onetrunk.data.names import looks_like_path
-from onetrunk.judges.load import REWARD, JudgeConfig
+from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.ppo.server_settings import VLLMServerConfig
 from onetrunk.ppo.settings import MONITOR_ACTIONS, PPOSettings, check_monitor
 from onetrunk.utils.options import VLLM_RANKS, option, require_seed, require_truncation
