@@ -20,7 +20,7 @@ from onetrunk.judges.verdicts import PairLabel, judge_warnings
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from onetrunk.stages.judging import ShownLimit
-from onetrunk.stages.running import Terminated, say
+from onetrunk.stages.run_context import Terminated, say
 
 LEDGER = "ledger/verdicts.db"
 # A win rate at equal length that differs by this much from the plain one is reported.
