@@ -19,11 +19,11 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.costs import ModelShape, decode_split, host_memory_bytes, sampling_bytes, trunk_states_bytes
-from onetrunk.models.parallel import gathered_itemsize, held_bytes
-from onetrunk.models.speedups.memory import is_out_of_memory, offloaded_activations
-from onetrunk.models.staged import rehearse_in_stages
+from onetrunk.models.speedups.memory_use import is_out_of_memory, offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
+from onetrunk.parallel.sharding import gathered_itemsize, held_bytes
+from onetrunk.parallel.staged import rehearse_in_stages
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.metrics import peak_gib

@@ -19,14 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import decode_completion
 from onetrunk.data.sharded import BlockOrder, ShardedRows
-from onetrunk.models.tensor_parallel import DataParallel, once_per_group
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
-from onetrunk.rewards.base import Scores
+from onetrunk.parallel.tensor import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
+from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of

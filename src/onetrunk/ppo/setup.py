@@ -23,16 +23,16 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.data.prompts import prepare_prompts, prepare_streamed_prompts
 from onetrunk.data.sharded import ShardedRows, known_rows
-from onetrunk.models.base import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
+from onetrunk.models.base_model import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.build import attach_score_adapter, build_trunk, init_value_head
-from onetrunk.models.cache import TrunkCache, choose_place
+from onetrunk.models.frozen_states import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base
-from onetrunk.models.parallel import cast_when_sharded, launch_layout
-from onetrunk.models.pipeline import LayerSplit, verify_split
 from onetrunk.models.reward_model import is_adapter_name
-from onetrunk.models.staged import keep_stage, trains_in_stages
-from onetrunk.models.tensor_parallel import distribute_frozen
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import cast_when_sharded, launch_layout
+from onetrunk.parallel.staged import keep_stage, trains_in_stages
+from onetrunk.parallel.stages import LayerSplit, verify_split
+from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.ppo.checks import (
     check_launch,
     check_lengths,
@@ -46,12 +46,12 @@ from onetrunk.ppo.checks import (
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
-from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
+from onetrunk.rewards.reward import RewardFunction
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.load import VLLM_BACKENDS, load_backend
 from onetrunk.rollouts.local import LocalBackend

@@ -25,12 +25,12 @@ from onetrunk.checkpoints.settings import (
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
+from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.rewards.base import reward_name
 from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.reward import reward_name
 from onetrunk.rewards.shaping import RunningMoments
 from onetrunk.types import Experience, Pack
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors

@@ -29,11 +29,11 @@ from onetrunk.checkpoints.stopping import StopAsked
 from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
-from onetrunk.models.speedups.memory import offloaded_activations
-from onetrunk.models.staged import trains_in_stages, update_in_stages
-from onetrunk.models.tensor_parallel import DataParallel
+from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
+from onetrunk.parallel.staged import trains_in_stages, update_in_stages
+from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.alarms import Alarms
 from onetrunk.ppo.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.ppo.checks import check_lengths, check_optimizer
