@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from onetrunk import cli
 from onetrunk.judges.base import Judge, Pair, Verdict
 from onetrunk.judges.constitution import load_constitution
-from onetrunk.models.base import load_tokenizer
+from onetrunk.models.base_model import load_tokenizer
 from onetrunk.report.parts import contest_findings
 from onetrunk.stages.eval.contest import hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from onetrunk import cli
-from onetrunk.models.base import load_tokenizer
+from onetrunk.models.base_model import load_tokenizer
 from onetrunk.ppo import evaluation
 from onetrunk.stages.eval import evaluate as eval_stage
 from onetrunk.utils.files import load_tensors

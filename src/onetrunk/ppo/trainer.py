@@ -29,12 +29,12 @@ from onetrunk.checkpoints.stopping import StopAsked
 from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
-from onetrunk.models.speedups.memory import offloaded_activations
-from onetrunk.models.staged import StagedTrunk
-from onetrunk.models.tensor_parallel import DataParallel
-from onetrunk.models.training_stage import reduce_gradients, staged
+from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
+from onetrunk.parallel.staged import StagedTrunk
+from onetrunk.parallel.tensor import DataParallel
+from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.ppo.alarms import Alarms
 from onetrunk.ppo.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.ppo.checks import check_lengths, check_optimizer
@@ -44,14 +44,14 @@ from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.foreign_keys import explain_arguments
 from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
-from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
+from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
-from onetrunk.ppo.state import STATE_FILE, run_settings, written_group_size
+from onetrunk.ppo.stream_state import STATE_FILE, run_settings, written_group_size
 from onetrunk.ppo.tensorboard import PPOTensorBoard
 from onetrunk.ppo.trl_names import with_trl_names
 from onetrunk.ppo.watching import Watch
+from onetrunk.rollouts.async_sampler import Producer
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.rollouts.producer import Producer
 from onetrunk.types import Experience, LossCoefficients, Minibatch, to_device
 
 

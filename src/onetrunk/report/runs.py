@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
-from onetrunk.checkpoints.heartbeats import read_beat
+from onetrunk.parallel.heartbeat import read_beat
 from onetrunk.utils.files import parse_json, read_json
 
 # Trainer pushes no path that begins with an underscore to the Hub.

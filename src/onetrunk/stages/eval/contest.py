@@ -19,7 +19,7 @@ from onetrunk.judges.verdicts import PairLabel
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from onetrunk.stages.judging import ShownLimit
-from onetrunk.stages.running import Terminated, say
+from onetrunk.stages.run_context import Terminated, say
 
 LEDGER = "ledger/verdicts.db"
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}

@@ -32,7 +32,7 @@ from onetrunk.ppo.callbacks import RolloutProgress
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, sample_table, write_samples
-from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
+from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, load_sampled_model, policy_tokenizer
 from onetrunk.report.parts import contest_findings
 from onetrunk.report.report import write_report_of
@@ -43,16 +43,20 @@ from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend
-from onetrunk.stages.arguments import ModelArguments
+from onetrunk.stages.arguments import ModelArguments, parse
 from onetrunk.stages.eval.contest import Contest, hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments, check_purpose
 from onetrunk.stages.judging import load_judge_parts
-from onetrunk.stages.parsing import parse
 from onetrunk.stages.plots import plot_contest
-from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
-from onetrunk.stages.running import run_stage
-from onetrunk.stages.tables import metrics_table, show, show_columns, text_table, write_values
+from onetrunk.stages.run_context import run_stage, say_where
+from onetrunk.stages.tables import (
+    metrics_table,
+    show,
+    show_columns,
+    text_table,
+    write_values,
+)
 from onetrunk.types import Prompt
 from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text

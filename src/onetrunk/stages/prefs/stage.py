@@ -43,9 +43,8 @@ from onetrunk.judges.load import JudgeConfig, load_judge
 from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments
+from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
 from onetrunk.stages.judging import check_judges, measured_words
-from onetrunk.stages.parsing import parse
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.output import (
     claim_folder,
@@ -67,8 +66,7 @@ from onetrunk.stages.prefs.sampling import (
     positions_left,
     sampling_servers,
 )
-from onetrunk.stages.resuming import say_where
-from onetrunk.stages.running import Terminated, run_stage, say
+from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import shortened, show
 from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
