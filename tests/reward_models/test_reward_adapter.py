@@ -8,7 +8,6 @@ from tempfile import mkdtemp
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.trainer import PPOTrainer
@@ -21,7 +20,6 @@ from tests.ppo.support import (
     lora,
     make_config,
     prompts,
-    sft_model,
     trained_weights,
     without_wall_clock,
 )
@@ -146,16 +144,6 @@ def test_an_adapter_scores_captured_states_as_it_scores_those_of_a_pass(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["disk", "off"])
-def test_wherever_the_states_are_kept_a_run_has_the_same_bits(tmp_path, place):
-    settings = {**SHAPE, "adapter_layers": "top-1", "value_head": "adapter", "capture_trunk_states": False}
-    one = run(tmp_path / "one", trunk_cache=place, **settings)
-    other = run(tmp_path / "other", trunk_cache="device", **settings)
-    assert_same(trained_weights(one.model), trained_weights(other.model))
-    assert without_wall_clock(one.state.log_history) == without_wall_clock(other.state.log_history)
-
-
-@pytest.mark.slow
 def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path):
     step, settings = 3, {"adapter_layers": "top-1", "value_head": "adapter", "bf16": True}
     whole = run(tmp_path / "whole", **SHAPE, **settings)
@@ -178,23 +166,6 @@ def test_a_saved_policy_holds_no_reward_adapter_and_resumes_with_it(tmp_path):
     assert on.model.reward_branch.from_states and logged(on, "score/judge")
 
 
-def test_a_policy_continued_on_all_layers_has_its_reward_adapter_run_whole(tmp_path):
-    model = sft_model()
-    model.get_base_model().load_state_dict(renamed(AutoModelForCausalLM.from_pretrained(base()), model))
-    model.get_base_model().config.name_or_path = base()
-    trainer = run(tmp_path, model=model, trains=False, adapter_layers="top-1")
-    assert "active below the cut" in trainer.trunk_plan.report
-    scored = first_rollout(trainer)
-    torch.testing.assert_close(scored.scores.total, expected_scores(scored), atol=1e-5, rtol=1e-5)
-
-
-def renamed(plain, adapted):
-    """Return the weights of a plain model under the names that they have in one with adapters."""
-    own = adapted.get_base_model().state_dict()
-    theirs = plain.state_dict()
-    return {name: theirs.get(name.replace(".base_layer.", "."), tensor) for name, tensor in own.items()}
-
-
 def test_conversations_are_read_as_the_policy_reads_them(tmp_path, caplog):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"the {w}"}] for w in ("cat", "dog", "bird")]})
@@ -215,13 +186,6 @@ def test_an_adapter_on_another_base_is_rejected_with_both_names(tmp_path):
     other = saved_base(tmp_path / "other", num_hidden_layers=2)
     with pytest.raises(ValueError, match=f"on the base model {base()}, and the policy's is {other}.* merge it into"):
         run(tmp_path / "out", model=str(other), trains=False)
-
-
-def test_ways_to_the_same_folder_are_the_same_base(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(base()).parent)
-    (tmp_path / "link").symlink_to(base())
-    for name in ("base", "./base/", str(tmp_path / "link")):
-        assert run(tmp_path / "out", model=name, trains=False).model.reward_branch is not None
 
 
 def test_a_tokenizer_with_other_tokens_is_rejected(tmp_path):

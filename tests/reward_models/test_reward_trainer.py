@@ -22,7 +22,6 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.training import PairCollator, RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards import ModelReward
 from onetrunk.rewards.model import trunk_reward
-from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -201,25 +200,6 @@ def test_the_adapter_on_the_trunk_scores_as_the_same_adapter_on_a_separate_model
     assert read_score_adapter(str(tmp_path)).head["weight"].abs().sum() > 0 and scores.std() > 1e-3
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_resumed_run_ends_where_the_uninterrupted_one_did(base, tmp_path, adapted):
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
-    data = rows(probability=[0.9, 0.2, 0.6, 1.0] * 2)
-
-    def trainer(folder):
-        return a_trainer(base, folder, data, peft_config=lora() if adapted else None, **settings)
-
-    whole = trainer(tmp_path)
-    whole.train()
-    whole.save_model()
-    resumed = trainer(tmp_path / "resumed")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    resumed.save_model()
-    name = "adapter_model.safetensors" if adapted else "model.safetensors"
-    one, other = load_tensors(tmp_path / name), load_tensors(tmp_path / "resumed" / name)
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
 def test_training_learns_and_logs_accuracy_over_the_decided_pairs(base, tmp_path):
     trainer = a_trainer(base, tmp_path, rows(probability=[1.0, 0.0, 0.5, 1.0] * 2), max_steps=12)
     trainer.train()
@@ -272,12 +252,6 @@ def test_memory_does_not_hold_rows_of_a_file(base, tmp_path, monkeypatch):
     assert len(trainer.train_dataset) == 4000
     # Two lists of 8 or more 4-byte ids per row are 250 KB; the kept numbers of the rows may stay.
     assert pa.total_allocated_bytes() - before < 40_000
-
-
-def test_several_processes_tokenize_the_same_rows(base, tmp_path, monkeypatch):
-    dataset = rows_in_a_file(tmp_path, monkeypatch)
-    one, two = (a_trainer(base, tmp_path, dataset, dataset_num_proc=number) for number in (None, 2))
-    assert one.train_dataset[:] == two.train_dataset[:]
 
 
 def test_rows_that_a_chat_template_rejects_are_said(base, tmp_path):
