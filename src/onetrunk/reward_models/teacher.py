@@ -19,11 +19,11 @@ from tqdm.auto import tqdm
 from onetrunk.data.preferences import PAIR, SIDES, STOPPED, check_preferences, stopped_column
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import digest
+from onetrunk.judges.judge import digest
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.rewards.base import Completion
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
 
 SCORES_FILE = "teacher_scores.db"
