@@ -25,6 +25,8 @@ logger = get_logger(__name__)
 
 HUB_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, HFValidationError, LocalTokenNotFoundError, ConnectionError)
 LONGEST_REASON = 200
+# Not pushed: internal files, and the checkpoints of a trainer's output folder.
+INTERNAL, OF_A_RUN = ("_*", ".*"), ("checkpoint-*", "_*")
 ADVICE = {
     401: "the token is not valid; set HF_TOKEN to one that is, or log in again with `hf auth login`",
     403: "the token may not do that; give one with write permission for this repository (hub_model_id says which)",
@@ -80,23 +82,15 @@ def push_folder(
     Raises:
         RuntimeError: the Hub does not take it.
     """
-    api, name, internal = HfApi(), repo_name(args), ["_*", ".*"]
+    options = {"repo_type": repo_type, "revision": args.hub_revision, "ignore_patterns": list(INTERNAL)}
     try:
-        repo = api.create_repo(name, repo_type=repo_type, private=args.hub_private_repo, exist_ok=True).repo_id
-        api.upload_folder(
-            repo_id=repo,
-            repo_type=repo_type,
-            folder_path=folder,
-            revision=args.hub_revision,
-            allow_patterns=None if patterns is None else list(patterns),
-            ignore_patterns=internal,
-        )
+        HfApi().upload_folder(repo_id=repo_name(args), folder_path=folder, allow_patterns=patterns, **options)
     except HUB_ERRORS as error:
-        command = _command(name, folder, args.hub_revision, internal, patterns or (), repo_type)
+        command = _command(repo_name(args), folder, args.hub_revision, INTERNAL, patterns or (), repo_type)
         raise RuntimeError(
             f"{what} in {folder} and could not be pushed: {hub_fault(error)}; `{command}` pushes it"
         ) from error
-    return f"https://huggingface.co/{'' if repo_type == 'model' else f'{repo_type}s/'}{repo}"
+    return f"https://huggingface.co/{'' if repo_type == 'model' else f'{repo_type}s/'}{repo_name(args)}"
 
 
 def _command(
@@ -120,29 +114,22 @@ def hub_fault(error: BaseException) -> str:
         return "there is no token of the Hub; set HF_TOKEN, or log in with `hf auth login`"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; leave it out to push"
-    reason = _one_line(getattr(error, "server_message", None) or str(error) or type(error).__name__)
+    reason = str(getattr(error, "server_message", None) or error or type(error).__name__)
+    reason = re.sub(r"\s+", " ", redact(reason)).strip()[:LONGEST_REASON]
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         return f"HTTP {status}, {ADVICE.get(status, 'the Hub does not take it; try again later')} (it says: {reason})"
     if isinstance(error, HFValidationError):
         return f"that is no name of a repository ({reason}); set hub_model_id to owner/name"
-    if isinstance(error, httpx2.HTTPError | ConnectionError):
-        return f"{constants.ENDPOINT} cannot be reached ({reason}); look at the network, or set push_to_hub to false"
-    return reason
-
-
-def _one_line(text: str) -> str:
-    line = re.sub(r"\s+", " ", redact(text)).strip()
-    return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}..."
+    return f"{constants.ENDPOINT} cannot be reached ({reason}); look at the network, or set push_to_hub to false"
 
 
 class PushFailed(RuntimeError):
     """The push of a trainer's result failed; the result is saved, and the message contains the command to push it."""
 
     def __init__(self, trainer: Trainer, error: BaseException):
-        args, name = trainer.args, trainer.hub_model_id or trainer.args.hub_model_id
-        # Trainer leaves the same files out of a push: checkpoints, and the run's internal files.
-        command = _command(str(name), args.output_dir, args.hub_revision, exclude=["checkpoint-*", "_*"])
+        args, name = trainer.args, str(trainer.hub_model_id or trainer.args.hub_model_id)
+        command = _command(name, args.output_dir, args.hub_revision, OF_A_RUN)
         super().__init__(
             f"the push to {name} failed: {hub_fault(error)}. The result is whole in {args.output_dir}; `{command}`"
             " pushes it"

@@ -52,8 +52,6 @@ from onetrunk.checkpoints.folders import (
 from onetrunk.checkpoints.hub import (
     HUB_ERRORS,
     PushFailed,
-    hub_fault,
-    repo_name,
     warn_of_failed_pushes,
     warn_of_push,
 )
@@ -318,12 +316,10 @@ class ResumableTrainer(Trainer):
             return False
         self._restore_ended(state, loop_state["own"])
         self.ended = ended
+        why = f", where the run was ended ({ended}); set continue_ended_run to true"
         if ended is None:
             longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
-            longer = "num_rollouts" if getattr(args, "num_rollouts", None) else longer
-            why = f" of {planned} planned; raise {longer}"
-        else:
-            why = f", where the run was ended ({ended}); set continue_ended_run to true"
+            why = f" of {planned} planned; raise {'num_rollouts' if getattr(args, 'num_rollouts', None) else longer}"
         logger.warning(
             f"nothing is left to train: {self._resume_from} is at step {state.global_step}{why} to train on"
         )
@@ -345,10 +341,7 @@ class ResumableTrainer(Trainer):
             if Path(state.best_model_checkpoint).is_dir():
                 self._load_best_model()
             else:
-                logger.warning(
-                    f"the best checkpoint, {state.best_model_checkpoint}, does not exist any more; the weights are"
-                    f" those of {self._resume_from}"
-                )
+                logger.warning(f"{state.best_model_checkpoint} does not exist any more; the last weights are used")
 
     def _find_best(self) -> None:
         # The state holds the path of the best checkpoint at the time it was written; the run's folder may have moved.
@@ -544,17 +537,6 @@ class ResumableTrainer(Trainer):
 
     # --- the Hub ----------------------------------------------------------------------------------------------------
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository on the Hub.
-
-        Raises:
-            RuntimeError: the Hub rejects it.
-        """
-        try:
-            super().init_hf_repo(token, private)
-        except HUB_ERRORS as error:
-            raise RuntimeError(f"{repo_name(self.args)} cannot be pushed to: {hub_fault(error)}") from error
-
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Push the result to the Hub.
 
@@ -618,9 +600,6 @@ class ResumableTRLTrainer(ResumableTrainer):
     def settings_of_run(self) -> dict[str, Any]:
         """Return the settings and digests that decide what the run computes."""
         return self._settings
-
-    def end_training(self) -> None:
-        """Release what training holds; called when it ends, is stopped, or fails."""
 
     def check_checkpoint(self, folder: str) -> None:
         """Raise ValueError if the checkpoint belongs to a run with other settings."""

@@ -159,8 +159,6 @@ def check_plain_settings(folder: str | Path, current: dict[str, Any], is_allowed
     saved = read_json(path)
     if not isinstance(saved, dict):
         raise ValueError(f"{path} does not hold the settings of a run; pass another checkpoint")
-    # Written since tensor parallelism is supported.
-    saved = {"tensor_parallel": 1, **saved}
     require_same(path, saved, current, BOUND_SETTINGS)
     keep_optimizer_settings(path, saved, current, KEPT_SETTINGS, is_allowed)
     others = {"base", "base_name", *BOUND_SETTINGS, *KEPT_SETTINGS}
@@ -190,22 +188,18 @@ def check_streaming(args: TrainingArguments, reads_alone: bool = False) -> None:
         args: of SFT, a reward model or distillation.
         reads_alone: True if a model reads the rows too, which a worker of the DataLoader does not have.
     """
-    names = {
+    faults = {
         "packing": "joins rows, so which rows a step has depends on the lengths of all rows before it",
         "shuffle_dataset": "shuffles through a buffer, whose rows a resumed run would lose; shuffle_window shuffles",
+        "train_sampling_strategy": "needs the lengths of all rows, which are not read before training",
+        "dataloader_num_workers": "reads rows in other processes, and the teacher labels them in this process",
     }
-    for name, reason in names.items():
-        if getattr(args, name, False):
-            raise ValueError(f"{name} is true, and it {reason}; leave {name} out, or streaming")
-    if args.train_sampling_strategy not in ("random", "sequential"):
-        raise ValueError(
-            f"train_sampling_strategy {args.train_sampling_strategy!r} needs the lengths of all rows, which streaming"
-            " does not read before training; set random or sequential"
-        )
-    if args.dataloader_num_workers and reads_alone:
-        raise ValueError(
-            "dataloader_num_workers is set, and the teacher labels streamed rows in this process; leave it out"
-        )
+    allowed = {"train_sampling_strategy": ("random", "sequential"), "dataloader_num_workers": (0,)}
+    for name, reason in faults.items():
+        value = getattr(args, name, None)
+        is_checked = name != "dataloader_num_workers" or reads_alone
+        if is_checked and value not in allowed.get(name, (False, None)):
+            raise ValueError(f"{name} is {value}, and with streaming that {reason}; leave {name} out, or streaming")
 
 
 def check_group_settings(args: TrainingArguments) -> None:
