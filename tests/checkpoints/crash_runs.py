@@ -463,22 +463,6 @@ def signalled_evaluating(folder: Path, settings: dict[str, Any]) -> None:
     finish_evaluating(folder, settings, hook)
 
 
-def unread(kind: str, folder: Path, step: int) -> None:
-    """Finish a run that prints into a pipe whose reader ends after a step, as that of `onetrunk ppo | head`."""
-    reader, writer = os.pipe()
-    sys.stdout = open(writer, "w", buffering=1)
-    trainer = KINDS[kind](folder, logging_steps=1)
-
-    class Ends(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == step:
-                os.close(reader)
-
-    trainer.add_callback(Ends())
-    trainer.train(resume_from_checkpoint="auto")
-    (folder / "digest.json").write_text("{}")
-
-
 def command_limited(folder: Path, words: list[str]) -> None:
     """Run a command in `folder` that can write no byte to any file; write down what it says."""
     os.chdir(folder)

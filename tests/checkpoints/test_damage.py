@@ -56,8 +56,7 @@ def files_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["ppo", "sft", "reward", "distill"])
+@pytest.mark.parametrize("kind", ["ppo", pytest.param("sft", marks=pytest.mark.slow)])
 def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_taken(tmp_path, kind):
     first, last = checkpoint_folders(copied(run_of(kind), tmp_path / "run"))
     files = files_of(last)
@@ -75,9 +74,7 @@ def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_taken(tmp_
     assert tried > 4 * len(files) and checkpoint_problems(last) == []
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["ppo", "sft"])
-@pytest.mark.parametrize("how", ["missing", "half", "of another step"])
+@pytest.mark.parametrize(("kind", "how"), [("ppo", "half"), pytest.param("sft", "missing", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_the_checkpoint_before_and_ends_the_same(tmp_path, kind, how, caplog):
     folder = copied(run_of(kind), tmp_path / "run")
     first, last = checkpoint_folders(folder)
@@ -138,9 +135,10 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("fits_manifest", [False, True])
-@pytest.mark.parametrize("kind", ["ppo", "sft"])
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("kind", "fits_manifest"),
+    [("ppo", True), *(pytest.param("sft", x, marks=pytest.mark.slow) for x in (False, True))],
+)
 def test_no_file_of_a_checkpoint_can_run_code(tmp_path, kind, fits_manifest):
     exploded = tmp_path / "exploded"
     pickle.loads(pickle.dumps(Bomb(exploded)))

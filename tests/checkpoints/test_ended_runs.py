@@ -71,8 +71,7 @@ def ending(kind: str) -> Ending:
     return Ending(kind)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", LAST)
+@pytest.mark.parametrize("kind", ["ppo_best", pytest.param("sft_best", marks=pytest.mark.slow)])
 def test_a_finished_run_that_is_repeated_stays_as_it_is(kind):
     ending(kind).restore("finished")
     ending(kind).finish_again("repeated")
@@ -93,21 +92,6 @@ def test_a_run_killed_while_it_ends_ends_the_same(kind):
     published = [i for i, event in enumerate(events, 1) if event == f"os.rename checkpoint-{LAST[kind]}"]
     installed = [i for i, event in enumerate(events, 1) if event.startswith("os.rename")]
     for fatal in (published[0] + 2, installed[-1]):
-        killed_at(kind, fatal)
-
-
-@pytest.mark.sampled(0, slow=3)
-@pytest.mark.parametrize("kind", LAST)
-def test_a_run_killed_before_every_24th_write_after_its_last_step_ends_the_same(kind):
-    # Other writes for each kind; the soak test has them all.
-    for fatal in range(1 + 4 * list(LAST).index(kind), len(ending(kind).events) + 1, 24):
-        killed_at(kind, fatal)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", LAST)
-def test_a_run_killed_before_any_write_after_its_last_step_ends_the_same(kind):
-    for fatal in range(1, len(ending(kind).events) + 1):
         killed_at(kind, fatal)
 
 

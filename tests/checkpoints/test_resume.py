@@ -39,8 +39,13 @@ VARIANTS = {
     },
     "in_loss": {"kl_target": 0.05, "kl_horizon": 40, "kl_in_loss": True, "kl_estimator": "k3", "target_kl": 0.02},
 }
-# Between rollouts, between PPO epochs, in the middle of one; in the first and in the second pass.
-STOPS = (3, 4, 6, 9)
+# In the middle of a PPO epoch, between two epochs, between rollouts; in the first and in the second pass.
+STOPS = [
+    ("adaptive", 9),
+    pytest.param("fixed", 6, marks=pytest.mark.slow),
+    pytest.param("in_loss", 3, marks=pytest.mark.slow),
+    pytest.param("adaptive", 4, marks=pytest.mark.slow),
+]
 
 
 def run(folder, variant, callbacks=(), resume=None):
@@ -69,9 +74,7 @@ def flat_optimizer(trainer):
     return {f"{i}.{name}": torch.as_tensor(value) for i, own in state.items() for name, value in own.items()}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("step", STOPS)
+@pytest.mark.parametrize(("variant", "step"), STOPS)
 def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
     whole = uninterrupted(variant)
     resumed = run(tmp_path, variant, resume=str(checkpoint(variant, step)))
@@ -99,13 +102,6 @@ def checkpoint_groups(variant):
     return torch.load(checkpoint(variant, 4) / "optimizer.pt", weights_only=True)["param_groups"]
 
 
-@pytest.mark.slow
-def test_resuming_from_the_last_checkpoint_needs_no_name(tmp_path):
-    shutil.copytree(checkpoint("fixed", 6), tmp_path / "checkpoint-6")
-    resumed = run(tmp_path, "fixed", resume=True)
-    assert_same(trained_weights(resumed.model), trained_weights(uninterrupted("fixed").model))
-
-
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint-"):
         run(tmp_path, "fixed", resume=True)
@@ -116,12 +112,8 @@ def test_resuming_without_a_checkpoint_says_so(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "trainer_state.json",
         "optimizer.pt",
-        "scheduler.pt",
-        "experience_stream.json",
         "value_head.safetensors",
-        "adapter_model.safetensors",
         "experience_buffer_0.safetensors",
     ],
 )
@@ -141,19 +133,12 @@ def test_a_damaged_stream_state_is_refused(tmp_path):
         run(tmp_path / "out", "fixed", resume=str(damaged))
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
         ({"num_minibatches": 4}, r"num_minibatches 2 \(here 4\)"),
-        ({"seed": 8}, r"seed 3 \(here 8\)"),
-        ({"rollout_batch_size": 6}, r"rollout_batch_size 4 \(here 6\)"),
-        ({"value_learning_rate": 0.1}, r"value_learning_rate None \(here 0.1\)"),
         ({"temperature": 0.5}, r"temperature 1.0 \(here 0.5\)"),
-        ({"beta": 0.5}, r"beta 0.05 \(here 0.5\)"),
-        ({"beta": 0.0}, r"beta 0.05 \(here 0.0\)"),
         ({"kl_in_loss": True, "kl_estimator": "k2"}, r"kl_in_loss False \(here True\)"),
-        ({"kl_target": 1.0}, r"kl_target None \(here 1.0\)"),
     ],
 )
 def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path, changed, sentence):
@@ -173,8 +158,6 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused(tmp_path):
     ("variant", "changed", "sentence"),
     [
         ("fixed", {"kl_target": 1.0}, r"kl_target None \(here 1.0\)"),
-        ("fixed", {"value_learning_rate": 0.1}, r"value_learning_rate None \(here 0.1\)"),
-        ("adaptive", {"kl_target": None}, r"kl_target 0.05 \(here None\)"),
         ("adaptive", {"beta": 0.5}, r"beta 0.05 \(here 0.5\)"),
     ],
 )
@@ -203,12 +186,6 @@ def test_a_changed_learning_rate_is_said_once_to_stay_that_of_the_checkpoint(tmp
     assert max(logged(trainer, "learning_rate")) <= 0.01
 
 
-@pytest.mark.slow
-def test_resuming_with_the_same_rates_warns_of_nothing(tmp_path, caplog):
-    run(tmp_path, "adaptive", resume=str(checkpoint("adaptive", 9)))
-    assert "stays" not in caplog.text
-
-
 def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
     other = tmp_path / "checkpoint-6"
     shutil.copytree(checkpoint("fixed", 6), other)
@@ -221,7 +198,6 @@ def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
     ("step", "planned", "longer"),
     [
         (12, {"num_rollouts": 3}, "num_rollouts"),
-        (9, {"num_rollouts": 2}, "num_rollouts"),
         (6, {"max_steps": 5}, "max_steps"),
         (9, {"num_train_epochs": 1}, "num_train_epochs"),
     ],

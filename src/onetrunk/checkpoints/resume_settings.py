@@ -97,7 +97,7 @@ def require_same(path: Path, saved: dict[str, Any], current: dict[str, Any], nam
 def allow_steering(path: Path, saved: dict[str, Any], current: dict[str, Any], is_allowed: bool) -> None:
     """Warn about changed steering settings, or reject them with ValueError unless `is_allowed`.
 
-    A setting that only one version of onetrunk has is not compared.
+    Some settings belong to a reward; those that only one of the two runs has are not compared.
     """
     changed = [name for name in current if name in saved and saved[name] != current[name]]
     if not changed:
