@@ -6,7 +6,7 @@ import math
 import pytest
 from datasets import Dataset
 
-from onetrunk.data.preferences import validate_preferences
+from onetrunk.data.preferences import check_preferences
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, logit
@@ -149,7 +149,7 @@ def test_every_row_that_is_written_is_one_that_reward_takes(make, prompt):
     _, maker = make(answers)
     rows = maker.rows([item(prompt)], [sampled(*texts)])
     assert len(rows) == 1 and maker.counts["blank_completions"] == 5 and maker.counts["repeated_completions"] == 1
-    assert validate_preferences(Dataset.from_list(rows)) == isinstance(prompt, list)
+    assert len(check_preferences(Dataset.from_list(rows))) == 1
 
 
 def test_the_logit_stays_finite():

@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from onetrunk.data.preferences import PAIR, SIDES, STOPPED, stopped_column, validate_preferences
+from onetrunk.data.preferences import PAIR, SIDES, STOPPED, check_preferences, stopped_column
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.judge import digest
@@ -129,7 +129,7 @@ class Teacher:
 
     def label_pairs(self, rows: Dataset) -> Dataset:
         """Return preference rows with `chosen_score`, `rejected_score`, and the teacher's `probability`."""
-        validate_preferences(rows)
+        check_preferences(rows)
         stopped = {name: stopped_column(rows, name) for name in STOPPED}
         sides = [self.member_scores(rows["prompt"], rows[name], stopped[f"{name}_stopped"]) for name in SIDES]
         probability = torch.sigmoid((sides[0] - sides[1]) / self.temperature).mean(dim=0)
