@@ -22,8 +22,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from trl import get_quantization_config
 
 from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
+from onetrunk.feedback.asking import StopFlag
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.overlap import StopFlag
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
 from onetrunk.feedback.shards import prompt_key
 from onetrunk.models.base_model import load_base, repair_padding, stop_token_ids
