@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from onetrunk.judges.verdicts import judge_warnings
+from onetrunk.judges.labels import judge_warnings
 from onetrunk.report.blocks import Block
 from onetrunk.report.runs import PAIRS, Run, gain, pairs_of, read_lines
 

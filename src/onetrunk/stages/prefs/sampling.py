@@ -27,7 +27,7 @@ from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
-from onetrunk.judges.base import digest, prompt_key
+from onetrunk.judges.judge import digest, prompt_key
 from onetrunk.models.base_model import load_base, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
