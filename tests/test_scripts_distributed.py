@@ -63,21 +63,6 @@ def test_memory_and_collective_operations_are_those_of_the_formulas(tmp_path):
     assert str(ROOT) not in readme + (tmp_path / "distributed.json").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.multi_process
-@pytest.mark.timeout(1300)
-def test_a_value_adapter_and_a_trunk_without_cache_gather_what_the_formula_says(bench):
-    _, runs = bench
-    layers = ["--layer_choices", "all", "top-1", "--value_head", "adapter", "--trunk_cache", "off"]
-    launch = runs.Launch("fsdp2", 2, "facts", (*runs.QUICK, *layers))
-    for rank in runs.run_together([launch], timeout_s=1200)[0]:
-        by_layers = rank["result"]
-        for choice in by_layers:
-            assert_is_that_of_the_formula(choice)
-        # Two packs in three forwards: all 4 layers, or the lower three once and the top one in each.
-        assert [c["gathers"]["score"][0] for c in by_layers] == [1 + 2 * 12, 1 + 2 * (3 + 3)]
-
-
 def process(*totals: float, cpu: float = 4.0) -> dict:
     """Return a process with one row per total of wall seconds, 1 s of sampling and 1 s of scoring."""
     wall = [{"generate": 1.0, "score": 1.0, "update": total - 2} for total in totals]
@@ -119,11 +104,3 @@ def test_scaling_without_a_second_core_is_an_error_before_anything_is_measured(b
         RuntimeError, match="scaling needs two cores, and this process may use one; leave the part out"
     ):
         runs.usable_cores()
-
-
-@pytest.mark.slow
-def test_a_launch_that_fails_names_its_command_and_the_last_lines(bench):
-    _, runs = bench
-    launch = runs.Launch(None, 1, "facts", ("--shape", "none"))
-    with pytest.raises(RuntimeError, match="(?s)facts FOLDER --shape none failed with code 2.*invalid choice"):
-        runs.run_together([launch], timeout_s=1500)

@@ -3,29 +3,58 @@
 Each case damages one file of a whole model, reward model or adapter and gives it to a stage.
 """
 
+import json
 import shutil
 
 import pytest
 from peft import LoraConfig, TaskType, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from onetrunk import cli
-from tests.damage import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    CONFIG,
-    INDEX,
-    TEMPLATE,
-    WEIGHTS,
-    both,
-    changed,
-    removed,
-    tensors_changed,
-    truncated,
-    written,
-)
 from tests.stages.small_runs import make_material, words_of, write_rows
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+TEMPLATE = "chat_template.jinja"
+
+
+def truncated(name, share=0.5):
+    def damage(folder):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(share * len(data))])
+
+    return damage
+
+
+def written(name, data):
+    def damage(folder):
+        (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
+
+    return damage
+
+
+def changed(name, **fields):
+    def damage(folder):
+        content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(content | fields))
+
+    return damage
+
+
+def tensors_changed(name, change):
+    def damage(folder):
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+
+    return damage
+
+
+def removed(name):
+    return lambda folder: (folder / name).unlink()
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +120,7 @@ def poisoned(tensors):
     list(tensors.values())[-1][0] = float("nan")
 
 
-def index_of(content):
-    return both(removed(WEIGHTS), written(INDEX, content))
-
-
-GENERATION, TOKENIZER, ABOUT = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
 # What is damaged, which file the message names ("": only the folder), and what it says.
 BASE_FAULTS = {
     "half of the weights": (truncated(WEIGHTS), WEIGHTS, "cannot be used"),
@@ -103,7 +128,6 @@ BASE_FAULTS = {
     "no weights": (removed(WEIGHTS), "", "no file named model.safetensors"),
     "NaN": (tensors_changed(WEIGHTS, poisoned), "", "NaN or infinite"),
     "no tensor of a layer": (tensors_changed(WEIGHTS, lambda t: t.pop("model.norm.weight")), "", "lacks 1 weights"),
-    "no shard": (index_of('{"metadata": {}, "weight_map": {"a": "model-1.safetensors"}}'), "", "model-1.safetensors"),
     "half of the config": (truncated(CONFIG), CONFIG, "cannot be used"),
     "an unknown architecture": (changed(CONFIG, model_type="unheard_of"), CONFIG, "unheard_of"),
     "the config of a wider model": (changed(CONFIG, hidden_size=48), CONFIG, "have another shape"),

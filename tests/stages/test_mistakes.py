@@ -78,7 +78,7 @@ MISTAKES = [
     ("ppo --config folder", "", "the config file folder does not exist", 2),
     (OK, "vllm_server_base_url: localhost:8000\nuse_vllm: true\n", "write it with its scheme", 2),
     ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
-    ("serve owner/model --port 99999", "", "set it to 65535 or less", 2),
+    ("serve owner/model --port 99999", "", "set it from 1 to 65535", 2),
     ("judge --dataset_name rows.jsonl --output_dir out", "", "judge is not set; name who is measured", 2),
     ("judge --output_dir out --judge rubric --fewest_rows 0 --dataset_name rows.jsonl", "", "set it to 1 or more", 2),
     ("eval --config good.yaml", "tie_margin: 3\n", "tie_margin is 3; set it from 0 to below 0.5", 2),
