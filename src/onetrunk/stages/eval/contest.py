@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.labels import PairLabel
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.stages.eval.eval_arguments import EvalArguments
