@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from onetrunk.utils.loading import freeze_loaded
+from onetrunk.utils.startup import freeze_loaded
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,8 +6,7 @@ The public names are imported when first used, so that `import onetrunk` loads n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.utils.loading import without_collection
-from onetrunk.utils.quiet import silence_imports
+from onetrunk.utils.startup import silence_imports, without_collection
 
 if TYPE_CHECKING:
     from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer

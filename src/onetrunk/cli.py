@@ -14,7 +14,7 @@ from importlib import import_module
 
 from onetrunk.stages.options.verbs import MODULES, PLAIN_MODULES, VERBS
 from onetrunk.utils.escaping import print_any_text
-from onetrunk.utils.loading import freeze_loaded, without_collection
+from onetrunk.utils.startup import freeze_loaded, without_collection
 
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 

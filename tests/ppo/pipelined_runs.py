@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from onetrunk.models.base_model import decoder_layers  # noqa: E402
 from onetrunk.ppo.async_rollouts import load_rows  # noqa: E402
 from onetrunk.rollouts import pipelined  # noqa: E402
-from onetrunk.utils.loading import freeze_loaded  # noqa: E402
+from onetrunk.utils.startup import freeze_loaded  # noqa: E402
 from tests import learning  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
 from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402

@@ -19,7 +19,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from onetrunk.models.trunk import TrunkModel  # noqa: E402
 from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
-from onetrunk.utils.loading import freeze_loaded  # noqa: E402
+from onetrunk.utils.startup import freeze_loaded  # noqa: E402
 from tests.fakes import CopyBackend  # noqa: E402
 from tests.ppo.support import (  # noqa: E402
     StopAt,

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from onetrunk.parallel.sharding import local_bytes  # noqa: E402
 from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
-from onetrunk.utils.loading import freeze_loaded  # noqa: E402
+from onetrunk.utils.startup import freeze_loaded  # noqa: E402
 from tests.models.reward_adapters import saved_base, saved_reward_adapter  # noqa: E402
 from tests.ppo.support import (  # noqa: E402
     StopAt,

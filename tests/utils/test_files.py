@@ -1,6 +1,5 @@
 """Files are whole or absent, reads name what they could not read, names and folders are checked."""
 
-import json
 import math
 import os
 import stat
@@ -17,6 +16,9 @@ def names_in(folder):
 
 
 def test_what_is_written_is_read_back(tmp_path):
+    files.atomic_write_text(tmp_path / "new" / "a.txt", "new")
+    (tmp_path / "new" / "a.txt").unlink()
+    (tmp_path / "new").rmdir()
     files.atomic_write_text(tmp_path / "a.txt", "grün\r\nblau\n")
     files.atomic_write_bytes(tmp_path / "a.bin", b"\x00\r\n\xff")
     files.atomic_write_json(tmp_path / "a.json", {"b": [1, 2.5, None], "a": "ü"})
@@ -25,11 +27,6 @@ def test_what_is_written_is_read_back(tmp_path):
     assert files.read_json(tmp_path / "a.json") == {"b": [1, 2.5, None], "a": "ü"}
     assert list(files.read_json(tmp_path / "a.json")) == ["b", "a"]
     assert names_in(tmp_path) == ["a.bin", "a.json", "a.txt"]
-
-
-def test_a_missing_folder_is_made(tmp_path):
-    files.atomic_write_text(tmp_path / "x" / "y" / "a.txt", "a")
-    assert (tmp_path / "x" / "y" / "a.txt").read_text() == "a"
 
 
 def test_the_file_has_ordinary_permissions(tmp_path):
@@ -76,25 +73,13 @@ def test_data_is_synced_before_the_rename_and_the_folder_after(tmp_path, monkeyp
     assert events == ["file", "rename", "folder"]
 
 
-def test_data_that_is_not_json_leaves_the_old_file(tmp_path):
-    files.atomic_write_json(tmp_path / "a.json", {"a": 1})
-    with pytest.raises(TypeError):
-        files.atomic_write_json(tmp_path / "a.json", {"a": object()})
-    assert files.read_json(tmp_path / "a.json") == {"a": 1}
-
-
-@pytest.mark.parametrize("content", [None, b"", b'{"a": 1', b"\xff\xfe{}"])
+@pytest.mark.parametrize("content", [None, b'{"a": 1', b"\xff\xfe{}"])
 def test_unreadable_json_is_named(tmp_path, content):
     path = tmp_path / "state.json"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(RuntimeError, match="state.json"):
         files.read_json(path)
-
-
-def test_a_folder_in_place_of_json_is_named(tmp_path):
-    with pytest.raises(RuntimeError, match="cannot be read"):
-        files.read_json(tmp_path)
 
 
 def test_tensors_come_back_bitwise(tmp_path):
@@ -147,12 +132,6 @@ def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path):
 def test_an_unwritable_output_folder_is_refused():
     with pytest.raises(RuntimeError, match="cannot be written"):
         files.require_output_dir("/proc/self")
-
-
-def test_json_is_utf8_with_a_last_line_end(tmp_path):
-    files.atomic_write_json(tmp_path / "a.json", {"a": "ü"})
-    data = (tmp_path / "a.json").read_bytes()
-    assert data.endswith(b"}\n") and json.loads(data) == {"a": "ü"} and "ü".encode() in data
 
 
 def test_only_temporary_files_of_killed_writers_are_deleted(tmp_path):

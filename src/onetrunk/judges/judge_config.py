@@ -23,7 +23,7 @@ from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, digest, model_name
 from onetrunk.judges.rubric import Check, RubricJudge
 from onetrunk.judges.template import VERDICT_TOKENS
-from onetrunk.utils.objects import find_object, is_dotted_path
+from onetrunk.utils.import_path import find_object, is_dotted_path
 from onetrunk.utils.options import option
 
 if TYPE_CHECKING:

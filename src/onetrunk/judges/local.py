@@ -40,7 +40,7 @@ from onetrunk.models.reward_model import length_limit
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import Message
-from onetrunk.utils.quiet import peft_calls
+from onetrunk.utils.startup import peft_calls
 
 ANSWER, REASONS = "Answer:", "Reasons:"
 # A label may have a space before it or not; what a model prefers depends on its tokenizer.

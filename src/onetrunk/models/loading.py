@@ -31,7 +31,7 @@ from transformers.utils import cached_file, find_adapter_config_file, has_file
 
 from onetrunk.models.adapters import require_lora
 from onetrunk.utils.files import atomic_write_json
-from onetrunk.utils.quiet import peft_calls
+from onetrunk.utils.startup import peft_calls
 
 CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"

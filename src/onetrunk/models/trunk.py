@@ -59,7 +59,7 @@ from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.ops.vocab_parallel import vocab_parallel_logprobs, vocab_shard
 from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.options import VALUE_HEADS
-from onetrunk.utils.quiet import peft_calls
+from onetrunk.utils.startup import peft_calls
 
 ROLES = ("policy", "value", "reference", "reward", "trunk")
 

@@ -34,7 +34,7 @@ from onetrunk.rewards.reward import reward_name
 from onetrunk.rewards.shaping import RunningMoments
 from onetrunk.types import Experience, Pack
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
-from onetrunk.utils.objects import USER_MODULE
+from onetrunk.utils.import_path import USER_MODULE
 
 STATE_FILE = "experience_stream.json"
 # A process's share of the rollout in use.

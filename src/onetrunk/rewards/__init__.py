@@ -26,7 +26,7 @@ columns that it reads, the weights of a model, the address of a server. A change
 `allow_config_change` is set. README.md lists what YAML can name.
 '''
 
-from onetrunk.utils.loading import imported_when_used
+from onetrunk.utils.startup import imported_when_used
 
 _HOMES = {
     "Completion": "reward",

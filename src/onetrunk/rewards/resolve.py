@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onetrunk.rewards.remote import remote_reward
 from onetrunk.rewards.reward import RewardFunction
-from onetrunk.utils.objects import find_object, is_public_function
+from onetrunk.utils.import_path import find_object, is_public_function
 
 WHAT = "reward function"
 OTHERS = ", nor a reward model: a folder that exists or a Hub name 'owner/model', nor a server: 'http://host/classify'"

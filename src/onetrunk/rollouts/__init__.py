@@ -1,6 +1,6 @@
 """Rollouts: prompts in, token ids and sampler logprobs out."""
 
-from onetrunk.utils.loading import imported_when_used
+from onetrunk.utils.startup import imported_when_used
 
 _HOMES = {
     "ColocatedBackend": "colocate",

@@ -1,12 +1,13 @@
-"""Imports without garbage collection, and what is loaded kept out of later collections."""
+"""Imports without garbage collection, what is loaded kept out of later collections, and one message dropped."""
 
 import gc
+import logging
 import subprocess
 import sys
 
 import pytest
 
-from onetrunk.utils.loading import freeze_loaded, without_collection
+from onetrunk.utils.startup import freeze_loaded, silence_imports, without_collection
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
@@ -50,6 +51,15 @@ def test_a_collection_leaves_out_what_was_loaded_and_takes_what_came_later():
 
 def test_a_process_that_keeps_triton_out_of_collections_exits_without_a_word():
     pytest.importorskip("triton")
-    code = "import triton; from onetrunk.utils.loading import freeze_loaded; freeze_loaded(); freeze_loaded()"
+    code = "import triton; from onetrunk.utils.startup import freeze_loaded; freeze_loaded(); freeze_loaded()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_one_message_is_dropped_and_the_next_passes(caplog):
+    silence_imports()
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    caplog.set_level(logging.WARNING, logger.name)  # A stage that ran before in this process has raised it.
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no kernels")
+    logger.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]

@@ -35,8 +35,8 @@ def find_object(spec: str, what: str, fits: Callable[[Any], bool], kinds: str, o
     if separator:
         module = _module_from_file(spec, Path(path).expanduser(), what)
     elif spec.endswith(".py"):
-        there = _names(_module_from_file(spec, Path(spec).expanduser(), what), fits)
-        hint = f", where NAME is {' or '.join(there[:20])}" if there else ""
+        names = _names(_module_from_file(spec, Path(spec).expanduser(), what), fits)
+        hint = f", where NAME is {' or '.join(names[:20])}" if names else ""
         raise ValueError(
             f"{what} {spec!r} names a file and no {kinds.removesuffix('s')} in it; write '{spec}:NAME'{hint}"
         )
@@ -95,11 +95,9 @@ def _module_from_file(spec: str, path: Path, what: str) -> ModuleType:
 
 
 def _suggestion(module: ModuleType, name: str, fits: Callable[[Any], bool], kinds: str) -> str:
-    there = _names(module, fits)
-    near = difflib.get_close_matches(name, there, n=3)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"it has {', '.join(there[:20]) or f'no public {kinds}'}"
+    names = _names(module, fits)
+    near = difflib.get_close_matches(name, names, n=3)
+    return f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names[:20]) or f'no public {kinds}'}"
 
 
 def _names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
