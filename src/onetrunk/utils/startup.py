@@ -1,4 +1,4 @@
-"""What makes startup quick and quiet: no garbage collection during imports, and no messages nobody can act on.
+"""What makes startup quick and quiet: imports when a name is used, no garbage collection, no useless messages.
 
 A collection visits every object. Those of torch and transformers take it about 0.4 s, and none of them is ever
 garbage; importing them sets off several collections, and every training begins with one.
@@ -11,7 +11,9 @@ import contextlib
 import gc
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
 
 # Concerns only 4-bit models on a CPU, but appears whenever PEFT is imported and bitsandbytes is installed.
 _CPU_KERNEL = "Failed to load CPU gemm_4bit_forward"
@@ -35,6 +37,22 @@ def freeze_loaded() -> None:
     # Triton reports what is frozen at exit as leaked. Only one call is registered, however often this is called.
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)
+
+
+def imported_when_used(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package whose names are imported when they are first used.
+
+    Args:
+        package: its dotted name.
+        homes: the module of each name, within the package.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(homes)}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return get
 
 
 def silence_imports() -> None:
