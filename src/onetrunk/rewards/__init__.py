@@ -26,27 +26,22 @@ columns that it reads, the weights of a model, the address of a server. A change
 `allow_config_change` is set. README.md lists what YAML can name.
 '''
 
-from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.ensemble import EnsembleReward
-from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
-from onetrunk.rewards.model import ModelReward
-from onetrunk.rewards.remote import RemoteReward
-from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.rewards.reward import Completion, RewardFunction, Scores
-from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
+from onetrunk.utils.loading import imported_when_used
 
-__all__ = [
-    "Completion",
-    "EnsembleReward",
-    "JudgeReward",
-    "ModelReward",
-    "PairwiseReward",
-    "RemoteReward",
-    "RewardFunction",
-    "RewardSet",
-    "RunningMoments",
-    "Scores",
-    "length_penalty",
-    "missing_eos_penalty",
-    "resolve_reward",
-]
+_HOMES = {
+    "Completion": "reward",
+    "EnsembleReward": "ensemble",
+    "JudgeReward": "judge_reward",
+    "ModelReward": "model",
+    "PairwiseReward": "judge_reward",
+    "RemoteReward": "remote",
+    "RewardFunction": "reward",
+    "RewardSet": "combine",
+    "RunningMoments": "shaping",
+    "Scores": "reward",
+    "length_penalty": "shaping",
+    "missing_eos_penalty": "shaping",
+    "resolve_reward": "resolve",
+}
+__all__ = [*_HOMES]
+__getattr__ = imported_when_used(__name__, _HOMES)
