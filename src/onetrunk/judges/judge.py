@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from typing import Any
 
 from onetrunk.types import Message, Prompt
@@ -318,6 +319,15 @@ def logistic(x: float) -> float:
 def model_name(source: str) -> str:
     """Return the last part of a path or a Hub name, with only the characters that `Judge.name` may have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", source.rstrip("/").rpartition("/")[2])[:96]
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return different names: the second of a name becomes name_2."""
+    unique: list[str] = []
+    for name in names:
+        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
+        unique.append(next(candidate for candidate in numbered if candidate not in unique))
+    return unique
 
 
 def digest(value: Any) -> str:
