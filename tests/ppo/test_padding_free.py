@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from onetrunk.models.base import backbone
+from onetrunk.models.base_model import backbone
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.memory_check import largest_pack
 from onetrunk.ppo.stream_state import halve

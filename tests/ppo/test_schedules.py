@@ -13,8 +13,8 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from onetrunk.checkpoints.stopping import Stopped
-from onetrunk.models.parallel import launch_layout
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import launch_layout
 from onetrunk.ppo.checks import check_schedule
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.cache_utils import DynamicLayer
 
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.pipelined import PipelinedBackend

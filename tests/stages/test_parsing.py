@@ -9,10 +9,10 @@ from trl import SFTConfig
 
 from onetrunk import __version__, cli
 from onetrunk.ppo.alarm_rules import RULES
+from onetrunk.stages.arguments import StageParser
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.evaluate import parse_eval
 from onetrunk.stages.options.parser import UsageError
-from onetrunk.stages.parsing import StageParser
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.stage import parse_run

@@ -379,7 +379,7 @@ def _server(specs: Sequence[str], settings: JudgeConfig) -> Judge:
 def _tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
     if name is None:
         return None
-    from onetrunk.models.base import load_tokenizer
+    from onetrunk.models.base_model import load_tokenizer
 
     try:
         return load_tokenizer(name)

@@ -34,7 +34,7 @@ from onetrunk.judges.template import (
     with_reasons_asked,
     with_reasons_given,
 )
-from onetrunk.models.base import load_base, load_tokenizer, repair_padding, stop_token_ids
+from onetrunk.models.base_model import load_base, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.loading import adapter_base, base_fingerprint, base_of, put_adapter_on, reading
 from onetrunk.models.reward_model import length_limit
 from onetrunk.rollouts.base import SamplingParams

@@ -28,11 +28,11 @@ from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.judges.base import prompt_key
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.parallel import gathered, reshard
-from onetrunk.models.staged import pack_outputs, staged
-from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.sharding import gathered, reshard
+from onetrunk.parallel.staged import pack_outputs, staged
+from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.metrics import rollout_metrics
 from onetrunk.ppo.rollout import (
     PromptOrder,

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from onetrunk.checkpoints.stopping import StopSignals
 from onetrunk.data.sharded import ShardedRows
-from onetrunk.models.cache import TrunkCache
-from onetrunk.models.parallel import is_divided, is_sharded
-from onetrunk.models.tensor_parallel import DataParallel
+from onetrunk.models.frozen_states import TrunkCache
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.sharding import is_divided, is_sharded
+from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.async_rollouts import RolloutsAhead, load_rows, rollouts_since, save_rows
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig

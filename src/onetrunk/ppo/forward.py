@@ -12,9 +12,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from onetrunk.models.cache import TrunkCache
-from onetrunk.models.parallel import reshard
-from onetrunk.models.staged import staged
+from onetrunk.models.frozen_states import TrunkCache
+from onetrunk.parallel.sharding import reshard
+from onetrunk.parallel.staged import staged
 from onetrunk.ppo.rollout import RolloutPack
 from onetrunk.types import Experience
 

@@ -20,11 +20,11 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.costs import ModelShape, decode_split, host_memory_bytes, sampling_bytes, trunk_states_bytes
-from onetrunk.models.parallel import held_bytes, is_sharded
-from onetrunk.models.speedups.memory import is_out_of_memory, offloaded_activations
-from onetrunk.models.staged import StagedTrunk, staged
+from onetrunk.models.speedups.memory_use import is_out_of_memory, offloaded_activations
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
+from onetrunk.parallel.sharding import held_bytes, is_sharded
+from onetrunk.parallel.staged import StagedTrunk, staged
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.metrics import peak_gib

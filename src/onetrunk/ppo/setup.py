@@ -23,16 +23,16 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.data.prompts import prepare_prompts, prepare_streamed_prompts
 from onetrunk.data.sharded import ShardedRows, known_rows
-from onetrunk.models.base import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
+from onetrunk.models.base_model import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
 from onetrunk.models.build import attach_score_adapter, build_trunk, init_value_head
-from onetrunk.models.cache import TrunkCache, choose_place
+from onetrunk.models.frozen_states import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base
-from onetrunk.models.parallel import cast_when_sharded, is_divided, launch_layout
-from onetrunk.models.pipeline import LayerSplit, verify_split
 from onetrunk.models.reward_model import is_adapter_name
-from onetrunk.models.staged import keep_stage, staged
-from onetrunk.models.tensor_parallel import distribute_frozen
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import cast_when_sharded, is_divided, launch_layout
+from onetrunk.parallel.staged import keep_stage, staged
+from onetrunk.parallel.stages import LayerSplit, verify_split
+from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.ppo.checks import (
     check_launch,
     check_lengths,

@@ -25,10 +25,10 @@ from onetrunk.checkpoints.settings import (
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.parallel import training_stages
-from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
+from onetrunk.parallel.sharding import training_stages
+from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.base import reward_name
 from onetrunk.rewards.combine import RewardSet

@@ -29,12 +29,12 @@ from onetrunk.checkpoints.stopping import StopAsked
 from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
-from onetrunk.models.speedups.memory import offloaded_activations
-from onetrunk.models.staged import StagedTrunk
-from onetrunk.models.tensor_parallel import DataParallel
-from onetrunk.models.training_stage import reduce_gradients, staged
+from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
+from onetrunk.parallel.staged import StagedTrunk
+from onetrunk.parallel.tensor import DataParallel
+from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.ppo.alarms import Alarms
 from onetrunk.ppo.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.ppo.checks import check_lengths, check_optimizer

@@ -34,14 +34,14 @@ from onetrunk.data.preferences import SIDES, validate_preferences
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.preferences import logit
 from onetrunk.models.adapters import require_lora
-from onetrunk.models.parallel import check_stage_launch, check_stage_layout, train_in_stages
-from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.reward_model import READS_END, length_limit
-from onetrunk.models.staged_scorer import StagedScorer, keep_scorer_stage
-from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
+from onetrunk.parallel.sharding import check_stage_launch, check_stage_layout, train_in_stages
+from onetrunk.parallel.staged_scorer import StagedScorer, keep_scorer_stage
+from onetrunk.parallel.stages import LayerSplit
+from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.reward_models.stage_settings import StageTrainingConfig
 from onetrunk.rewards.model import encode_rows
 from onetrunk.utils.options import option, require_seed

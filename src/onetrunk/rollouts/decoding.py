@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.narrow import Positions
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams

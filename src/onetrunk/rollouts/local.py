@@ -21,10 +21,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
-from onetrunk.models.parallel import gathered, is_divided
-from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
+from onetrunk.models.speedups.memory_use import free_memory, is_out_of_memory
 from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.packed import packed_weights
+from onetrunk.models.speedups.onednn_weights import packed_weights
+from onetrunk.parallel.sharding import gathered, is_divided
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
     Completion,

@@ -25,7 +25,7 @@ from onetrunk.data.prompts import (
     validate_prompts,
 )
 from onetrunk.data.sharded import ShardedRows, load_sharded_rows
-from onetrunk.stages.plain_arguments import DatasetArguments, TrainingDataArguments
+from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 TrainingRows = Dataset | ShardedRows
 

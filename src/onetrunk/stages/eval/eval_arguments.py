@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from onetrunk.judges.load import JudgeConfig
-from onetrunk.stages.plain_arguments import DatasetArguments, SamplingArguments
+from onetrunk.stages.arguments import DatasetArguments, SamplingArguments
 from onetrunk.utils.options import option
 
 if TYPE_CHECKING:

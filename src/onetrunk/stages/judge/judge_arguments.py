@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP
 from onetrunk.judges.load import JudgeConfig
-from onetrunk.stages.plain_arguments import DatasetArguments, PushArguments, require_output_dir_is_set
+from onetrunk.stages.arguments import DatasetArguments, PushArguments, require_output_dir_is_set
 from onetrunk.utils.options import option, require_seed
 
 

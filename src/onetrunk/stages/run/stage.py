@@ -26,10 +26,9 @@ from onetrunk.checkpoints.folders import described
 from onetrunk.report.report import write_report_of
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.options.words import run_words
-from onetrunk.stages.resuming import has_result, say_where
 from onetrunk.stages.run.pipeline import Pipeline, Stage, load_pipeline
 from onetrunk.stages.run.state import UNCHANGED, PipelineState, Plan
-from onetrunk.stages.running import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, run_stage
+from onetrunk.stages.run_context import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, has_result, run_stage, say_where
 from onetrunk.utils.escaping import table_console
 from onetrunk.utils.files import require_output_dir
 from onetrunk.utils.locks import WriterLock

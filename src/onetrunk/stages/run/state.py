@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.data.names import BUILDERS
-from onetrunk.stages.resuming import last_finished_checkpoint
 from onetrunk.stages.run.pipeline import Pipeline, Stage
+from onetrunk.stages.run_context import last_finished_checkpoint
 from onetrunk.stages.tables import as_json, shortened
 from onetrunk.utils.files import atomic_write_json, read_json
 from onetrunk.utils.redaction import redact, redact_all
