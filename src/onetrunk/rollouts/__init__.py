@@ -5,7 +5,6 @@ from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "PipelinedBackend",
     "RolloutBackend",
     "SamplingParams",
-    "ServerPolicy",
     "VLLMBackend",
     "VersionedBackend",
     "load_backend",

@@ -10,8 +10,7 @@ from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.pool import ServerPolicy
-from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.rollouts.vllm import VLLMBackend, vllm_policy
 
 # Where adapters are published. Trainer pushes no path that begins with an underscore to the Hub.
 ADAPTERS_FOLDER = "_adapters"
@@ -57,7 +56,8 @@ def load_servers(config: ServerSettings, **settings: Any) -> VLLMBackend:
     return VLLMBackend(
         config.server_urls,
         Path(config.output_dir) / ADAPTERS_FOLDER,
-        policy=ServerPolicy(timeout_s=config.vllm_request_timeout, wait_s=config.vllm_server_timeout),
+        policy=vllm_policy(config.vllm_request_timeout),
+        wait_s=config.vllm_server_timeout,
         api_key_env=config.vllm_api_key_env,
         **settings,
     )

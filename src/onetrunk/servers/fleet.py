@@ -140,9 +140,7 @@ class Fleet:
             if failed.kind == "again" and member.rests_until <= _now():
                 await asyncio.sleep(self.policy.delay_s(failures))
 
-    async def answer_all(
-        self, num_items: int, work: Callable[[Connection, int], Awaitable[Any]], done: Done
-    ) -> None:
+    async def answer_all(self, num_items: int, work: Callable[[Connection, int], Awaitable[Any]], done: Done) -> None:
         """Call `work` for every index below `num_items`, and `done` once with each answer or CallError.
 
         When the servers are given up, no further call begins, but calls in flight end, because their answers may be
@@ -161,8 +159,8 @@ class Fleet:
                     outcome = await self._outcome(lambda to, index=index: work(to, index))
                     if isinstance(outcome, CallError) and outcome.kind == "stop":
                         raise ServerUnavailable(
-                            f"{self} {outcome}; {num_answered} of {num_items} were answered. Run the same command again"
-                            " to ask the missing ones"
+                            f"{self}: {outcome}; {num_answered} of {num_items} calls were answered. Run the same"
+                            " command again, a training with --resume auto, for the others"
                         )
                     num_answered += not isinstance(outcome, CallError)
                     done(index, outcome)
@@ -224,7 +222,7 @@ class Fleet:
         now, policy = _now(), self.policy
         member.failures += 1
         if member.failures == 1 and len(self._members) > 1:
-            logger.warning("%s does not answer (%s); the others take its calls", member.connection.server, error)
+            logger.warning("%s fails (%s); the others take its calls", member.connection.server, error)
         if error.kind == "stop":
             member.gone = str(error)
             if all(one.gone is not None for one in self._members):
@@ -233,14 +231,14 @@ class Fleet:
         since = now if self._failing_since is None else self._failing_since
         if error.retry_after_s is not None:
             if error.retry_after_s > policy.patience_s:
-                raise _stopped(error, f"asks to wait {error.retry_after_s:.0f} s (Retry-After; {error})")
+                raise _stopped(error, f"it asks to wait {error.retry_after_s:.0f} s (Retry-After; {error})")
             member.rests_until = max(member.rests_until, now + error.retry_after_s)
             since = max(since, member.rests_until)
         elif error.is_unreachable or (error.timed_out and len(self._members) > 1):
             member.rests_until = now + policy.delay_s(member.failures)
         self._failing_since = since
         if now - since >= policy.patience_s:
-            raise _stopped(error, f"has answered no call for {now - since:.0f} s (the last: {error})")
+            raise _stopped(error, f"no call was answered for {now - since:.0f} s (the last: {error})")
 
     def _last(self, error: CallError, failures: int, answers_before: int) -> CallError:
         """Return the error of a question that is out of calls."""

@@ -25,7 +25,7 @@ from typing import Any
 import httpx2
 
 from onetrunk.models.loading import adapter_base, load_config
-from onetrunk.rollouts.adapters import served_rank
+from onetrunk.rollouts.publishing import served_rank
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
 from onetrunk.stages.arguments import DTYPES, parse
 from onetrunk.stages.options.parser import say

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from onetrunk.models.adapters import adapter_parameters
-from onetrunk.rollouts.adapters import ADAPTER_FILE, AdapterFolder, active_adapter, owner_of
+from onetrunk.rollouts.publishing import ADAPTER_FILE, AdapterFolder, active_adapter, owner_of
 from onetrunk.utils.files import load_tensors
 from tests.ppo.support import base_model, lora, sft_model
 from tests.tiny import tiny_model

@@ -27,7 +27,7 @@ from onetrunk.utils.locks import WriterLock
 from onetrunk.utils.options import VLLM_RANKS
 
 NAME = re.compile(r"onetrunk-([0-9a-f]{12})-(\d+-[a-z]+-v\d+)")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Modules that vLLM keeps without LoRA.
 HEADS = {"lm_head", "embed_tokens", "embed_out", "wte", "score"}
 
@@ -82,12 +82,10 @@ def check_servable(config: LoraConfig, what: str = "the adapter") -> None:
             )
 
 
-def published_dtype(model: nn.Module, name: str = "auto") -> torch.dtype:
-    """Return the dtype in which adapters are published; "auto": that of the base, float32 if it has no such dtype."""
-    if name != "auto":
-        return DTYPES[name]
+def published_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype in which adapters are published: that of the base, float32 if it is quantised."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    return base.dtype if base.dtype in DTYPES.values() else torch.float32
+    return base.dtype if base.dtype in DTYPES else torch.float32
 
 
 def served_rank(rank: int) -> int:
