@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.judges.base import Judge, Pair, Verdict
 from onetrunk.judges.constitution import load_constitution
+from onetrunk.judges.judge import Judge, Pair, Verdict
 from onetrunk.models.base_model import load_tokenizer
 from onetrunk.stages.eval.contest import hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments

@@ -15,7 +15,7 @@ from onetrunk.stages.eval.evaluate import parse_eval
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.reward import parse_reward
-from onetrunk.stages.run.stage import parse_run
+from onetrunk.stages.run.chain import parse_run
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 

@@ -11,8 +11,8 @@ from onetrunk.stages.plan import parse_plan
 from onetrunk.stages.ppo import DRY_RUN, parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward
+from onetrunk.stages.run.chain import parse_run
 from onetrunk.stages.run.pipeline import load_pipeline
-from onetrunk.stages.run.stage import parse_run
 from onetrunk.stages.sft import parse_sft
 from onetrunk.stages.tools.merge import parse_merge
 from onetrunk.stages.tools.recipes import parse_recipes

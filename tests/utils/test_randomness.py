@@ -9,7 +9,7 @@ from onetrunk.feedback.preferences import all_pairs
 from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
-from onetrunk.judges.base import Principle, prompt_key
+from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.token_draws import row_uniforms

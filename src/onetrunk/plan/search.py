@@ -375,7 +375,9 @@ def search(
     """
 
     def value(candidate: Candidate) -> tuple[float, ...]:
-        return value_of(objective, candidate.seconds, candidate.count, candidate.usd_per_hour(market))
+        numbers = value_of(objective, candidate.seconds, candidate.count, candidate.usd_per_hour(market))
+        # Next to a sampler that takes longer, the trainer's speed does not change the iteration.
+        return (*numbers, candidate.trainer.seconds)
 
     best: dict[tuple, Candidate] = {}
     for candidate in candidates(job, pools, space):

@@ -30,8 +30,8 @@ from onetrunk.ops.advantages import KLController
 from onetrunk.parallel.sharding import training_stages
 from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.rewards.base import reward_name
 from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.reward import reward_name
 from onetrunk.rewards.shaping import RunningMoments
 from onetrunk.types import Experience, Pack
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors

@@ -20,7 +20,7 @@ from trl import ModelConfig, SFTConfig, TrlParser, get_peft_config
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.data.names import looks_like_path
-from onetrunk.judges.load import REWARD, JudgeConfig
+from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.ppo.server_settings import VLLMServerConfig

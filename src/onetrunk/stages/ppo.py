@@ -18,16 +18,16 @@ from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.load import JudgeConfig
+from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import KEPT_FOLDER, sample_references
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.ensemble import names_an_ensemble
-from onetrunk.rewards.judge import JudgeReward, PairwiseReward
+from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
 from onetrunk.rewards.resolve import names_a_model, resolve_reward
+from onetrunk.rewards.reward import RewardFunction
 from onetrunk.stages.arguments import (
     JUDGE,
     PAIRWISE,

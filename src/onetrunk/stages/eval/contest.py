@@ -14,9 +14,9 @@ from tqdm.auto import tqdm
 
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Judge, Pair
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import PairLabel, judge_warnings
+from onetrunk.judges.judge import Judge, Pair
+from onetrunk.judges.labels import PairLabel, judge_warnings
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from onetrunk.stages.judging import ShownLimit

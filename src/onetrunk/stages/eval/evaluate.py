@@ -22,8 +22,8 @@ from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
 from onetrunk.feedback.preferences import plain
-from onetrunk.judges.base import Pair
-from onetrunk.judges.load import JudgeConfig
+from onetrunk.judges.judge import Pair
+from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
 from onetrunk.models.reward_model import is_adapter_name
@@ -35,10 +35,10 @@ from onetrunk.ppo.evaluation import evaluate_prompts, sample_table, write_sample
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, load_sampled_model, policy_tokenizer
 from onetrunk.report.report import write_report_of
-from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.resolve import names_a_model
+from onetrunk.rewards.reward import Completion, RewardFunction, Scores
 from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend

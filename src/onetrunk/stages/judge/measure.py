@@ -21,10 +21,11 @@ from onetrunk.data.groups import ALL, Group, labelled_groups
 from onetrunk.feedback.asking import Asker, parts_of
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
-from onetrunk.judges.load import RUBRIC, EnsembleJudge, JudgeConfig, load_judge, specs_by_judge, unique_names
-from onetrunk.judges.verdicts import PairLabel, answer_key, judge_pairs, kept_answer, rate_pairs
+from onetrunk.judges.ensemble import EnsembleJudge, unique_names
+from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Rating, Verdict, digest
+from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
+from onetrunk.judges.labels import PairLabel, answer_key, judge_pairs, kept_answer, rate_pairs
 from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run

@@ -1,6 +1,6 @@
 """The settings of `onetrunk prefs`: pairing, revisions, and output.
 
-One field is one YAML key and one command line option. The settings of judges are in `judges/load.py`.
+One field is one YAML key and one command line option. The settings of judges are in `judges/judge_config.py`.
 """
 
 from dataclasses import asdict, dataclass

@@ -37,9 +37,9 @@ from onetrunk.feedback.preferences import (
 from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
-from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import JudgeConfig, load_judge
+from onetrunk.judges.judge import Judge
+from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse

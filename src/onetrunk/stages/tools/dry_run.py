@@ -25,7 +25,7 @@ from onetrunk.costs import (
     trunk_states_bytes,
 )
 from onetrunk.data.sharded import known_rows
-from onetrunk.judges.load import JudgeConfig
+from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import check_supported, decoder_layers
 from onetrunk.models.loading import load_config

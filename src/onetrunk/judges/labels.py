@@ -7,10 +7,12 @@ shows the bias. Answers that a `Memory` keeps are not asked again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
-from onetrunk.judges.base import (
+from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import (
+    Answer,
     Done,
     DoneEach,
     ErrorKind,
@@ -21,15 +23,13 @@ from onetrunk.judges.base import (
     Rating,
     Single,
     Verdict,
-    ask_each,
     digest,
 )
-from onetrunk.judges.constitution import Constitution
 from onetrunk.types import Prompt
 
-Answer = TypeVar("Answer", Verdict, Rating)
+Kind = TypeVar("Kind", bound=Answer)
 # Called with an item and its new answer.
-OnAnswer = Callable[[Pair | Single, Verdict | Rating], None]
+OnAnswer = Callable[[Pair | Single, Answer], None]
 TIE = 0.5
 # Limits of `judge_warnings`. Below FEWEST_ANSWERS a share is noise.
 LEAST_CONSISTENCY, MOST_SLOT_BIAS, SLOT_RATE_NEAR, MANY_ABSTENTIONS = 0.5, 0.15, 0.1, 0.1
@@ -126,29 +126,16 @@ def rate_pairs(
     Args:
         memory, on_answer: as in `ask_missing_each`; `on_answer` gets completions.
     """
-    singles = _different_singles(pairs)
+    singles = list({digest(vars(single)): single for pair in pairs for single in pair.singles()}.values())
     asked = [(singles, principle) for principle in constitution.principles]
     by_principle = ask_missing_each(judge, asked, memory, on_answer)
-    places = {_single_key(single): place for place, single in enumerate(singles)}
+    places = {digest(vars(single)): place for place, single in enumerate(singles)}
     labels = []
     for pair in pairs:
-        first, second = (places[_single_key(single)] for single in pair.singles())
-        verdicts = [_verdict_of(found[first], found[second]) for found in by_principle]
-        both = [[verdict, replace(verdict, probability=_other(verdict.probability))] for verdict in verdicts]
-        labels.append(_label(both, constitution.principles))
+        first, second = (places[digest(vars(single))] for single in pair.singles())
+        in_orders = [[_verdict_of(r[first], r[second]), _verdict_of(r[second], r[first])] for r in by_principle]
+        labels.append(_label(in_orders, constitution.principles))
     return labels
-
-
-def _different_singles(pairs: Sequence[Pair]) -> list[Single]:
-    return list({_single_key(single): single for pair in pairs for single in pair.singles()}.values())
-
-
-def _single_key(single: Single) -> str:
-    return digest(vars(single))
-
-
-def _other(probability: float | None) -> float | None:
-    return None if probability is None else 1 - probability
 
 
 def _verdict_of(first: Rating, second: Rating) -> Verdict:
@@ -196,38 +183,36 @@ def ask_missing_each(
             first for those kept.
     """
     asked_keys = [[answer_key(judge, principle, item) for item in items] for items, principle in asked]
-    answers: dict[str, Any] = {}
+    answers: dict[str, Answer] = {}
     places: dict[str, list[tuple[int, int]]] = {}
     missing: list[tuple[dict[str, Pair | Single], Principle]] = []
     for number, ((items, principle), keys) in enumerate(zip(asked, asked_keys, strict=True)):
         kind = Verdict if items and isinstance(items[0], Pair) else Rating
-        kept = {} if memory is None else {key: kept_answer(memory, key, kind) for key in keys}
-        answers |= {key: answer for key, answer in kept.items() if answer is not None}
+        if memory is not None:
+            found = ((key, kept_answer(memory, key, kind)) for key in keys)
+            answers |= {key: answer for key, answer in found if answer is not None}
         missing.append(({key: item for key, item in zip(keys, items, strict=True) if key not in answers}, principle))
-        for index, key in enumerate(keys) if done is not None else ():
+        for index, key in enumerate(keys):
             places.setdefault(key, []).append((number, index))
-    left = [(list(items), list(items.values())) for items, _ in missing]
 
-    def tell(key: str, answer: Verdict | Rating) -> None:
-        for number, index in places.get(key, ()):
-            done(number, index, answer)
+    def tell(key: str) -> None:
+        for place in places[key] if done is not None else ():
+            done(*place, answers[key])
 
-    def keep(number: int, index: int, answer: Verdict | Rating) -> None:
-        key, item = left[number][0][index], left[number][1][index]
+    def keep(number: int, index: int, answer: Answer) -> None:
+        key, item = left[number][index]
+        answers[key] = answer
         if memory is not None:
             keep_answer(memory, key, answer)
         if on_answer is not None:
             on_answer(item, answer)
-        tell(key, answer)
+        tell(key)
 
-    for key, answer in answers.items():
-        tell(key, answer)
-    if any(items for items, _ in missing):
-        told = ask_each(
-            judge, [(items, principle) for (_, items), (_, principle) in zip(left, missing, strict=True)], keep
-        )
-        for (keys, _), found in zip(left, told, strict=True):
-            answers |= zip(keys, found, strict=True)
+    for key in list(answers):
+        tell(key)
+    left = [list(items.items()) for items, _ in missing]
+    if any(left):
+        judge.answer_each([(list(items.values()), principle) for items, principle in missing], keep)
     return [[answers[key] for key in keys] for keys in asked_keys]
 
 
@@ -274,13 +259,13 @@ def answer_key(judge: Judge, principle: Principle, item: Pair | Single) -> str:
     return digest({"question": vars(item), "principle": principle.key, "judge": judge.identity})
 
 
-def kept_answer(memory: Memory, key: str, kind: type[Answer]) -> Answer | None:
+def kept_answer(memory: Memory, key: str, kind: type[Kind]) -> Kind | None:
     """Return the Verdict or Rating (`kind`) under a key; None for a question that must be asked."""
     value = memory.get(key)
     return None if value is None else kind(**value)
 
 
-def keep_answer(memory: Memory, key: str, answer: Verdict | Rating) -> None:
+def keep_answer(memory: Memory, key: str, answer: Answer) -> None:
     """Keep an answer; an error is not kept, so that the question is asked again."""
     if answer.error is not None:
         return
@@ -299,7 +284,7 @@ class RememberedJudge(Judge):
     def __init__(self, judge: Judge, memory: Memory):
         self.judge, self.memory = judge, memory
         self.name, self.identity = judge.name, judge.identity
-        self.is_remote = getattr(judge, "is_remote", False)
+        self.is_remote = judge.is_remote
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
@@ -335,7 +320,7 @@ class JudgeStatistics:
                 self.compared += 1
                 self.agreed += _agree(*orders)
 
-    def add_rating(self, rating: Rating) -> None:
+    def add_rating(self, rating: Answer) -> None:
         """Count the rating of one completion as a question without slots."""
         self.questions += 1
         self.abstained += rating.error is None and rating.score is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onetrunk.judges.base import Pair, Principle, digest
+from onetrunk.judges.judge import Pair, Principle, digest
 
 
 def test_a_digest_does_not_depend_on_the_order_of_keys():

@@ -1,6 +1,6 @@
 """The interface of a judge: the questions it is asked and the answers it may give.
 
-A judge answers for the ORDER in which it is shown two completions. `judges/verdicts.py` asks in both orders and turns
+A judge answers for the ORDER in which it is shown two completions. `judges/labels.py` asks in both orders and turns
 the answers into labels.
 """
 
@@ -14,10 +14,9 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from onetrunk.judges.usage import Usage
 from onetrunk.types import Message, Prompt
 from onetrunk.utils.calls import ErrorKind
 
@@ -90,42 +89,40 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A judge's answer about one pair in one order, under one principle.
+class Answer:
+    """A judge's answer to one question: a number in [0, 1], an abstention, or an error.
 
     Args:
-        probability: that the completion shown first is the better one, in [0, 1]; None if the judge abstains or fails.
+        number: what was judged; None if the judge abstains or fails.
         reason: the judge's reasoning, or why it abstained.
         error: why there is no answer yet (server down, deadline). The question is asked again; never a label.
         details: votes, tokens, label mass and other values for a report, as JSON values.
         error_kind: the cause of `error`; has no meaning without one.
     """
 
-    probability: float | None
+    number: float | None
     reason: str | None = None
     error: str | None = None
     details: dict[str, Any] = field(default_factory=dict)
     error_kind: ErrorKind = "server"
 
-    @property
-    def number(self) -> float | None:
-        """The probability; a Rating's is its score."""
-        return self.probability
 
-
-@dataclass(frozen=True)
-class Rating:
-    """A judge's answer about one completion alone: a score in [0, 1]; the other fields as in Verdict."""
-
-    score: float | None
-    reason: str | None = None
-    error: str | None = None
-    details: dict[str, Any] = field(default_factory=dict)
-    error_kind: ErrorKind = "server"
+class Verdict(Answer):
+    """The answer about a pair in one order, under one principle."""
 
     @property
-    def number(self) -> float | None:
-        return self.score
+    def probability(self) -> float | None:
+        """Probability that the completion shown first is the better one."""
+        return self.number
+
+
+class Rating(Answer):
+    """The answer about one completion alone, under one principle."""
+
+    @property
+    def score(self) -> float | None:
+        """The rating."""
+        return self.number
 
 
 Items = Sequence[Pair] | Sequence[Single]
@@ -133,6 +130,83 @@ Items = Sequence[Pair] | Sequence[Single]
 Done = Callable[[int, Any], None]
 # Called with the number of a principle, the index of an item, and its Verdict or Rating.
 DoneEach = Callable[[int, int, Any], None]
+
+
+@dataclass
+class Usage:
+    """Counters of a judge.
+
+    Args:
+        unsettled_calls, unsettled_prompt_tokens, unsettled_completion_tokens: calls under a budget whose cost is not
+            known (in flight, without an answer, or of a killed process), and the most tokens that they may have used.
+        questions: answered by the judge, abstentions included; answers from a ledger are not counted.
+        calls: to a server, failed ones included.
+        failed_calls: those without an answer of the expected form; most were made again.
+        estimated_calls: answered calls to a server that did not report their tokens, which are estimates.
+        prompt_tokens, completion_tokens: read and written; of a server as it reports them.
+        seconds: during which questions were being answered.
+    """
+
+    # First: a copy made while a call ends may count it twice, but never leaves it out.
+    unsettled_calls: int = 0
+    unsettled_prompt_tokens: int = 0
+    unsettled_completion_tokens: int = 0
+    questions: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    estimated_calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    # Called with the most tokens of a call before it is sent, and without any before a question; it raises EndOfCalls
+    # if the budget has no room for them. No counter, so without an annotation, which would make it a field.
+    budget = None
+
+    def hold(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count a call as unsettled, with the most tokens that it may use."""
+        self.unsettled_calls += 1
+        self.unsettled_prompt_tokens += prompt_tokens
+        self.unsettled_completion_tokens += completion_tokens
+
+    def release(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Take `hold` back: the tokens of the call are counted, or it costs nothing."""
+        self.unsettled_calls -= 1
+        self.unsettled_prompt_tokens -= prompt_tokens
+        self.unsettled_completion_tokens -= completion_tokens
+
+    def add(self, other: Usage) -> None:
+        """Add other counters to these."""
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def minus(self, earlier: Usage) -> Usage:
+        """Return what was used since `earlier`, a copy of these counters."""
+        return Usage(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+    def copy(self) -> Usage:
+        """Return a copy that later use does not change."""
+        return Usage(**asdict(self))
+
+    def cost_usd(self, price: Sequence[float]) -> float:
+        """Return the price in USD of the tokens, unsettled ones included.
+
+        `price`: USD per million tokens read, and written.
+        """
+        read = self.prompt_tokens + self.unsettled_prompt_tokens
+        written = self.completion_tokens + self.unsettled_completion_tokens
+        return (read * price[0] + written * price[1]) / 1e6
+
+    def as_dict(self, usd: float | None = None) -> dict[str, Any]:
+        """Return the counters, and per question what a label costs; in USD too if `usd`, the whole cost, is known."""
+        values: dict[str, Any] = asdict(self) | {"seconds": round(self.seconds, 3)}
+        questions = max(1, self.questions)
+        values["calls_per_question"] = round(self.calls / questions, 4)
+        values["tokens_per_question"] = round((self.prompt_tokens + self.completion_tokens) / questions, 2)
+        values["seconds_per_question"] = round(self.seconds / questions, 5)
+        if usd is not None:
+            values["usd"] = round(usd, 6)
+            values["usd_per_1000_questions"] = round(1000 * usd / questions, 6)
+        return values
 
 
 class Judge(ABC):
@@ -153,6 +227,11 @@ class Judge(ABC):
     def usage(self) -> Usage:
         """Counters of what this judge has used in this process."""
         return Usage()
+
+    @functools.cached_property
+    def members(self) -> dict[str, Judge]:
+        """The judges that answer, by different names: itself, or the members of an ensemble."""
+        return {self.name: self}
 
     def compare(self, pairs: Sequence[Pair], principle: Principle, done: Done | None = None) -> list[Verdict]:
         """Return a verdict per pair and call `done(index, verdict)` for each as soon as it is known, in any order."""
@@ -232,27 +311,6 @@ class ScoringJudge(Judge):
 
     @abstractmethod
     def _rating(self, score: Any) -> Rating: ...
-
-
-def ask(judge: Judge, items: Items, principle: Principle, done: Done | None = None) -> list[Any]:
-    """Return the judge's answers about pairs, or about single completions."""
-    if isinstance(items[0], Pair):
-        return judge.compare(items, principle, done)
-    if isinstance(judge, Judge):
-        return judge.answer_each([(items, principle)], None if done is None else lambda _n, i, a: done(i, a))[0]
-    # Passed only if needed: judges that read text may ignore it.
-    stopped = {} if all(item.stopped for item in items) else {"stopped": [item.stopped for item in items]}
-    return judge.rate([item.prompt for item in items], [item.text for item in items], principle, done, **stopped)
-
-
-def ask_each(judge: Judge, asked: Sequence[tuple[Items, Principle]], done: DoneEach | None = None) -> list[list[Any]]:
-    """Return `Judge.answer_each`; of a judge that has only `compare` and `rate`, principle by principle."""
-    if isinstance(judge, Judge):
-        return judge.answer_each(asked, done)
-    return [
-        ask(judge, items, principle, None if done is None else functools.partial(done, number)) if items else []
-        for number, (items, principle) in enumerate(asked)
-    ]
 
 
 def logistic(x: float) -> float:

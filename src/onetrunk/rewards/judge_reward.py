@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onetrunk.judges.base import Judge, Pair, prompt_key
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import JudgeStatistics, Memory, PairLabel, judge_pairs, kept_ratings
-from onetrunk.rewards.base import Completion
+from onetrunk.judges.judge import Judge, Pair, prompt_key
+from onetrunk.judges.labels import JudgeStatistics, Memory, PairLabel, judge_pairs, kept_ratings
+from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt, SampledText, as_text
 
 COLUMN = "reference_completion"

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Pair, Rating, Verdict
 from onetrunk.judges.constitution import parse_constitution
-from onetrunk.judges.verdicts import (
+from onetrunk.judges.judge import Pair, Rating, Verdict
+from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
     answer_key,
@@ -17,7 +17,9 @@ from onetrunk.judges.verdicts import (
     judge_warnings,
     keep_answer,
     kept_answer,
+    rate_pairs,
 )
+from tests.judges.fakes import ToldJudge
 
 ONE = parse_constitution({"name": "one", "principles": ["Which is longer?"]})
 TWO = parse_constitution(
@@ -25,27 +27,15 @@ TWO = parse_constitution(
 )
 
 
-class SlotJudge:
-    """Prefers the longer completion, and by `bias` logits the one in the first slot."""
+def slot_judge(bias=0.0, silent=()):
+    """Return a judge that prefers the longer completion, and by `bias` logits the one in the first slot."""
 
-    name = "slot"
+    def answer(pair, principle):
+        if pair.first in silent:
+            return silent[pair.first]
+        return 1 / (1 + math.exp(-(len(pair.first) - len(pair.second) + bias)))
 
-    def __init__(self, bias=0.0, silent=()):
-        self.bias, self.silent, self.asked = bias, silent, []
-        self.identity = {"slot": bias}
-
-    def compare(self, pairs, principle, done=None):
-        verdicts = []
-        for index, pair in enumerate(pairs):
-            self.asked.append((principle.text, pair))
-            lead = len(pair.first) - len(pair.second) + self.bias
-            verdict = Verdict(1 / (1 + math.exp(-lead)))
-            if pair.first in self.silent:
-                verdict = self.silent[pair.first]
-            verdicts.append(verdict)
-            if done:
-                done(index, verdict)
-        return verdicts
+    return ToldJudge(answer, "slot", bias)
 
 
 class Book(dict):
@@ -60,7 +50,7 @@ PAIR = Pair("p", "a", "b")
 
 def told_label(constitution, verdicts, **settings):
     """Return the label of PAIR from probabilities by (principle, flipped); every question has its answer."""
-    judge, book = SlotJudge(), Book()
+    judge, book = slot_judge(), Book()
     for (number, flipped), probability in verdicts.items():
         key = answer_key(judge, constitution.principles[number], PAIR.flipped() if flipped else PAIR)
         keep_answer(book, key, Verdict(probability))
@@ -120,7 +110,7 @@ def test_a_principle_that_ties_does_not_count():
 
 def test_an_order_without_answer_leaves_its_principle_out():
     silent = {"b": Verdict(None, "cannot say"), "c": Verdict(None, error="server down")}
-    judge = SlotJudge(silent=silent)
+    judge = slot_judge(silent=silent)
     abstained, failed = judge_pairs(judge, [Pair("p", "a", "b"), Pair("p", "a", "c")], ONE)
     assert (abstained.probability, abstained.abstentions, abstained.errors) == (None, 1, 0)
     assert (failed.probability, failed.abstentions, failed.errors) == (None, 0, 1)
@@ -130,19 +120,19 @@ def test_an_order_without_answer_leaves_its_principle_out():
 @pytest.mark.parametrize("bias", [0.0, 0.7, -3.0, 9.0])
 def test_the_bias_of_a_judge_is_found_and_cancelled(bias):
     equal = [Pair(f"p{i}", "same", "size") for i in range(20)]
-    labels, figures = labels_and_statistics(SlotJudge(bias), equal)
+    labels, figures = labels_and_statistics(slot_judge(bias), equal)
     assert all(label.probability == pytest.approx(0.5) for label in labels)
     expected = 1 / (1 + math.exp(-bias))
     assert figures["first_slot_probability"] == pytest.approx(expected)
     assert figures["first_slot_rate"] == (0.5 if bias == 0 else float(bias > 0))
     assert figures["position_consistency"] == (1.0 if bias == 0 else 0.0)
-    one_order, _ = labels_and_statistics(SlotJudge(bias), equal, both_orders=False)
+    one_order, _ = labels_and_statistics(slot_judge(bias), equal, both_orders=False)
     assert one_order[0].probability == pytest.approx(expected) and not one_order[0].consistent
 
 
 def test_a_clear_difference_outlives_a_bias():
     pairs = [Pair("p", "much longer", "short"), Pair("p", "short", "much longer")]
-    labels, figures = labels_and_statistics(SlotJudge(2.0), pairs)
+    labels, figures = labels_and_statistics(slot_judge(2.0), pairs)
     assert labels[0].probability > 0.9 and labels[1].probability == pytest.approx(1 - labels[0].probability)
     assert figures["position_consistency"] == 1.0 and all(label.consistent for label in labels)
 
@@ -151,37 +141,37 @@ def test_a_clear_difference_outlives_a_bias():
 @given(st.lists(st.tuples(st.text(max_size=6), st.text(max_size=6)), max_size=6), st.floats(-3, 3))
 def test_the_label_of_a_flipped_pair_is_the_rest_to_one(texts, bias):
     pairs = [Pair("p", first, second) for first, second in texts]
-    labels = judge_pairs(SlotJudge(bias), pairs, TWO)
-    flipped = judge_pairs(SlotJudge(bias), [pair.flipped() for pair in pairs], TWO)
+    labels = judge_pairs(slot_judge(bias), pairs, TWO)
+    flipped = judge_pairs(slot_judge(bias), [pair.flipped() for pair in pairs], TWO)
     for one, other in zip(labels, flipped, strict=True):
         assert one.probability == pytest.approx(1 - other.probability)
         assert one.consistent == other.consistent
 
 
 def test_what_is_known_is_not_asked_and_what_is_new_is_told_at_once():
-    pairs, judge, told = [Pair("p", "aa", "b"), Pair("p", "c", "dd")], SlotJudge(), []
+    pairs, judge, told = [Pair("p", "aa", "b"), Pair("p", "c", "dd")], slot_judge(), []
     book = Book()
     whole = judge_pairs(judge, pairs, TWO, memory=book, on_answer=lambda pair, _verdict: told.append(pair))
     assert len(judge.asked) == len(book) == 8 and told == [pair for _, pair in judge.asked]
     assert set(told) == {shown for pair in pairs for shown in (pair, pair.flipped())}
     known = Book({key: value for key, value in book.items() if int(key, 16) % 2})
-    again, num_known = SlotJudge(), len(known)
+    again, num_known = slot_judge(), len(known)
     told.clear()
     assert judge_pairs(again, pairs, TWO, memory=known, on_answer=lambda pair, _verdict: told.append(pair)) == whole
     assert 0 < len(again.asked) == len(told) == 8 - num_known < 8 and known == book
 
 
 def test_a_pair_that_is_there_twice_is_asked_once():
-    judge = SlotJudge()
+    judge = slot_judge()
     one, other = judge_pairs(judge, [PAIR, PAIR], ONE)
     assert one == other and len(judge.asked) == 2
 
 
 def test_a_verdict_is_kept_under_all_that_it_depends_on():
-    judge, principle = SlotJudge(), TWO.principles[0]
+    judge, principle = slot_judge(), TWO.principles[0]
     key = answer_key(judge, principle, PAIR)
-    assert key == answer_key(SlotJudge(), principle, Pair("p", "a", "b"))
-    others = [(judge, principle, PAIR.flipped()), (judge, TWO.principles[1], PAIR), (SlotJudge(1.0), principle, PAIR)]
+    assert key == answer_key(slot_judge(), principle, Pair("p", "a", "b"))
+    others = [(judge, principle, PAIR.flipped()), (judge, TWO.principles[1], PAIR), (slot_judge(1.0), principle, PAIR)]
     assert len({key, *(answer_key(*other) for other in others)}) == 4
 
 
@@ -212,13 +202,8 @@ def test_warnings_say_when_a_judge_abstains_contradicts_itself_or_likes_a_slot()
 def test_questions_without_an_answer_are_counted_by_what_went_wrong():
     kinds = iter(["refused", "unread", "server", "refused"])
 
-    class Failing:
-        name, identity = "failing", {}
-
-        def compare(self, pairs, principle, done=None):
-            return [Verdict(None, error="no", error_kind=next(kinds)) for _ in pairs]
-
-    (label,) = judge_pairs(Failing(), [Pair("p", "a", "b")], TWO)
+    failing = ToldJudge(lambda pair, principle: Verdict(None, error="no", error_kind=next(kinds)))
+    (label,) = judge_pairs(failing, [Pair("p", "a", "b")], TWO)
     assert (label.errors, label.refused, label.unread, label.abstentions) == (4, 2, 1, 0)
     statistics = JudgeStatistics()
     statistics.add(label)
@@ -238,3 +223,14 @@ def test_the_first_answer_is_kept_and_an_error_is_not(tmp_path, answer):
         keep_answer(ledger, KEY, answer)
         keep_answer(ledger, KEY, type(answer)(0.25))
         assert kept_answer(ledger, KEY, type(answer)) == answer
+
+
+def test_ratings_become_labels_of_pairs_and_each_completion_is_rated_once():
+    judge = ToldJudge(lambda item, _: {"a": 0.9, "b": 0.5, "c": 0.5, "d": None, "e": "down"}[item.text])
+    pairs = [Pair("p", *pair) for pair in ("ab", "bc", "ca", "ad", "ae")]
+    labels = rate_pairs(judge, pairs, ONE)
+    assert [label.probability for label in labels[:3]] == pytest.approx([0.7, 0.5, 0.3])
+    assert all(label.consistent for label in labels[:3])
+    assert sorted(single.text for _, single in judge.asked) == list("abcde")
+    assert labels[3].probability is None and labels[3].abstentions == 2 and labels[4].errors == 2
+    assert labels[0].votes == ((ONE.principles[0].text, (pytest.approx(0.7), pytest.approx(0.7))),)

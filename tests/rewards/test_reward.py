@@ -1,10 +1,10 @@
-"""Tests of `onetrunk.rewards.base`: the names of reward functions, and which are asynchronous."""
+"""Tests of `onetrunk.rewards.reward`: the names of reward functions, and which are asynchronous."""
 
 import functools
 
 import onetrunk.rewards
 from onetrunk.rewards import RewardSet
-from onetrunk.rewards.base import is_async, reward_name, unique_names
+from onetrunk.rewards.reward import is_async, reward_name, unique_names
 
 
 def length(completions, **kwargs):
