@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from onetrunk.servers.errors import CallError
+from onetrunk.servers.errors import OVERLOADED, CallError
 from onetrunk.utils.files import parse_json
 from onetrunk.utils.redaction import add_secret, redact
 
@@ -234,7 +234,7 @@ def _failure(response: httpx2.Response, secret: str | None) -> CallError:
         return CallError(f"{reason}; {FOR_ALL[status]}", "stop", status=status, may_be_paid=may_be_paid)
     if status not in AGAIN and status < 500:
         return CallError(reason, "refused", status=status, may_be_paid=may_be_paid)
-    after_s = retry_after_s(response.headers, time.time()) if status in (429, 503, 529) else None
+    after_s = retry_after_s(response.headers, time.time()) if status in OVERLOADED else None
     timed_out = status in TIMED_OUT
     return CallError(reason, status=status, retry_after_s=after_s, timed_out=timed_out, may_be_paid=may_be_paid)
 

@@ -8,6 +8,9 @@ from typing import Literal
 # but answers others. unread: it replied, and the reply is not an answer.
 ErrorKind = Literal["server", "refused", "unread"]
 
+# The server has too many calls: too many requests, not available, overloaded (several hosted servers).
+OVERLOADED = frozenset((429, 503, 529))
+
 
 class CallError(RuntimeError):
     """A call without an answer.

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onetrunk.servers.errors import CallError, EndOfCalls, ServerUnavailable
+from onetrunk.servers.errors import OVERLOADED, CallError, EndOfCalls, ServerUnavailable
 
 if TYPE_CHECKING:  # Checks of users run by `run_async` too, and need no HTTP.
     from onetrunk.servers.client import Connection, Server
@@ -242,7 +242,7 @@ class Fleet:
 
     def _last(self, error: CallError, failures: int, answers_before: int) -> CallError:
         """Return the error of a question that is out of calls."""
-        if self._num_answers == answers_before or error.retry_after_s is not None:
+        if self._num_answers == answers_before or error.status in OVERLOADED:
             return error
         # The server answers others, so the question is at fault.
         times = f"{failures} times, " if failures > 1 else ""
