@@ -57,7 +57,7 @@ def test_a_server_is_known_by_its_address_and_asked_nothing_yet():
     assert isinstance(judge, ServerJudge)
     assert (judge.servers[0].url, judge.model, judge.samples, judge.reasoning_tokens) == (URL, "m", 3, 9)
     named = load_judge(JudgeConfig(judge=[f"{URL}#model=owner/other"], judge_model="m"))
-    assert named.chat.model == "owner/other" and named.chat.url == URL
+    assert (named.model, named.servers[0].url) == ("owner/other", URL)
 
 
 def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line(tmp_path):

@@ -19,7 +19,7 @@ from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.server import ServerJudge
 from onetrunk.servers.errors import ServerUnavailable
 from onetrunk.servers.fleet import RetryPolicy
-from tests.judges.stub_server import NOT_SOLD, StubServer
+from tests.judges.stub_server import StubServer
 
 KIND, BRIEF = Principle("Which completion is kinder?"), Principle("Which completion is briefer?")
 # A deadline that only a server that hangs can miss: a busy machine answers late.
@@ -61,7 +61,7 @@ def test_nothing_is_lost_and_nothing_is_bought_twice(fault):
     assert sorted(i for i, _ in told) == list(range(len(asked))) and stub.num_faults
     assert all(verdicts[i] is verdict and verdict.error is None for i, verdict in told)
     assert len(set(sold)) == len(sold)
-    if fault in NOT_SOLD:
+    if fault != "no_logprobs":
         assert len(sold) == len(asked) and verdicts == unhurt
     else:
         assert len(sold) > len(asked) and any(v.details["method"] == "votes" for v in verdicts)

@@ -260,15 +260,21 @@ def _scores(kind: str, answer: Any, num_rows: int) -> list[float | None]:
     if kind == "json":
         entries = answer.get("scores") if isinstance(answer, Mapping) else answer
     else:
-        entries = _in_order(answer.get("data") if isinstance(answer, Mapping) else None)
+        entries = answer.get("data") if isinstance(answer, Mapping) else None
+    other_form = CallError(f"an answer of another form than {FORMS[kind]}")
     if not isinstance(entries, list):
-        raise CallError(f"an answer of another form than {FORMS[kind]}")
+        raise other_form
     if len(entries) != num_rows:
         raise CallError(f"{len(entries)} scores for {num_rows} completions")
-    if kind == "score":
-        entries = [entry.get("score") for entry in entries]
-    elif kind == "classify":
-        entries = [_probability(entry.get("probs")) for entry in entries]
+    if kind != "json":
+        try:
+            # A server may answer in any order.
+            rows = {entry.get("index", place): entry for place, entry in enumerate(entries)}
+            entries = [rows[place]["score"] if kind == "score" else rows[place]["probs"] for place in range(num_rows)]
+        except (AttributeError, KeyError, TypeError):
+            raise other_form from None
+    if kind == "classify":
+        entries = [_probability(probs) for probs in entries]
     for entry in entries:
         if type(entry) not in (int, float, type(None)):
             raise CallError(f"a score that is no number ({str(entry)[:40]}); expected {FORMS[kind]}")
@@ -284,14 +290,3 @@ def _probability(probs: Any) -> Any:
             "stop",
         )
     return probs[0]
-
-
-def _in_order(entries: Any) -> list[Mapping[str, Any]] | None:
-    """Sort the rows of an answer by their `index`, if they have one: a server may answer in any order."""
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        return None
-    places = [entry.get("index") for entry in entries]
-    if places == [None] * len(entries):
-        return entries
-    in_order = {place: entry for place, entry in zip(places, entries, strict=True) if isinstance(place, int)}
-    return [in_order[i] for i in range(len(entries))] if set(in_order) == set(range(len(entries))) else None

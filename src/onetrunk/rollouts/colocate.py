@@ -205,7 +205,7 @@ class ColocatedBackend:
         with self._awake():
             completed = self._complete(requests, None)
             for adapter in adapters:
-                trial = self._files.write(model, adapter, "trial", 0, published_dtype(model))
+                trial = self._files.write(model, adapter, "trial", 0)
                 number = self._load(trial)
                 self._llm.llm_engine.remove_lora(number)
                 self._files.delete(trial.folder)
@@ -238,16 +238,16 @@ class ColocatedBackend:
             ValueError, RuntimeError: as `check_policy`.
         """
         self.check_policy(model)
-        adapter, dtype = active_adapter(model), published_dtype(model)
+        adapter = active_adapter(model)
         self._role, self.policy_version = role_of(adapter), version
         before = self._published.get(self._role)
         if adapter is None:
             self._retire(self._role)
             return
         number = version if self._role == "policy" else 0
-        if before is None or before[0].version != number or not is_same_adapter(before[0], model, adapter, dtype):
+        if before is None or before[0].version != number or not is_same_adapter(before[0], model, adapter):
             self._retire(self._role)
-            self._published[self._role] = self._files.write(model, adapter, self._role, number, dtype), 0
+            self._published[self._role] = self._files.write(model, adapter, self._role, number), 0
 
     def _retire(self, role: str) -> None:
         if role in self._published:

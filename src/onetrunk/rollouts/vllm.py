@@ -32,7 +32,6 @@ from onetrunk.rollouts.publishing import (
     is_same_adapter,
     owner_of,
     policy_adapter,
-    published_dtype,
     reference_adapter,
     role_of,
 )
@@ -322,7 +321,7 @@ class VLLMBackend:
 
         The first publication unloads it, which shows whether a server was started again after its proof.
         """
-        trial = self._files.write(model, adapter, *TRIAL, published_dtype(model))
+        trial = self._files.write(model, adapter, *TRIAL)
         self._published[TRIAL] = trial
         rank = model.peft_config[adapter].r
         self._on_each(lambda to: load_adapter(to, trial.name, trial.folder, rank))
@@ -360,10 +359,10 @@ class VLLMBackend:
 
     def _publish(self, model: PeftModel, role: str, version: int, adapter: str) -> None:
         """Write the adapter, load it on every server and unload old ones, unless the same is published already."""
-        dtype, before = published_dtype(model), self._published.get((role, version))
-        if before is not None and (role == "reference" or is_same_adapter(before, model, adapter, dtype)):
+        before = self._published.get((role, version))
+        if before is not None and (role == "reference" or is_same_adapter(before, model, adapter)):
             return
-        published = self._files.write(model, adapter, role, version, dtype)
+        published = self._files.write(model, adapter, role, version)
         rank = model.peft_config[adapter].r
         self._on_each(lambda to: load_adapter(to, published.name, published.folder, rank))
         for server, names in self._on_each(loaded_adapters).items():
