@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.vllm import VLLMBackend, vllm_policy
+
+if TYPE_CHECKING:
+    from onetrunk.rollouts.vllm import VLLMBackend
 
 # Where adapters are published. Trainer pushes no path that begins with an underscore to the Hub.
 ADAPTERS_FOLDER = "_adapters"
-# They are checked before and after the model is loaded.
-VLLM_BACKENDS = (VLLMBackend, ColocatedBackend)
 
 
 def load_servers(config: Any, **settings: Any) -> VLLMBackend:
@@ -23,6 +21,8 @@ def load_servers(config: Any, **settings: Any) -> VLLMBackend:
 
     `settings` are those of VLLMBackend.
     """
+    from onetrunk.rollouts.vllm import VLLMBackend, vllm_policy
+
     return VLLMBackend(
         config.server_urls,
         Path(config.output_dir) / ADAPTERS_FOLDER,
@@ -42,6 +42,8 @@ def load_backend(config: Any, **hooks: Callable[..., None]) -> RolloutBackend:
             built, and gets them then.
     """
     if config.rollout_backend == "pipelined":
+        from onetrunk.rollouts.pipelined import PipelinedBackend
+
         return PipelinedBackend(
             stages=config.pipeline_stages,
             batches=config.pipeline_batches,
@@ -53,6 +55,8 @@ def load_backend(config: Any, **hooks: Callable[..., None]) -> RolloutBackend:
     if not config.use_vllm:
         return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
     if config.is_colocated:
+        from onetrunk.rollouts.colocate import ColocatedBackend
+
         return ColocatedBackend(
             Path(config.output_dir) / ADAPTERS_FOLDER,
             gpu_memory_utilization=config.vllm_gpu_memory_utilization,
