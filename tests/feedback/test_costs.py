@@ -179,6 +179,7 @@ def test_a_call_that_reaches_no_server_costs_nothing(tmp_path, stub):
     costs = Costs(tmp_path, [judge], CostConfig({"judge-1": list(PRICE)}, BUDGET))
     with pytest.raises(RuntimeError, match="the connection failed"):
         judge.check()
+    costs.close()
     assert costs.usd == 0
 
 
