@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from onetrunk.ppo.callbacks import are_finite
+from onetrunk.ppo.monitoring.step_guard import are_finite
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.fakes import CannedBackend
 from tests.ppo.support import (
@@ -126,7 +126,7 @@ class AlwaysNan(Diverging):
 
 def test_several_steps_in_a_row_that_are_not_finite_stop_the_run(tmp_path):
     recorder = Recorder()
-    settings = {"num_rollouts": 9, "max_skipped_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    settings = {"num_rollouts": 9, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(tmp_path, trainer_class=AlwaysNan, callbacks=[recorder], **settings)
     with pytest.raises(
         RuntimeError, match="not finite in 3 optimizer steps in a row .*resume from the last checkpoint"
@@ -137,13 +137,13 @@ def test_several_steps_in_a_row_that_are_not_finite_stop_the_run(tmp_path):
 
 
 class EveryOther(Diverging):
-    bad_steps = (2, 4, 6)
+    bad_steps = (2, 3, 5, 6)
 
 
 def test_bad_steps_that_are_not_in_a_row_do_not_stop_the_run(tmp_path):
-    trainer = trained(tmp_path, trainer_class=EveryOther, num_rollouts=7, max_skipped_steps=2)
+    trainer = trained(tmp_path, trainer_class=EveryOther, num_rollouts=7)
     assert trainer.state.global_step == 7
-    assert sum(logged(trainer, "policy/skipped_steps")) == 3
+    assert sum(logged(trainer, "policy/skipped_steps")) == 4
 
 
 def test_a_policy_that_has_diverged_is_named_at_the_next_rollout(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from onetrunk.ppo.tensorboard import COUNT, LAYOUT
+from onetrunk.ppo.monitoring.tensorboard import COUNT, LAYOUT
 from tests.ppo.support import logged, make_trainer, prompts
 
 SETTINGS = {
@@ -35,7 +35,7 @@ def text(events, tag):
 def board(tmp_path_factory):
     """Return the events and the trainer of a run with held-out prompts and an alarm."""
     folder = tmp_path_factory.mktemp("board")
-    settings = {"eval_strategy": "steps", "eval_steps": 4, "alarm_entropy": 10.0, "alarm_patience": 2}
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "alarm_limits": {"entropy": 10.0}, "alarm_patience": 2}
     trainer = make_trainer(folder, eval_dataset=prompts(3), num_rollouts=3, **settings, **SETTINGS)
     reference = trainer.evaluate_reference()
     trainer.train()

@@ -278,7 +278,7 @@ def test_a_stage_rests_on_the_paths_in_its_config_and_not_on_what_runs_leave_bes
             "logging_steps save_steps report_to max_steps",
             "learning_rate eval_size model_init_kwargs max_length",
         ),
-        ("ppo", "microbatch_tokens num_rollouts alarm_kl checkpoint_mirror", "gamma eval_dataset_name output_dir"),
+        ("ppo", "microbatch_tokens num_rollouts alarm_limits checkpoint_mirror", "gamma eval_dataset_name output_dir"),
         ("prefs", "judge_budget_usd push_to_hub", "dataset_name num_generations critic_model shard"),
         ("eval", "", "max_completion_length seed"),
     ],

@@ -29,9 +29,9 @@ from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, len
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
 from onetrunk.ppo.ahead import RolloutsAhead, load_rows, rollouts_since, save_rows
-from onetrunk.ppo.checks import plan_batches
-from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
+from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.sampling import (
     PromptBatch,
     PromptOrder,
@@ -53,7 +53,6 @@ from onetrunk.ppo.state import (
     save_buffer,
     save_state,
 )
-from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
@@ -248,7 +247,7 @@ class ExperienceStream:
         bootstrap = None
         if config.truncated_completions == "bootstrap":
             bootstrap = torch.where(stopped, torch.zeros_like(output.next_values), output.next_values)
-        lam_policy: float | Tensor = config.lam if config.lam_policy is None else config.lam_policy
+        lam_policy: float | Tensor = config.lam
         if config.length_adaptive_lam is not None:
             lam_policy = length_adaptive_lam(pack.completion_mask.sum(1), config.length_adaptive_lam)
         lam_value = config.lam if config.lam_value is None else config.lam_value

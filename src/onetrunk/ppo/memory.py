@@ -25,8 +25,7 @@ from onetrunk.models.speedups.memory import is_out_of_memory, offloaded_activati
 from onetrunk.models.staged import StagedTrunk, staged
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
-from onetrunk.ppo.checks import plan_batches
-from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.metrics import peak_gib
 from onetrunk.types import Pack, to_device
 

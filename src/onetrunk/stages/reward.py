@@ -20,7 +20,6 @@ from onetrunk.models.loading import load_config, pinned_source
 from onetrunk.models.parallel import cast_when_sharded, gathered
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
 from onetrunk.models.tensor_parallel import forwards_of_first
-from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward
@@ -29,7 +28,7 @@ from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import TrainingDataArguments
 from onetrunk.stages.plots import plot_by_margin, plot_reliability
 from onetrunk.stages.resuming import begin, finish, train
-from onetrunk.stages.rows import TrainingRows, load_preference_rows
+from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows
 from onetrunk.stages.running import run_stage
 from onetrunk.stages.tables import show_columns, write_values
 

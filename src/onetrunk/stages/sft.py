@@ -18,12 +18,11 @@ from onetrunk.models.base import load_base, load_tokenizer
 from onetrunk.models.build import check_targets_by_name
 from onetrunk.models.loading import load_config
 from onetrunk.models.parallel import cast_when_sharded
-from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.stages.arguments import ModelArguments, SFTArguments
 from onetrunk.stages.parsing import parse
 from onetrunk.stages.plain_arguments import TrainingDataArguments
 from onetrunk.stages.resuming import begin, finish, train
-from onetrunk.stages.rows import TrainingRows, completion_rows, load_training_rows
+from onetrunk.stages.rows import TrainingRows, check_tokenizer, completion_rows, load_training_rows
 from onetrunk.stages.running import run_stage
 
 

@@ -182,7 +182,9 @@ class HackingMonitor(EndingCallback, ExportableState):
         num_rows: int = 64,
         memory: Memory | None = None,
     ):
-        check_monitor(every, window, action, num_rows)
+        check_monitor(every, action, num_rows)
+        if window < 2:
+            raise ValueError(f"window is {window}; a change takes two measurements: set it to 2 or more")
         self.samples = JudgedSamples(judge, constitution, memory)
         self.every, self.window, self.action = every, window, action
         self.num_rows = num_rows
