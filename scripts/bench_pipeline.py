@@ -40,9 +40,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
+from onetrunk.parallel.links import StageLinks
 from onetrunk.rollouts import PipelinedBackend, SamplingParams
-from onetrunk.rollouts.stage_links import StageLinks
 
 NAMES = ("naive", "microbatched", "interleaved")
 

@@ -23,7 +23,7 @@ from onetrunk.costs import (
     stage_weights,
     trunk_states_bytes,
 )
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from tests.tiny import FAMILIES, tiny_model
 
 # 10 x 4 embedding, 2 query heads and 1 key head of size 2, three 4 x 6 matrices.

@@ -22,15 +22,15 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import ModelConfig
 
 from onetrunk.models.build import attach_score_adapter, build_trunk
-from onetrunk.models.parallel import launch_layout
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import launch_layout
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.setup import check_launch
 from onetrunk.stages.ppo import parse_ppo
-from tests.models import ddp_worker, sharding_worker, tensor_worker
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
+from tests.parallel import ddp_worker, sharding_worker, tensor_worker
 from tests.ppo import two_processes
 from tests.ppo.support import base_model, even_share, logged, make_trainer
 from tests.rollouts.stub_vllm import StubVLLM

@@ -36,7 +36,7 @@ from workload import LORA, PHASES, Meter, Workload
 from onetrunk import PPOTrainer, __version__
 from onetrunk.costs import Gathers, ModelShape, gathers, held_bytes
 from onetrunk.models.build import build_trunk
-from onetrunk.models.parallel import Layout, gathered, shard_frozen
+from onetrunk.parallel.sharding import Layout, gathered, shard_frozen
 
 RANK, WORLD_SIZE = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
 SMAPS = Path("/proc/self/smaps_rollup")

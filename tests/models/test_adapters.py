@@ -8,7 +8,7 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_p
 from torch import nn
 
 from onetrunk.models.adapters import adapter_parameters, copy_adapter, layer_index, policy_config, role
-from onetrunk.models.base import backbone, output_head
+from onetrunk.models.base_model import backbone, output_head
 from onetrunk.models.build import build_trunk
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.logprobs import fused_token_logprobs

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, gradients, lora, loss_of, same, step_gradients
 from tests.tiny import FAMILIES, tiny_model
 

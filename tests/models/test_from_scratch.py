@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onetrunk.models.base import load_base, load_tokenizer, stop_token_ids
+from onetrunk.models.base_model import load_base, load_tokenizer, stop_token_ids
 from onetrunk.models.build import BaseShape, make_base, train_tokenizer
 
 TEXTS = ["the lamp in the kitchen", "the chair in the garden"] * 20

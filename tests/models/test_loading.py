@@ -6,7 +6,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from onetrunk.models.base import load_base, verify_head
+from onetrunk.models.base_model import load_base, verify_head
 from onetrunk.models.loading import LoadError, adding_adapter, check_finite, is_finite, reading, source_file
 from tests.tiny import tiny_model
 

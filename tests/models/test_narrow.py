@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.merged import can_merge
 from onetrunk.models.speedups.narrow import narrow_blocks
 from onetrunk.models.speedups.padding_free import TokenGrid

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onetrunk.models.speedups.memory import offloaded_activations
+from onetrunk.models.speedups.memory_use import offloaded_activations
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, gradients, loss_of, step_gradients
 from tests.tiny import FAMILIES
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from onetrunk.models.base import decoder_layers, load_base
+from onetrunk.models.base_model import decoder_layers, load_base
 from onetrunk.models.build import build_trunk
 from onetrunk.models.trunk import TrunkModel
 from tests.models.branches import ALL_ROLES, a_pack, counted, lora, move, same, step_gradients

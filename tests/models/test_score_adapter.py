@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from onetrunk.models.adapters import REWARD, adapter_parameters, role
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.build import attach_score_adapter, build_trunk, lowest_layer
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.reward_model import is_adapter_name, read_score_adapter

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onetrunk.models.adapters import VALUE_HEAD_FILE, ValueHead, adapter_parameters
-from onetrunk.models.base import backbone
+from onetrunk.models.base_model import backbone
 from onetrunk.models.trunk import TrunkModel
 from tests.models.branches import COMPLETIONS, PROMPTS, a_pack, a_trunk, gradients, lora, same
 from tests.tiny import FAMILIES, tiny_model

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 from safetensors.torch import save_file  # noqa: E402
 
-from onetrunk.models.base import decoder_layers  # noqa: E402
+from onetrunk.models.base_model import decoder_layers  # noqa: E402
 from onetrunk.utils.loading import freeze_loaded  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
 from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402

@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import T5Config, TrainingArguments
 
-from onetrunk.models.parallel import launch_layout
+from onetrunk.parallel.sharding import launch_layout
 from onetrunk.ppo.setup import tokens_of
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts, trained
@@ -319,7 +319,7 @@ def test_an_encoder_decoder_is_rejected_by_its_config_alone(tmp_path):
 def test_an_attention_that_cannot_run_here_is_rejected_before_the_weights_load(
     tmp_path, attention, sentence, monkeypatch
 ):
-    monkeypatch.setattr("onetrunk.models.base.find_spec", lambda name: None)
+    monkeypatch.setattr("onetrunk.models.base_model.find_spec", lambda name: None)
     refused(tmp_path, sentence, model_init_kwargs={"attn_implementation": attention})
 
 

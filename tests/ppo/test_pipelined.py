@@ -154,7 +154,7 @@ def shortest(completions, **kwargs):
 DYING_IN_UPDATE = """
 import os, runpy, signal, sys
 from pathlib import Path
-from onetrunk.models import staged
+from onetrunk.parallel import staged
 
 original = staged._StageModule.forward
 turns = 0
@@ -277,7 +277,7 @@ WATCHED = """
 import json, os, runpy, sys, threading, time
 from pathlib import Path
 from onetrunk.rollouts import pipelined
-from tests.models.late_cast_worker import private_bytes
+from tests.parallel.cast_on_read_worker import private_bytes
 
 peak, begun = [0], threading.Event()
 generate = pipelined.PipelinedBackend.generate
@@ -373,7 +373,7 @@ def test_the_memory_of_each_training_stage_is_within_15_percent_of_the_plan(tmp_
     stages = check_stages(check_on_this_machine(folder, _imported_gib()))
     assert stages[1].measured - stages[0].measured > 0.2
     # At its peak, without mapped files.
-    private = "\nfrom tests.models.late_cast_worker import private_bytes; print(private_bytes())"
+    private = "\nfrom tests.parallel.cast_on_read_worker import private_bytes; print(private_bytes())"
     done = subprocess.run([sys.executable, "-c", IMPORTS + private], cwd=ROOT, capture_output=True, text=True)
     checked = check_on_this_machine(folder, int(done.stdout.split()[-1]) / 2**30)
     phases = stage_memory(checked.job, checked.plan)

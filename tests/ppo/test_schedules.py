@@ -13,13 +13,13 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from onetrunk.checkpoints.stopping import Stopped
-from onetrunk.models.parallel import launch_layout
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import launch_layout
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.setup import check_schedule
 from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.rollouts.async_sampler import StartedRow
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.producer import StartedRow
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from tests import learning
 from tests.fakes import CannedBackend, CopyBackend

@@ -12,12 +12,12 @@ import pytest
 from safetensors.torch import load_file
 
 from onetrunk.costs import ModelShape, kept_activations_bytes
-from onetrunk.models import parallel
-from onetrunk.models.parallel import Layout
+from onetrunk.parallel import sharding
+from onetrunk.parallel.sharding import Layout
 from onetrunk.ppo import checks
 from onetrunk.ppo.setup import check_pipeline, check_stage_training
 from onetrunk.stages.arguments import ModelArguments
-from onetrunk.stages.dry_run import ModelSize, memory_lines
+from onetrunk.stages.tools.dry_run import ModelSize, memory_lines
 from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, launcher, on_gpus, places
 from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.staged_runs import CASES
@@ -253,7 +253,7 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
     with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set it to 'local'"):
         check_pipeline(launch)
     monkeypatch.undo()
-    monkeypatch.setattr(parallel, "launch_layout", Layout)
+    monkeypatch.setattr(sharding, "launch_layout", Layout)
     with pytest.raises(ValueError, match="the launch shards them .fsdp_config.; launch with .*pipelined.yaml"):
         check_pipeline(launch)
     check_stage_training(make_config(tmp_path), quantization_config=object(), scores_on_trunk=True)

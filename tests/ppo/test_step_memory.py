@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onetrunk.models.speedups.memory import peak_bytes
+from onetrunk.models.speedups.memory_use import peak_bytes
 from tests.ppo.support import make_trainer
 
 

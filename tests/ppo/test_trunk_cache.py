@@ -2,7 +2,7 @@
 
 import pytest
 
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.merged import can_merge
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.fakes import CannedBackend

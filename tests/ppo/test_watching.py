@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from onetrunk.checkpoints.heartbeats import read_beat
+from onetrunk.parallel.heartbeat import read_beat
 from onetrunk.ppo.monitoring.profiling import rank_metrics
 from tests.ppo.support import even_share, make_trainer, trained, trained_weights
 
@@ -58,7 +58,7 @@ def test_one_process_has_no_rank_metrics(tmp_path):
 
 
 def test_the_heartbeat_names_the_phase_the_rollout_and_the_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("onetrunk.checkpoints.heartbeats.INTERVAL_S", 0.0)
+    monkeypatch.setattr("onetrunk.parallel.heartbeat.INTERVAL_S", 0.0)
     seen = []
 
     def reward(prompts, completions, completion_ids, **kwargs):

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from onetrunk.models.parallel import local_bytes  # noqa: E402
+from onetrunk.parallel.sharding import local_bytes  # noqa: E402
 from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
 from onetrunk.utils.loading import freeze_loaded  # noqa: E402
 from tests.models.reward_adapters import saved_base, saved_reward_adapter  # noqa: E402

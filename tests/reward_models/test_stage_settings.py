@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from onetrunk.models import parallel
-from onetrunk.models.parallel import Layout, training_stages
+from onetrunk.parallel import sharding
+from onetrunk.parallel.sharding import Layout, training_stages
 from onetrunk.reward_models.distill import DistillationCollator, RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer, join_pipeline
 
@@ -45,7 +45,7 @@ def test_a_launch_that_does_not_fit_is_rejected_before_a_model_loads(tmp_path, m
     ):
         join_pipeline(args, has_adapter=True)
     for layout, how in ((Layout(), "shards them .fsdp_config."), (Layout(tensor=2), "tensor parallelism")):
-        monkeypatch.setattr(parallel, "launch_layout", lambda layout=layout: layout)
+        monkeypatch.setattr(sharding, "launch_layout", lambda layout=layout: layout)
         with pytest.raises(ValueError, match=f"the launch .*{how}.*; launch with .*pipelined.yaml"):
             join_pipeline(args, has_adapter=True)
     join_pipeline(config(tmp_path), has_adapter=False)

@@ -8,7 +8,7 @@ from peft import get_peft_model
 from transformers import BitsAndBytesConfig
 
 from onetrunk.models.adapters import POLICY
-from onetrunk.models.base import load_base
+from onetrunk.models.base_model import load_base
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from onetrunk import cli
-from onetrunk.models.parallel import local_bytes
+from onetrunk.parallel.sharding import local_bytes
 from onetrunk.stages import distill, reward, sft
-from tests.models.tensor_worker import counted_collectives
+from tests.parallel.tensor_worker import counted_collectives
 
 STAGES = {"sft": sft, "reward": reward, "distill": distill}
 

@@ -7,7 +7,7 @@
 | free | may change: where results go, how long the run is, what hardware it uses | FREE_SETTINGS, FREE_PREFIXES |
 | steering | may change with `allow_config_change`: what the run learns from now on | all others |
 
-A changed kept setting also needs `allow_config_change`. PPO binds and keeps other settings (`ppo/state.py`) and shares
+A changed kept setting also needs `allow_config_change`. PPO (`ppo/stream_state.py`) binds and keeps others, and shares
 the free ones; `tests/checkpoints/test_config_changes.py` checks that each of its settings has a kind.
 """
 
@@ -25,8 +25,8 @@ from peft import PeftModel
 
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.parallel import training_stages
-from onetrunk.models.tensor_parallel import DataParallel
+from onetrunk.parallel.sharding import training_stages
+from onetrunk.parallel.tensor import DataParallel
 from onetrunk.utils.files import read_json
 
 if TYPE_CHECKING:

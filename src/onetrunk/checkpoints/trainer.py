@@ -46,7 +46,6 @@ from onetrunk.checkpoints.folders import (
     rotate,
     set_aside_later,
 )
-from onetrunk.checkpoints.heartbeats import SAVE, Heartbeat
 from onetrunk.checkpoints.hub import (
     HUB_ERRORS,
     PushFailed,
@@ -83,9 +82,10 @@ from onetrunk.checkpoints.stopping import StopAsked, Stopped, StopSignals
 from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
 from onetrunk.data.sharded import BlockSampler, ShardedRows
-from onetrunk.models.divided_head import keep_head_divided
 from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
-from onetrunk.models.parallel import (
+from onetrunk.parallel.divided_head import keep_head_divided
+from onetrunk.parallel.heartbeat import SAVE, Heartbeat
+from onetrunk.parallel.sharding import (
     group_size,
     is_divided,
     is_sharded,
@@ -94,7 +94,7 @@ from onetrunk.models.parallel import (
     train_in_stages,
     training_stages,
 )
-from onetrunk.models.tensor_parallel import DataParallel, GroupAccelerator, distribute_frozen
+from onetrunk.parallel.tensor import DataParallel, GroupAccelerator, distribute_frozen
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed

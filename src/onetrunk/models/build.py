@@ -42,7 +42,7 @@ from onetrunk.models.adapters import (
     read_adapter,
     set_adapter_weights,
 )
-from onetrunk.models.base import decoder_layers, load_base, output_head
+from onetrunk.models.base_model import decoder_layers, load_base, output_head
 from onetrunk.models.loading import (
     adapter_base,
     adding_adapter,

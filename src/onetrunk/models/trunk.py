@@ -40,7 +40,7 @@ from onetrunk.models.adapters import (
     role,
     set_adapter_weights,
 )
-from onetrunk.models.base import (
+from onetrunk.models.base_model import (
     backbone,
     check_supported,
     decoder_layers,
@@ -49,15 +49,14 @@ from onetrunk.models.base import (
     output_head,
     verify_head,
 )
-from onetrunk.models.cut import only_above, only_below, only_between, verify_cut
+from onetrunk.models.frozen_prefix import only_above, only_below, only_between, verify_cut
 from onetrunk.models.loading import write_base_marks
 from onetrunk.models.reward_model import ScoreBranch
 from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.narrow import Positions, narrow_blocks
 from onetrunk.models.speedups.padding_free import TokenGrid, packing_obstacle, token_grid
-from onetrunk.models.tensor_parallel import vocab_shard
 from onetrunk.ops.logprobs import fused_token_logprobs
-from onetrunk.ops.vocab_parallel import vocab_parallel_logprobs
+from onetrunk.ops.vocab_parallel import vocab_parallel_logprobs, vocab_shard
 from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.options import VALUE_HEADS
 from onetrunk.utils.quiet import peft_calls

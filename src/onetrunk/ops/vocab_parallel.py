@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from onetrunk.ops.logprob_tiles import Chunk
 from onetrunk.ops.logprobs import autocast_once, check_operands, logprobs_by_tiles
@@ -33,6 +34,15 @@ class VocabShard:
     first: int
     vocab_size: int
     group: dist.ProcessGroup | None = None
+
+
+def vocab_shard(weight: Tensor) -> VocabShard | None:
+    """Return the rows of a divided head that this process holds; None if it holds the head whole."""
+    if not isinstance(weight, DTensor):
+        return None
+    mesh = weight.device_mesh
+    step = -(-weight.shape[0] // mesh.size())
+    return VocabShard(min(mesh.get_local_rank() * step, weight.shape[0]), weight.shape[0], mesh.get_group())
 
 
 def vocab_parallel_logprobs(

@@ -25,16 +25,16 @@ from transformers import Trainer
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler
-from onetrunk.judges.base import prompt_key
+from onetrunk.judges.judge import prompt_key
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.parallel import gathered, reshard
-from onetrunk.models.staged import pack_outputs, staged
-from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.sharding import gathered, reshard
+from onetrunk.parallel.staged import pack_outputs, staged
+from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.metrics import rollout_metrics
-from onetrunk.ppo.sampling import (
+from onetrunk.ppo.rollout import (
     PromptOrder,
     Sampler,
     ScoredRollout,
@@ -43,7 +43,7 @@ from onetrunk.ppo.sampling import (
     rollout_packs,
     with_importance,
 )
-from onetrunk.rewards.judge import COLUMN
+from onetrunk.rewards.judge_reward import COLUMN
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
 from onetrunk.utils.escaping import table_console

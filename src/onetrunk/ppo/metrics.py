@@ -22,12 +22,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from onetrunk.models.tensor_parallel import DataParallel
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.importance import effective_share, importance_sums
 from onetrunk.ops.losses import explained_variance_from_stats
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
-from onetrunk.ppo.sampling import RolloutPack, ScoredRollout
+from onetrunk.parallel.tensor import DataParallel
+from onetrunk.ppo.rollout import RolloutPack, ScoredRollout
 
 STEP_NAMES = {
     "policy/loss": "policy/loss",

@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from onetrunk.checkpoints.folders import published_path
 from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.loading import can_be_on_hub
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.utils.escaping import markdown_text

@@ -24,7 +24,7 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.data.prompts import prepare_prompts, prepare_streamed_prompts
 from onetrunk.data.sharded import ShardedRows, known_rows
-from onetrunk.models.base import (
+from onetrunk.models.base_model import (
     check_attention,
     check_decoder,
     decoder_layers,
@@ -40,9 +40,11 @@ from onetrunk.models.build import (
     check_new_adapter,
     init_value_head,
 )
-from onetrunk.models.cache import TrunkCache, choose_place
+from onetrunk.models.frozen_states import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
-from onetrunk.models.parallel import (
+from onetrunk.models.reward_model import is_adapter_name
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import (
     cast_when_sharded,
     check_stage_launch,
     check_stage_layout,
@@ -50,21 +52,19 @@ from onetrunk.models.parallel import (
     launch_layout,
     train_in_stages,
 )
-from onetrunk.models.pipeline import LayerSplit, verify_split
-from onetrunk.models.reward_model import is_adapter_name
-from onetrunk.models.staged import keep_stage, staged
-from onetrunk.models.tensor_parallel import distribute_frozen
-from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.staged import keep_stage, staged
+from onetrunk.parallel.stages import LayerSplit, verify_split
+from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.ppo.config import PPOConfig, plan_batches
-from onetrunk.ppo.memory import MemoryCheck
-from onetrunk.ppo.sampling import Sampler, longest_prompt_of
+from onetrunk.ppo.memory_check import MemoryCheck
+from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.ppo.settings import REFUSED_OPTIMIZERS
-from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
+from onetrunk.rewards.reward import RewardFunction
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, VersionedBackend
 from onetrunk.rollouts.load import VLLM_BACKENDS, load_backend
 from onetrunk.rollouts.local import LocalBackend

@@ -29,12 +29,12 @@ from onetrunk.checkpoints.stopping import StopAsked
 from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
-from onetrunk.models.speedups.memory import offloaded_activations
-from onetrunk.models.staged import StagedTrunk
-from onetrunk.models.tensor_parallel import DataParallel
-from onetrunk.models.training_stage import reduce_gradients, staged
+from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
+from onetrunk.parallel.staged import StagedTrunk
+from onetrunk.parallel.tensor import DataParallel
+from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
@@ -46,11 +46,11 @@ from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.monitoring.step_guard import StepEnd, StepGuard
 from onetrunk.ppo.monitoring.tensorboard import PPOTensorBoard
-from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
+from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, check_optimizer, prepare_dataset, prepare_run
-from onetrunk.ppo.state import STATE_FILE, run_settings, written_group_size
+from onetrunk.ppo.stream_state import STATE_FILE, run_settings, written_group_size
+from onetrunk.rollouts.async_sampler import Producer
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.rollouts.producer import Producer
 from onetrunk.types import Experience, LossCoefficients, Minibatch, to_device
 
 

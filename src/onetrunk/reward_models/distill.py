@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import require_rows
 from onetrunk.data.sharded import ShardedRows, known_rows
-from onetrunk.models.parallel import whole_size
 from onetrunk.models.reward_model import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
+from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.trainer import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
 from onetrunk.utils.options import option
 

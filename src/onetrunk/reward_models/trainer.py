@@ -30,18 +30,18 @@ from trl import RewardConfig, RewardTrainer
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.trainer import ResumableTRLTrainer
-from onetrunk.data.preferences import SIDES, validate_preferences
+from onetrunk.data.preferences import SIDES, check_preferences
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.preferences import logit
 from onetrunk.models.adapters import require_lora
-from onetrunk.models.parallel import check_stage_launch, check_stage_layout, train_in_stages
-from onetrunk.models.pipeline import LayerSplit
 from onetrunk.models.reward_model import READS_END, length_limit
-from onetrunk.models.staged_scorer import StagedScorer, keep_scorer_stage
-from onetrunk.models.training_stage import reduce_gradients, staged
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
+from onetrunk.parallel.sharding import check_stage_launch, check_stage_layout, train_in_stages
+from onetrunk.parallel.staged_scorer import StagedScorer, keep_scorer_stage
+from onetrunk.parallel.stages import LayerSplit
+from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.reward_models.stage_settings import StageTrainingConfig
 from onetrunk.rewards.model import encode_rows
 from onetrunk.utils.options import option, require_seed
@@ -201,7 +201,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
     Rows have `prompt`, `chosen`, `rejected`, and may have `chosen_stopped`, `rejected_stopped`, `probability` and
-    `margin` (`validate_preferences`). They are tokenized as `ModelReward` does it in PPO: prompt + completion, or
+    `margin` (`check_preferences`). They are tokenized as `ModelReward` does it in PPO: prompt + completion, or
     both through the chat template.
 
     Args:
@@ -290,7 +290,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
 
     def check_rows(self, dataset: Dataset, args: RewardModelConfig) -> None:
         """Raise ValueError for rows that cannot be learned from."""
-        validate_preferences(dataset)
+        check_preferences(dataset)
 
     def encoder(
         self, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig

@@ -2,7 +2,7 @@
 
 Why not `generate` of transformers: it draws from one global random state, and carries finished rows to the end. Here a
 row's randomness derives from its key alone, a finished row leaves the batch with its share of the cache, and one that
-waits takes its place. decoding.py has the rows and their cache, draws.py the draws.
+waits takes its place. decoding.py has the rows and their cache, token_draws.py the draws.
 
 The backend shares its weights with the trainer, so it serves the synchronous schedule only. A sharded base is gathered
 once per call, so that each process runs as many forwards as its own rows need.
@@ -21,10 +21,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
-from onetrunk.models.parallel import gathered, is_divided
-from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
+from onetrunk.models.speedups.memory_use import free_memory, is_out_of_memory
 from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.packed import packed_weights
+from onetrunk.models.speedups.onednn_weights import packed_weights
+from onetrunk.parallel.sharding import gathered, is_divided
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
     Completion,
@@ -36,7 +36,7 @@ from onetrunk.rollouts.decoding import (
     next_logits,
     prefill,
 )
-from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
+from onetrunk.rollouts.token_draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.types import Rollout, RowKey
 
 logger = logging.getLogger(__name__)

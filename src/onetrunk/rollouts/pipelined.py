@@ -22,14 +22,16 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from onetrunk.models.base import decoder_layers
-from onetrunk.models.parallel import gathered, is_divided, is_sharded
-from onetrunk.models.pipeline import LayerSplit, StageModel, verify_split
-from onetrunk.models.speedups.memory import is_out_of_memory, used_gib
+from onetrunk.models.base_model import decoder_layers
+from onetrunk.models.speedups.memory_use import is_out_of_memory, used_gib
 from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.packed import packed_weights
-from onetrunk.models.staged import staged
+from onetrunk.models.speedups.onednn_weights import packed_weights
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.links import StageLinks
+from onetrunk.parallel.sharding import gathered, is_divided, is_sharded
+from onetrunk.parallel.staged import staged
+from onetrunk.parallel.stages import LayerSplit, StageModel, verify_split
+from onetrunk.rollouts.async_sampler import StartedRow
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
     Completion,
@@ -39,10 +41,8 @@ from onetrunk.rollouts.decoding import (
     free_places,
     left_padded,
 )
-from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
-from onetrunk.rollouts.producer import StartedRow
-from onetrunk.rollouts.stage_links import StageLinks
+from onetrunk.rollouts.token_draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.types import Rollout, RowKey
 
 # In place of the number of a batch: nothing follows.

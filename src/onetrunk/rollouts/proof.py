@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import role as in_role
-from onetrunk.models.parallel import gathered
-from onetrunk.models.staged import staged
 from onetrunk.ops.packing import make_pack
+from onetrunk.parallel.sharding import gathered
+from onetrunk.parallel.staged import staged
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.server import Completed, Request
 from onetrunk.types import to_device

@@ -19,9 +19,9 @@ from onetrunk.checkpoints.settings import check_streaming
 from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.build import scorer_from_config, train_tokenizer
 from onetrunk.models.loading import load_config
-from onetrunk.models.parallel import cast_when_sharded, gathered
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
-from onetrunk.models.tensor_parallel import forwards_of_first
+from onetrunk.parallel.sharding import cast_when_sharded, gathered
+from onetrunk.parallel.tensor import forwards_of_first
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
 from onetrunk.reward_models.metrics import (
     ScoredPairs,
@@ -35,14 +35,11 @@ from onetrunk.reward_models.metrics import (
 )
 from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows, label_streamed
 from onetrunk.reward_models.trainer import join_pipeline
-from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments
-from onetrunk.stages.parsing import parse
-from onetrunk.stages.plain_arguments import TrainingDataArguments
+from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.plots import plot_reliability, plot_scores
-from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows, load_unlabelled_rows
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import begin, finish, run_stage, train
 from onetrunk.stages.tables import show_columns, write_values
 from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.options import option

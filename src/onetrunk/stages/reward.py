@@ -15,21 +15,18 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.settings import check_streaming
 from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import check_targets, fit_layers, parse_adapter_layers, policy_config
-from onetrunk.models.base import decoder_layers
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.loading import load_config, pinned_source
-from onetrunk.models.parallel import cast_when_sharded, gathered
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
-from onetrunk.models.tensor_parallel import forwards_of_first
+from onetrunk.parallel.sharding import cast_when_sharded, gathered
+from onetrunk.parallel.tensor import forwards_of_first
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward
-from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments
-from onetrunk.stages.parsing import parse
-from onetrunk.stages.plain_arguments import TrainingDataArguments
+from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.plots import plot_by_margin, plot_reliability
-from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import begin, finish, run_stage, train
 from onetrunk.stages.tables import show_columns, write_values
 
 # Without held-out rows, this number of training rows gives the scale of the scores.

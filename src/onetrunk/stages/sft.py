@@ -14,16 +14,13 @@ from onetrunk.checkpoints.trainer import ResumableSFTTrainer
 from onetrunk.data.chat_template import apply_chat_template, template_errors
 from onetrunk.data.prompts import without_written_bos
 from onetrunk.data.sharded import known_rows
-from onetrunk.models.base import load_base, load_tokenizer
+from onetrunk.models.base_model import load_base, load_tokenizer
 from onetrunk.models.build import check_targets_by_name
 from onetrunk.models.loading import load_config
-from onetrunk.models.parallel import cast_when_sharded
-from onetrunk.stages.arguments import ModelArguments, SFTArguments
-from onetrunk.stages.parsing import parse
-from onetrunk.stages.plain_arguments import TrainingDataArguments
-from onetrunk.stages.resuming import begin, finish, train
+from onetrunk.parallel.sharding import cast_when_sharded
+from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments, parse
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, completion_rows, load_training_rows
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import begin, finish, run_stage, train
 
 
 def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
@@ -53,7 +50,7 @@ def make_trainer(
         raise ValueError("a quantised model cannot be trained whole; set use_peft: true")
     if quantization is not None and args.device.type == "cpu" and args.eval_strategy != "no":
         raise ValueError(
-            "on a CPU a quantised base passes no gradient after an evaluation (models/base.py); leave"
+            "on a CPU a quantised base passes no gradient after an evaluation (models/base_model.py); leave"
             " eval_strategy out: the held-out rows are evaluated at the end"
         )
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])

@@ -19,8 +19,8 @@ from peft.tuners import lora
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, is_active
-from onetrunk.models.base import probe_inputs
-from onetrunk.models.speedups.memory import free_memory, is_out_of_memory
+from onetrunk.models.base_model import probe_inputs
+from onetrunk.models.speedups.memory_use import free_memory, is_out_of_memory
 from onetrunk.models.trunk import TrunkModel
 
 logger = logging.getLogger(__name__)

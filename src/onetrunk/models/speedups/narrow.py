@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from onetrunk.models.base import backbone, computes, decoder_layers
+from onetrunk.models.base_model import backbone, computes, decoder_layers
 
 # Names of a layer's feed-forward block in the decoders of transformers.
 BLOCK_NAMES = ("mlp", "feed_forward")

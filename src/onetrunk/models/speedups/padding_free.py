@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils.generic import is_flash_attention_requested
 
-from onetrunk.models.base import backbone
+from onetrunk.models.base_model import backbone
 from onetrunk.models.speedups.narrow import Positions
 from onetrunk.ops.packing import make_pack
 from onetrunk.types import Pack, to_device

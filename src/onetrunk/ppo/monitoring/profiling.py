@@ -22,7 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, tensorboard_trace_handler
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from onetrunk.checkpoints.heartbeats import GATHER, UPDATE, Heartbeat
+from onetrunk.parallel.heartbeat import GATHER, UPDATE, Heartbeat
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.metrics import PHASES, peak_gib
 

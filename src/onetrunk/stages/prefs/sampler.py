@@ -26,7 +26,7 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
 from onetrunk.feedback.shards import prompt_key
-from onetrunk.models.base import load_base, repair_padding, stop_token_ids
+from onetrunk.models.base_model import load_base, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
 from onetrunk.ppo.setup import policy_tokenizer, tokens_of

@@ -1,0 +1,132 @@
+"""Run only the decoder layers below a cut, or only those above it from kept states, in the model's own forward.
+
+Every decoder of transformers walks one ModuleList and passes `layer_types[i]` masks to layer i, so the list must keep
+its length: stand-ins without parameters replace the layers that are left out. `verify_cut` proves once that a model
+can be run like this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onetrunk.models.base_model import backbone, computes, decoder_layers, probe_inputs
+
+
+class _StandIn(nn.Module):
+    """Replaces a layer by `run` on its states, and shows the layer's attributes, which the decoder reads."""
+
+    def __init__(self, layer: nn.Module, run: Callable[[Tensor], Tensor] = lambda states: states):
+        super().__init__()
+        # Not as a submodule: a stand-in has no parameters and no state.
+        self.__dict__.update(stands_for=layer, run=run)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["stands_for"], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.run(hidden_states)
+
+
+@contextlib.contextmanager
+def _replaced(layers: nn.ModuleList, stand_ins: dict[int, nn.Module]) -> Iterator[None]:
+    originals = {i: layers[i] for i in stand_ins}
+    try:
+        for i, stand_in in stand_ins.items():
+            layers[i] = stand_in
+        yield
+    finally:
+        for i, original in originals.items():
+            layers[i] = original
+
+
+@contextlib.contextmanager
+def only_below(layers: nn.ModuleList, cut: int) -> Iterator[list[Tensor]]:
+    """Inside the block a forward runs only layers 0..cut-1; the list gets the states after them."""
+    kept: list[Tensor] = []
+
+    def keep(states: Tensor) -> Tensor:
+        kept.append(states)
+        return states
+
+    above = {i: _StandIn(layers[i]) for i in range(cut + 1, len(layers))}
+    with _replaced(layers, {cut: _StandIn(layers[cut], keep)} | above):
+        yield kept
+
+
+@contextlib.contextmanager
+def only_above(layers: nn.ModuleList, cut: int, states: Tensor) -> Iterator[None]:
+    """Inside the block a forward runs only the layers from `cut` on, starting from `states` [R, T, H]."""
+    hand_in = _StandIn(layers[cut - 1], lambda _: states)
+    with _replaced(layers, {cut - 1: hand_in} | {i: _StandIn(layers[i]) for i in range(cut - 1)}):
+        yield
+
+
+class StageRun:
+    """What a stage of a pipeline gets and gives in one forward: `received` states go in, `computed` ones come out."""
+
+    def __init__(self) -> None:
+        self.received: Tensor | None = None
+        self.computed: Tensor | None = None
+
+    def hand_in(self, _states: Tensor) -> Tensor:
+        """Return the states that the stage before has computed."""
+        return self.received
+
+    def keep(self, states: Tensor) -> Tensor:
+        """Keep the states after the last layer of this stage."""
+        self.computed = states
+        return states
+
+
+@contextlib.contextmanager
+def only_between(layers: nn.ModuleList, first: int, end: int) -> Iterator[StageRun]:
+    """Inside the block forwards run only layers first..end-1, from `received` states unless they begin at layer 0.
+
+    `computed` has the states after them, before the norm that follows the last layer; not set if that layer runs.
+    """
+    run = StageRun()
+    before: dict[int, nn.Module] = {i: _StandIn(layers[i]) for i in range(first - 1)}
+    if first:
+        before[first - 1] = _StandIn(layers[first - 1], run.hand_in)
+    after: dict[int, nn.Module] = {i: _StandIn(layers[i]) for i in range(end + 1, len(layers))}
+    if end < len(layers):
+        after[end] = _StandIn(layers[end], run.keep)
+    with _replaced(layers, before | after):
+        yield run
+
+
+@torch.no_grad()
+def verify_cut(model: nn.Module, cut: int) -> None:
+    """Prove with 8 tokens that the layers above `cut`, run from kept states, compute what a full forward does.
+
+    Raises:
+        ValueError: they don't: layers that share keys and values, return tuples, or pass on more than their states.
+    """
+    body, layers = backbone(model), decoder_layers(model)
+    config = body.config.get_text_config()
+    shared = getattr(config, "num_kv_shared_layers", None)
+    if shared:
+        raise ValueError(
+            f"{config.model_type} shares keys and values across {shared} layers, so its layers cannot be cut in"
+            " two; set trunk_cache to off and put the adapters on all layers"
+        )
+    inputs = probe_inputs(model)
+
+    def in_halves() -> Tensor:
+        with only_below(layers, cut) as kept:
+            body(**inputs)
+        # Other tokens, so that anything a layer leaves for later layers belongs to another row.
+        body(**inputs | {"input_ids": inputs["input_ids"].flip(1)})
+        with only_above(layers, cut, kept[0]):
+            return body(**inputs).last_hidden_state
+
+    if not computes(in_halves, expected=body(**inputs).last_hidden_state):
+        raise ValueError(
+            f"the layers of {type(body).__name__} can't be run in two halves (one returns more than its hidden states,"
+            " or reads more than those of the layer below); set adapter_layers to 'all'"
+        )

@@ -1,0 +1,390 @@
+"""Shard the frozen base over processes with FSDP2, as the accelerate config of the launch asks.
+
+Only frozen weights are sharded. What trains (adapters, heads) stays whole on every process and is replicated by DDP,
+so optimizer state, clipping, checkpoints and the saved PEFT folder are those of an unsharded run. accelerate's own
+FSDP2 would shard adapters too; it loses value heads and further adapters when it saves.
+
+A sharded layer gathers its weights in each forward and backward, so all processes must run equally many of them.
+`gathered` holds all weights whole for a block without that restriction: sampling uses it, once per rollout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import accelerate.accelerator
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from onetrunk.models.base_model import decoder_layers
+from onetrunk.models.loading import base_fingerprint, keep_identity
+from onetrunk.parallel.cast_on_read import cast_now, casting_later
+from onetrunk.utils.options import reject_deepspeed
+
+USE_FSDP, USE_PARALLELISM = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "PARALLELISM_CONFIG"))
+# malloc.h: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, and M_ARENA_MAX.
+MALLOC = {-3: 2**20, -1: 2**20, -8: 2}
+WHOLE_SIZE = "onetrunk_whole_size"
+GATHERED = "onetrunk_is_gathered"
+DIVIDED = "onetrunk_is_divided"
+# Set by `train_in_stages`.
+_training = {"stages": 1}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the processes of a launch share the frozen base.
+
+    Args:
+        shards: processes that hold one copy together; None: all of them.
+        replicas: number of such copies. Only gradients of what trains cross between copies.
+        tensor: processes that divide every matrix and run each forward together (tensor parallelism); 1: the base is
+            sharded.
+    """
+
+    shards: int | None = None
+    replicas: int = 1
+    tensor: int = 1
+
+    def sizes(self, world_size: int) -> tuple[int, int]:
+        """Return (replicas, shards) for a number of processes.
+
+        Raises:
+            ValueError: they do not multiply to that number.
+        """
+        shards = world_size // self.replicas if self.shards is None else self.shards
+        if shards * self.replicas != world_size:
+            raise ValueError(
+                f"parallelism_config asks for {self.replicas} replicas of {shards} shards and {world_size} processes"
+                " run; dp_replicate_size x dp_shard_size must be the number of processes"
+            )
+        return self.replicas, shards
+
+
+@functools.cache
+def launch_layout() -> Layout | None:
+    """Return the layout that the accelerate config of this launch asks for; None: every process holds the whole base.
+
+    The request is taken over from accelerate, which would otherwise wrap the model itself: call this before a model
+    is loaded and before an Accelerator exists. The answer holds for the whole process.
+
+    Raises:
+        ValueError: the config asks for something that does not work here; the message names the config to use.
+    """
+    reject_deepspeed()
+    sizes = _parallelism_sizes()
+    for name, advice in (
+        ("CP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
+        ("SP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
+    ):
+        if sizes[name] > 1:
+            raise ValueError(f"parallelism_config_{name.lower()} is {sizes[name]}; only 1 is supported: {advice}")
+    if sizes["TP_SIZE"] > 1:
+        return _tensor_layout(sizes)
+    if not _is_set(USE_FSDP):
+        return None
+    _check_fsdp_options()
+    for name in (USE_FSDP, USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        os.environ[name] = "false"
+    replicas, shards = sizes["DP_REPLICATE_SIZE"], sizes["DP_SHARD_SIZE"]
+    return Layout(shards if shards > 1 else None, replicas)
+
+
+def train_in_stages(stages: int) -> None:
+    """Say that groups of consecutive processes train as the stages of a pipeline from now on; 1: they do not.
+
+    Call it before a model is loaded. It holds for the whole process, as the layout of the launch does.
+    """
+    _training["stages"] = stages
+
+
+def training_stages() -> int:
+    """Return the number of processes that train together as the stages of a pipeline; 1: there is no pipeline."""
+    return _training["stages"]
+
+
+def check_stage_launch(what: str, stages: int | None, world_size: int, script: str, otherwise: str) -> None:
+    """Check that the processes of a launch form pipelines.
+
+    Args:
+        what: the setting that asks for them.
+        stages: processes of a pipeline; None: all.
+        world_size: number of processes.
+        script: that is launched.
+        otherwise: how to do without.
+
+    Raises:
+        ValueError: there is one process, or no multiple of the stages.
+    """
+    stages = stages or world_size
+    if world_size == 1 or world_size % stages:
+        raise ValueError(
+            f"{what} forms pipelines of {max(2, stages)} processes and {world_size} run; launch a multiple of that"
+            f" number: accelerate launch --config_file accelerate_configs/pipelined.yaml --num_processes"
+            f" {max(2, stages)} {script} ..., or {otherwise}"
+        )
+
+
+def check_stage_layout() -> None:
+    """Raise ValueError if the launch shards or divides the base, whose layers training stages divide."""
+    layout = launch_layout()
+    if layout is not None:
+        how = "divides every matrix (tensor parallelism)" if layout.tensor > 1 else "shards them (fsdp_config)"
+        raise ValueError(
+            f"pipeline_training divides the layers of the base over the processes, and the launch {how}; launch with"
+            " accelerate_configs/pipelined.yaml, or leave pipeline_training out"
+        )
+
+
+def group_size() -> int:
+    """Return how many consecutive processes work on the same rows: by tensor parallelism, or as training stages."""
+    layout = launch_layout()
+    return (1 if layout is None else layout.tensor) * training_stages()
+
+
+def _tensor_layout(sizes: dict[str, int]) -> Layout:
+    tensor, world_size = sizes["TP_SIZE"], int(os.environ.get("WORLD_SIZE", "1"))
+    if _is_set(USE_FSDP) or sizes["DP_SHARD_SIZE"] > 1:
+        raise ValueError(
+            f"parallelism_config_tp_size is {tensor} and the config also shards (fsdp_config or dp_shard_size); choose"
+            " one of the two: accelerate_configs/tensor_parallel.yaml or fsdp2.yaml"
+        )
+    replicas = sizes["DP_REPLICATE_SIZE"]
+    if world_size % tensor or replicas not in (1, world_size // tensor):
+        raise ValueError(
+            f"parallelism_config asks for groups of {tensor} processes ({replicas} groups) and {world_size} processes"
+            " run; the number of processes must be a multiple of tp_size, and dp_replicate_size 1 or their quotient"
+        )
+    os.environ[USE_PARALLELISM] = "false"
+    return Layout(shards=1, replicas=world_size // tensor, tensor=tensor)
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"
+
+
+def _parallelism_sizes() -> dict[str, int]:
+    names = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
+    is_used = _is_set(USE_PARALLELISM)
+    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name}", "1")) if is_used else 1 for name in names}
+
+
+def _check_fsdp_options() -> None:
+    """Raise ValueError for an option of the FSDP section that would be ignored."""
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ValueError("fsdp_version 1 is not supported; set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
+    advice = {
+        "FSDP_OFFLOAD_PARAMS": "load the base in 4 bit, or shard it over more processes",
+        "FSDP_ACTIVATION_CHECKPOINTING": "set activation_checkpointing in the trainer's settings",
+    }
+    for name, remedy in advice.items():
+        if _is_set(name):
+            raise ValueError(f"{name.lower()}: true is not supported; set it to false and {remedy}")
+    if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
+        raise ValueError(
+            "fsdp_reshard_after_forward: false keeps the gathered base on every process, which saves nothing here;"
+            " set it to true, or launch with accelerate_configs/ddp.yaml"
+        )
+
+
+def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) -> str | None:
+    """Shard the frozen weights of a model in place; return a line for the user, or None if nothing was sharded.
+
+    Every layer becomes one FSDP2 unit and the rest another, moved to the device unit by unit: a GPU never holds the
+    whole base. Call it on all processes, after everything that reads base weights (the base's marks and fingerprint
+    are taken here) and before the trainer wraps the model.
+
+    Args:
+        model: with the adapters that it will train.
+        layout: None leaves the model as it is.
+        device: of this process.
+
+    Raises:
+        ValueError: all weights train, the base is in 8 bit, or the layout does not fit the number of processes.
+        RuntimeError: the processes loaded different bases.
+    """
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if layout is None or world_size == 1 or is_sharded(model) or is_divided(model):
+        return None
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            "FSDP2 shards the frozen base here, and all weights of this model train; set use_peft: true, or launch"
+            " with accelerate_configs/ddp.yaml"
+        )
+    if any(type(p).__name__ == "Int8Params" for p in model.parameters()):
+        raise ValueError(
+            "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
+            " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
+        )
+    if device.type == "cpu":
+        return_freed_memory()
+    replicas, shards = layout.sizes(world_size)
+    whole_bytes = local_bytes(model)
+    keep_identity(model.get_base_model())
+    require_one_base(model)
+    kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
+    shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    # Values and next values are views of a head's output; nothing changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for layer in decoder_layers(model):
+        cast_now(layer)
+        fully_shard(layer, mesh=mesh, ignored_params=kept)
+    cast_now(model)
+    fully_shard(model, mesh=mesh, ignored_params=kept)
+    model.to(device)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    # DDP would broadcast and reduce what never changes.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, frozen + [name for name, _ in model.named_buffers()]
+    )
+    copies = "" if replicas == 1 else f", {replicas} copies"
+    return (
+        f"fsdp2: the frozen base is sharded over {shards} processes{copies}: {local_bytes(model) / 2**20:,.1f} of"
+        f" {whole_bytes / 2**20:,.1f} MiB of weights on each; adapters and heads are replicated (DDP)"
+    )
+
+
+def return_freed_memory() -> None:
+    """Let glibc give large freed blocks, such as gathered layers, back to the system at once.
+
+    Without fixed thresholds, glibc raises them when a large block is freed, and then keeps blocks up to that size.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
+    for parameter, value in MALLOC.items() if mallopt else ():
+        mallopt(parameter, value)
+
+
+def cast_when_sharded(quantization: Any = None) -> AbstractContextManager[None]:
+    """Return a block in which the base of this launch is loaded: if it will be sharded or divided, with late casts.
+
+    `shard_frozen`, tensor parallelism and training stages then cast what a process keeps, and no process holds the
+    whole base in another precision than its files have.
+
+    Args:
+        quantization: config of a base that is quantised while it loads, which reads its weights at once.
+    """
+    is_divided = launch_layout() is not None or training_stages() > 1
+    is_shared = is_divided and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return casting_later() if is_shared and quantization is None else contextlib.nullcontext()
+
+
+def require_one_base(model: PeftModel) -> None:
+    """Raise RuntimeError if the processes loaded different weights, whose shards would not belong together."""
+    fingerprints: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(fingerprints, base_fingerprint(model.get_base_model()))
+    for process, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise RuntimeError(
+                f"process {process} loaded another base than process 0 ({fingerprint}; {fingerprints[0]}). Give all"
+                " machines the same files, and load the model after its trainer's config was made, or by name"
+            )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether `shard_frozen` has sharded the model, so that its forwards are collective."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def mark_divided(base: nn.Module) -> None:
+    """Note that the base is divided over a group of processes: its matrices, or its layers."""
+    vars(base)[DIVIDED] = True
+
+
+def keep_whole_size(base: nn.Module) -> None:
+    """Note how large a base is, before layers of it are dropped, for `whole_size`."""
+    vars(base)[WHOLE_SIZE] = whole_size(base)
+
+
+def whole_size(model: nn.Module) -> tuple[int, int]:
+    """Return the numbers and the bytes of all weights of a model, also of those that other processes have."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if WHOLE_SIZE in vars(base):
+        return vars(base)[WHOLE_SIZE]
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Return whether the base is divided, by tensor parallelism or into training stages: a group must run in step."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return vars(base).get(DIVIDED, False)
+
+
+@contextlib.contextmanager
+def replicas_of_what_trains(model: nn.Module) -> Iterator[None]:
+    """Let accelerate wrap a model with a sharded or divided base in DDP inside the block.
+
+    On several GPUs it otherwise rejects every model that has a DTensor. DDP ignores ours: they are frozen.
+    """
+    if not (is_sharded(model) or is_divided(model)):
+        yield
+        return
+    original = accelerate.accelerator.model_has_dtensor
+    accelerate.accelerator.model_has_dtensor = lambda _model: False
+    try:
+        yield
+    finally:
+        accelerate.accelerator.model_has_dtensor = original
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights on this process: of a sharded or divided one, its share."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> Iterator[None]:
+    """Hold every weight whole on every process inside the block, where forwards are no longer collective.
+
+    Entering the outermost block is collective. A model that is not sharded is left as it is.
+
+    Args:
+        model: wrapped by `shard_frozen` or not.
+        layers: hold only these decoder layers, and what is outside of all layers. Every layer is still gathered once,
+            because that is collective, and then freed. The others must not run inside the block.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units or getattr(units[0], GATHERED, False):
+        yield
+        return
+    kept = None if layers is None else {units[0], *layers}
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+        if kept is not None and unit not in kept:
+            unit.reshard()
+    setattr(units[0], GATHERED, True)
+    try:
+        yield
+    finally:
+        setattr(units[0], GATHERED, False)
+        for unit in units:
+            # As FSDP2 sets it: the outermost unit keeps its weights between forward and backward.
+            unit.set_reshard_after_forward(unit is not units[0], recurse=False)
+            unit.reshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what forwards without a backward left gathered: the weights outside the layers (embedding, head)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Return the bytes of weights that this process holds between forwards."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())

@@ -1,0 +1,253 @@
+"""The base model over all families: head formula, layers, dropout, padding; and what is refused."""
+
+import dataclasses
+import logging
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, BitsAndBytesConfig, GenerationConfig, T5Config
+from transformers import T5ForConditionalGeneration as T5
+
+from onetrunk.models import base_model as bb
+from tests.tiny import CHAT_TEMPLATE, FAMILIES, tiny_model, tiny_tokenizer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+IDS = torch.arange(4, 44).reshape(2, 20)
+
+
+def logits(model, ids=IDS):
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+
+def lora(model, **settings):
+    return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.5, target_modules="all-linear", **settings))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_base_loads_bitwise(family, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    loaded = bb.load_base(str(tmp_path), dtype=torch.float32)
+    assert type(loaded) is type(model) and not loaded.training
+    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_formula_is_what_the_model_computes(family):
+    model = tiny_model(family)
+    bb.verify_head(model)
+    with torch.no_grad():
+        hidden = bb.backbone(model)(input_ids=IDS, attention_mask=torch.ones_like(IDS)).last_hidden_state
+    # 1e-5: the same products in fp32, at logits of up to 5.
+    torch.testing.assert_close(bb.output_head(model).logits(hidden), logits(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_formula_holds_in_bfloat16_and_under_peft(family):
+    bb.verify_head(lora(tiny_model(family)).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layers_are_found(family):
+    model = tiny_model(family, **{"num_hidden_layers": 3})
+    layers = bb.decoder_layers(model)
+    assert len(layers) == 3
+    assert layers is bb.decoder_layers(lora(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("gemma2", "softcap", None),
+        ("gemma2", "softcap", 30.0),
+        ("llama", "softcap", 5.0),
+        ("granite", "logit_scale", 1.0),
+        ("cohere", "logit_scale", 1.0),
+        ("qwen2", "logit_scale", 1.01),
+        ("qwen2", "weight", torch.zeros(64, 32)),
+        ("gpt2", "bias", torch.full((64,), 0.1)),
+    ],
+)
+def test_a_wrong_head_formula_is_caught(family, field, value, monkeypatch):
+    model = tiny_model(family)
+    wrong = dataclasses.replace(bb.output_head(model), **{field: value})
+    monkeypatch.setattr(bb, "output_head", lambda _: wrong)
+    with pytest.raises(ValueError, match="head of .* is not supported"):
+        bb.verify_head(model)
+
+
+def test_a_body_that_is_not_what_the_head_reads_is_caught(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(bb, "backbone", lambda model: model.model.layers[-1])
+    with pytest.raises(ValueError, match="is not supported"):
+        bb.verify_head(model)
+
+
+def test_verifying_leaves_no_trace():
+    model = tiny_model("gpt2").train()
+    before = torch.random.get_rng_state()
+    bb.disable_dropout(model)
+    bb.verify_head(model)
+    assert model.training and not bb.backbone(model)._forward_hooks
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_head_with_a_bias_is_read():
+    model = tiny_model("llama")
+    model.lm_head = nn.Linear(32, 64)
+    bb.verify_head(model)
+    assert bb.output_head(model).bias is model.lm_head.bias
+
+
+def test_unsupported_heads_are_refused():
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="carries an adapter"):
+        bb.output_head(adapted)
+    copied = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with pytest.raises(ValueError, match="carries an adapter"):
+        bb.output_head(copied)
+    model = tiny_model("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="only nn.Linear"):
+        bb.output_head(model)
+
+
+def test_a_quantised_base_keeps_its_head_and_a_quantised_head_is_refused(tmp_path):
+    import bitsandbytes
+
+    # Hidden 64: bitsandbytes quantises in blocks of 64 and, on the CPU, wants whole blocks in a row.
+    tiny_model("llama", hidden_size=64).save_pretrained(tmp_path)
+    model = bb.load_base(str(tmp_path), quantization_config=BitsAndBytesConfig(load_in_4bit=True), device_map="cpu")
+    assert isinstance(bb.decoder_layers(model)[0].mlp.up_proj, bitsandbytes.nn.Linear4bit)
+    bb.verify_head(model)
+    for kind in (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt):
+        model.lm_head = kind(64, 64, bias=False)
+        with pytest.raises(ValueError, match="is quantised"):
+            bb.output_head(model)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_dropout_train_computes_what_eval_does(family, attention):
+    names = {"gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop")}.get(family, ("attention_dropout",))
+    if family == "gemma2" and attention == "sdpa":
+        pytest.skip("Gemma 2 refuses sdpa")
+    model = tiny_model(family, attn_implementation=attention, **dict.fromkeys(names, 0.5))
+    expected = logits(model)
+    assert not torch.equal(logits(model.train()), expected)
+    bb.disable_dropout(model)
+    assert torch.equal(logits(model.train()), expected)
+    assert all(getattr(model.config, name) == 0 for name in names)
+
+
+def test_dropout_of_adapters_and_nested_configs_is_disabled():
+    model = lora(tiny_model("llama"))
+    nn.init.normal_(model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
+    expected = logits(model.eval())
+    assert not torch.equal(logits(model.train()), expected)
+    model.get_base_model().config.text_config = tiny_model("qwen3", attention_dropout=0.5).config
+    bb.disable_dropout(model)
+    assert torch.equal(logits(model.train()), expected)
+    assert model.get_base_model().config.text_config.attention_dropout == 0
+
+
+def test_two_lists_of_layers_are_refused():
+    model = tiny_model("llama")
+    model.model.more = nn.ModuleList(nn.Identity() for _ in range(4))
+    with pytest.raises(ValueError, match="2 lists of 4"):
+        bb.decoder_layers(model)
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT[:39], COMMIT.upper(), COMMIT + "0"])
+@pytest.mark.parametrize("load", [bb.load_base, bb.load_tokenizer])
+def test_remote_code_needs_a_pinned_commit(load, revision):
+    with pytest.raises(ValueError, match="40-digit commit hash"):
+        load("some/model", trust_remote_code=True, revision=revision)
+
+
+def test_remote_code_at_a_pinned_commit_loads(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    bb.load_base(str(tmp_path), trust_remote_code=True, revision=COMMIT)
+    bb.load_tokenizer(str(tmp_path), trust_remote_code=True, revision=COMMIT)
+
+
+@pytest.mark.parametrize("load", [bb.load_base, bb.load_tokenizer])
+def test_what_cannot_be_loaded_is_named_with_what_to_do(load, tmp_path):
+    with pytest.raises(RuntimeError, match=f"{re.escape(str(tmp_path / 'gone'))}.*no such folder.*Give a folder"):
+        load(str(tmp_path / "gone"))
+    with pytest.raises(RuntimeError, match="nobody/nothing.*Give a folder"):
+        load("nobody/nothing")
+
+
+def test_a_checkpoint_of_pickles_is_refused(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(RuntimeError, match="safetensors"):
+        bb.load_base(str(tmp_path))
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
+    with pytest.raises(ValueError, match="lacks 1 weights .*lm_head.weight"):
+        bb.load_base(str(tmp_path))
+
+
+def test_encoders_and_encoder_decoders_are_refused(tmp_path):
+    small = {"vocab_size": 64, "d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 16}
+    T5(T5Config(**small, decoder_start_token_id=0)).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        bb.load_base(str(tmp_path / "t5"))
+    config = BertConfig(vocab_size=64, hidden_size=24, num_hidden_layers=1, intermediate_size=32)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="lacks .* weights"):
+        bb.load_base(str(tmp_path / "bert"))
+
+
+def test_a_tokenizer_is_loaded_with_its_template_and_own_padding(tmp_path):
+    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(tmp_path)
+    tokenizer = bb.load_tokenizer(str(tmp_path))
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 2)
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sings"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<user> the cat <assistant> sings <eos> "
+
+
+def test_missing_padding_becomes_the_end_token_and_is_logged_once(tmp_path, caplog):
+    tiny_tokenizer(pad=False).save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="onetrunk.models.base_model"):
+        tokenizer = bb.load_tokenizer(str(tmp_path))
+        bb.repair_padding(tokenizer)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+    assert [record.name for record in caplog.records].count("onetrunk.models.base_model") == 1
+
+
+def test_padding_outside_the_vocabulary_is_repaired_and_told_to_the_config():
+    tokenizer, config = tiny_tokenizer(), tiny_model("llama").config
+    assert bb.repair_padding(tokenizer, config).pad_token_id == 0 == config.pad_token_id
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    assert tokenizer.pad_token_id == 64
+    assert bb.repair_padding(tokenizer, config).pad_token_id == 1 == config.pad_token_id
+
+
+def test_a_tokenizer_that_cannot_end_a_completion_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<new>"})
+    with pytest.raises(ValueError, match="id 64, but the model knows 64"):
+        bb.repair_padding(tokenizer, tiny_model("llama").config)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        bb.repair_padding(tokenizer)
+
+
+@pytest.mark.parametrize(("more", "expected"), [(None, (1,)), (1, (1,)), (9, (1, 9)), ([9, 1, 5], (1, 5, 9))])
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(more, expected):
+    assert bb.stop_token_ids(tiny_tokenizer(), GenerationConfig(eos_token_id=more)) == expected
+    assert bb.stop_token_ids(tiny_tokenizer()) == (1,)

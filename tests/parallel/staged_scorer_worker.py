@@ -1,0 +1,187 @@
+"""What each process does in test_staged_scorer.py: every case in one process and in stages, compared."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from onetrunk.models.loading import base_fingerprint
+from onetrunk.models.reward_model import load_with_new_head
+from onetrunk.ops.losses import bradley_terry_loss
+from onetrunk.parallel.cast_on_read import casting_later
+from onetrunk.parallel.sharding import local_bytes, whole_size
+from onetrunk.parallel.staged_scorer import keep_scorer_stage
+from onetrunk.parallel.stages import LayerSplit
+from onetrunk.parallel.training_stage import reduce_gradients, staged
+from onetrunk.reward_models.trainer import MODEL_INPUTS, PairCollator
+from tests.models.branches import gradients
+from tests.parallel.cast_on_read_worker import highest, private_bytes
+from tests.parallel.staged_worker import compare_memory, noted_schedules
+from tests.parallel.tensor_worker import relative_difference, stored_bytes
+from tests.places import CPU, join_group
+from tests.tiny import tiny_model
+
+# Of unequal lengths: 5 pairs, one row of a single token.
+CHOSEN = [[4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [30], [17, 40, 41, 42, 43], [7] * 12]
+REJECTED = [[4, 5, 6, 9, 1], [20, 21, 22, 25, 26, 27, 28], [31, 32], [17, 40], [9, 8, 7]]
+
+
+def a_scorer(family: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any) -> PeftModel:
+    """Return a reward adapter on a tiny base, with weights away from their start."""
+    config = tiny_model(family).config
+    config.num_labels, config.pad_token_id = 1, 0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        base = AutoModelForSequenceClassification.from_config(config).to(dtype)
+        return with_adapter(base, **settings)
+
+
+def with_adapter(base: Any, **settings: Any) -> PeftModel:
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    config = LoraConfig(**{"r": 4, "target_modules": targets, "task_type": "SEQ_CLS", **settings})
+    model = get_peft_model(base, config)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.copy_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Return what builds the model of each case, and what else differs from the usual."""
+    return {
+        "llama": {"build": a_scorer},
+        "qwen2": {"build": partial(a_scorer, "qwen2")},
+        "gemma2": {"build": partial(a_scorer, "gemma2")},
+        "top-2": {"build": partial(a_scorer, layers_to_transform=[2, 3])},
+        "uneven": {"build": partial(a_scorer, layers_to_transform=[2, 3]), "sizes": (1, 3)},
+        "checkpointing": {"build": partial(a_scorer, layers_to_transform=[2, 3]), "checkpointing": True},
+        "one microbatch": {"build": a_scorer, "number": 1},
+        "float64": {"build": partial(a_scorer, dtype=torch.float64)},
+    }
+
+
+def a_batch() -> dict[str, Tensor]:
+    """Return pairs of ragged rows with soft labels."""
+    collator = PairCollator(0)
+    labels = (0.9, 0.2, 0.6, 1.0, 0.7)
+    rows = zip(CHOSEN, REJECTED, labels, strict=True)
+    return collator([{"chosen_ids": c, "rejected_ids": r, "probability": p} for c, r, p in rows])
+
+
+def loss_of(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
+    """Return the share of a part of a batch in its Bradley-Terry loss."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    chosen, rejected = logits.squeeze(-1).chunk(2)
+    loss = bradley_terry_loss(chosen, rejected, batch["probability"])
+    return loss * len(chosen) / PairCollator.denominators(batch)[0]
+
+
+def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> dict[str, Any]:
+    """Return what differs between a reward adapter in one process and in stages."""
+    whole, divided = case["build"]().train(), case["build"]().train()
+    if case.get("checkpointing"):
+        # As the trainer of TRL does it.
+        for model in (whole, divided):
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    size, fingerprint = whole_size(divided), base_fingerprint(divided.get_base_model())
+    split = LayerSplit.even(divided, stages, case.get("sizes"))
+    line = keep_scorer_stage(divided, split, torch.device(CPU))
+    own, batch = staged(divided), a_batch()
+    # Each pipeline has pairs of its own; together they have those of one process.
+    every = PairCollator(0).parts(batch, case.get("number", 5))
+    parts = every[rank // stages :: world_size // stages]
+    expected_loss = loss_of(whole, batch)
+    expected_loss.backward()
+    of_batch = gradients(whole)
+    whole.zero_grad(set_to_none=True)
+    for part in every:
+        loss_of(whole, part).backward()
+    losses: list[float] = []
+
+    def noted_loss(number: int, model: Any) -> Tensor:
+        loss = loss_of(model, parts[number])
+        losses.append(loss.item())
+        return loss
+
+    with noted_schedules() as schedules:
+        # The second step must not add what the first has left.
+        for _ in range(2):
+            divided.zero_grad(set_to_none=True)
+            outputs = own.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], noted_loss)
+            alone = sorted(gradients(divided))
+            reduce_gradients(divided)
+    rows = {name: batch[name] for name in MODEL_INPUTS}
+    with torch.no_grad():
+        expected = whole.eval()(**rows).logits
+        found = divided.eval()(**rows).logits
+        trained = torch.cat([whole(**{name: part[name] for name in MODEL_INPUTS}).logits for part in parts])
+    return {
+        "line": line,
+        "layers": [own.layers.start, own.layers.stop],
+        "losses": losses,
+        "loss": expected_loss.item(),
+        "schedules": schedules,
+        "scores": relative_difference({"scores": found}, {"scores": expected.float()}),
+        "trained scores": relative_difference(
+            {"scores": torch.cat([output.logits for output in outputs])}, {"scores": trained.float()}
+        ),
+        "gradients": relative_difference(gradients(divided), gradients(whole)),
+        "gradients of the batch": relative_difference(gradients(divided), of_batch),
+        "names alone": alone,
+        "local bytes": local_bytes(divided),
+        "stored bytes": stored_bytes(divided),
+        "whole bytes": local_bytes(whole),
+        "embedding bytes": whole.get_base_model().get_input_embeddings().weight.nbytes,
+        "trained bytes": sum(p.nbytes for p in whole.parameters() if p.requires_grad),
+        "identity": base_fingerprint(divided.get_base_model()) == fingerprint and whole_size(divided) == size,
+    }
+
+
+def work(rank: int, folder: str, world_size: int, stages: int, names: list[str]) -> None:
+    """Write the facts of every case into `folder`."""
+    join_group(CPU, folder, rank, world_size)
+    every = cases()
+    results = {name: compare(rank, world_size, stages, every[name]) for name in names}
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
+    """Load a base, whole or one stage, and train on pairs; return private bytes in shares of the base in float32."""
+    gc.collect()
+    before = private_bytes()
+    batch = a_batch()
+    torch.manual_seed(0)  # The new head must be that of all processes.
+    with highest() as peak:
+        with casting_later() if split else contextlib.nullcontext():
+            model = with_adapter(load_with_new_head(name, dtype="float32"), r=1)
+        model.config.pad_token_id = 0
+        whole = sum(math.prod(tensor.shape) * 4 for tensor in model.get_base_model().parameters())
+        if split is None:
+            loss_of(model, batch).backward()
+        else:
+            keep_scorer_stage(model, split, torch.device(CPU))
+            parts = PairCollator(0).parts(batch, 5)
+            rows = [{name: part[name] for name in MODEL_INPUTS} for part in parts]
+            staged(model).update(rows, lambda number, run: loss_of(run, parts[number]))
+            reduce_gradients(model)
+    gc.collect()
+    return {"peak": (peak[0] - before) / whole, "end": (private_bytes() - before) / whole, "whole": whole / 2**20}
+
+
+def work_on_memory(rank: int, folder: str, name: str) -> None:
+    """Write what this process needs for a stage of a reward adapter, and for a whole one, into `folder`."""
+    compare_memory(rank, folder, partial(measure, name))

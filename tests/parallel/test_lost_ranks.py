@@ -1,0 +1,100 @@
+"""One of two processes is killed or stopped: the other names it, ends with exit code 1, and the run can be resumed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from onetrunk.parallel.heartbeat import read_beat
+from tests.stages.small_runs import make_material
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
+TIMEOUT_S = 20
+# Two rollouts follow the first checkpoint, so the run has a rollout to lose.
+OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:dying"
+OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 4"
+OPTIONS += " --lora_r 2 --save_steps 2 --use_cpu true --report_to none --disable_tqdm true --resume auto"
+OPTIONS += f" --ddp_timeout {TIMEOUT_S}"
+# Rank 1 sends itself the signal that the file `fate` names, once, while it scores the third rollout.
+REWARD = """
+import os, signal
+from pathlib import Path
+
+def dying(completions, trainer_state, **kwargs):
+    fate = Path("fate")
+    if os.environ["RANK"] == "1" and trainer_state.global_step == 2 and fate.exists():
+        number = int(fate.read_text())
+        fate.unlink()
+        os.kill(os.getpid(), number)
+    return [-float(len(c)) for c in completions]
+"""
+
+
+def prepared(folder: Path) -> Path:
+    make_material(folder)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def started(folder: Path) -> list[subprocess.Popen]:
+    """Start the command on two processes, without a launcher that would end the second one with the first."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(folder)])
+    command = [sys.executable, str(ROOT / "scripts/ppo.py"), *OPTIONS.split()]
+    running = []
+    for rank in "01":
+        with open(folder / f"log-{rank}.txt", "w") as log:
+            own = {**env, "RANK": rank, "LOCAL_RANK": rank}
+            running.append(subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log))
+    return running
+
+
+def finished(folder: Path) -> None:
+    codes = [process.wait() for process in started(folder)]
+    assert codes == [0, 0], (folder / "log-0.txt").read_text()[-3000:] + (folder / "log-1.txt").read_text()[-3000:]
+
+
+@cache
+def uninterrupted() -> Path:
+    folder = prepared(Path(mkdtemp()))
+    finished(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "fate"),
+    [(signal.SIGKILL, "was killed or crashed"), (signal.SIGSTOP, "is stopped (SIGSTOP or a debugger)")],
+)
+def test_the_other_process_names_the_lost_one_and_the_run_resumes(tmp_path, number, fate):
+    folder = prepared(tmp_path)
+    (folder / "fate").write_text(str(int(number)))
+    first, second = started(folder)
+    try:
+        # A run that hangs is ended by the time limit of the test; without ddp_timeout it would hang for 30 minutes.
+        assert first.wait() == 1
+    finally:
+        first.kill()
+        second.kill()
+    assert second.wait() == -signal.SIGKILL
+    log = (folder / "log-0.txt").read_text()
+    (message,) = [line for line in log.splitlines() if "lost the connection to another process" in line]
+    assert f"rank 1 (process {second.pid} on {socket.gethostname()}) {fate} in phase " in message
+    assert "--resume auto" in message
+    assert "Traceback" not in log and "gloo" not in message
+    assert read_beat(folder / "out", 1).pid == second.pid
+    # A third process would not take this one for the lost one.
+    assert (read_beat(folder / "out", 0).phase, read_beat(folder / "out", 0).error) == ("failed", "")
+    finished(folder)
+    for name in ("adapter_model.safetensors", "value_head.safetensors"):
+        assert (folder / "out" / name).read_bytes() == (uninterrupted() / "out" / name).read_bytes()
+    assert not list((folder / "out").glob("*heartbeat*"))

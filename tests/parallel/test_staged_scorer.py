@@ -1,0 +1,157 @@
+"""A reward adapter in pipeline stages gives what one process gives: scores, loss, gradients."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from onetrunk.parallel.staged_scorer import (
+    LayerForward,
+    _StageModule,
+    keep_scorer_stage,
+    lowest_trained_layer,
+    scorer_obstacle,
+    verify_stages,
+)
+from onetrunk.parallel.stages import LayerSplit
+from onetrunk.reward_models.trainer import MODEL_INPUTS
+from tests.parallel import cast_on_read_worker, staged_scorer_worker
+from tests.parallel.staged_scorer_worker import a_batch, a_scorer
+from tests.places import found_by_ranks
+from tests.tiny import tiny_model
+
+CASES = tuple(staged_scorer_worker.cases())
+# By processes and stages: four stages of one layer, and two pipelines of two stages.
+RUNS = {(2, 2): CASES, (4, 4): ("llama", "qwen2", "gemma2", "top-2"), (4, 2): ("llama", "top-2")}
+
+
+def rows_of(batch):
+    return {name: batch[name] for name in MODEL_INPUTS}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mistral", "qwen3"])
+def test_the_stages_one_after_the_other_score_ragged_rows_as_the_whole_model(family, sizes):
+    model, split = a_scorer(family).eval(), LayerSplit(sizes)
+    expected = model(**rows_of(a_batch())).logits
+    states = None
+    for stage in range(split.num_stages):
+        states = LayerForward(model, split.layers(stage))(states, **rows_of(a_batch()))
+    assert torch.equal(states.logits, expected) and expected.std() > 0.1
+    # Nothing of the stages stays on the model.
+    assert torch.equal(model(**rows_of(a_batch())).logits, expected)
+
+
+def test_a_model_whose_layers_depend_on_each_other_is_rejected():
+    model = a_scorer()
+    body, seen = model.get_base_model().model, []
+    # The last layer reads the embedding, which its stage does not have.
+    body.embed_tokens.register_forward_hook(lambda *call: seen.append(call[-1].sum()))
+    body.layers[3].register_forward_hook(lambda _module, _args, output: output + seen[-1])
+    with pytest.raises(ValueError, match="not supported for LlamaForSequenceClassification: a layer returns or reads"):
+        verify_stages(model, LayerSplit((2, 2)))
+
+
+@pytest.mark.parametrize("changed", ["input_ids", "attention_mask", "position_ids"])
+def test_a_loss_that_asks_for_another_forward_is_refused(changed):
+    class LastStage:
+        is_first, is_last, hidden_size = False, True, 2
+
+    batch = rows_of(a_batch())
+    given = {**batch, changed: batch["input_ids"].clone()}
+    module = _StageModule(LastStage(), [batch], lambda _, model: model(**given))
+    with pytest.raises(
+        ValueError, match=f"compute_loss must call the model once on input_ids.*; here {changed} differs"
+    ):
+        module(torch.zeros(batch["input_ids"].numel(), 2))
+
+
+def test_what_cannot_be_trained_in_stages_is_refused_with_the_fix():
+    with pytest.raises(ValueError, match="for a model whose weights all train; set use_peft"):
+        keep_scorer_stage(tiny_model("llama"), LayerSplit((2, 2)), torch.device("cpu"))
+    model = a_scorer()
+    assert scorer_obstacle(model) is None and lowest_trained_layer(model) == 0
+    model.get_base_model().quantization_method = "bitsandbytes"
+    assert "quantised base" in scorer_obstacle(model)
+    model = a_scorer(layers_to_transform=[2, 3])
+    assert lowest_trained_layer(model) == 2
+    next(p for n, p in model.named_parameters() if "norm" in n).requires_grad_(True)
+    assert "norm.weight among what trains; train LoRA adapters only" in scorer_obstacle(model)
+    assert "with dropout (" in scorer_obstacle(a_scorer(lora_dropout=0.1))
+    with pytest.raises(ValueError, match="4 layers cannot be divided into 5 stages; launch fewer processes"):
+        LayerSplit.even(model, 5)
+    assert LayerSplit.even(model, 3).sizes == (2, 1, 1) and LayerSplit.even(model, 2, [1, 3]).sizes == (1, 3)
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def launched(processes, stages):
+    folder = Path(mkdtemp())
+    cases = list(RUNS[processes, stages])
+    return found_by_ranks(staged_scorer_worker.work, folder, processes, processes, stages, cases)
+
+
+launches = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize(
+    ("processes", "stages", "case"),
+    [pytest.param(*key, case, marks=launches) for key, names in RUNS.items() for case in names],
+)
+def test_the_stages_have_the_scores_and_gradients_of_one_process(processes, stages, case):
+    ranks = [rank[case] for rank in launched(processes, stages)]
+    for rank, found in enumerate(ranks):
+        assert all(found[name] <= 1e-6 for name in ("scores", "trained scores", "gradients")), found
+        # Cut into microbatches, the sums of a batch have another order.
+        assert found["gradients of the batch"] <= (1e-12 if case == "float64" else 1e-5)
+        assert found["identity"]
+        parts = 1 if case == "one microbatch" else 5
+        # Only the last stage computes the loss, once per microbatch in each of two steps.
+        mine = len(range(rank // stages, parts, processes // stages))
+        assert len(found["losses"]) == (2 * mine if rank % stages == stages - 1 else 0)
+        assert found["schedules"] == 2 * ["ScheduleGPipe" if mine < stages else "Schedule1F1B"]
+    lasts = [found["losses"] for found in ranks if found["losses"]]
+    assert sum(sum(losses) / 2 for losses in lasts) == pytest.approx(ranks[0]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=launches) for case in ("llama", "uneven")])
+def test_a_process_holds_the_weights_of_its_own_layers_and_computes_their_gradients(case):
+    ranks = [rank[case] for rank in launched(2, 2)]
+    assert [found["layers"] for found in ranks] == ([[0, 1], [1, 4]] if case == "uneven" else [[0, 2], [2, 4]])
+    for stage, found in enumerate(ranks):
+        base = {name: found[f"{name} bytes"] - found["trained bytes"] for name in ("whole", "local", "stored")}
+        layer = (base["whole"] - found["embedding bytes"]) / 4
+        expected = layer * (found["layers"][1] - found["layers"][0]) + found["embedding bytes"] * (stage == 0)
+        # The norm, and the start of the score head, are on both.
+        assert base["local"] == pytest.approx(expected, rel=0.03)
+        assert base["stored"] == pytest.approx(base["local"], rel=0.03)
+        numbers = {int(name.split(".layers.")[1].split(".")[0]) for name in found["names alone"] if ".layers." in name}
+        assert numbers == {i for i in range(*found["layers"]) if case != "uneven" or i >= 2}
+        assert any("score" in name for name in found["names alone"]) == (stage == 1)
+    assert "pipelined training: the base is divided into stages of" in ranks[0]["line"]
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+@pytest.mark.timeout(1800)
+def test_a_process_needs_the_memory_of_its_own_layers(tmp_path):
+    base = tiny_model("mistral", **cast_on_read_worker.SHAPE).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    arguments = (str(tmp_path), str(tmp_path / "base"))
+    torch.multiprocessing.spawn(staged_scorer_worker.work_on_memory, args=arguments, nprocs=2)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        print(f"process {rank}: {found}")
+        # Private bytes above those before, in shares of the base in float32: half of it stays, and on the first
+        # process the embedding. While it loads and trains there are also one layer or the embedding, whole,
+        # activations, adapters and gradients.
+        assert 0.4 < found["stage"]["end"] < 0.62
+        assert found["stage"]["peak"] < 0.75
+        assert found["whole"]["end"] > 0.95 and found["whole"]["peak"] > 1.0
