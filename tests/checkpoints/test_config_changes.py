@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from onetrunk.checkpoints.settings import is_free
 from onetrunk.parallel.tensor import DataParallel
-from onetrunk.ppo import state as rules
+from onetrunk.ppo import stream_state as rules
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import RewardSet
 from tests.ppo.support import even_share, make_config, make_trainer

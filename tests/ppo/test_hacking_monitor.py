@@ -119,7 +119,7 @@ def test_the_alarm_names_the_last_checkpoint_up_to_where_the_judge_was_happiest(
     trainer, monitor = watched(tmp_path, judge, {"window": 3, "action": "stop"}, reward=rising, **settings)
     trainer.train()
     assert trainer.state.global_step == 8 and monitor.best == [6, pytest.approx(0.9)]
-    assert "The judge liked step 6 best; checkpoint-4 is the last checkpoint up to there" in monitor.explanation
+    assert "The judge preferred step 6; checkpoint-4 is the last checkpoint up to there" in monitor.explanation
 
 
 @pytest.mark.slow

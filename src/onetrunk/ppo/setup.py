@@ -48,11 +48,10 @@ from onetrunk.parallel.sharding import (
     cast_when_sharded,
     check_stage_launch,
     check_stage_layout,
-    is_divided,
     launch_layout,
     train_in_stages,
 )
-from onetrunk.parallel.staged import keep_stage, staged
+from onetrunk.parallel.staged import keep_stage, trains_in_stages
 from onetrunk.parallel.stages import LayerSplit, verify_split
 from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.ppo.config import PPOConfig, plan_batches
@@ -190,8 +189,7 @@ def load_sampled_model(
         top_p=args.top_p,
         top_k=args.top_k,
     )
-    sampler = Sampler(backend, rewards, tokenizer, params, is_divided=is_divided(trunk))
-    return SampledModel(trunk, tokenizer, datasets, sampler)
+    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params))
 
 
 def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[str | None]:
@@ -343,7 +341,7 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
             )
         return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse{reward}")
     lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and the same for every role"
-    if staged(trunk) is not None:
+    if trains_in_stages(trunk):
         report = f"{lower}; in pipeline stages they run once for all roles of a forward, and nothing is kept"
         return TrunkPlan(None, f"{report}{reward}")
     if args.trunk_cache == "off":
