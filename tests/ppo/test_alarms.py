@@ -1,6 +1,5 @@
 """Alarms in real runs that go wrong in a known way: raised once, explained, logged, resumed, and ending the run."""
 
-import itertools
 import logging
 import math
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
-from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, fewest_checkpoints, find_breach
+from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, find_breach
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
@@ -240,33 +239,6 @@ def test_a_resumed_run_raises_the_same_alarms(tmp_path, step, caplog):
     assert resumed.alarms.state_dict() == whole.alarms.state_dict()
     assert [text.replace("cut", "whole") for text in said(caplog)] == expected
     assert len(expected) == 2
-
-
-@pytest.mark.slow
-def test_a_second_training_of_the_same_trainer_begins_anew(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, rollout_backend=ByRollout(lambda number: REPEATS), num_rollouts=4, **STILL)
-    trainer.train()
-    trainer.train()
-    assert len(said(caplog)) == 2
-
-
-def test_too_few_checkpoints_to_reach_back_before_an_alarm_are_told_at_the_start(tmp_path, caplog):
-    # At the end of a bad rollout of 2 steps the good checkpoint is 4 steps old: the fourth of those before the end's.
-    for limit, is_told in ((3, True), (4, False)):
-        caplog.clear()
-        settings = {"stop_on_alarm": ["kl"], "save_total_limit": limit, "save_steps": 1, "num_rollouts": 1}
-        stopping(tmp_path / str(limit), **settings).train()
-        assert [("set it to 4 or more" in text) for text in said(caplog)] == [True] * is_told
-
-
-def test_so_many_checkpoints_reach_back_before_a_bad_rollout_and_no_fewer():
-    for every, slots in itertools.product(range(1, 13), range(1, 9)):
-        reach = []
-        for end in range(4 * slots, 40 * slots, slots):
-            before = [step for step in range(every, end, every)]
-            if before and before[0] <= end - 2 * slots:
-                reach.append(sum(step > end - 2 * slots for step in before) + 1)
-        assert fewest_checkpoints(every, slots) == max(reach), (every, slots)
 
 
 @pytest.mark.parametrize(("save_steps", "limit"), [(1, 4)])

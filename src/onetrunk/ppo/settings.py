@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -404,15 +404,12 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
     def __post_init__(self) -> None:
         self._check_inherited()
         self._check_ranges()
-        self._check_rollout()
-        self._check_vllm()
-        self._check_pipeline()
-        self._check_objective()
-        self._check_truncation()
-        self._check_schedule()
+        self._derive()
+        for is_wrong, message in (*self._objective_faults(), *self._sampling_faults(), *self._stage_faults()):
+            if is_wrong:
+                raise ValueError(message)
         check_limits(self.alarm_limits)
         self.stop_on_alarm = stopping_alarms(self.stop_on_alarm, self.limits)
-        self._choose_best_metric()
         super().__post_init__()
 
     @property
@@ -482,16 +479,10 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
                 f"lr_scheduler_type {scheduler!r} follows a loss on labels, which PPO does not have; choose another"
             )
 
-    def _choose_best_metric(self) -> None:
-        saves_best = _word(self.save_strategy) == "best"
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or saves_best):
-            # Trainer would look for a loss, which an evaluation by sampling does not have.
-            self.metric_for_best_model = "score/mean"
-            self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
-
     def _check_ranges(self) -> None:
         require_seed("seed", self.seed)
         require_seed("data_seed", self.data_seed)
+        require_truncation(self.top_p, self.top_k)
         for names, holds, expected in RANGES:
             for name in names.split():
                 _require(name, getattr(self, name), holds, expected)
@@ -501,7 +492,8 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
                 " as top-4"
             )
 
-    def _check_rollout(self) -> None:
+    def _derive(self) -> None:
+        """Set what other settings decide, where it is None."""
         if self.num_rollouts is not None:
             steps = self.num_rollouts * self.slots_per_rollout
             if self.max_steps not in (-1, steps):
@@ -510,128 +502,122 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
                     f" {self.max_steps}; set one of them"
                 )
             self.max_steps = steps
-        if self.max_prompt_length is None and self.overlong_prompts != "error":
-            raise ValueError(f"overlong_prompts {self.overlong_prompts!r} needs max_prompt_length")
         if self.truncated_completions is None:
             self.truncated_completions = "terminal" if self.missing_eos_penalty is None else "penalize"
-        if (self.truncated_completions == "penalize") != (self.missing_eos_penalty is not None):
-            raise ValueError(
-                f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty"
-                f" {self.missing_eos_penalty} contradict each other: 'penalize' needs a penalty, the others none"
-            )
-
-    def _check_vllm(self) -> None:
-        if self.vllm_mode != "server" and not self.use_vllm:
-            raise ValueError("vllm_mode is set and use_vllm is not; set use_vllm: true, or leave it out")
-        changed = _changed(self, SERVER_SETTINGS if self.is_colocated else ENGINE_SETTINGS)
-        if changed and self.is_colocated:
-            raise ValueError(f"{changed[0]} is set, and vllm_mode 'colocate' has no server; leave it out")
-        if changed:
-            raise ValueError(
-                f"{changed[0]} belongs to vllm_mode 'colocate'; set use_vllm: true and vllm_mode: colocate, or give it"
-                " to the server (onetrunk serve)"
-            )
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if high is not None and not high > (low or 0):
-            raise ValueError(
-                f"{IS_CLIP}_max is {high} and {IS_CLIP}_min is {low}; the upper bound must be above 0 and above the"
-                " lower one"
-            )
-        if self.vllm_importance_sampling_correction is not False and low is None and high is None:
-            raise ValueError(
-                f"{IS_CLIP}_min and {IS_CLIP}_max are both null: a single rare token could then outweigh a rollout;"
-                f" set {IS_CLIP}_max, such as 3.0, or vllm_importance_sampling_correction to false"
-            )
-
-    def _check_pipeline(self) -> None:
-        if self.rollout_backend == "pipelined":
-            if self.use_vllm:
-                raise ValueError(
-                    "rollout_backend is 'pipelined' and use_vllm samples on a server; leave one of them out"
-                )
-        else:
-            self._check_pipeline_without_sampling()
-            if not self.pipeline_training:
-                return
-        if self.schedule != "sync":
-            what = "pipeline_training" if self.use_vllm else "rollout_backend 'pipelined'"
-            raise ValueError(
-                f"schedule {self.schedule!r} samples during the update, and the processes of {what} work together"
-                " then; set schedule to sync"
-            )
+        if self.max_staleness is None:
+            self.max_staleness = 0 if self.schedule == "sync" else 1
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or _word(self.save_strategy) == "best"):
+            # Trainer would look for a loss, which an evaluation by sampling does not have.
+            self.metric_for_best_model = "score/mean"
+            self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
         require_split(self)
-        if self.pipeline_training:
-            self._check_stage_training()
 
-    def _check_pipeline_without_sampling(self) -> None:
-        """Check that no setting asks for stages but, with rollouts from a server, those that train."""
-        stages_train = self.use_vllm and self.pipeline_training
-        for name in PIPELINE_SETTINGS:
-            if getattr(self, name) and not (stages_train and name in STAGE_SETTINGS):
-                raise ValueError(
-                    f"{name} is set and rollout_backend is not 'pipelined'; set it, or leave {name} out"
-                    + (" (with pipeline_training, use_vllm samples too)" if name in STAGE_SETTINGS else "")
-                )
-        if stages_train and self.is_colocated:
-            raise ValueError(
-                "pipeline_training is not supported with vllm_mode 'colocate', whose engine loads the whole base on"
-                " the trainer's GPU; set vllm_mode to server"
+    def _objective_faults(self) -> Iterator[tuple[Any, str]]:
+        """Yield whether settings of the objective contradict each other, and the message; so do the next two."""
+        yield (
+            self.epsilon_high is not None and self.epsilon_high < self.epsilon,
+            f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; raise it or leave it out",
+        )
+        yield (
+            self.kl_in_loss and self.kl_estimator == "k1",
+            "kl_in_loss with kl_estimator k1 has no useful gradient; set kl_estimator to k2 or k3",
+        )
+        yield (
+            self.beta and not self.kl_in_loss and self.kl_estimator != "k1",
+            f"kl_estimator {self.kl_estimator} in the reward has another gradient than the KL (it pushes tokens below"
+            " the reference further down); use k1, or set kl_in_loss",
+        )
+        yield self.kl_in_loss and not self.beta, "kl_in_loss needs beta above 0"
+        yield self.kl_target is not None and not self.beta, "kl_target adapts beta by factors: start it above 0"
+        yield (
+            (self.truncated_completions == "penalize") != (self.missing_eos_penalty is not None),
+            f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty {self.missing_eos_penalty}"
+            " contradict each other: 'penalize' needs a penalty, the others none",
+        )
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        yield (
+            high is not None and not high > (low or 0),
+            f"{IS_CLIP}_max is {high} and {IS_CLIP}_min is {low}; the upper bound must be above 0 and above the lower"
+            " one",
+        )
+        yield (
+            self.vllm_importance_sampling_correction is not False and low is None and high is None,
+            f"{IS_CLIP}_min and {IS_CLIP}_max are both null: a single rare token could then outweigh a rollout; set"
+            f" {IS_CLIP}_max, such as 3.0, or vllm_importance_sampling_correction to false",
+        )
+
+    def _sampling_faults(self) -> Iterator[tuple[Any, str]]:
+        yield (
+            self.max_prompt_length is None and self.overlong_prompts != "error",
+            f"overlong_prompts {self.overlong_prompts!r} needs max_prompt_length",
+        )
+        yield (
+            self.truncates and self.vllm_importance_sampling_correction is False,
+            f"top_p is {self.top_p} and top_k is {self.top_k}, so completions are not sampled from the policy that is"
+            " trained, and vllm_importance_sampling_correction, which weighs them, is false; leave it out, or leave"
+            " top_p and top_k out",
+        )
+        yield (
+            self.vllm_mode != "server" and not self.use_vllm,
+            "vllm_mode is set and use_vllm is not; set use_vllm: true, or leave it out",
+        )
+        changed = ", ".join(_changed(self, SERVER_SETTINGS if self.is_colocated else ENGINE_SETTINGS))
+        yield (
+            changed and self.is_colocated,
+            f"{changed} is set, and vllm_mode 'colocate' has no server; leave it out",
+        )
+        yield (
+            changed,
+            f"{changed} belongs to vllm_mode 'colocate'; set use_vllm: true and vllm_mode: colocate, or give it to the"
+            " server (onetrunk serve)",
+        )
+        yield (
+            self.schedule != "sync" and self.is_colocated,
+            f"schedule {self.schedule!r} samples during the update, and vllm_mode 'colocate' has the trainer's GPU"
+            " only between two updates; set schedule to sync, or vllm_mode to server",
+        )
+        fixed = {"sync": 0, "one_step": 1}.get(self.schedule, self.max_staleness)
+        yield (
+            fixed != self.max_staleness,
+            f"max_staleness is {self.max_staleness} and schedule {self.schedule!r} always has {fixed}; leave"
+            " max_staleness out, or set schedule to async",
+        )
+
+    def _stage_faults(self) -> Iterator[tuple[Any, str]]:
+        samples, trains = self.rollout_backend == "pipelined", self.pipeline_training
+        stages = "pipeline_training" if self.use_vllm else "rollout_backend 'pipelined'"
+        yield (
+            samples and self.use_vllm,
+            "rollout_backend is 'pipelined' and use_vllm samples on a server; leave one of them out",
+        )
+        for name in () if samples else PIPELINE_SETTINGS:
+            yield (
+                getattr(self, name) and not (self.use_vllm and trains and name in STAGE_SETTINGS),
+                f"{name} is set and rollout_backend is not 'pipelined'; set it, or leave {name} out"
+                + (" (with pipeline_training, use_vllm samples too)" if name in STAGE_SETTINGS else ""),
             )
-
-    def _check_stage_training(self) -> None:
+        yield (
+            trains and self.is_colocated,
+            "pipeline_training is not supported with vllm_mode 'colocate', whose engine loads the whole base on the"
+            " trainer's GPU; set vllm_mode to server",
+        )
+        yield (
+            self.schedule != "sync" and (samples or trains),
+            f"schedule {self.schedule!r} samples during the update, and the processes of {stages} work together then;"
+            " set schedule to sync",
+        )
         for name, why, fix in (
             ("fp16", "scales gradients", "set bf16, or neither"),
             ("activation_offloading", "wraps a whole forward", "set activation_checkpointing"),
             ("capture_trunk_states", "keeps states for the layers above the cut", "leave it out"),
         ):
-            if getattr(self, name):
-                raise ValueError(f"pipeline_training is not supported with {name}, which {why}; {fix}")
-        if self.trunk_cache not in ("auto", "off"):
-            raise ValueError(
-                f"trunk_cache is {self.trunk_cache!r} and pipeline_training runs the lower layers on other processes"
-                " than the upper ones; set trunk_cache to auto or off"
-            )
-
-    def _check_schedule(self) -> None:
-        if self.schedule != "sync" and self.is_colocated:
-            raise ValueError(
-                f"schedule {self.schedule!r} samples during the update, and vllm_mode 'colocate' has the trainer's GPU"
-                " only between two updates; set schedule to sync, or vllm_mode to server"
-            )
-        fixed = {"sync": 0, "one_step": 1}.get(self.schedule)
-        if self.max_staleness is None:
-            self.max_staleness = 1 if fixed is None else fixed
-        if fixed not in (None, self.max_staleness):
-            raise ValueError(
-                f"max_staleness is {self.max_staleness} and schedule {self.schedule!r} always has {fixed}; leave"
-                " max_staleness out, or set schedule to async"
-            )
-
-    def _check_truncation(self) -> None:
-        require_truncation(self.top_p, self.top_k)
-        if self.truncates and self.vllm_importance_sampling_correction is False:
-            raise ValueError(
-                f"top_p is {self.top_p} and top_k is {self.top_k}, so completions are not sampled from the policy that"
-                " is trained, and vllm_importance_sampling_correction, which weighs them, is false; leave it out, or"
-                " leave top_p and top_k out"
-            )
-
-    def _check_objective(self) -> None:
-        if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
-            raise ValueError(
-                f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; raise it or leave it out"
-            )
-        if self.kl_in_loss and self.kl_estimator == "k1":
-            raise ValueError("kl_in_loss with kl_estimator k1 has no useful gradient; set kl_estimator to k2 or k3")
-        if self.beta and not self.kl_in_loss and self.kl_estimator != "k1":
-            raise ValueError(
-                f"kl_estimator {self.kl_estimator} in the reward has another gradient than the KL (it pushes tokens"
-                " below the reference further down); use k1, or set kl_in_loss"
-            )
-        if self.kl_in_loss and not self.beta:
-            raise ValueError("kl_in_loss needs beta above 0")
-        if self.kl_target is not None and not self.beta:
-            raise ValueError("kl_target adapts beta by factors: start it above 0")
+            message = f"pipeline_training is not supported with {name}, which {why}; {fix}"
+            yield trains and getattr(self, name), message
+        yield (
+            trains and self.trunk_cache not in ("auto", "off"),
+            f"trunk_cache is {self.trunk_cache!r} and pipeline_training runs the lower layers on other processes than"
+            " the upper ones; set trunk_cache to auto or off",
+        )
 
 
 def check_monitor(every: int, action: str, num_rows: int) -> None:

@@ -317,8 +317,6 @@ class PPOTrainer(ResumableTrainer):
         except StopAsked:
             model.zero_grad()
             self.metric_log.drop_step()
-            if self.tensorboard is not None:
-                self.tensorboard.forget()
             self._stream.retreat()
             raise
 
@@ -385,8 +383,6 @@ class PPOTrainer(ResumableTrainer):
             self.metric_log.add_stats(group, group_stats)
         if "policy" in stats:
             self._policy_kl += stats["policy"]["approx_kl"]
-            if self.tensorboard is not None:
-                self.tensorboard.keep(experience, output.logprobs)
 
     # --- checkpoints and the Hub ------------------------------------------------------------------------------------
 

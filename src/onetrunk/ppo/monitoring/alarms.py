@@ -6,7 +6,6 @@ rollout in which the condition does not hold. The alarms and their limits are in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import TrainerControl, TrainerState
 
-from onetrunk.checkpoints.folders import LEAST_KEPT, last_checkpoint
+from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.alarm_rules import RULES
@@ -51,12 +50,6 @@ def find_breach(
     if value is None or not (value > bound if rule.is_upper else value < bound):
         return None
     return value, bound
-
-
-def fewest_checkpoints(every: int, slots: int) -> int:
-    """Return how many checkpoints, one `every` steps, reach back before a rollout of `slots` steps just found bad."""
-    # The newest is at least gcd(every, slots) steps old, the one that is needed at most two rollouts.
-    return 1 + math.ceil((2 * slots - math.gcd(every, slots)) / every)
 
 
 class Alarms(EndingCallback):
@@ -117,13 +110,6 @@ class Alarms(EndingCallback):
     def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The trainer restores the state from a checkpoint after this.
         self._reset()
-        if args.stop_on_alarm and args.save_total_limit and args.save_strategy == "steps" and state.save_steps:
-            needed = fewest_checkpoints(int(state.save_steps), args.slots_per_rollout)
-            if max(args.save_total_limit, LEAST_KEPT) < needed:
-                logger.warning(
-                    f"save_total_limit {args.save_total_limit} with save_steps {state.save_steps:g} may leave no"
-                    f" checkpoint from before an alarm; set it to {needed} or more"
-                )
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % args.slots_per_rollout == 0:
