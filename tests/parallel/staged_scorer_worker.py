@@ -25,7 +25,7 @@ from onetrunk.parallel.sharding import local_bytes, whole_size
 from onetrunk.parallel.staged_scorer import keep_scorer_stage
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.parallel.training_stage import reduce_gradients, staged
-from onetrunk.reward_models.trainer import MODEL_INPUTS, PairCollator
+from onetrunk.reward_models.training import MODEL_INPUTS, PairCollator
 from tests.models.branches import gradients
 from tests.parallel.cast_on_read_worker import highest, private_bytes
 from tests.parallel.staged_worker import compare_memory, noted_schedules
@@ -85,7 +85,7 @@ def loss_of(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     chosen, rejected = logits.squeeze(-1).chunk(2)
     loss = bradley_terry_loss(chosen, rejected, batch["probability"])
-    return loss * len(chosen) / PairCollator.denominators(batch)[0]
+    return loss * len(chosen) / PairCollator.denominators(batch)[1]
 
 
 def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> dict[str, Any]:

@@ -266,29 +266,6 @@ def test_a_mistake_is_one_sentence(judge, capsys, rows, options, code, message):
     assert message in said and "Traceback" not in said
 
 
-def test_a_budget_stops_the_run_with_everything_kept_and_a_larger_one_continues(judge, tmp_path, capsys):
-    # Two tokens per call: 2 USD per million calls, and a question costs at most 0.005 USD.
-    prices = ["--judge_prices", json.dumps({"judge-1": [1, 1]})]
-    with StubServer() as stub:
-        words = ["--judge", stub.url, "--judge_model", stub.model, "--judge_max_concurrency", "2", *prices]
-        # A reservation is for many more tokens than a call then costs, so nearly all of them fit.
-        stub.usage_of = lambda body: {"prompt_tokens": 1000, "completion_tokens": 0}
-        assert judge(WRITTEN, *words, "--judge_budget_usd", "0.02") == 1
-        said = capsys.readouterr().err
-        assert (
-            "judge_budget_usd is 0.02; all answers are kept" in said and not (tmp_path / "out/metrics.json").exists()
-        )
-        asked = len(stub.bodies)
-        assert 12 <= asked <= 20
-        assert judge(WRITTEN, *words, "--judge_budget_usd", "0.02") == 1 and len(stub.bodies) == asked
-        assert judge(WRITTEN, *words, "--judge_budget_usd", "1000") == 0
-        # Where nothing is left to ask, a spent budget stops nothing.
-        asked = len(stub.bodies)
-        assert judge(WRITTEN, *words, "--judge_budget_usd", "0.02") == 0 and len(stub.bodies) == asked
-    costs = metrics_of(tmp_path / "out")["costs"]["judge-1"]
-    assert costs["questions"] == 48 and costs["usd"] == pytest.approx(0.001 * costs["calls"])
-
-
 def test_a_measurement_is_quoted_by_the_card_of_the_rows_that_its_judge_labels(judge, tmp_path, capsys):
     assert judge(WRITTEN, *rubric("right")) == 0
     given = ["--completions", "given", "--dataset_name", "rows.jsonl", "--judge_report", "out"]

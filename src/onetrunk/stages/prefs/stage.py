@@ -38,7 +38,7 @@ from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.judge import Done, Items, Judge, Principle, ask
+from onetrunk.judges.judge import Done, Items, Judge, Principle
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.report.report import write_report_of
@@ -379,7 +379,7 @@ class HeardJudge(Judge):
         self.heard: list[tuple[Any, Principle, Any]] = []
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        for index, answer in enumerate(ask(self.judge, items, principle)):
+        for index, answer in enumerate(self.judge.answer_each([(items, principle)])[0]):
             self.heard.append((items[index], principle, answer))
             keep(index, answer)
 
