@@ -326,7 +326,7 @@ def test_an_attention_that_cannot_run_here_is_rejected_before_the_weights_load(
 @pytest.mark.parametrize(
     ("keywords", "sentence"),
     [
-        ({"ref_model": None}, "PPOTrainer: ref_model: the frozen base is the reference"),
+        ({"ref_model": None}, "PPOTrainer: ref_model: the reference is the frozen base"),
         ({"reward_model": "m"}, "reward_model: pass it in reward_funcs"),
         ({"tokenizer": 1, "dataset": 2}, "tokenizer: here processing_class; dataset: here train_dataset"),
         ({"beta": 0.1}, "beta: a setting, so pass args=PPOConfig(beta=...)"),
