@@ -64,11 +64,10 @@ from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rewards.reward import RewardFunction
-from onetrunk.rollouts.base import RolloutBackend, SamplingParams, VersionedBackend
-from onetrunk.rollouts.load import VLLM_BACKENDS, load_backend
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
+from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.vllm import VLLMBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 Reward = RewardFunction | str | PreTrainedModel
@@ -126,7 +125,7 @@ def prepare_run(
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = longest_prompt_of(parts.datasets[0], args)
-    if isinstance(backend, VLLM_BACKENDS):
+    if isinstance(backend, ServedBackend):
         backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
         backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
     # A pipeline has the states at the cut on one of its stages only.
@@ -159,7 +158,7 @@ def load_sampled_model(
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     check_stage_training(args, inputs.quantization_config, rewards.trunk_reward is not None)
     require_push(args)
-    if isinstance(backend, VLLM_BACKENDS):
+    if isinstance(backend, ServedBackend):
         backend.check()
     set_seed(args.seed)
     with cast_when_sharded(inputs.quantization_config):
@@ -467,7 +466,7 @@ def check_schedule(args: PPOConfig, backend: RolloutBackend) -> None:
             " of its own; set use_vllm, pass a rollout_backend with generate_as"
             " (onetrunk.rollouts.base.VersionedBackend), or set schedule to 'sync'"
         )
-    if isinstance(backend, VLLMBackend) and backend.keep_versions < args.versions_in_use:
+    if getattr(backend, "keep_versions", args.versions_in_use) < args.versions_in_use:
         raise ValueError(
             f"keep_versions is {backend.keep_versions}, and with schedule {args.schedule!r} and the evaluations among"
             f" its rollouts up to {args.versions_in_use} versions are in use; pass VLLMBackend(...,"
