@@ -47,30 +47,6 @@ def test_after_target_kl_the_rest_of_the_rollout_is_empty_and_the_count_stays(tm
     assert len(logged(trainer, "score/mean")) == 2
 
 
-class Counting(PPOTrainer):
-    """Notes the step of every loss that is computed."""
-
-    steps = ()
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.steps = (*self.steps, self.state.global_step + 1)
-        return super().compute_loss(model, inputs)
-
-
-def test_the_empty_steps_cost_no_forward_and_the_next_rollout_trains_again(tmp_path):
-    settings = {"num_rollouts": 2, "num_ppo_epochs": 4, "per_device_train_batch_size": 4, "target_kl": 1e-9}
-    trainer = trained(tmp_path, trainer_class=Counting, **settings)
-    assert trainer.state.global_step == 8
-    # Of four steps a rollout: the one that trains, and the one that finds the KL exceeded.
-    assert trainer.steps == (1, 2, 5, 6)
-
-
-def test_a_generous_target_kl_skips_nothing(tmp_path):
-    trainer = trained(tmp_path, num_ppo_epochs=3, target_kl=1e3)
-    assert logged(trainer, "policy/skipped_steps") == []
-    assert optimizer_steps(trainer) == {3}
-
-
 class Diverging(PPOTrainer):
     """Has a loss or a gradient that is not finite at chosen steps."""
 
@@ -214,16 +190,6 @@ def test_an_optimizer_whose_state_is_not_finite_takes_no_step(tmp_path):
         trainer.train()
     assert trainer.state.global_step == 2
     assert_same(trained_weights(trainer.model), recorder.weights[-1])
-
-
-@pytest.mark.slow
-def test_a_checkpoint_whose_optimizer_is_not_finite_moves_no_weight(tmp_path):
-    settings = {"num_rollouts": 2, "save_strategy": "steps", "save_steps": 1}
-    first = trained(tmp_path, callbacks=[Spoils(2)], **settings)
-    resumed = make_trainer(tmp_path, **{**settings, "num_rollouts": 3})
-    with pytest.raises(RuntimeError, match="the optimizer's state is not finite before step 3"):
-        resumed.train(resume_from_checkpoint=True)
-    assert_same(trained_weights(resumed.model), trained_weights(first.model))
 
 
 class LargeGradient(PPOTrainer):

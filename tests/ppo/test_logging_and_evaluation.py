@@ -104,11 +104,9 @@ def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     assert entropy[1.0] > entropy[0.0] + 0.01
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("metric", "narrow", "wide"),
     [
-        ("policy/clip_fraction", {"epsilon": 1e-4}, {"epsilon": 0.99}),
         ("policy/clip_fraction", {"epsilon": 1e-4}, {"epsilon": 1e-4, "epsilon_high": 1e3}),
         ("policy/clip_fraction", {"epsilon": 0.9, "dual_clip": 1.0001}, {"epsilon": 0.9}),
         ("value/clip_fraction", {"value_clip": 1e-4}, {"value_clip": None}),
@@ -140,11 +138,6 @@ def test_samples_are_written_and_shown(tmp_path, capsys):
     assert logged(trainer, "score/picky")[0] == 6.0
     shown = capsys.readouterr().out
     assert "step-000001" in shown and "eval-000004" in shown and shown.count("completion") >= 3
-
-
-def test_without_log_completions_nothing_is_written(tmp_path):
-    trained(tmp_path, eval_dataset=prompts(2), eval_strategy="epoch", num_rollouts=2)
-    assert not (tmp_path / "completions").exists()
 
 
 @pytest.mark.slow
@@ -327,35 +320,6 @@ def test_of_several_evaluation_sets_one_decides_which_checkpoint_is_best(tmp_pat
         make_trainer(tmp_path / "a", **settings)
     trainer = trained(tmp_path / "b", metric_for_best_model="long_score/mean", greater_is_better=True, **settings)
     assert trainer.state.best_metric == max(logged(trainer, "eval_long_score/mean"))
-
-
-def test_old_checkpoints_are_rotated(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
-    trained(tmp_path, num_rollouts=4, **settings)
-    assert sorted(p.name for p in tmp_path.glob("[!_]*")) == ["checkpoint-3", "checkpoint-4"]
-
-
-def test_tensorboard_has_every_metric(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    trainer = trained(
-        tmp_path,
-        report_to="tensorboard",
-        logging_steps=1,
-        num_rollouts=2,
-        eval_dataset=prompts(2),
-        eval_strategy="steps",
-        eval_steps=2,
-    )
-    folders = {p.parent for p in tmp_path.rglob("events.out.*")}
-    tags = {}
-    for folder in folders:
-        events = EventAccumulator(str(folder))
-        events.Reload()
-        tags |= {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    for name in ("score/mean", "kl/ref", "policy/clip_fraction", "value/explained_variance"):
-        assert tags[f"train/{name}"] == pytest.approx(logged(trainer, name), rel=1e-6)
-    assert tags["eval/score/mean"] == pytest.approx(logged(trainer, "eval_score/mean"), rel=1e-6)
 
 
 def test_the_model_stays_in_float32_branches_under_bf16(tmp_path):
