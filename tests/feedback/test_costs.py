@@ -13,12 +13,11 @@ import pytest
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.costs import BudgetReached, CostConfig, Costs, read_costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.chat import most_tokens
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair, Principle, Usage, Verdict
-from onetrunk.judges.server import ServerJudge
-from onetrunk.utils.calls import RetryPolicy
+from onetrunk.judges.server import ServerJudge, most_tokens
+from onetrunk.servers.fleet import RetryPolicy
 from tests.feedback.runs import in_a_process
 from tests.judges.stub_server import StubServer
 

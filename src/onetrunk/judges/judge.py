@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain, count
 from typing import Any
 
+from onetrunk.servers.errors import ErrorKind
 from onetrunk.types import Message, Prompt
-from onetrunk.utils.calls import ErrorKind
 
 
 @dataclass(frozen=True)
