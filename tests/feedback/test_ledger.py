@@ -42,7 +42,8 @@ def test_of_two_values_the_first_stands(tmp_path):
     with Ledger(tmp_path / "ledger.db") as ledger:
         ledger.put(key(0), "first")
         ledger.put(key(0), "second")
-        assert ledger.get(key(0)) == "first" and ledger.get(key(1)) is None and ledger.keys() == [key(0)]
+        assert ledger.get(key(0)) == "first" and ledger.get(key(1)) is None
+        assert key(0) in ledger and key(1) not in ledger and ledger.keys() == [key(0)]
 
 
 @pytest.mark.parametrize(
