@@ -32,7 +32,8 @@ from onetrunk.models.loading import load_config
 from onetrunk.ppo.checks import check_lengths, check_tokenizer, join_stages, plan_batches
 from onetrunk.ppo.memory_check import GIB, sampled_bytes, stage_sizes
 from onetrunk.ppo.setup import longest_prompt_of, policy_tokenizer, prepare_dataset, tokens_of
-from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, PPOJudgeArguments
+from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
+from onetrunk.stages.ppo_judges import PPOJudgeArguments
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 
 # A trained float32 weight, its gradient, and two numbers of Adam.
