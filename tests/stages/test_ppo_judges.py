@@ -14,8 +14,8 @@ from onetrunk import cli
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle, digest
 from onetrunk.judges.rubric import RubricJudge
-from onetrunk.ppo.evaluation import sample_references
 from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.reference_completions import sample_references
 from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key
 from onetrunk.stages.ppo_judges import RunJudges
 from onetrunk.utils.files import load_tensors

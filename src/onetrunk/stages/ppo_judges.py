@@ -14,8 +14,8 @@ from typing import Any
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.evaluation import KEPT_FOLDER, sample_references
 from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.reference_completions import KEPT_FOLDER, sample_references
 from onetrunk.ppo.settings import MONITOR_ACTIONS, check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
