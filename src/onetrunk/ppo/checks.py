@@ -19,7 +19,6 @@ from onetrunk.parallel.tensor import num_data_processes
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import REFUSED_OPTIMIZERS
 from onetrunk.rollouts.base import RolloutBackend, VersionedBackend
-from onetrunk.rollouts.vllm import VLLMBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 
@@ -160,7 +159,7 @@ def check_schedule(args: PPOConfig, backend: RolloutBackend) -> None:
             " of its own; set use_vllm, pass a rollout_backend with generate_as"
             " (onetrunk.rollouts.base.VersionedBackend), or set schedule to 'sync'"
         )
-    if isinstance(backend, VLLMBackend) and backend.keep_versions < args.versions_in_use:
+    if getattr(backend, "keep_versions", args.versions_in_use) < args.versions_in_use:
         raise ValueError(
             f"keep_versions is {backend.keep_versions}, and with schedule {args.schedule!r} and the evaluations among"
             f" its rollouts up to {args.versions_in_use} versions are in use; pass VLLMBackend(...,"

@@ -52,8 +52,8 @@ from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rewards.reward import RewardFunction
-from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.rollouts.load import VLLM_BACKENDS, load_backend
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend
+from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
 
@@ -112,7 +112,7 @@ def prepare_run(
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = longest_prompt_of(parts.datasets[0], args)
-    if isinstance(backend, VLLM_BACKENDS):
+    if isinstance(backend, ServedBackend):
         backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
         backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
     # A pipeline has the states at the cut on one of its stages only.
@@ -145,7 +145,7 @@ def load_sampled_model(
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     check_stage_training(args, inputs.quantization_config, rewards.trunk_reward is not None)
     require_push(args)
-    if isinstance(backend, VLLM_BACKENDS):
+    if isinstance(backend, ServedBackend):
         backend.check()
     set_seed(args.seed)
     with cast_when_sharded(inputs.quantization_config):

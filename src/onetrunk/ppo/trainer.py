@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -42,16 +42,17 @@ from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream, StreamParts
 from onetrunk.ppo.foreign_keys import explain_arguments
 from onetrunk.ppo.metrics import MetricLog, merged_log
-from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
 from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
-from onetrunk.ppo.tensorboard import PPOTensorBoard
 from onetrunk.ppo.trl_names import with_trl_names
 from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, to_device
+
+if TYPE_CHECKING:
+    from onetrunk.ppo.tensorboard import PPOTensorBoard
 
 
 class PPOTrainer(ResumableTrainer):
@@ -197,6 +198,8 @@ class PPOTrainer(ResumableTrainer):
 
     def make_tensorboard(self) -> PPOTensorBoard:
         """Return the callback that writes for TensorBoard; only the first process has something to show there."""
+        from onetrunk.ppo.tensorboard import PPOTensorBoard
+
         board = PPOTensorBoard(self)
         self.tensorboard = board if self.is_world_process_zero() else None
         return board
@@ -409,21 +412,17 @@ class PPOTrainer(ResumableTrainer):
 
         With a schedule that samples ahead, also those of the rollouts under way and of the adapters that they need.
         """
-        args = self.args
-        longest = longest_prompt_of(self.train_dataset, args)
+        args, longest = self.args, longest_prompt_of(self.train_dataset, self.args)
         rows, width = args.rollout_batch_size * args.num_generations, longest + args.max_completion_length
         # Ids and mask of the row and of its completion are int64; seven values of a token are float32.
         per_row = 2 * 8 * width + (2 * 8 + 7 * 4) * args.max_completion_length
         if self.trunk_plan.captures_states:
-            hidden_size = self.model.get_base_model().config.get_text_config().hidden_size
-            per_row += 4 * width * hidden_size
-        if args.pipeline_ahead:
-            per_row += (8 + 4) * args.max_completion_length
-        if args.schedule == "sync":
-            return rows * per_row
-        per_row += (args.max_staleness + 1) * (8 + 4) * args.max_completion_length
-        adapter = sum(p.numel() * p.element_size() for p in adapter_parameters(self.model, POLICY).values())
-        return rows * per_row + (args.max_staleness + 1) * adapter
+            per_row += 4 * width * self.model.get_base_model().config.get_text_config().hidden_size
+        is_ahead = args.schedule != "sync" or args.pipeline_ahead
+        versions = args.max_staleness + 1 if is_ahead else 0
+        per_row += versions * (8 + 4) * args.max_completion_length
+        adapter = sum(p.nbytes for p in adapter_parameters(self.model, POLICY).values())
+        return rows * per_row + versions * adapter
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the metrics since the last log, the state of the alarms, and the last evaluation."""
@@ -443,9 +442,8 @@ class PPOTrainer(ResumableTrainer):
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""
         self.metric_log.load_state_dict(state)
-        if "alarms" in state:
-            self.alarms.load_state_dict(state["alarms"], self.args)
-        self._last_evaluation = state.get("last_evaluation")
+        self.alarms.load_state_dict(state["alarms"], self.args)
+        self._last_evaluation = state["last_evaluation"]
 
     def save_run_state(self, folder: str) -> None:
         """Write the experience stream into a checkpoint."""
@@ -459,11 +457,16 @@ class PPOTrainer(ResumableTrainer):
 
     def on_model_saved(self, folder: str) -> None:
         """Write the model card next to the policy."""
-        write_card(self, folder)
+        self._write_card(folder)
+
+    def _write_card(self, folder: str, *args: Any, **data: Any) -> None:
+        from onetrunk.ppo.model_card import write_card
+
+        write_card(self, folder, *args, **data)
 
     def prepare_push(self, checkpoint: str) -> None:
         """Copy the value head and the other adapters to output_dir; Trainer copies only the policy's adapter."""
-        write_card(self, self.args.output_dir)
+        self._write_card(self.args.output_dir)
         if not self.is_world_process_zero():
             return
         for name in (VALUE_HEAD_FILE, *(a for a in self.model.peft_config if a != POLICY)):
@@ -492,7 +495,7 @@ class PPOTrainer(ResumableTrainer):
         """
         tags = [tags] if isinstance(tags, str) else tags or []
         data = {"language": language, "license": license, "datasets": dataset}
-        write_card(self, self.args.output_dir, model_name, finetuned_from, tags, **data)
+        self._write_card(self.args.output_dir, model_name, finetuned_from, tags, **data)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.pool import ServerPolicy
-from onetrunk.rollouts.vllm import VLLMBackend
+
+if TYPE_CHECKING:
+    from onetrunk.rollouts.vllm import VLLMBackend
 
 # Where adapters are published. Trainer pushes no path that begins with an underscore to the Hub.
 ADAPTERS_FOLDER = "_adapters"
-# They are checked before and after the model is loaded.
-VLLM_BACKENDS = (VLLMBackend, ColocatedBackend)
 
 
 class ServerSettings(Protocol):
@@ -54,6 +51,9 @@ class BackendSettings(ServerSettings, Protocol):
 
 def load_servers(config: ServerSettings, **settings: Any) -> VLLMBackend:
     """Return the backend of the servers that a config names; `settings` are those of VLLMBackend."""
+    from onetrunk.rollouts.pool import ServerPolicy
+    from onetrunk.rollouts.vllm import VLLMBackend
+
     return VLLMBackend(
         config.server_urls,
         Path(config.output_dir) / ADAPTERS_FOLDER,
@@ -72,6 +72,8 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
             built, and gets them then.
     """
     if config.rollout_backend == "pipelined":
+        from onetrunk.rollouts.pipelined import PipelinedBackend
+
         return PipelinedBackend(
             stages=config.pipeline_stages,
             batches=config.pipeline_batches,
@@ -83,6 +85,8 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
     if not config.use_vllm:
         return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
     if config.is_colocated:
+        from onetrunk.rollouts.colocate import ColocatedBackend
+
         return ColocatedBackend(
             Path(config.output_dir) / ADAPTERS_FOLDER,
             gpu_memory_utilization=config.vllm_gpu_memory_utilization,

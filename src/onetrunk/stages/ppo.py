@@ -21,8 +21,8 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.evaluation import KEPT_FOLDER, sample_references
 from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.reference_completions import KEPT_FOLDER, sample_references
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.ensemble import names_an_ensemble
 from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
