@@ -20,7 +20,6 @@ from tests.ppo.support import (
     make_config,
     make_trainer,
     prompts,
-    sft_model,
     trained,
     trained_weights,
 )
@@ -90,39 +89,6 @@ def test_the_loss_is_made_of_the_parts_that_are_logged(tmp_path):
         assert loss == pytest.approx(policy + 0.7 * value - 0.3 * entropy, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_the_entropy_bonus_raises_the_entropy(tmp_path):
-    entropy = {}
-    for coefficient in (0.0, 1.0):
-        # A constant score: without the bonus nothing but the KL term acts.
-        trainer = trained(
-            tmp_path / str(coefficient),
-            reward=lambda prompts, **kw: [1.0] * len(prompts),
-            entropy_coef=coefficient,
-            num_ppo_epochs=4,
-        )
-        entropy[coefficient] = logged(trainer, "policy/entropy")[-1]
-    assert entropy[1.0] > entropy[0.0] + 0.01
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("metric", "narrow", "wide"),
-    [
-        ("policy/clip_fraction", {"epsilon": 1e-4}, {"epsilon": 0.99}),
-        ("policy/clip_fraction", {"epsilon": 1e-4}, {"epsilon": 1e-4, "epsilon_high": 1e3}),
-        ("policy/clip_fraction", {"epsilon": 0.9, "dual_clip": 1.0001}, {"epsilon": 0.9}),
-        ("value/clip_fraction", {"value_clip": 1e-4}, {"value_clip": None}),
-    ],
-)
-def test_clip_ranges_decide_what_is_clipped(tmp_path, metric, narrow, wide):
-    clipped = [
-        logged(trained(tmp_path / str(i), num_ppo_epochs=3, **ranges), metric)[-1]
-        for i, ranges in enumerate((narrow, wide))
-    ]
-    assert clipped[0] > clipped[1]
-
-
 def test_samples_are_written_and_shown(tmp_path, capsys):
     def picky(completion_ids, **kwargs):
         return [None, *(float(len(ids)) for ids in completion_ids[1:])]
@@ -141,12 +107,6 @@ def test_samples_are_written_and_shown(tmp_path, capsys):
     assert logged(trainer, "score/picky")[0] == 6.0
     shown = capsys.readouterr().out
     assert "step-000001" in shown and "eval-000004" in shown and shown.count("completion") >= 3
-
-
-def test_a_table_without_rows_is_not_printed(tmp_path, capsys):
-    trained(tmp_path, log_completions=True, num_completions_to_print=0)
-    assert "step-000001" not in capsys.readouterr().out
-    assert (tmp_path / "completions" / "step-000001.jsonl").is_file()
 
 
 def test_without_log_completions_nothing_is_written(tmp_path):
@@ -217,17 +177,6 @@ def test_the_figures_of_the_start_are_those_of_the_reference_and_are_not_logged(
     assert start["score/mean"] == trainer.evaluate()["eval_score/mean"]
 
 
-def test_the_reference_answers_after_training_as_it_did_before(tmp_path):
-    # A policy that goes on from an adapter: its reference is an adapter too.
-    trainer = make_trainer(tmp_path, model=sft_model(), eval_dataset=prompts(5), num_rollouts=3)
-    before = trainer.evaluate_reference()
-    assert before["score/mean"] == trainer.evaluate()["eval_score/mean"]
-    trainer.train()
-    assert trainer.evaluate_reference() == before
-    # Not their scores, which are equal by chance now and then.
-    assert trainer.evaluate()["eval_kl/ref"] > 0.01
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(7471.0, "7.5k"), (999.6, "1.0k"), (999.0, "999"), (1.234e6, "1.2M"), (0.12345, "0.123"), (-2500, "-2.5k")],
@@ -288,13 +237,6 @@ def test_an_unknown_format_is_rejected(tmp_path):
         make_config(tmp_path, log_format="yaml")
 
 
-def test_without_tqdm_nothing_is_shown(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, eval_dataset=prompts(6))
-    capsys.readouterr()
-    trainer.evaluate_reference()
-    assert "before" not in capsys.readouterr().err
-
-
 def test_a_backend_is_told_which_policy_it_evaluates(tmp_path):
     backend = CannedBackend([[5, 6, 1]])
     settings = {"num_ppo_epochs": 2, "num_rollouts": 2, "eval_strategy": "steps", "eval_steps": 1}
@@ -338,12 +280,6 @@ def test_of_several_evaluation_sets_one_decides_which_checkpoint_is_best(tmp_pat
         make_trainer(tmp_path / "a", **settings)
     trainer = trained(tmp_path / "b", metric_for_best_model="long_score/mean", greater_is_better=True, **settings)
     assert trainer.state.best_metric == max(logged(trainer, "eval_long_score/mean"))
-
-
-def test_old_checkpoints_are_rotated(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
-    trained(tmp_path, num_rollouts=4, **settings)
-    assert sorted(p.name for p in tmp_path.glob("[!_]*")) == ["checkpoint-3", "checkpoint-4"]
 
 
 def test_tensorboard_has_every_metric(tmp_path):
