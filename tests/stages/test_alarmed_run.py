@@ -20,7 +20,7 @@ GO_ON = ["--continue_ended_run", "true", "--save_strategy", "steps"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["all", "[entropy, negative_kl]"])
+@pytest.mark.parametrize("names", ["[entropy, negative_kl]"])
 def test_an_alarm_of_the_yaml_file_ends_the_run_in_order_and_is_its_last_word(tmp_path, monkeypatch, capsys, names):
     monkeypatch.chdir(tmp_path)
     make_material(tmp_path)

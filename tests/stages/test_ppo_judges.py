@@ -211,25 +211,16 @@ def test_without_held_out_rows_the_monitor_looks_at_training_prompts_and_they_ha
     assert judges.monitor.num_left_out == 0
 
 
-def test_a_rubric_may_stand_for_both_judges_by_different_principles(there):
-    rubric = ["--rubric", '{"long": "checks.py:long", "brief": "checks.py:brief"}']
-    watching = ["--monitor_judge", "rubric", "--monitor_constitution", "brief.yaml", "--num_rollouts", "1"]
-    judging = ["--judge", "rubric", "--constitution", "long.yaml"]
-    assert ppo("both", "--reward_funcs", "judge", *judging, *rubric, *watching) == 0
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--reward_funcs", "judge"], "reward_funcs names judge, and judge is not set"),
         (["--reward_funcs", "pairwise", *JUDGE[:2]], "judge is set and constitution is not"),
         (["--reward_funcs", "checks.py:even", *JUDGE], "reward_funcs names neither judge (its rating) nor pairwise"),
-        (["--reward_funcs", "judge", *JUDGE, *MONITOR, "--monitor_every", "0"], "monitor_every is 0"),
         (
             ["--reward_funcs", "judge", *JUDGE, "--monitor_window", "3"],
             "monitor_window is set and monitor_judge is not",
         ),
-        (["--reward_funcs", "judge", *JUDGE, *MONITOR, "--monitor_window", "1"], "monitor_window is 1"),
         (["--reward_funcs", "checks.py:even", *MONITOR[:2]], "neither monitor_constitution nor constitution"),
         (["--reward_funcs", "judge", *JUDGE, *MONITOR[:2]], "is what the reward is made of, and would see no gap"),
         (
@@ -237,7 +228,6 @@ def test_a_rubric_may_stand_for_both_judges_by_different_principles(there):
             "would see no gap",
         ),
         (["--reward_funcs", "pairwise", *JUDGE, "--pairwise_beta", "0"], "pairwise_beta is 0.0"),
-        (["--reward_funcs", "pairwise", *JUDGE, "--pairwise_floor", "0.5"], "pairwise_floor is 0.5"),
     ],
 )
 def test_settings_that_contradict_each_other_are_one_sentence_before_anything_runs(there, capsys, options, sentence):

@@ -295,7 +295,15 @@ class ModelArguments(ModelConfig):
         # TRL turns a list of one name into a string, which PEFT would read as a regular expression over whole paths.
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
             self.lora_target_modules = [self.lora_target_modules]
-        check_model(self, ModelConfig.__dict__, self.needs_model)
+        if self.needs_model:
+            require_model_name(self)
+        for name, reason in WITHOUT_MEANING.items():
+            if getattr(self, name) != getattr(ModelConfig, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} has no meaning here: {reason}")
+        if self.lora_r < 1:
+            raise ValueError(f"lora_r is {self.lora_r}; set a rank of 1 or more, such as 16")
+        if self.load_in_4bit and self.dtype in (None, "auto"):
+            raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")
 
     def init_kwargs(self) -> dict[str, Any]:
         attention = self.attn_implementation
@@ -373,25 +381,6 @@ class SFTArguments(StageTrainingArguments, CheckpointConfig, SecretFreeArguments
 @dataclass(repr=False)
 class PPOArguments(StageTrainingArguments, PPOConfig):
     """Settings of `onetrunk ppo`."""
-
-
-def check_model(args: Any, defaults: dict[str, Any], needs_model: bool = True) -> None:
-    """Raise ValueError for settings of a model that are missing, or that mean nothing here.
-
-    Args:
-        args: ModelArguments, or an object with its fields.
-        defaults: of the fields in WITHOUT_MEANING.
-        needs_model: False for a stage that may need no model.
-    """
-    if needs_model:
-        require_model_name(args)
-    for name, reason in WITHOUT_MEANING.items():
-        if getattr(args, name) != defaults[name]:
-            raise ValueError(f"{name}={getattr(args, name)!r} has no meaning here: {reason}")
-    if isinstance(args.lora_r, int) and args.lora_r < 1:
-        raise ValueError(f"lora_r is {args.lora_r}; set a rank of 1 or more, such as 16")
-    if args.load_in_4bit and args.dtype in (None, "auto"):
-        raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")
 
 
 class StageParser(TrlParser, Parser):
