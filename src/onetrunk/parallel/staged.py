@@ -99,22 +99,19 @@ def pack_outputs(
 
 def update_in_stages(
     model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], loss_of: LossOf, temperature: float, entropy: bool
-) -> bool:
-    """Run forward and backward over packs in the pipeline of a model; return False if it is in none.
+) -> None:
+    """Run forward and backward over packs in the pipeline of a model (`trains_in_stages`).
 
     Every stage gets the gradients, and calls `loss_of` on each pack, so that all of them have loss and stats. The
     arguments are those of `StagedTrunk.update`.
     """
     stage = staged(model)
-    if stage is None:
-        return False
     outputs = stage.update(packs, roles, loss_of, temperature, entropy)
     if not stage.is_last:
         with torch.no_grad():
             for number, output in enumerate(outputs):
                 loss_of(number, lambda output=output, **_: output)
     reduce_gradients(stage.trunk)
-    return True
 
 
 def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy: bool) -> bool:
