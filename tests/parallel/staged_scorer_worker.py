@@ -22,9 +22,8 @@ from onetrunk.models.reward_model import load_with_new_head
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.parallel.cast_on_read import casting_later
 from onetrunk.parallel.sharding import local_bytes, whole_size
-from onetrunk.parallel.staged_scorer import keep_scorer_stage
+from onetrunk.parallel.staged import keep_scorer_stage, reduce_gradients, staged
 from onetrunk.parallel.stages import LayerSplit
-from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.reward_models.trainer import MODEL_INPUTS, PairCollator
 from tests.models.branches import gradients
 from tests.parallel.cast_on_read_worker import highest, private_bytes

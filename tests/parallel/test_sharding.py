@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 
 from onetrunk.checkpoints.trainer import ResumableTrainer
 from onetrunk.parallel import sharding
+from onetrunk.parallel.groups import num_data_processes
 from onetrunk.parallel.sharding import Layout, gathered, is_sharded, launch_layout, shard_frozen
-from onetrunk.parallel.tensor import num_data_processes
 from tests.models.branches import a_trunk, lora
 from tests.parallel import sharding_worker
 from tests.parallel.sharding_worker import CASES

@@ -4,13 +4,15 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing
 
-from onetrunk.parallel.staged_scorer import (
+from onetrunk.parallel.staged import (
     LayerForward,
+    _Blocks,
     _StageModule,
     keep_scorer_stage,
     lowest_trained_layer,
@@ -59,16 +61,14 @@ def test_a_model_whose_layers_depend_on_each_other_is_rejected():
 
 @pytest.mark.parametrize("changed", ["input_ids", "attention_mask", "position_ids"])
 def test_a_loss_that_asks_for_another_forward_is_refused(changed):
-    class LastStage:
-        is_first, is_last, hidden_size = False, True, 2
-
     batch = rows_of(a_batch())
-    given = {**batch, changed: batch["input_ids"].clone()}
-    module = _StageModule(LastStage(), [batch], lambda _, model: model(**given))
+    asked = {**batch, changed: batch["input_ids"].clone()}
+    stage = SimpleNamespace(model=a_scorer(), is_first=True, is_last=True)
+    module = _StageModule(stage, _Blocks(stage, [batch]), lambda _, model: model(**asked))
     with pytest.raises(
         ValueError, match=f"compute_loss must call the model once on input_ids.*; here {changed} differs"
     ):
-        module(torch.zeros(batch["input_ids"].numel(), 2))
+        module(torch.zeros(1))
 
 
 def test_what_cannot_be_trained_in_stages_is_refused_with_the_fix():

@@ -83,7 +83,7 @@ from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
-from onetrunk.parallel.divided_head import keep_head_divided
+from onetrunk.parallel.groups import DataParallel, GroupAccelerator
 from onetrunk.parallel.heartbeat import SAVE, Heartbeat
 from onetrunk.parallel.sharding import (
     group_size,
@@ -94,7 +94,7 @@ from onetrunk.parallel.sharding import (
     train_in_stages,
     training_stages,
 )
-from onetrunk.parallel.tensor import DataParallel, GroupAccelerator, distribute_frozen
+from onetrunk.parallel.tensor import distribute_frozen, keep_head_divided
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed

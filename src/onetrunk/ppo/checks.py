@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from onetrunk.models.base_model import check_attention, check_decoder, load_base
 from onetrunk.models.build import check_model_type, check_new_adapter
 from onetrunk.models.loading import load_config
+from onetrunk.parallel.groups import num_data_processes
 from onetrunk.parallel.sharding import check_stage_launch, check_stage_layout, launch_layout, train_in_stages
-from onetrunk.parallel.tensor import num_data_processes
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import REFUSED_OPTIMIZERS
 from onetrunk.rollouts.base import RolloutBackend, VersionedBackend

@@ -30,9 +30,9 @@ from onetrunk.models.adapters import REFERENCE, adapter_parameters
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import gathered, reshard
 from onetrunk.parallel.staged import pack_outputs, staged
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.metrics import rollout_metrics
 from onetrunk.ppo.sampling import (
     PromptOrder,

@@ -26,8 +26,8 @@ from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import is_divided, is_sharded
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.ahead import RolloutsAhead, load_rows, rollouts_since, save_rows
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig

@@ -21,8 +21,8 @@ from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
+from onetrunk.parallel.groups import once_per_group
 from onetrunk.parallel.sharding import is_sharded
-from onetrunk.parallel.tensor import once_per_group
 from onetrunk.rewards.base import Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward

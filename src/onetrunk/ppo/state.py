@@ -27,8 +27,8 @@ from onetrunk.models.adapters import POLICY
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import training_stages
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.base import reward_name
 from onetrunk.rewards.combine import RewardSet

@@ -32,9 +32,8 @@ from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_par
 from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
-from onetrunk.parallel.staged import StagedTrunk
-from onetrunk.parallel.tensor import DataParallel
-from onetrunk.parallel.training_stage import reduce_gradients, staged
+from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.staged import StagedTrunk, reduce_gradients, staged
 from onetrunk.ppo.alarms import Alarms
 from onetrunk.ppo.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.ppo.checks import check_lengths, check_optimizer

@@ -20,7 +20,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from onetrunk.parallel.tensor import is_first_process, on_first_process, once_per_group
+from onetrunk.parallel.groups import is_first_process, on_first_process, once_per_group
 from onetrunk.rollouts.adapters import (
     DTYPES,
     AdapterFolder,
