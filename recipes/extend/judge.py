@@ -2,9 +2,9 @@
 
 import re
 
-from onetrunk.judges.base import Judge, Pair, Principle, Rating, Verdict, logistic
 from onetrunk.judges.constitution import Constitution
-from onetrunk.rewards.judge import JudgeReward
+from onetrunk.judges.judge import Judge, Pair, Principle, Rating, Verdict, logistic
+from onetrunk.rewards.judge_reward import JudgeReward
 from onetrunk.types import as_text
 
 

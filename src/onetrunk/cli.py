@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from onetrunk.stages.options.verbs import PLAIN_VERBS, VERBS
+from onetrunk.stages.options.verbs import MODULES, PLAIN_MODULES, VERBS
 from onetrunk.utils.loading import freeze_loaded, without_collection
 from onetrunk.utils.output import lasting_output
 
@@ -31,7 +31,7 @@ ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 faile
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage of a verb; return the exit code."""
     if "_ARGCOMPLETE" in os.environ:
-        from onetrunk.stages.options.completion import complete
+        from onetrunk.stages.options.help import complete
 
         complete()
     with lasting_output():  # `onetrunk recipes list | head -1` closes the pipe.
@@ -51,41 +51,54 @@ def _answer(argv: Sequence[str] | None) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(VERBS)}"
         print(f"error: unknown verb {words[0]!r}: {hint}", file=sys.stderr)
         return 2
-    code = None if words[0] in PLAIN_VERBS else early_answer(words[0], words[1:])
-    return run(words[0], words[1:]) if code is None else code
+    return _run_plain(*words) if words[0] in PLAIN_MODULES else _run_stage(*words)
 
 
-def early_answer(verb: str, words: Sequence[str]) -> int | None:
-    """Print the help of a verb, or what is wrong with the words after it; return the exit code.
-
-    None means that the stage should run. It reads the words again, and checks the values too.
-    """
-    from onetrunk.stages.options.helping import help_text, help_topic
-    from onetrunk.stages.options.parser import UsageError
-    from onetrunk.stages.options.reading import DRY_RUN, read
-    from onetrunk.stages.options.words import READERS
-    from onetrunk.stages.secrets import say
+def _run_plain(verb: str, *words: str) -> int:
+    """Run a verb that does not need torch, and turn what it raises into a message and an exit code."""
+    from onetrunk.stages.options.parser import UsageError, say
 
     try:
-        if verb in READERS:
-            READERS[verb](words)
-            return None
-        topic = help_topic(words)
-        if topic is not None:
-            print(help_text(verb, VERBS[verb], topic), flush=True)
-            return 0
-        read(verb, [word for word in words if verb != "ppo" or word not in DRY_RUN])
+        return run(verb, words)
     except SystemExit as end:  # argparse, after --help.
         return int(end.code or 0)
     except UsageError as error:
         say(f"error: {error}", f"all options: onetrunk {verb} --help")
         return 2
-    return None
+    except (ValueError, OSError, RuntimeError) as error:
+        say(f"error: {error}")
+        return 1
+
+
+def _run_stage(verb: str, *words: str) -> int:
+    """Print the help of a stage, or what is wrong with the words after it; otherwise run it.
+
+    The stage reads the words again, and checks the values too.
+    """
+    from onetrunk.stages.options.help import help_text, help_topic
+    from onetrunk.stages.options.parser import UsageError, say
+    from onetrunk.stages.options.reading import DRY_RUN, read
+    from onetrunk.stages.options.words import READERS
+
+    try:
+        if verb in READERS:
+            READERS[verb](words)
+        elif (topic := help_topic(words)) is not None:
+            print(help_text(verb, topic), flush=True)
+            return 0
+        else:
+            read(verb, [word for word in words if verb != "ppo" or word not in DRY_RUN])
+    except SystemExit as end:  # argparse, after --help.
+        return int(end.code or 0)
+    except UsageError as error:
+        say(f"error: {error}", f"all options: onetrunk {verb} --help")
+        return 2
+    return run(verb, words)
 
 
 def run(verb: str, words: Sequence[str] | None = None) -> int:
     """Import the stage of a verb and run it on the words after the verb (None: those of this process)."""
-    name = PLAIN_VERBS.get(verb, f"onetrunk.stages.{verb}")
+    name = MODULES[verb]
     is_new = name not in sys.modules
     with without_collection():
         stage = import_module(name)

@@ -29,8 +29,8 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from onetrunk import cli
 from onetrunk.checkpoints.trainer import ResumableSFTTrainer
-from onetrunk.judges.base import Principle, Rating
 from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import Principle, Rating
 from onetrunk.models.build import scorer_from_config
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer

@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 import pytest
 
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
-from onetrunk.stages.resuming import has_result
+from onetrunk.stages.run_context import has_result
 from tests.checkpoints import crash_runs
 from tests.checkpoints.killing import (
     copied,
@@ -168,7 +168,8 @@ def test_a_signal_in_any_phase_ends_with_a_checkpoint_and_exit_code_0(tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_ctrl_c_the_warning_of_a_scheduler_and_a_closed_terminal_stop_alike(tmp_path, number):
-    assert exit_code(crash_runs.signalled, "ppo", tmp_path, "token", 10, number) == 0
+    expected = 130 if number == signal.SIGINT else 0
+    assert exit_code(crash_runs.signalled, "ppo", tmp_path, "token", 10, number) == expected
     assert not (tmp_path / "digest.json").exists()
     resumed_equals_uninterrupted("ppo", tmp_path)
 

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from onetrunk.ppo.state import reward_path
+from onetrunk.ppo.stream_state import reward_path
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.resolve import resolve_reward
 from tests.checkpoints.checkpoints import change_json

@@ -48,13 +48,6 @@ def test_a_best_of_four_row_compares_each_better_one_with_each_of_the_others():
     assert group.texts == ("a", "b", "c", "d") and group.pairs() == [(0, 2), (0, 3), (1, 2), (1, 3)]
 
 
-def test_choices_with_labels_are_ordered_by_them():
-    rows = [{"input": "Is it safe?", "targets": {"choices": ["Yes.", "No."], "labels": [0, 1]}}]
-    (group,) = groups(rows, subset="harmless")
-    assert (group.prompt, group.texts, group.num_better) == ("Is it safe?", ("No.", "Yes."), 1)
-    assert group.subset == "harmless"
-
-
 def test_a_probability_below_one_half_turns_the_pair_around():
     rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "probability": 0.25, "chosen_stopped": False}]
     (group,) = groups(rows)
@@ -90,16 +83,16 @@ def test_logged_conversations_are_joined_by_their_prompt():
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ({"prompt": "p", "chosen": "a", "rejected": " "}, "row 1: rejected is empty"),
-        ({"prompt": "p", "chosen": "a", "rejected": "a "}, "row 1: chosen and rejected are identical"),
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, "row 1: prompt is missing"),
-        ({"prompt": "p", "chosen": None, "rejected": "b"}, "row 1: chosen is missing"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "probability": 2}, "row 1: probability is 2, expected"),
+        ({"prompt": "p", "chosen": "a", "rejected": " "}, "rejected is empty"),
+        ({"prompt": "p", "chosen": "a", "rejected": "a "}, "chosen and rejected are identical"),
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, "prompt is missing"),
+        ({"prompt": "p", "chosen": None, "rejected": "b"}, "chosen is missing"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "probability": 2}, "probability is 2, expected"),
     ],
 )
 def test_a_bad_row_is_named_with_what_is_wrong(row, fault):
     good = {"prompt": "p", "chosen": "a", "rejected": "b", "probability": 1.0}
-    with pytest.raises(ValueError, match="1 of 3 rows cannot be used") as raised:
+    with pytest.raises(ValueError, match="row 1: ") as raised:
         groups([good, row, good])
     assert fault in str(raised.value)
 
@@ -107,8 +100,6 @@ def test_a_bad_row_is_named_with_what_is_wrong(row, fault):
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ({"input": "p", "targets": {"choices": ["a", "b"], "labels": [1]}}, "not one label per choice"),
-        ({"input": "p", "targets": {"choices": ["a", "b"], "labels": [0, 0]}}, "names no better completion"),
         ({"prompt": "p", "chosen": ["a"], "rejected": [3]}, "something else than texts"),
         ({"prompt": "p", "completions": ["a", None]}, "completion 1 is missing"),
         ({"messages": [USER]}, "does not end with an answer"),
@@ -116,13 +107,13 @@ def test_a_bad_row_is_named_with_what_is_wrong(row, fault):
     ],
 )
 def test_each_shape_names_its_own_faults(row, fault):
-    with pytest.raises(ValueError, match="1 of 1 rows") as raised:
+    with pytest.raises(ValueError, match="row 0: ") as raised:
         groups([row])
     assert fault in str(raised.value)
 
 
 def test_other_columns_are_answered_with_the_shapes_that_there_are():
-    with pytest.raises(ValueError, match="expected chosen and rejected .with prompt, or beginning with it."):
+    with pytest.raises(ValueError, match="expected chosen and rejected .with or without prompt."):
         shape_of(["question", "answer"], {"question": "q", "answer": "a"})
     with pytest.raises(ValueError, match="which say of no completion that it is better"):
         labelled_groups([{"prompt": "p", "completions": ["a", "b"]}], ["prompt", "completions"])

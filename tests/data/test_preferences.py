@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from onetrunk.data.preferences import split_by_prompt, validate_preferences
+from onetrunk.data.preferences import check_preferences, split_by_prompt
 
 GOOD = {"prompt": "a cat", "chosen": "runs fast", "rejected": "no"}
 USER = [{"role": "user", "content": "a cat"}]
@@ -17,10 +17,13 @@ def rows(*changes, **columns):
     return Dataset.from_list([{**GOOD, **columns, **change} for change in changes or ({},)])
 
 
-def test_good_rows_pass_and_say_whether_they_are_conversations():
-    assert validate_preferences(rows()) is False
-    assert validate_preferences(rows({"probability": 0.0}, {"probability": 1.0}, margin=-0.5)) is False
-    assert validate_preferences(rows({"prompt": USER, "chosen": said("yes"), "rejected": said("no")})) is True
+def test_good_rows_pass():
+    for good in (
+        rows(),
+        rows({"probability": 0.0}, {"probability": 1.0}, margin=-0.5),
+        rows({"prompt": USER, "chosen": said("yes"), "rejected": said("no")}),
+    ):
+        assert check_preferences(good) is good
 
 
 @pytest.mark.parametrize(
@@ -31,23 +34,16 @@ def test_good_rows_pass_and_say_whether_they_are_conversations():
         ({"rejected": None}, "rejected is missing"),
         ({"rejected": "runs fast"}, "chosen and rejected are identical"),
         ({"probability": 1.2}, "probability is 1.2, expected a number from 0 to 1"),
-        ({"probability": -0.1}, "probability is -0.1"),
         ({"probability": float("nan")}, "probability is nan"),
         ({"probability": None}, "probability is missing"),
         ({"margin": float("inf")}, "margin is inf"),
-        ({"probability": True}, "probability is of type bool"),
         ({"chosen_stopped": None}, "chosen_stopped is None, expected true or false"),
     ],
 )
 def test_a_bad_row_is_named_with_its_index_and_reason(change, reason):
     good = {**GOOD, **{name: True if "stopped" in name else 0.5 for name in change if name not in GOOD}}
-    if change.get("probability") is True:
-        dataset = Dataset.from_list([{**GOOD, **change}])
-        with pytest.raises(ValueError, match=reason):
-            validate_preferences(dataset)
-        return
-    with pytest.raises(ValueError, match=f"1 of 3 rows cannot be used(.|\n)*row 1: {reason}"):
-        validate_preferences(Dataset.from_list([good, {**good, **change}, good]))
+    with pytest.raises(ValueError, match=f"^row 1: {reason}"):
+        check_preferences(Dataset.from_list([good, {**good, **change}, good]))
 
 
 @pytest.mark.parametrize(
@@ -62,22 +58,15 @@ def test_a_bad_row_is_named_with_its_index_and_reason(change, reason):
 )
 def test_a_bad_conversation_is_named_with_its_reason(change, reason):
     good = {"prompt": USER, "chosen": said("yes"), "rejected": said("no")}
-    with pytest.raises(ValueError, match=f"row 1: {reason}"):
-        validate_preferences(Dataset.from_list([good, {**good, **change}]))
-
-
-def test_every_row_is_looked_at_and_twenty_are_listed():
-    dataset = rows(*[{"chosen": "no"}] * 25, {})
-    with pytest.raises(ValueError, match="25 of 26 rows") as error:
-        validate_preferences(dataset)
-    assert str(error.value).count("row ") == 20 and "and 5 more" in str(error.value)
+    with pytest.raises(ValueError, match=f"^row 1: {reason}"):
+        check_preferences(Dataset.from_list([good, {**good, **change}]))
 
 
 def test_missing_columns_and_no_rows_are_refused():
     with pytest.raises(ValueError, match="columns chosen, prompt; expected.*rejected is missing: say which"):
-        validate_preferences(rows().remove_columns("rejected"))
+        check_preferences(rows().remove_columns("rejected"))
     with pytest.raises(ValueError, match="holds no rows"):
-        validate_preferences(rows().select([]))
+        check_preferences(rows().select([]))
 
 
 @pytest.mark.parametrize("eval_size", [2, 0.4])

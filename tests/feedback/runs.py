@@ -15,8 +15,8 @@ from pathlib import Path
 
 from onetrunk import cli
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict
 from onetrunk.judges.constitution import load_constitution
+from onetrunk.judges.judge import Done, Judge, Pair, Principle, Rating, Single, Verdict
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
@@ -81,7 +81,7 @@ def run(inputs: Path, output: Path, judge: CountingJudge | None, **settings: obj
     return make_rows(arguments(inputs, output, **settings), model_args, constitution, judge, output)
 
 
-class CountingJudge:
+class CountingJudge(Judge):
     """Answers by a checksum of the question, and writes every question to a file before it answers.
 
     Args:
@@ -97,39 +97,19 @@ class CountingJudge:
         self.log, self.dies_at, self.fails = log, dies_at, fails
         self.asked = 0
 
-    def compare(
-        self, pairs: Sequence[Pair], principle: Principle, done: Callable[[int, Verdict], None] | None = None
-    ) -> list[Verdict]:
-        found = []
-        for index, pair in enumerate(pairs):
-            number = self._answer([principle.text, pair.prompt, pair.first, pair.second])
-            # A little for the place, more for the text
-            verdict = Verdict(None, error="down") if number is None else Verdict((number % 89) / 100 + 0.05)
-            if number is not None and number % 13 == 0:
-                verdict = Verdict(None, reason="cannot tell")
-            found.append(verdict)
-            if done is not None:
-                done(index, verdict)
-        return found
+    def _answer(self, items: Sequence[Pair] | Sequence[Single], principle: Principle, keep: Done) -> None:
+        for index, item in enumerate(items):
+            if isinstance(item, Pair):
+                number = self._number([principle.text, item.prompt, item.first, item.second])
+                answer = Verdict(None, error="down") if number is None else Verdict((number % 89) / 100 + 0.05)
+                if number is not None and number % 13 == 0:
+                    answer = Verdict(None, reason="cannot tell")
+            else:
+                number = self._number([principle.text, item.prompt, item.text])
+                answer = Rating(None, error="down") if number is None else Rating((number % 101) / 100)
+            keep(index, answer)
 
-    def rate(
-        self,
-        prompts: Sequence[object],
-        completions: Sequence[str],
-        principle: Principle,
-        done: Callable[[int, Rating], None] | None = None,
-        stopped: Sequence[bool] | None = None,
-    ) -> list[Rating]:
-        found = []
-        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            number = self._answer([principle.text, prompt, completion])
-            rating = Rating(None, error="down") if number is None else Rating((number % 101) / 100)
-            found.append(rating)
-            if done is not None:
-                done(index, rating)
-        return found
-
-    def _answer(self, question: list[object]) -> int | None:
+    def _number(self, question: list[object]) -> int | None:
         self.asked += 1
         text = json.dumps(question)
         with open(self.log, "a") as file:

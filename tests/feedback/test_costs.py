@@ -14,10 +14,10 @@ import pytest
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.costs import BudgetReached, CostConfig, Costs, read_costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Judge, Pair, Principle, Verdict
 from onetrunk.judges.chat import most_tokens
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.load import EnsembleJudge
+from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.judge import Judge, Pair, Principle, Usage, Verdict
 from onetrunk.judges.server import ServerJudge
 from onetrunk.utils.calls import RetryPolicy
 from tests.feedback.runs import in_a_process
@@ -194,7 +194,7 @@ def test_the_runs_of_a_folder_add_up_and_a_later_price_counts_for_earlier_tokens
     judge = Served()
     judge.usage.prompt_tokens += 5  # Before the run began.
     costs = Costs(tmp_path, [judge], CostConfig())
-    judge.usage.add({"calls": 1, "questions": 1, "prompt_tokens": 100_000, "completion_tokens": 10_000})
+    judge.usage.add(Usage(calls=1, questions=1, prompt_tokens=100_000, completion_tokens=10_000))
     costs.save()
     assert "usd" not in read_costs(tmp_path)["served"]
     again = Costs(tmp_path, [Served()], PRICED)

@@ -6,44 +6,27 @@ import math
 import pytest
 from datasets import Dataset
 
-from onetrunk.data.preferences import validate_preferences
+from onetrunk.data.preferences import check_preferences
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, logit
 from onetrunk.feedback.sampling import PromptItem
-from onetrunk.judges.base import Principle, Rating, Verdict, prompt_key
 from onetrunk.judges.constitution import load_constitution
+from onetrunk.judges.judge import Pair, Principle, prompt_key
 from onetrunk.types import SampledText
+from tests.judges.fakes import ToldJudge
 
 CONSTITUTION = "name: t\nprinciples:\n  - {text: heavy, weight: 3.0}\n  - {text: light, weight: 1.0}\n"
 
 
-class TableJudge:
-    """Answers by a table: (principle, shown first, shown second) or (principle, completion)."""
+def table_judge(answers):
+    """Return a judge with a table: (principle, shown first, shown second) or (principle, completion)."""
 
-    name = "table"
-    identity = {"judge": "table"}
+    def answer(item, principle):
+        texts = (item.first, item.second) if isinstance(item, Pair) else (item.text,)
+        return answers[principle.text, *texts]
 
-    def __init__(self, answers):
-        self.answers, self.asked = answers, []
-
-    def compare(self, pairs, principle, done=None):
-        found = []
-        for index, pair in enumerate(pairs):
-            self.asked.append((principle.text, pair.first, pair.second))
-            answer = self.answers[self.asked[-1]]
-            found.append(Verdict(None, error=answer) if isinstance(answer, str) else Verdict(answer))
-            done(index, found[-1])
-        return found
-
-    def rate(self, prompts, completions, principle, done=None, stopped=None):
-        found = []
-        for index, completion in enumerate(completions):
-            self.asked.append((principle.text, completion))
-            answer = self.answers[self.asked[-1]]
-            found.append(Rating(None, error=answer) if isinstance(answer, str) else Rating(answer))
-            done(index, found[-1])
-        return found
+    return ToldJudge(answer, "table")
 
 
 @pytest.fixture
@@ -52,7 +35,7 @@ def make(tmp_path):
     with Ledger(tmp_path / "ledger.db") as ledger:
 
         def maker(answers, **settings):
-            judge = TableJudge(answers)
+            judge = table_judge(answers)
             asker = Asker(judge, load_constitution(tmp_path / "c.yaml"), ledger, FailureLimit(0.5, "table"))
             return judge, PreferenceMaker(asker, seed=0, **settings)
 
@@ -131,7 +114,7 @@ def test_only_what_failed_is_asked_again(make):
     maker.rows([item()], [sampled("a", "b")])
     judge, again = make(both(0.9, 0.9))
     assert len(again.rows([item()], [sampled("a", "b")])) == 1
-    assert judge.asked == [("heavy", "b", "a")]
+    assert [(text, pair.first, pair.second) for text, pair in judge.asked] == [("heavy", "b", "a")]
 
 
 def test_best_and_worst_are_found_by_the_mean_rating_and_alike_texts_are_rated_once(make):
@@ -166,7 +149,7 @@ def test_every_row_that_is_written_is_one_that_reward_takes(make, prompt):
     _, maker = make(answers)
     rows = maker.rows([item(prompt)], [sampled(*texts)])
     assert len(rows) == 1 and maker.counts["blank_completions"] == 5 and maker.counts["repeated_completions"] == 1
-    assert validate_preferences(Dataset.from_list(rows)) == isinstance(prompt, list)
+    assert len(check_preferences(Dataset.from_list(rows))) == 1
 
 
 def test_the_logit_stays_finite():

@@ -8,7 +8,7 @@ from datasets import Dataset
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.revision import Reviser, critique_prompt, revision_prompt
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
-from onetrunk.judges.base import Principle, prompt_key
+from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onetrunk.feedback import shards
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
-from onetrunk.judges.base import prompt_key
+from onetrunk.judges.judge import prompt_key
 
 COLUMNS = {"prompt": list, "chosen": list, "probability": float, "consistent": bool, "votes": str}
 message = st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=5)})

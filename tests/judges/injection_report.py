@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onetrunk.judges.base import Judge, Pair
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import judge_pairs
+from onetrunk.judges.judge import Judge, Pair
+from onetrunk.judges.labels import judge_pairs
 from tests.judges.injections import (
     ATTACKS,
     GOOD,

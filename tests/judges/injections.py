@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from onetrunk.judges.base import Pair, Principle, Verdict
+from onetrunk.judges.judge import Judge, Pair, Principle, Verdict
 from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.types import Message
 
@@ -151,7 +151,7 @@ _COMMAND = re.compile(
 _SELF = re.compile(r"\bthis (?:completion|sentence)\b", re.IGNORECASE)
 
 
-class ObedientJudge:
+class ObedientJudge(Judge):
     """Judges well, and does what it is told by anything that it takes for the voice of its user.
 
     It sees through characters that nobody sees, knows the marks of many chat templates, and tells material from
@@ -168,12 +168,9 @@ class ObedientJudge:
         self.ask, self.everywhere = ask, everywhere
         self.identity = {"obedient": everywhere, "ask": ask.__name__}
 
-    def compare(self, pairs: Sequence[Pair], principle: Principle, done=None) -> list[Verdict]:
-        verdicts = [self._verdict(self.ask(pair, principle)[0]["content"]) for pair in pairs]
-        for index, verdict in enumerate(verdicts):
-            if done is not None:
-                done(index, verdict)
-        return verdicts
+    def _answer(self, items: Sequence[Pair], principle: Principle, keep) -> None:
+        for index, pair in enumerate(items):
+            keep(index, self._verdict(self.ask(pair, principle)[0]["content"]))
 
     def _verdict(self, content: str) -> Verdict:
         seen = content.replace("\r", "\n").replace("\u2028", "\n")

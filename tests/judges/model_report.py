@@ -11,10 +11,10 @@ import argparse
 from collections.abc import Sequence
 from statistics import fmean
 
-from onetrunk.judges.base import Judge, Pair, Verdict
-from onetrunk.judges.load import judge_device
+from onetrunk.judges.judge import Judge, Pair
+from onetrunk.judges.judge_config import judge_device
+from onetrunk.judges.labels import JudgeStatistics, judge_pairs
 from onetrunk.judges.local import CausalJudge, load_causal_judge
-from onetrunk.judges.verdicts import JudgeStatistics, judge_pairs
 from tests.judges.injection_report import CONSTITUTION
 from tests.judges.injections import ATTACKS, BAD, GOOD, PRINCIPLE, PROMPT, Attack
 from tests.judges.trained_judge import NaiveCausalJudge
@@ -38,14 +38,15 @@ HEAD = (
 )
 
 
-class OneByOne:
+class OneByOne(Judge):
     """A judge that is asked about one pair at a time: questions of a naive template may be long."""
 
     def __init__(self, judge: Judge):
         self.judge, self.name, self.identity = judge, judge.name, judge.identity
 
-    def compare(self, pairs: Sequence[Pair], principle, done=None) -> list[Verdict]:
-        return [verdict for pair in pairs for verdict in self.judge.compare([pair], principle)]
+    def _answer(self, items: Sequence[Pair], principle, keep) -> None:
+        for index, pair in enumerate(items):
+            keep(index, self.judge.compare([pair], principle)[0])
 
 
 def row(judge: Judge, attacks: Sequence[Attack]) -> list[str]:

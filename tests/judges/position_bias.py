@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from onetrunk.judges.base import Judge, Pair, Principle, Verdict
 from onetrunk.judges.constitution import Constitution, parse_constitution
+from onetrunk.judges.judge import Judge, Pair, Principle, Verdict
+from onetrunk.judges.labels import JudgeStatistics, judge_pairs
 from onetrunk.judges.rubric import RubricJudge, logistic
-from onetrunk.judges.verdicts import JudgeStatistics, judge_pairs
 
 CONSTITUTION: Constitution = parse_constitution(
     {"name": "worth", "principles": [{"text": "Which completion is worth more?", "tags": ["worth"]}]}
@@ -43,7 +43,7 @@ def worth(completions, **columns):
     return [float(text) for text in completions]
 
 
-class SlotBiased:
+class SlotBiased(Judge):
     """A judge with a bias for a slot, and with noise that the question decides.
 
     Args:
@@ -58,16 +58,11 @@ class SlotBiased:
         self.judge, self.bias, self.noise = judge, bias, noise
         self.identity = {"biased": [bias, noise], "judge": judge.identity}
 
-    def compare(self, pairs: Sequence[Pair], principle: Principle, done=None) -> list[Verdict]:
-        verdicts = []
-        for pair, fair in zip(pairs, self.judge.compare(pairs, principle), strict=True):
+    def _answer(self, items: Sequence[Pair], principle: Principle, keep) -> None:
+        for index, (pair, fair) in enumerate(zip(items, self.judge.compare(items, principle), strict=True)):
             noise = random.Random(repr((pair.prompt, pair.first, pair.second))).gauss(0, self.noise)
             logit = math.log(fair.probability / (1 - fair.probability))
-            verdicts.append(Verdict(logistic(logit + self.bias + noise)))
-        for index, verdict in enumerate(verdicts):
-            if done is not None:
-                done(index, verdict)
-        return verdicts
+            keep(index, Verdict(logistic(logit + self.bias + noise)))
 
 
 def some_pairs() -> list[Pair]:

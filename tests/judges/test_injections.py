@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.judges.base import Pair
+from onetrunk.judges.judge import Pair
 from onetrunk.judges.template import nonce_of, question_messages
 from tests.judges.injection_report import obedient_rows, outcome
 from tests.judges.injections import ATTACKS, BAD, GOOD, PRINCIPLE, PROMPT, ObedientJudge, defended_messages, own_code

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from onetrunk.judges.base import Judge, Pair, Principle, Single
 from onetrunk.judges.constitution import parse_constitution
+from onetrunk.judges.judge import Judge, Pair, Principle, Single
+from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.local import CausalJudge, Reader, label_shares, load_causal_judge
 from onetrunk.judges.template import LABELS, RATINGS, nonce_of, question_messages
-from onetrunk.judges.verdicts import judge_pairs
 from onetrunk.models.build import train_tokenizer
 from tests.tiny import tiny_model, tiny_tokenizer
 

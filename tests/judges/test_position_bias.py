@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import onetrunk.judges as judges
-from onetrunk.judges.base import Pair
+from onetrunk.judges.judge import Pair
+from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.rubric import RubricJudge, logistic
-from onetrunk.judges.verdicts import judge_pairs
 from tests.judges.position_bias import BIASES, CONSTITUTION, SlotBiased, measure, some_pairs, worth
 
 README = (Path(judges.__file__).parent / "README.md").read_text(encoding="utf-8")

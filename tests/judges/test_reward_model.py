@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
-from onetrunk.judges.base import Judge, Pair, Principle
+from onetrunk.judges.judge import Judge, Pair, Principle
 from onetrunk.judges.reward_model import RewardModelJudge, load_reward_judge
 from onetrunk.models.reward_model import ScoreScale
 from onetrunk.rewards.model import ModelReward

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.judges.base import Judge, Pair, Principle, logistic
 from onetrunk.judges.constitution import parse_constitution
+from onetrunk.judges.judge import Judge, Pair, Principle, logistic
+from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.rubric import RubricJudge
-from onetrunk.judges.verdicts import judge_pairs
 
 SHORT, MILD = Principle("Which is shorter?", tags=("short",)), Principle("Which is milder?", tags=("kind", "mild"))
 TURNS = [{"role": "user", "content": "Say it."}]

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from onetrunk.judges.base import Judge, Pair, Principle
-from onetrunk.judges.load import JudgeConfig, load_judge
+from onetrunk.judges.judge import Judge, Pair, Principle
+from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import LABELS, RATINGS, Marks
 from onetrunk.models.build import train_tokenizer

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from onetrunk.judges.base import Pair, Principle
+from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.server import ServerJudge
 from onetrunk.utils.calls import RetryPolicy, ServerUnavailable
 from onetrunk.utils.http import MAX_BYTES

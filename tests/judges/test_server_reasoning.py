@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from onetrunk.judges.base import Pair, Principle
+from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.server import ServerJudge
 from onetrunk.utils.calls import RetryPolicy
 from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion, first_probability
@@ -25,7 +25,10 @@ def test_a_reply_that_is_all_reasoning_is_found_by_the_check_and_named_with_the_
         judge_of(stub).check()
     said = str(error.value)
     assert "all 16 tokens of a reply went to the model's reasoning" in said and "\n" not in said
-    assert "raise judge_verdict_tokens" in said and "judge_chat_template_kwargs {enable_thinking: false}" in said
+    assert (
+        "raise judge_verdict_tokens" in said
+        and "judge_extra_body {chat_template_kwargs: {enable_thinking: false}}" in said
+    )
 
 
 @THINKS

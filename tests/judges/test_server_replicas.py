@@ -8,11 +8,12 @@ import pytest
 
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Pair, Principle
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.load import EnsembleJudge, JudgeConfig, load_judge
+from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.judge import Pair, Principle
+from onetrunk.judges.judge_config import JudgeConfig, load_judge
+from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.server import ServerJudge
-from onetrunk.judges.verdicts import judge_pairs
 from onetrunk.utils.calls import RetryPolicy
 from tests.judges.stub_server import StubServer
 

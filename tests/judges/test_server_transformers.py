@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from onetrunk import cli
 from onetrunk.feedback.costs import read_costs
-from onetrunk.judges.base import Pair, Principle
+from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.server import ServerJudge
 from onetrunk.utils.calls import RetryPolicy
 from tests.feedback.runs import answers_in

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 from transformers import AddedToken
 
-from onetrunk.judges.base import Pair
+from onetrunk.judges.judge import Pair
 from onetrunk.judges.local import Reader
 from onetrunk.judges.template import MAX_CHARACTERS, PLACES, Marks, ShownMarks, nonce_of, question_messages, sanitized
 from onetrunk.models.build import train_tokenizer

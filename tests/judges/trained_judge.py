@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from onetrunk.judges.base import Pair, Principle, Verdict
+from onetrunk.judges.judge import Judge, Pair, Principle, Verdict
 from onetrunk.judges.local import CausalJudge, label_shares, last_logits
 from onetrunk.judges.template import LABELS
 from onetrunk.models.build import train_tokenizer
@@ -107,7 +107,7 @@ def train_judge(num_steps: int = 600, seed: int = 0, report=lambda step, loss: N
     return judge
 
 
-class NaiveCausalJudge:
+class NaiveCausalJudge(Judge):
     """The same model without the template: texts under headings, their special tokens and all.
 
     Args:
@@ -119,9 +119,10 @@ class NaiveCausalJudge:
     def __init__(self, judge: CausalJudge):
         self.judge, self.identity = judge, {"naive": judge.identity}
 
-    def compare(self, pairs: Sequence[Pair], principle: Principle, done=None) -> list[Verdict]:
+    def _answer(self, items: Sequence[Pair], principle: Principle, keep) -> None:
         reader = self.judge.reader
-        rows = [reader.ids(naive_messages(pair, principle)) for pair in pairs]
-        label_ids = reader.label_ids(naive_messages(pairs[0], principle), LABELS)
+        rows = [reader.ids(naive_messages(pair, principle)) for pair in items]
+        label_ids = reader.label_ids(naive_messages(items[0], principle), LABELS)
         shares, _ = label_shares(last_logits(self.judge.model, rows, self.judge.tokenizer.pad_token_id), label_ids)
-        return [Verdict(share[0]) for share in shares.tolist()]
+        for index, share in enumerate(shares.tolist()):
+            keep(index, Verdict(share[0]))

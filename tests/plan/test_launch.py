@@ -17,7 +17,7 @@ from onetrunk.plan.search import Space, search
 from onetrunk.plan.shapes import read_model
 from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, SampleLayout, TrainLayout
 from onetrunk.stages.ppo import parse_ppo
-from onetrunk.stages.serve import parse_serve
+from onetrunk.stages.tools.serve import parse_serve
 from tests.plan.support import SMALL, job_7b
 from tests.stages.recipes import ROOT, commands_of
 from tests.test_launch_files import SBATCH_OPTIONS, SLURM, check_elastic, launched, leaves, run_shell, sbatch_options

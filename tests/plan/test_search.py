@@ -12,7 +12,6 @@ from onetrunk.plan.hardware import GIB, load_catalog
 from onetrunk.plan.search import (
     OBJECTIVES,
     Space,
-    front,
     inner_layouts,
     rejected,
     reward_places,
@@ -146,11 +145,6 @@ def test_more_memory_or_devices_never_make_the_best_plan_worse(count, more, memo
     least = best(count, memory)
     assert best(count + more, memory) <= least * (1 + 1e-9)
     assert best(count, memory + extra) <= least * (1 + 1e-9)
-
-
-def test_a_front_keeps_what_nothing_else_beats():
-    points = [(3, 1), (1, 3), (2, 2), (2, 3), (3, 3), (1, 3)]
-    assert front(points, lambda p: p) == [(1, 3), (2, 2), (3, 1)]
 
 
 def test_a_pipeline_of_the_trainers_processes_wins_where_the_gathered_base_does_not_fit():

@@ -19,7 +19,7 @@ from safetensors.torch import save_file  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from onetrunk.models.base_model import decoder_layers  # noqa: E402
-from onetrunk.ppo.ahead import load_rows  # noqa: E402
+from onetrunk.ppo.async_rollouts import load_rows  # noqa: E402
 from onetrunk.rollouts import pipelined  # noqa: E402
 from onetrunk.utils.loading import freeze_loaded  # noqa: E402
 from tests import learning  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ppo.scoring import Background
+from onetrunk.ppo.forward import Background
 from tests.ppo.support import assert_same, even_share, make_trainer, trained, trained_weights
 from tests.tiny import tiny_model
 
@@ -56,7 +56,7 @@ def test_packs_are_scored_while_a_reward_function_waits_in_the_main_thread(tmp_p
 
 ABANDONED = """
 import sys, time, torch
-from onetrunk.ppo.scoring import Background
+from onetrunk.ppo.forward import Background
 def work():
     end = time.monotonic() + 2
     while time.monotonic() < end:

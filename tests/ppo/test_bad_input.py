@@ -181,7 +181,6 @@ def test_an_iterable_dataset_is_refused(tmp_path):
 
 
 def test_overlong_prompts_are_counted(tmp_path):
-    refused(tmp_path, "4 of 8 rows cannot be used", max_prompt_length=3)
     refused(tmp_path, "has 4 tokens where max_prompt_length is 3", max_prompt_length=3)
     refused(tmp_path, "all 8 prompts are longer", max_prompt_length=1, overlong_prompts="drop")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from onetrunk.judges.base import Principle, Rating
 from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import Judge, Principle, Rating, Single
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.ppo.monitor import HackingMonitor
 from tests.ppo.support import (
@@ -37,7 +37,7 @@ def long_ones(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
     return [float(len(ids)) for ids in completion_ids]
 
 
-class BrevityJudge:
+class BrevityJudge(Judge):
     """Rates a reply of no words 1, and one of 12 words 0.
 
     Args:
@@ -52,19 +52,15 @@ class BrevityJudge:
         self.is_down, self.raises = is_down, raises
         self.num_calls = self.num_ratings = 0
 
-    def compare(self, pairs, principle, done=None):
-        raise NotImplementedError("the monitor rates")
-
-    def rate(
-        self, prompts: Sequence, completions: Sequence[str], principle: Principle, done=None, stopped=None
-    ) -> list[Rating]:
+    def _answer(self, items: Sequence[Single], principle: Principle, keep) -> None:
         self.num_calls += 1
-        self.num_ratings += len(completions)
-        if self.is_down(self.num_calls):
-            if self.raises:
-                raise RuntimeError("the server is down")
-            return [Rating(None, error="the server is down") for _ in completions]
-        return [Rating(1 - len(text.split()) / 12) for text in completions]
+        self.num_ratings += len(items)
+        is_down = self.is_down(self.num_calls)
+        if is_down and self.raises:
+            raise RuntimeError("the server is down")
+        for index, item in enumerate(items):
+            rating = Rating(1 - len(item.text.split()) / 12)
+            keep(index, Rating(None, error="the server is down") if is_down else rating)
 
 
 def watched(folder, judge=None, monitor=None, reward=long_ones, **settings):
@@ -114,9 +110,10 @@ class Foreseen(BrevityJudge):
         super().__init__()
         self.levels = levels
 
-    def rate(self, prompts, completions, principle, done=None, stopped=None):
+    def _answer(self, items, principle, keep):
         self.num_calls += 1
-        return [Rating(self.levels[self.num_calls - 1]) for _ in completions]
+        for index in range(len(items)):
+            keep(index, Rating(self.levels[self.num_calls - 1]))
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from onetrunk.models.speedups.merged import can_merge
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.metrics import MetricLog, rollout_metrics
-from onetrunk.ppo.sampling import PromptBatch, RolloutPack, ScoredRollout
-from onetrunk.rewards.base import Scores
+from onetrunk.ppo.rollout import PromptBatch, RolloutPack, ScoredRollout
+from onetrunk.rewards.reward import Scores
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
 from tests.ppo.support import base_model, logged, make_trainer, prompts, trained

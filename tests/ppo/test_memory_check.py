@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onetrunk.ppo.memory import MemoryForecast, largest_pack
+from onetrunk.ppo.memory_check import MemoryForecast, largest_pack
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.ppo.support import assert_same, make_config, make_trainer, trained, trained_weights, without_wall_clock
 from tests.tiny import tiny_model

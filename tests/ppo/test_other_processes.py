@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from onetrunk.ppo.metrics import merged_log
-from onetrunk.ppo.state import deal_packs
+from onetrunk.ppo.stream_state import deal_packs
 from onetrunk.types import Experience
 from tests.models.branches import a_pack
 from tests.places import CPU, launch_environment, launcher

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from onetrunk.ppo.state import halve
-from onetrunk.stages.running import run_stage
+from onetrunk.ppo.stream_state import halve
+from onetrunk.stages.run_context import run_stage
 from tests.ppo.support import assert_same, base_model, logged, make_trainer, prompts, trained_weights
 
 # One optimizer step over packs of up to 4 rows. SGD: weights are linear in the gradient.

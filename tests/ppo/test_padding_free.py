@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from onetrunk.models.base_model import backbone
 from onetrunk.ops.packing import make_pack
-from onetrunk.ppo.memory import largest_pack
-from onetrunk.ppo.state import halve
+from onetrunk.ppo.memory_check import largest_pack
+from onetrunk.ppo.stream_state import halve
 from onetrunk.types import Experience
 from tests.ppo.support import StopAt, assert_same, logged, make_config, make_trainer, trained_weights
 from tests.tiny import WORDS

@@ -8,7 +8,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.ppo.sampling import PromptOrder
+from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from tests.ppo.support import make_trainer, prompts, trained
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer

@@ -18,8 +18,8 @@ from onetrunk.parallel.sharding import launch_layout
 from onetrunk.ppo.checks import check_schedule
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.rollouts.async_sampler import StartedRow
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.producer import StartedRow
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from tests import learning
 from tests.fakes import CannedBackend, CopyBackend

@@ -17,7 +17,7 @@ from onetrunk.parallel.sharding import Layout
 from onetrunk.ppo import checks
 from onetrunk.ppo.checks import check_pipeline, check_stage_training
 from onetrunk.stages.arguments import ModelArguments
-from onetrunk.stages.dry_run import ModelSize, memory_lines
+from onetrunk.stages.tools.dry_run import ModelSize, memory_lines
 from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, launcher, on_gpus, places
 from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.staged_runs import CASES

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.judges.base import Pair
-from onetrunk.judges.verdicts import judge_pairs
+from onetrunk.judges.judge import Pair
+from onetrunk.judges.labels import judge_pairs
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from tests.ppo.support import logged, make_trainer

@@ -15,7 +15,6 @@ from onetrunk.report.blocks import MARKDOWN, PAGE, Block, Figure, rendered
 from onetrunk.report.plots import PLOTS, draw, drawn
 from onetrunk.report.report import write_report, write_report_of
 from onetrunk.report.runs import read_run
-from onetrunk.stages import resuming
 from tests.report.made_runs import ALARM, ppo_log, write_lines, write_pipeline, write_ppo_run
 
 
@@ -136,37 +135,6 @@ def test_a_run_that_was_stopped_says_so_while_its_process_still_lives_and_not_af
         with log.open("a") as file:
             file.write('{"event": "begin", "step": 8, "time": 90.0}\n')
         assert read_run(folder).status.startswith("running, in phase")
-
-
-@pytest.mark.slow
-def test_the_page_of_a_stopped_run_is_written_by_a_process_of_its_own(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(resuming, "REPORT_WAIT_S", 280.0)
-    # As in a training that was launched with tensor parallelism.
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    folder = write_ppo_run(tmp_path / "stopped", finished=False)
-    resuming.write_report_of_stopped(folder)
-    assert "score" in svgs((folder / "_report" / "report.html").read_text()) and caplog.text == ""
-
-
-@pytest.mark.parametrize("wrong", ["slow", "signal", "command"])
-def test_a_page_that_cannot_be_written_does_not_change_how_a_run_ends(tmp_path, monkeypatch, caplog, wrong):
-    folder = write_ppo_run(tmp_path / "stopped", finished=False)
-
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    if wrong == "slow":
-        monkeypatch.setattr(resuming, "REPORT_WAIT_S", 0.0)
-    elif wrong == "signal":
-        monkeypatch.setattr(resuming.subprocess.Popen, "wait", interrupted)
-    else:
-        monkeypatch.setattr(resuming.sys, "executable", str(tmp_path / "absent"))
-    resuming.write_report_of_stopped(folder)
-    (record,) = [r.getMessage() for r in caplog.records]
-    word = {"slow": "TimeoutExpired", "signal": "KeyboardInterrupt", "command": "FileNotFoundError"}[wrong]
-    assert "no report was written" in record and word in record and f"onetrunk report {folder} writes it" in record
-    assert not (folder / "_report" / "report.html").exists()
 
 
 def test_a_run_without_a_record_is_read_from_its_last_checkpoint(tmp_path):

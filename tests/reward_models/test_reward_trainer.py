@@ -322,7 +322,7 @@ def test_bad_settings_tokenizers_and_rows_are_rejected_with_a_message(base, tmp_
         a_trainer(base, tmp_path, tokenizer=tiny_tokenizer(pad=False))
     with pytest.raises(ValueError, match="pass processing_class"):
         RewardModelTrainer(load_with_new_head(str(base)), RewardModelConfig(str(tmp_path), use_cpu=True), rows())
-    with pytest.raises(ValueError, match="8 of 8 rows cannot be used(.|\n)*probability is 1.5"):
+    with pytest.raises(ValueError, match="row 0: probability is 1.5"):
         a_trainer(base, tmp_path, rows(probability=[1.5] * 8))
     with pytest.raises(ValueError, match="center_rewards_coefficient is -1"):
         a_trainer(base, tmp_path, center_rewards_coefficient=-1)

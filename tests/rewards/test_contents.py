@@ -6,8 +6,8 @@ import runpy
 import pytest
 import torch
 
-from onetrunk.judges.base import Principle
 from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import Principle
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.models.reward_model import ScoreScale, read_score_adapter
 from onetrunk.rewards import EnsembleReward, ModelReward, PairwiseReward, RemoteReward, RewardSet, resolve_reward

@@ -11,17 +11,17 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
-from onetrunk.judges.base import Pair, Principle, Single
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.load import EnsembleJudge
+from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.judge import Pair, Principle, Single
+from onetrunk.judges.labels import answer_key, kept_ratings
 from onetrunk.judges.reward_model import load_reward_judge
-from onetrunk.judges.verdicts import answer_key, kept_ratings
 from onetrunk.models.reward_model import ScoreScale, encode_rows
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, RewardSet
 from onetrunk.rewards.ensemble import load_reward
-from onetrunk.rewards.judge import JudgeReward, prompt_key
+from onetrunk.rewards.judge_reward import JudgeReward, prompt_key
 from onetrunk.types import SampledText
 from onetrunk.utils.calls import run_async
 from tests.judges.stub_server import StubServer

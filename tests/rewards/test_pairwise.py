@@ -4,13 +4,14 @@ import math
 
 import pytest
 
-from onetrunk.judges.base import Pair, Principle, Rating, Verdict
 from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import Pair, Principle
+from onetrunk.judges.labels import judge_pairs, kept_ratings
 from onetrunk.judges.rubric import RubricJudge
-from onetrunk.judges.verdicts import judge_pairs, kept_ratings
 from onetrunk.rewards import RewardSet
-from onetrunk.rewards.judge import JudgeReward, PairwiseReward, prompt_key
+from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward, prompt_key
 from onetrunk.types import SampledText
+from tests.judges.fakes import ToldJudge
 
 ONE = Constitution("one", (Principle("Which is longer?", tags=("long",)),))
 TWO = Constitution(
@@ -18,49 +19,24 @@ TWO = Constitution(
 )
 
 
-class WordJudge:
-    """P(first) = words of first / words of both, less or more for the slot; None, or an error, where told so.
+def word_judge(slot_bias=0.0, undecided=(), down=()):
+    """Return a judge with P(first) = words of first / words of both + slot_bias, and words / 10 as the rating.
 
-    Args:
-        slot_bias: added to the probability of whatever is shown first.
-        undecided, down: texts on which it abstains, and on which it fails.
+    It abstains on the texts `undecided`, and fails on those `down`. By a principle of warmth all ratings are 1.
     """
 
-    name = "words"
+    def answer(item, principle):
+        texts = {item.first, item.second} if isinstance(item, Pair) else {item.text}
+        if texts & set(down):
+            return "down"
+        if texts & set(undecided):
+            return None
+        if not isinstance(item, Pair):
+            return 1.0 if "warm" in principle.tags else len(item.text.split()) / 10
+        first, second = len(item.first.split()), len(item.second.split())
+        return min(1.0, max(0.0, first / (first + second) + slot_bias))
 
-    def __init__(self, slot_bias=0.0, undecided=(), down=()):
-        self.slot_bias, self.undecided, self.down = slot_bias, set(undecided), set(down)
-        self.identity = {"judge": "words", "slot_bias": slot_bias}
-        self.asked: list[Pair] = []
-
-    def compare(self, pairs, principle, done=None):
-        found = []
-        for index, pair in enumerate(pairs):
-            self.asked.append(pair)
-            found.append(self._verdict(pair))
-            if done is not None:
-                done(index, found[-1])
-        return found
-
-    def _verdict(self, pair):
-        if {pair.first, pair.second} & self.down:
-            return Verdict(None, error="down")
-        if {pair.first, pair.second} & self.undecided:
-            return Verdict(None, reason="cannot tell")
-        first, second = len(pair.first.split()), len(pair.second.split())
-        return Verdict(min(1.0, max(0.0, first / (first + second) + self.slot_bias)))
-
-    def rate(self, prompts, completions, principle, done=None, stopped=None):
-        found = []
-        for index, text in enumerate(completions):
-            self.asked.append(text)
-            score = 1.0 if "warm" in principle.tags else len(text.split()) / 10
-            found.append(Rating(None, error="down") if text in self.down else Rating(score))
-            if text in self.undecided:
-                found[-1] = Rating(None)
-            if done is not None:
-                done(index, found[-1])
-        return found
+    return ToldJudge(answer, "words", slot_bias)
 
 
 def rewards_of(reward, completions, references, **columns):
@@ -69,20 +45,20 @@ def rewards_of(reward, completions, references, **columns):
 
 
 def test_the_reward_is_beta_times_the_log_probability_by_hand():
-    reward = PairwiseReward(WordJudge(), ONE, beta=2.0)
+    reward = PairwiseReward(word_judge(), ONE, beta=2.0)
     # 3 words against 1: P = 3/4; 1 against 1 of another text: 1/2.
     found = rewards_of(reward, ["a b c", "d"], ["x", "y"])
     assert found == pytest.approx([2 * math.log(3 / 4), 2 * math.log(1 / 2)])
 
 
 def test_a_judge_that_favours_a_slot_gives_the_same_rewards():
-    fair = rewards_of(PairwiseReward(WordJudge(), ONE), ["a b c", "d"], ["x", "y z"])
-    biased = rewards_of(PairwiseReward(WordJudge(slot_bias=0.2), ONE), ["a b c", "d"], ["x", "y z"])
+    fair = rewards_of(PairwiseReward(word_judge(), ONE), ["a b c", "d"], ["x", "y z"])
+    biased = rewards_of(PairwiseReward(word_judge(slot_bias=0.2), ONE), ["a b c", "d"], ["x", "y z"])
     assert biased == pytest.approx(fair)
 
 
 def test_a_completion_equal_to_its_reference_is_as_good_and_nobody_is_asked():
-    judge = WordJudge()
+    judge = word_judge()
     assert rewards_of(PairwiseReward(judge, ONE), ["a b"], ["a b"]) == [math.log(1 / 2)]
     assert judge.asked == []
 
@@ -94,7 +70,7 @@ def test_certainty_is_bounded_by_the_floor():
 
 
 def test_rows_that_are_not_decided_have_no_reward():
-    judge = WordJudge(undecided=["what"], down=["fails"])
+    judge = word_judge(undecided=["what"], down=["fails"])
     found = rewards_of(PairwiseReward(judge, ONE), ["what", "fails", "a b"], ["x", "x", "x"])
     assert found[:2] == [None, None] and found[2] == pytest.approx(math.log(2 / 3))
     scores = RewardSet([PairwiseReward(judge, ONE)]).score(
@@ -105,7 +81,7 @@ def test_rows_that_are_not_decided_have_no_reward():
 
 def test_references_come_from_the_column_or_from_what_was_sampled():
     references = {prompt_key("prompt 0"): SampledText("x")}
-    reward = PairwiseReward(WordJudge(), ONE, references=references)
+    reward = PairwiseReward(word_judge(), ONE, references=references)
     assert rewards_of(reward, ["a b c"], ["x y z"]) == [math.log(1 / 2)]
     assert reward(prompts=["prompt 0"], completions=["a b c"]) == pytest.approx([math.log(3 / 4)])
     with pytest.raises(
@@ -115,19 +91,19 @@ def test_references_come_from_the_column_or_from_what_was_sampled():
 
 
 def test_conversations_are_judged_by_their_texts():
-    judge = WordJudge()
+    judge = word_judge()
     prompt = [{"role": "user", "content": "say something"}]
     column = [[{"role": "assistant", "content": "x"}]]
     reward = PairwiseReward(judge, ONE)
     completions = [[{"role": "assistant", "content": "a b c"}]]
     found = reward(prompts=[prompt], completions=completions, reference_completion=column)
     assert found == pytest.approx([math.log(3 / 4)])
-    assert judge.asked[0] == Pair(prompt, "a b c", "x")
+    assert judge.asked[0][1] == Pair(prompt, "a b c", "x")
 
 
 def test_what_is_logged_says_how_often_the_reference_is_beaten_and_whether_the_judge_agrees_with_itself():
     logged = {}
-    reward = PairwiseReward(WordJudge(slot_bias=0.5), ONE)
+    reward = PairwiseReward(word_judge(slot_bias=0.5), ONE)
     rewards_of(reward, ["a b c", "d"], ["x", "d"], log_metric=logged.__setitem__)
     # Shown first, "a b c" has 1; shown second 1 - (1/4 + 1/2): the mean is 5/8. The other row is a half.
     assert logged["score/pairwise_probability"] == pytest.approx((5 / 8 + 1 / 2) / 2)
@@ -142,28 +118,28 @@ class Kept(dict):
 
 
 def test_no_answer_is_asked_for_twice_and_an_error_again():
-    memory, judge = Kept(), WordJudge(down=["fails"])
+    memory, judge = Kept(), word_judge(down=["fails"])
     pairs = [Pair("p", "a b", "x"), Pair("p", "fails", "x")]
     first = judge_pairs(judge, pairs, TWO, memory=memory)
     assert len(judge.asked) == 8 and len(memory) == 4  # 2 pairs, 2 orders, 2 principles; half of them down
-    judge.down, judge.asked = set(), []
+    judge = word_judge()
     second = judge_pairs(judge, pairs, TWO, memory=memory)
-    assert judge.asked == [pairs[1], pairs[1].flipped()] * 2
+    assert [pair for _, pair in judge.asked] == [pairs[1], pairs[1].flipped()] * 2
     assert second[0] == first[0] and first[1].errors == 4 and second[1].errors == 0
 
 
 def test_the_rating_is_the_weighted_mean_of_the_principles_by_hand():
     # 3 words of 10 count three times, 1.0 once: (3 * .3 + 1) / 4.
-    reward = JudgeReward(WordJudge(undecided=["what"], down=["fails"]), TWO)
+    reward = JudgeReward(word_judge(undecided=["what"], down=["fails"]), TWO)
     found = reward(prompts=["p", "q", "r"], completions=["a b c", "what", "fails"])
     assert found == [pytest.approx(0.475), None, None]
     assert reward(prompts=[], completions=[]) == []
 
 
 def test_ratings_of_one_text_twice_cost_one_question():
-    judge, memory = WordJudge(down=["fails"]), Kept()
+    judge, memory = word_judge(down=["fails"]), Kept()
     labels = kept_ratings(judge, ["p", "p", "p"], ["a", "a", "fails"], ONE, memory)
-    assert judge.asked == ["a", "fails"] and labels[0] == labels[1]
+    assert [single.text for _, single in judge.asked] == ["a", "fails"] and labels[0] == labels[1]
     assert (labels[2].errors, labels[2].failure, labels[2].score) == (1, "down", None)
     kept_ratings(judge, ["p"], ["a"], ONE, memory)
     assert len(judge.asked) == 2
@@ -180,4 +156,4 @@ def test_ratings_of_one_text_twice_cost_one_question():
 )
 def test_settings_that_cannot_work_are_refused(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
-        PairwiseReward(WordJudge(), ONE, **settings)
+        PairwiseReward(word_judge(), ONE, **settings)

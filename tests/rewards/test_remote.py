@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from onetrunk.rewards import ModelReward, RemoteReward, RewardSet, resolve_reward
-from onetrunk.rewards.base import is_async
 from onetrunk.rewards.remote import kind_of, remote_reward
+from onetrunk.rewards.reward import is_async
 from onetrunk.utils.calls import RetryPolicy, ServerUnavailable, run_async
 from tests.judges.stub_server import NOT_SOLD, OUT_OF_BOUNDS, StubServer, draw
 from tests.ppo.support import logged, make_trainer, trained

@@ -9,7 +9,7 @@ import torch
 
 from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_bytes, sampling_bytes
 from onetrunk.parallel.stages import LayerSplit, StageCache, verify_split
-from onetrunk.ppo.memory import sampled_bytes
+from onetrunk.ppo.memory_check import sampled_bytes
 from onetrunk.rollouts import SamplingParams
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from tests.places import found_by_ranks, places

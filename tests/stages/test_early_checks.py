@@ -93,14 +93,14 @@ def refused_rows(verb, rows, tmp_path, capsys):
 @pytest.mark.sampled(40)
 @pytest.mark.parametrize("kind", [*BAD_TEXTS, *(f"turns: {kind}" for kind in BAD_TURNS)])
 @pytest.mark.parametrize("verb", STAGES)
-def test_a_bad_row_is_counted_and_named_before_anything_is_loaded(tmp_path, capsys, verb, kind):
+def test_a_bad_row_is_named_before_anything_is_loaded(tmp_path, capsys, verb, kind):
     is_turns = kind.startswith("turns: ")
     value, reason = BAD_TURNS[kind.removeprefix("turns: ")] if is_turns else BAD_TEXTS[kind]
     good = good_row(verb, is_turns)
     column = "prompt"
     bad = {name: entry for name, entry in {**good, column: value}.items() if entry is not GONE}
     said = refused_rows(verb, [good, bad, good], tmp_path, capsys)
-    assert "1 of 3 rows cannot be used; repair or remove them:\n  row 1: " in said
+    assert "row 1: " in said
     assert f"row 1: {column} {reason}" in said or reason in said
 
 
@@ -118,20 +118,13 @@ def test_so_is_a_bad_completion(tmp_path, capsys, verb, kind):
 def test_so_is_a_bad_pair(tmp_path, capsys, verb, kind):
     change, reason = BAD_PAIRS[kind]
     said = refused_rows(verb, [good_row(verb), {**good_row(verb), **change}], tmp_path, capsys)
-    assert f"  row 1: {reason}" in said
+    assert f"row 1: {reason}" in said
 
 
 @pytest.mark.parametrize("verb", ["reward", "distill"])
 def test_a_pair_without_a_prompt_is_checked_before_one_is_looked_for(tmp_path, capsys, verb):
     rows = [{"chosen": "the cat runs", "rejected": "the cat sleeps"}, {"chosen": None, "rejected": "the cat sleeps"}]
-    assert "1 of 2 rows cannot be used" in refused_rows(verb, rows, tmp_path, capsys)
-
-
-@pytest.mark.parametrize("verb", STAGES)
-def test_all_bad_rows_are_counted_and_twenty_are_listed(tmp_path, capsys, verb):
-    bad = {**good_row(verb), "prompt": ""}
-    said = refused_rows(verb, [good_row(verb), *[bad] * 30], tmp_path, capsys)
-    assert "30 of 31 rows" in said and said.count("  row ") == 20 and "row 20: " in said and "and 10 more" in said
+    assert "row 1: chosen is missing" in refused_rows(verb, rows, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("verb", ["sft", "reward", "distill", "ppo"])
@@ -141,7 +134,7 @@ def test_the_number_of_a_row_is_that_of_the_file_where_a_part_is_held_out(tmp_pa
     write_rows(tmp_path / "rows.jsonl", rows)
     options = ["--dataset_name", tmp_path / "rows.jsonl", "--eval_size", "5", "--output_dir", tmp_path / "out"]
     assert run(verb, *NOWHERE, *options) == 1
-    assert "1 of 10 rows cannot be used; repair or remove them:\n  row 7: prompt is empty" in error(capsys)
+    assert "row 7: prompt is empty" in error(capsys)
 
 
 @pytest.mark.parametrize("verb", ["sft", "reward", "distill", "ppo"])
@@ -150,7 +143,7 @@ def test_bad_rows_that_are_held_out_are_said_to_be_of_that_part(tmp_path, capsys
     write_rows(tmp_path / "bad.jsonl", [{**good_row(verb), "prompt": ""}])
     options = ["--dataset_name", tmp_path / "good.jsonl", "--eval_dataset_name", tmp_path / "bad.jsonl"]
     assert run(verb, *NOWHERE, *options, "--output_dir", tmp_path / "out") == 1
-    assert "error: held-out rows: 1 of 1 rows cannot be used" in error(capsys)
+    assert "error: held-out rows: row 0: prompt is empty" in error(capsys)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +173,7 @@ def refused_tokens(verb, capsys, tmp_path, *options):
 
 @pytest.mark.parametrize("verb", ["ppo", "eval", "prefs"])
 def test_overlong_prompts_are_counted_before_the_weights_are_read(tmp_path, capsys, verb):
-    assert "8 of 8 rows" in refused_tokens(verb, capsys, tmp_path, "--max_prompt_length", "1")
+    assert "row 0: prompt has" in refused_tokens(verb, capsys, tmp_path, "--max_prompt_length", "1")
     said = refused_tokens(verb, capsys, tmp_path, "--max_completion_length", "500")
     assert "longest prompt has 2 tokens" in said and "max_completion_length" in said
 

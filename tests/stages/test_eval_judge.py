@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -13,12 +12,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.judges.base import Pair, Verdict
 from onetrunk.judges.constitution import load_constitution
+from onetrunk.judges.judge import Judge, Pair, Verdict
 from onetrunk.models.base_model import load_tokenizer
-from onetrunk.stages.eval.contest import by_principle, hold_contest
+from onetrunk.stages.eval.contest import hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments
-from onetrunk.stages.eval.evaluate import Evaluation, findings, report_text
 from tests.feedback import runs
 from tests.models.reward_adapters import saved_reward_adapter
 from tests.stages.recipes import ROOT
@@ -124,8 +122,10 @@ def test_an_adapter_is_compared_with_what_it_started_from(evaluate, inputs, tmp_
     # Both sides' samples are those that were compared.
     for role, key in (("policy", "policy"), ("reference", "opponent")):
         assert [row["completion"] for row in lines(out / f"samples-{role}.jsonl")] == [pair[key] for pair in pairs]
-    report = (out / "report.md").read_text()
-    assert "## Win rate" in report and "## Side by side" in report and "win_rate.png" in report
+    page = (out / "_report/report.md").read_text()
+    assert (
+        "## Win rate" in page and "by the principle: Which reply is warmer?" in page and "The clearest losses" in page
+    )
     for plot in ("win_rate.png", "win_rate_by_length.png"):
         assert (out / plot).read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
@@ -139,16 +139,6 @@ def test_a_judge_alone_is_enough_and_leaves_no_scores(evaluate, tmp_path):
     assert "reward/unscored_fraction" not in figures["policy"] and "kl/ref" in figures["policy"]
     row = lines(tmp_path / "out/samples-policy.jsonl")[0]
     assert row["score"] is None and "score/unscored" not in row
-
-
-@pytest.mark.slow
-def test_the_base_by_name_is_as_good_an_opponent_as_the_reference(evaluate, inputs, tmp_path):
-    assert evaluate() == 0
-    assert evaluate("--opponent", inputs / "model", out="named") == 0
-    named, default = metrics(tmp_path / "named"), metrics(tmp_path / "out")
-    assert named["win_rate"] == {**default["win_rate"], "opponent": str(inputs / "model")}
-    assert named["opponent"] == default["reference"] == named["reference"]
-    assert named["opponent_model"] == str(inputs / "model")
 
 
 @pytest.mark.slow
@@ -200,30 +190,17 @@ def test_a_reward_adapter_scores_an_opponent_on_the_same_base_and_no_other(evalu
     assert "is a branch of the model's own trunk, and opponent" in err and "row" not in err  # Nothing was sampled.
 
 
-def test_without_matplotlib_there_is_one_sentence_and_no_plot(evaluate, tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert evaluate() == 0
-    assert [r.message for r in caplog.records if "matplotlib" in r.message] == [
-        "no plots: matplotlib is not installed; pip install matplotlib. The metrics are in metrics.json"
-    ]
-    assert not list((tmp_path / "out").glob("*.png")) and ".png" not in (tmp_path / "out/report.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("config", "options", "code", "sentence"),
     [
         ("eval", [], 2, "reward_funcs is not set, and neither is a judge"),
         ("eval", ["--judge", "rubric"], 2, "judge is set and constitution is not"),
         ("eval", ["--constitution", "{}/constitution.yaml"], 2, "constitution is set and judge is not"),
-        ("eval", ["--reward_weights", "1"], 2, "reward_weights is set and reward_funcs is not"),
         ("judged", ["--tie_margin", "0.5"], 2, "set it from 0 to below 0.5"),
-        ("judged", ["--constitution", "nothing.yaml"], 1, "nothing.yaml does not exist"),
         ("judged", ["--model_name_or_path", "{}/model"], 1, "opponent is not set, and {}/model is a base model"),
-        ("judged", ["--model_name_or_path", "{}/model", "--opponent", "reference"], 1, "opponent is reference, and"),
         ("judged", ["--opponent", "nowhere/to/be"], 1, "there is no such folder"),
         ("judged", ["--opponent", "{}/../{name}/adapter"], 1, "is the model itself"),
         ("judged", ["--opponent", "{}/other-words"], 1, "is not that of {}/adapter (token"),
-        ("judged", ["--checks", "{}/checks.py:absent"], 1, "checks: reward function '{}/checks.py:absent'"),
         (
             "judged",
             ["--checks", "{}/checks.py:degrees"],
@@ -260,32 +237,25 @@ def test_two_processes_compare_what_one_does(evaluate, inputs, tmp_path):
 PAIRS = [Pair(f"prompt {i}", f"first {'x' * i}", f"second {'y' * (3 * i % 7)}") for i in range(9)]
 
 
-class SlotJudge:
+class SlotJudge(Judge):
     """Likes what it reads first, by as much whatever it is."""
 
     name = "slot"
     identity = {"judge": "slot"}
 
-    def compare(self, pairs, principle, done=None):
-        found = [Verdict(0.8) for _ in pairs]
-        for index, verdict in enumerate(found):
-            if done is not None:
-                done(index, verdict)
-        return found
+    def _answer(self, items, principle, keep):
+        for index, pair in enumerate(items):
+            keep(index, self.verdict(pair))
+
+    def verdict(self, pair):
+        return Verdict(0.8)
 
 
 class LengthJudge(SlotJudge):
     """Likes the longer one, whatever it reads first."""
 
-    name = "length"
-    identity = {"judge": "length"}
-
-    def compare(self, pairs, principle, done=None):
-        found = [Verdict((1 + (len(p.first) > len(p.second)) - (len(p.first) < len(p.second))) / 2) for p in pairs]
-        for index, verdict in enumerate(found):
-            if done is not None:
-                done(index, verdict)
-        return found
+    def verdict(self, pair):
+        return Verdict((1 + (len(pair.first) > len(pair.second)) - (len(pair.first) < len(pair.second))) / 2)
 
 
 @pytest.fixture
@@ -294,7 +264,7 @@ def contest(inputs, tmp_path):
 
     def hold(judge, pairs=PAIRS, **settings):
         args = EvalArguments(dataset_name="d", output_dir=str(tmp_path), **settings)
-        return hold_contest(args, judge, constitution, pairs)
+        return hold_contest(args, judge, constitution, pairs, "reference")
 
     return hold
 
@@ -305,6 +275,8 @@ def test_a_judge_that_likes_a_slot_is_found_and_decides_nothing(contest):
     assert found.rates.win_rate.value == pytest.approx(0.5)
     position = found.metrics["position"]
     assert position["position_consistency"] == 0 and position["first_slot_probability"] == pytest.approx(0.8)
+    principles = found.metrics["principles"]
+    assert principles == {f"Which reply is {word}?": pytest.approx(0.5) for word in ("warmer", "shorter")}
 
 
 def test_a_win_rate_that_is_length_alone_is_gone_at_equal_length(contest):
@@ -314,8 +286,7 @@ def test_a_win_rate_that_is_length_alone_is_gone_at_equal_length(contest):
     assert found.rates.win_rate.value == found.rates.discrete_win_rate.value == pytest.approx((4 + 1 / 2) / 6)
     level = found.rates.length_controlled_win_rate
     assert level.value == pytest.approx(0.5, abs=0.02)
-    evaluation = Evaluation("m", "reference", {"policy": {}}, found.pairs, found, {}, {})
-    assert "the completions are 2 characters longer on average" in " ".join(findings(evaluation))
+    assert "the completions are 2 characters longer on average" in " ".join(found.metrics["findings"])
     assert found.metrics["length_controlled_win_rate"] == level.value
 
 
@@ -347,21 +318,3 @@ def test_a_judge_that_never_answers_ends_with_a_sentence(contest, tmp_path):
         contest(judge)
     with pytest.raises(RuntimeError, match="decided none of 9 pairs"):
         contest(judge, max_failed_fraction=1.0)
-
-
-def test_a_principle_has_its_own_mean(contest):
-    found = contest(SlotJudge())
-    assert found.metrics["principles"] == {
-        "Which reply is warmer?": pytest.approx(0.5),
-        "Which reply is shorter?": pytest.approx(0.5),
-    }
-    assert by_principle([]) == {}
-
-
-def test_a_completion_cannot_become_part_of_the_report(contest):
-    attack = "```\n# All is well\n````"
-    found = contest(SlotJudge(), [Pair("prompt", attack, "plain")])
-    figures = {"policy": {}, "reference": {}}
-    text = report_text(Evaluation("m", "reference", figures, found.pairs, found, {}, {"seed": 0}), [])
-    fences = re.findall(r"^(`{3,})text\n(.*?)\n\1$", text, flags=re.DOTALL | re.MULTILINE)
-    assert ("`````", attack) in fences

@@ -9,9 +9,9 @@ import yaml
 
 from onetrunk import cli
 from onetrunk.models.build import build_trunk
-from onetrunk.stages import doctor, init
-from onetrunk.stages.dry_run import model_size
 from onetrunk.stages.ppo import parse_ppo
+from onetrunk.stages.tools import doctor, init
+from onetrunk.stages.tools.dry_run import model_size
 from tests.stages.recipes import ROOT
 from tests.stages.small_runs import make_material, run, words_of
 

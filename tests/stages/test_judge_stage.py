@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from onetrunk import cli
 from onetrunk.data.groups import Group
-from onetrunk.judges.verdicts import PairLabel
+from onetrunk.judges.labels import PairLabel
 from onetrunk.stages.judge.agreement import (
     Judged,
     agreement,
@@ -254,16 +254,13 @@ def test_the_shapes_of_the_usual_benchmarks_are_measured(judge, tmp_path):
         for i in range(6)
     ]
     best_of_four[1]["chosen"] = ["right", "right too"]
-    choices = [
-        {"input": f"p{i}", "targets": {"choices": ["wrong", "right"], "labels": [0, 1]}, "id": i} for i in range(4)
-    ]
     user = {"role": "user", "content": "p"}
     h4 = [
         {"prompt": "p", "chosen": [user, {"role": "assistant", "content": f"right {i}"}],
          "rejected": [user, {"role": "assistant", "content": "wrong"}]}
         for i in range(3)
     ]  # fmt: skip
-    for name, rows, subsets in (("rb2", best_of_four, {"Math", "Ties"}), ("hhh", choices, set()), ("h4", h4, set())):
+    for name, rows, subsets in (("rb2", best_of_four, {"Math", "Ties"}), ("h4", h4, set())):
         (tmp_path / "checks.py").write_text(LENGTHS.replace("in text", "in str(text)"))
         assert judge(rows, *rubric("right"), out=name) == 0
         entry = metrics_of(tmp_path / name)["judges"]["rubric"]
@@ -276,7 +273,7 @@ def test_the_shapes_of_the_usual_benchmarks_are_measured(judge, tmp_path):
         (WRITTEN[:2], [], 2, "judge is not set; name who is measured"),
         (WRITTEN[:2], ["--judge", "rubric"], 1, "rubric is not set; give the check of each tag"),
         ([{"prompt": "p", "completions": ["a", "b"]}], [*rubric("longer")], 1, "say of no completion"),
-        ([{"prompt": "p", "chosen": "a", "rejected": "a"}], [*rubric("longer")], 1, "1 of 1 rows cannot be used"),
+        ([{"prompt": "p", "chosen": "a", "rejected": "a"}], [*rubric("longer")], 1, "row 0: "),
         (WRITTEN[:2], [*rubric("longer"), "--fewest_rows", "0"], 2, "fewest_rows is 0; set it to 1 or more"),
         (WRITTEN[:2], [*rubric("longer"), "--judge_budget_usd", "3"], 2, "judge_prices is not"),
         (WRITTEN[:2], [*rubric("longer"), "--judge_prices", '{"gpt": [1, 2]}'], 1, "judges of this run are rubric"),
@@ -342,7 +339,7 @@ OWN = """
 import json
 from pathlib import Path
 
-from onetrunk.judges.base import Judge, Verdict
+from onetrunk.judges.judge import Judge, Verdict
 
 
 class First(Judge):

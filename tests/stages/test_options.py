@@ -16,16 +16,15 @@ from onetrunk.ppo.foreign_keys import RENAMED
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.evaluate import parse_eval
 from onetrunk.stages.judge.measure import parse_judge
-from onetrunk.stages.merge import parse_merge
-from onetrunk.stages.options import helping
-from onetrunk.stages.options.helping import FIRST
+from onetrunk.stages.options import help as helping
+from onetrunk.stages.options.help import FIRST
 from onetrunk.stages.options.table import load_options, shown_options
-from onetrunk.stages.options.verbs import VERBS
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward
-from onetrunk.stages.serve import parse_serve
 from onetrunk.stages.sft import parse_sft
+from onetrunk.stages.tools.merge import parse_merge
+from onetrunk.stages.tools.serve import parse_serve
 from tests.stages.recipes import ROOT
 
 PARSERS = {
@@ -105,7 +104,7 @@ def test_the_printed_config_loads_as_it_is_and_with_every_line_in_use(tmp_path, 
 
 
 def test_help_leads_with_what_matters_and_hides_what_is_rejected():
-    short, whole = (helping.help_text("ppo", VERBS["ppo"], topic) for topic in ("", "all"))
+    short, whole = (helping.help_text("ppo", topic) for topic in ("", "all"))
     assert len(short.splitlines()) < 130 and len(whole.splitlines()) > 400
     for text in (short, whole):
         assert "--config FILE" in text and "--resume auto" in text

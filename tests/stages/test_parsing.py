@@ -9,13 +9,13 @@ from trl import SFTConfig
 
 from onetrunk import __version__, cli
 from onetrunk.ppo.alarm_rules import RULES
+from onetrunk.stages.arguments import StageParser
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.evaluate import parse_eval
 from onetrunk.stages.options.parser import UsageError
-from onetrunk.stages.parsing import StageParser
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.reward import parse_reward
-from onetrunk.stages.run.stage import parse_run
+from onetrunk.stages.run.chain import parse_run
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from onetrunk import cli
+from onetrunk.stages.options.verbs import SETTINGS_MODULES
+from onetrunk.stages.run.chain import PipelineState
+from onetrunk.stages.run.inputs import files_of
 from onetrunk.stages.run.pipeline import free_settings, load_pipeline
-from onetrunk.stages.run.state import PipelineState, files_of
 from tests.feedback.runs import answers_in
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
@@ -128,7 +130,7 @@ def test_a_failed_stage_ends_the_chain_with_its_code_and_goes_on_there(folder, c
     write(b={"word": "fail"})
     assert run() == 3 and calls() == ["a", "b"]
     said = capfd.readouterr()
-    assert "run: b ended with exit code 3; `onetrunk run pipeline.yaml` resumes there" in said.err
+    assert "run: b ended with exit code 3; the same command resumes there" in said.err
     assert json.loads(Path("state/pipeline.json").read_text())["stages"]["b"]["status"] == "failed"
     write()
     assert run() == 0 and calls() == ["b", "c"]
@@ -169,7 +171,7 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=1500)
     assert process.returncode == 143
-    assert b"b was stopped; `onetrunk run pipeline.yaml` resumes there" in said
+    assert b"b was stopped; the same command resumes there" in said
     assert json.loads(Path("state/pipeline.json").read_text())["stages"]["b"]["status"] == "interrupted"
     calls()
     write()
@@ -299,7 +301,7 @@ def test_a_stage_s_free_settings_are_those_of_its_trainer_that_no_file_or_model_
         "eval": ["--reward_funcs", "a.b"],
         "prefs": ["--judge", "rubric", "--constitution", "c.yaml"],
     }.get(verb, [])
-    found = free_settings(verb, getattr(import_module(f"onetrunk.stages.{verb}"), f"parse_{verb}")(words))
+    found = free_settings(verb, getattr(import_module(SETTINGS_MODULES[verb]), f"parse_{verb}")(words))
     assert set(free.split()) <= found and not set(not_free.split()) & found
 
 
@@ -413,7 +415,7 @@ def test_nothing_is_deleted_for_another_change_before_overwrite_says_so(training
     told = capfd.readouterr().err
     assert f"stage sft would start over ({reason}" in told
     assert "delete out/checkpoint-1; out/checkpoint-2; out/adapter_config.json" in told
-    assert "to delete it, run: onetrunk run pipeline.yaml --overwrite" in told
+    assert "add --overwrite to delete it" in told
     assert bytes_of() == before
     assert "needs--overwrite" in dry_run(capfd) and "needs--overwrite" not in dry_run(capfd, "--overwrite")
 

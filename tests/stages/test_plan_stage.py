@@ -288,7 +288,7 @@ def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
 
 @pytest.mark.usefixtures("growing_segments")
 def test_the_table_of_the_readme_is_what_plans_say(capsys):
-    text = (ROOT / "src/onetrunk/plan/README.md").read_text()
+    text = (ROOT / "scripts/plan/README.md").read_text()
     rows = [line.strip("|").split("|") for line in text.split("**When training stages win.**")[1].splitlines()
             if line.startswith(("| Qwen2.5-", "| Llama-"))]  # fmt: skip
     hardware = ["2xRTX4090", "2xA6000", "1xH100", "3xH100", "8xA6000", "4xRTX4090"]

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.judges.base import Principle, digest
 from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import Principle, digest
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.ppo.evaluation import sample_references
 from onetrunk.ppo.monitor import HackingMonitor
-from onetrunk.rewards.judge import PairwiseReward, prompt_key
+from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key
 from onetrunk.stages.ppo import RunJudges
 from onetrunk.utils.files import load_tensors
 from tests.checkpoints.hub_stub import stand_in

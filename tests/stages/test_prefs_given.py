@@ -8,7 +8,7 @@ import pytest
 from onetrunk import cli
 from onetrunk.feedback.costs import read_costs
 from onetrunk.feedback.shards import read_rows
-from onetrunk.judges.base import digest
+from onetrunk.judges.judge import digest
 from tests.judges.stub_server import StubServer
 
 CHECKS = """

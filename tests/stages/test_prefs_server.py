@@ -95,7 +95,8 @@ def test_a_model_that_reasons_judges_with_room_for_it_or_with_its_reasoning_off(
         assert "raise judge_verdict_tokens" in capsys.readouterr().err
         assert prefs(stub, "--judge_verdict_tokens", 2 * THOUGHT_TOKENS) == 0
         assert judged(tmp_path / "out")["judge"]["errors"] == 0
-        assert prefs(stub, "--judge_chat_template_kwargs", '{"enable_thinking": false}', out="off") == 0
+        body = '{"chat_template_kwargs": {"enable_thinking": false}}'
+        assert prefs(stub, "--judge_extra_body", body, out="off") == 0
     assert rows(tmp_path / "off") == rows(sound)
 
 
@@ -105,7 +106,7 @@ def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs
     # All pairs of the prompt are in one chunk: a quarter of the first questions.
     with StubServer() as stub:
         stub.status_instead = lambda body: status if PROMPT in str(body["messages"]) else 200
-        assert prefs(stub, "--judge_max_calls", 2, "--judge_patience_s", 30) == 0
+        assert prefs(stub) == 0
         said, statistics = capsys.readouterr().out, judged(tmp_path / "out")
         # 3 pairs in both orders under two principles.
         assert statistics["judge"]["refused"] == statistics["judge"]["errors"] == 12

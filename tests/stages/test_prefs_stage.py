@@ -10,10 +10,10 @@ from datasets import load_dataset
 
 from onetrunk import cli
 from onetrunk.data.files import load_rows
-from onetrunk.data.preferences import validate_preferences
-from onetrunk.data.prompts import validate_completions
+from onetrunk.data.preferences import check_preferences
+from onetrunk.data.prompts import check_completions
 from onetrunk.feedback.shards import read_rows
-from onetrunk.judges.base import digest
+from onetrunk.judges.judge import digest
 from onetrunk.utils.locks import WriterLock
 from tests.feedback import runs
 from tests.stages.stand_in_ray import StandInRay
@@ -74,7 +74,7 @@ def test_prompts_become_rows_that_a_reward_model_takes_with_statistics_and_a_car
     assert "14 prompts" not in capsys.readouterr().err
     rows = load_rows(tmp_path / "out/data")
     assert rows.column_names == FIELDS and len(rows) > 20
-    validate_preferences(rows)
+    check_preferences(rows)
     for row in rows:
         assert row["probability"] > 0.5 and row["chosen"] != row["rejected"]
         assert len(json.loads(row["votes"])) == 2
@@ -92,7 +92,7 @@ def test_conversations_go_into_parquet_and_come_back_as_messages(prefs, inputs, 
     options = ["--dataset_name", inputs / "turns.jsonl", "--output_format", "parquet", "--pairing", "best_worst"]
     assert prefs(*options) == 0
     rows = load_rows(tmp_path / "out/data")
-    validate_preferences(rows)
+    check_preferences(rows)
     assert {row["prompt"][0]["content"] for row in rows} <= {f"the {w}" for w in "cat dog bird fish tree".split()}
     assert all(row["chosen"][0]["role"] == "assistant" and len(row["chosen"]) == 1 for row in rows)
 
@@ -154,7 +154,7 @@ def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path, da
     options = ["--mode", "revise", "--num_generations", 1, "--max_critique_length", 6]
     assert prefs(*options, "--dataset_name", inputs / dataset, "--num_revisions", 2) == 0
     rows = load_rows(tmp_path / "out/data")
-    assert validate_completions(rows) == "prompt" and len(rows) > 2
+    assert check_completions(rows).column_names == ["prompt", "completion"] and len(rows) > 2
     assert rows.column_names == ["prompt", "completion", "original", "trail"]
     assert all(len(json.loads(row["trail"])) == 2 for row in rows)
     assert (

@@ -6,18 +6,18 @@ from accelerate.commands.launch import launch_command_parser
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.evaluate import parse_eval
 from onetrunk.stages.judge.measure import parse_judge
-from onetrunk.stages.merge import parse_merge
-from onetrunk.stages.options.verbs import PLAIN_VERBS, VERBS
+from onetrunk.stages.options.verbs import PLAIN_MODULES, VERBS
 from onetrunk.stages.plan import parse_plan
 from onetrunk.stages.ppo import DRY_RUN, parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
-from onetrunk.stages.recipes import parse_recipes
-from onetrunk.stages.report import parse_report
 from onetrunk.stages.reward import parse_reward
+from onetrunk.stages.run.chain import parse_run
 from onetrunk.stages.run.pipeline import load_pipeline
-from onetrunk.stages.run.stage import parse_run
-from onetrunk.stages.serve import parse_serve
 from onetrunk.stages.sft import parse_sft
+from onetrunk.stages.tools.merge import parse_merge
+from onetrunk.stages.tools.recipes import parse_recipes
+from onetrunk.stages.tools.report import parse_report
+from onetrunk.stages.tools.serve import parse_serve
 from tests.stages.recipes import DOCUMENTS, RECIPES, ROOT, SCRIPTS, commands_of
 
 PARSERS = {
@@ -52,7 +52,7 @@ def at_the_root(monkeypatch):
 
 
 def test_every_verb_has_a_parser_and_a_script():
-    assert set(PARSERS) == set(VERBS) - set(PLAIN_VERBS) | {"recipes", "plan"}
+    assert set(PARSERS) == set(VERBS) - set(PLAIN_MODULES) | {"recipes", "plan"}
     assert {path.stem for path in SCRIPTS} == set(VERB_OF_SCRIPT)
 
 

@@ -252,7 +252,7 @@ def bad(there, name, rows):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"probability": [0.5, 1.5]}, "held-out rows: 4 of 8 rows cannot be used"),
+        ({"probability": [0.5, 1.5]}, "held-out rows: row 1: probability is 1.5"),
         ({"rejected": ["x"], "chosen": ["x"]}, "chosen and rejected are identical"),
         ({"chosen": [""]}, "chosen is empty or white space only"),
     ],

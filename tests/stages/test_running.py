@@ -16,8 +16,7 @@ from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.checkpoints.manifest import write_manifest
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.stages.ppo import parse_ppo
-from onetrunk.stages.resuming import has_result
-from onetrunk.stages.running import explain, run_stage
+from onetrunk.stages.run_context import explain, has_result, run_stage
 from tests.stages.recipes import ROOT
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -98,7 +97,7 @@ def test_a_usage_error_is_exit_code_2_and_two_lines(capsys):
 
 WAITING = """
 import signal, sys, time
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import run_stage
 signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored where the tests run in the background.
 def work(*parsed):
     print("ready", flush=True)
@@ -119,31 +118,6 @@ def test_a_signal_ends_a_stage_with_a_sentence_and_its_exit_code(number, code, w
     _, err = process.communicate(timeout=1500)
     assert process.returncode == code
     assert word in err and "Traceback" not in err
-
-
-DESTROYED = """
-import os, signal, sys, time
-from onetrunk.stages.running import run_stage
-signal.signal(signal.SIGINT, signal.default_int_handler)
-class Destroyed:
-    def __del__(self):
-        os.kill(os.getpid(), {number})
-        time.sleep(0.001)  # The handler raises here at the latest, and Python drops what a destructor raises.
-def work(*parsed):
-    Destroyed()
-    time.sleep(60)
-sys.exit(run_stage("eval", lambda argv: (), work, []))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_that_arrives_in_a_destructor_ends_a_stage(number, code):
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    script = DESTROYED.format(number=int(number))
-    ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert ended.returncode == code
-    assert "Traceback" not in ended.stderr
 
 
 # --- where a run may begin ------------------------------------------------------------------------------------------
@@ -244,9 +218,6 @@ def test_a_training_that_is_terminated_names_its_checkpoint(tmp_path, base):
     process.terminate()
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0
-    page = tmp_path / "_report" / "report.html"
-    # It takes longer than it may on a busy machine.
-    assert "stopped at step" in page.read_text() if page.exists() else "no report was written (Timeout" in err
     # The progress bar shows once more when the process ends.
     said = next(line for line in err.splitlines() if line.startswith("stopped (SIGTERM); "))
     assert f"everything is saved in {tmp_path}/checkpoint-" in said and "--resume auto" in said

@@ -16,8 +16,7 @@ from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward
 from onetrunk.stages.run.pipeline import load_pipeline
-from onetrunk.stages.running import explain, run_stage, say
-from onetrunk.stages.secrets import secrets_redacted
+from onetrunk.stages.run_context import explain, run_stage, say, secrets_redacted
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 
@@ -114,7 +113,7 @@ def test_a_sentence_and_an_error_are_said_without_secrets(capsys):
 
 FAILING = """
 import os, sys
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import run_stage
 def work():
     raise {error}("told " + os.environ["HF_TOKEN"])
 sys.exit(run_stage("eval", lambda argv: (), work, []))
@@ -133,7 +132,7 @@ def test_a_stack_trace_that_ends_a_process_is_redacted(error, trace):
 
 OWN_CLASSES = """
 import os, sys
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import run_stage
 token = os.environ["HF_TOKEN"]
 class Own(Exception): pass
 class Bare(BaseException): pass

@@ -179,7 +179,7 @@ def test_an_evaluation_by_a_judge_behind_a_key_leaves_none(base, place, capfd, c
         options += ["--judge", stub.url, "--judge_model", "judge-1", "--judge_api_key_env", "JUDGE_ACCESS"]
         assert call(base, "eval", "prompts.jsonl", *options) == 0
         assert any(CANARIES["JUDGE_ACCESS"] in str(headers) for headers in stub.headers)
-    assert (place / "out/report.md").is_file() and (place / "out/metrics.json").is_file()
+    assert (place / "out/_report/report.md").is_file() and (place / "out/metrics.json").is_file()
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 

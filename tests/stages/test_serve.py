@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.stages import serve
+from onetrunk.stages.tools import serve
 from onetrunk.utils.options import VLLM_RANKS
 from tests.ppo.support import base_model, sft_model
 from tests.rollouts.stub_vllm import wait_until

@@ -70,7 +70,7 @@ def test_every_side_of_an_evaluation_samples_under_its_own_name_and_ends_as_in_t
     assert evaluate(inputs, *options, *on(stub), out="served") == 0
     local, served = metrics(tmp_path / "local"), metrics(tmp_path / "served")
     assert (local.pop("sampled_by"), served.pop("sampled_by")) == ("this process", "vLLM 0.32.0")
-    assert "sampled_by: vLLM 0.32.0" in (tmp_path / "served/report.md").read_text()
+    assert "| sampled_by | vLLM 0.32.0 |" in (tmp_path / "served/_report/report.md").read_text()
     assert lines(tmp_path / "served/pairs.jsonl") == lines(tmp_path / "local/pairs.jsonl")
     for role in ("policy", "reference", "opponent"):
         for name in ("score/mean", "score/warm", "completion/length"):

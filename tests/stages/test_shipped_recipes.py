@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onetrunk import cli
-from onetrunk.stages.parsing import UsageError
+from onetrunk.stages.arguments import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.utils.shipped import find_config, shipped_folder, with_shipped_files

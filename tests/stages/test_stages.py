@@ -119,16 +119,15 @@ def test_eval_renders_prompts_with_the_chat_template_keywords_of_training(there,
     tokenizer = load_tokenizer(there / "runs/quiet")
     tokenizer.chat_template = "{% if not quiet %}a lamp {% endif %}" + tokenizer.chat_template
     tokenizer.save_pretrained(there / "runs/quiet")
-    texts = []
+    texts, measure = [], eval_stage.measure_side
 
     def record(parts, *others):
         texts.append(parts.tokenizer.decode(parts.datasets[0][0]["prompt_ids"]))
-        return {"score/mean": 0.0, "reward/unscored_fraction": 0.0}, None
+        return measure(parts, *others)
 
     monkeypatch.setattr(eval_stage, "measure_side", record)
-    monkeypatch.setattr(eval_stage, "report", lambda *words: None)
     for keywords in ([], ["--chat_template_kwargs", '{"quiet": true}']):
-        assert run("eval", there, "--model_name_or_path", "runs/quiet", *keywords) == 0
+        assert run("eval", there, "--model_name_or_path", "runs/quiet", "--max_completion_length", "6", *keywords) == 0
     loud, _, quiet, _ = texts  # reference and policy of each run
     assert loud == "a lamp " + quiet
 

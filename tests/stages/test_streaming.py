@@ -14,7 +14,7 @@ import torch
 
 from onetrunk import cli
 from onetrunk.data.sharded import ShardedRows
-from onetrunk.stages.run.state import paths_in
+from onetrunk.stages.run.inputs import paths_in
 from onetrunk.utils.files import load_tensors, read_json
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.stages.recipes import ROOT
@@ -70,7 +70,7 @@ def there(tmp_path_factory):
 def small_blocks(there, monkeypatch):
     monkeypatch.chdir(there)
     # Files of a few lines then have several blocks.
-    monkeypatch.setattr("onetrunk.data.shard_index.LINES", 4)
+    monkeypatch.setattr("onetrunk.data.sharded.CONVERTED_GROUP_ROWS", 4)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", there / "cache-of-blocks-of-4")
 
 
@@ -161,7 +161,7 @@ def test_rows_that_changed_do_not_resume(there, whole, tmp_path, capfd, monkeypa
     with (tmp_path / "sft" / "1.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "the cat ", "completion": "sleeps"}) + "\n")
     assert run("sft", str(output), *options) == 1
-    assert "rows 30 rows in 3 files, sha256 " in capfd.readouterr().err
+    assert "rows 30 rows in 1 files, sha256 " in capfd.readouterr().err
     repaired = [{"prompt": "the dog ", "completion": "is repaired"}, {"prompt": "the cat ", "completion": "runs ."}]
     (tmp_path / "sft" / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in repaired))
     assert run("sft", str(output), *options) == 1

@@ -9,10 +9,10 @@ from onetrunk.feedback.preferences import all_pairs
 from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
-from onetrunk.judges.base import Principle, prompt_key
-from onetrunk.ppo.sampling import PromptOrder
+from onetrunk.judges.judge import Principle, prompt_key
+from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.draws import row_uniforms
+from onetrunk.rollouts.token_draws import row_uniforms
 from onetrunk.utils import randomness
 from onetrunk.utils.options import require_seed
 from onetrunk.utils.randomness import (

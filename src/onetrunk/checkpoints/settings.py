@@ -7,7 +7,7 @@
 | free | may change: where results go, how long the run is, what hardware it uses | FREE_SETTINGS, FREE_PREFIXES |
 | steering | may change with `allow_config_change`: what the run learns from now on | all others |
 
-A changed kept setting also needs `allow_config_change`. PPO binds and keeps other settings (`ppo/state.py`) and shares
+A changed kept setting also needs `allow_config_change`. PPO (`ppo/stream_state.py`) binds and keeps others, and shares
 the free ones; `tests/checkpoints/test_config_changes.py` checks that each of its settings has a kind.
 """
 

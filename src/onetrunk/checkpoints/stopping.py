@@ -35,10 +35,14 @@ class StopAsked(Exception):
 
 
 class Stopped(SystemExit):
-    """The run was stopped by a signal and can be resumed from the folder `checkpoint`. The exit code is 0."""
+    """The run was stopped by a signal and can be resumed from the folder `checkpoint`.
+
+    The exit code is 0, which schedulers read as a clean end; after Ctrl-C it is 130, so that a shell stops
+    `onetrunk ppo ... && onetrunk eval ...` too.
+    """
 
     def __init__(self, checkpoint: str, signal_name: str):
-        super().__init__(0)
+        super().__init__(128 + signal.SIGINT if signal_name == "SIGINT" else 0)
         self.checkpoint = checkpoint
         self.signal_name = signal_name
 

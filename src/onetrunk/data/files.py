@@ -16,16 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import yaml
 from datasets import Dataset, DatasetDict
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
-from onetrunk.utils.files import parse_json, read_json, require_inside, require_relative
-from onetrunk.utils.yaml_files import check_aliases
-
-# The files that tell the loader which files of a folder hold rows.
-CARDS = ("README.md", ".huggingface.yaml")
+from onetrunk.utils.files import parse_json
 
 
 def load_rows(
@@ -47,8 +41,7 @@ def load_rows(
 
     Raises:
         FileNotFoundError: the path or name does not exist.
-        ValueError: the data is empty or damaged, the suffix, split or column is unknown, or a folder names files
-            outside it.
+        ValueError: the data is empty or damaged, or the suffix, split or column is unknown.
         RuntimeError: the Hub does not answer.
     """
     path = Path(name_or_path).expanduser()
@@ -82,16 +75,25 @@ def _load_local(path: Path, split: str, config_name: str | None) -> Dataset:
 
 
 def _build(builder: str, path: Path, files: list[Path], split: str, **settings: Any) -> Dataset:
-    try:
+    with row_errors(str(path), files, split):
         rows = datasets.load_dataset(builder, split=split, **settings)
         rows.data.validate(full=True)  # The JSON reader accepts bytes that are not UTF-8.
         return rows
+
+
+@contextlib.contextmanager
+def row_errors(name: str, files: Sequence[Path], split: str) -> Iterator[None]:
+    """Turn the loader's errors about rows of `name` into one that says where in its local `files` the fault is."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise RuntimeError(f"{name} cannot be reached: {error}; try again or give a file") from error
     except (datasets.exceptions.DatasetsError, ValueError, TypeError, OSError) as error:
         _require_cache()
-        faults = (_json_fault(file) for file in files if BUILDERS[file.suffix] == "json")
+        faults = (_json_fault(file) for file in files if BUILDERS.get(file.suffix) == "json")
         cause = next(filter(None, faults), None) or str(error.__cause__ or error).strip()
         raise ValueError(
-            f"{path} cannot be read as split {split!r}: {cause}; repair it or name another split"
+            f"{name} cannot be read as split {split!r}: {cause}; repair it or name another split"
         ) from error
 
 
@@ -110,11 +112,6 @@ def _require_cache() -> None:
 
 
 def _load_saved(path: Path, split: str) -> Dataset:
-    for state in (*path.glob("state.json"), *path.glob("*/state.json")):
-        for entry in _read_dict(state).get("_data_files", ()):
-            require_inside(str(entry["filename"]), state.parent, f"a file that {state} names")
-    for name in _read_dict(path / "dataset_dict.json").get("splits", ()):
-        require_inside(str(name), path, f"a split that {path}/dataset_dict.json names")
     loaded = datasets.load_from_disk(str(path))
     splits = loaded if isinstance(loaded, DatasetDict) else {str(loaded.split or "train"): loaded, "train": loaded}
     if split not in splits:
@@ -145,44 +142,9 @@ def require_files(paths: Sequence[str], root: str, is_file: Callable[[str], bool
 
 
 def check_folder(folder: Path) -> None:
-    """Reject a folder with rows that the loader leaves out, or whose card names files outside it, which it would read.
-
-    Links to files are allowed, because the Hub's cache consists of them. The loader does not follow links to folders.
-    """
+    """Reject a folder with rows that the loader leaves out: it does not follow links to folders, for example."""
     paths = (path for path in folder.rglob("*") if path.suffix in BUILDERS or path.is_symlink() and path.is_dir())
     require_files([str(path) for path in paths], str(folder), os.path.isfile)
-    for name in CARDS:
-        if not (folder / name).is_file():
-            continue
-        header = (folder / name).read_text(encoding="utf-8", errors="replace")
-        if name.endswith(".md"):
-            block = REGEX_YAML_BLOCK.search(header)
-            header = block.group(2) if block else ""
-        check_aliases(header, str(folder / name))
-        try:
-            about = yaml.safe_load(header)
-        except (ValueError, yaml.YAMLError):
-            continue  # The loader raises its own error.
-        configs = about.get("configs") if isinstance(about, dict) else None
-        for config in configs if isinstance(configs, list) else ():
-            for pattern in _paths_in([config.get(key) for key in ("data_files", "data_dir") if key in config]):
-                require_relative(pattern, folder, f"a file that {folder / name} names")
-
-
-def _paths_in(value: Any) -> Iterator[str]:
-    """Yield the paths in an entry of a card: a text, a list, a dict of splits, or dicts with split and path."""
-    if isinstance(value, str):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        value = [value["path"]] if "path" in value else list(value.values())
-    for entry in value if isinstance(value, list) else ():
-        yield from _paths_in(entry)
-
-
-def _read_dict(path: Path) -> dict[str, Any]:
-    value = read_json(path) if path.is_file() else {}
-    return value if isinstance(value, dict) else {}
 
 
 def _json_fault(path: Path) -> str | None:

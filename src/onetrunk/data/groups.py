@@ -2,7 +2,6 @@
 
 pairs    `chosen`, `rejected`, and `prompt` (text, messages, or left out): the first is better
 lists    the same with lists of texts (RewardBench 2): each of the first is better than each of the second
-choices  `input`, `targets` {choices, labels} (HHH alignment): choices with label 1 are better than those with label 0
 groups   `prompt`, `completions`: texts, or dicts with `text`, `response`, `completion` or `content`, and `model`
 logs     `prompt` and `completion`, or `messages`: rows of one prompt belong together
 
@@ -18,7 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onetrunk.data.rows import ROLES, conversation_fault, prompt_fault, raise_faults, text_fault, type_fault
+from onetrunk.data.rows import (
+    ROLES,
+    conversation_fault,
+    probability_fault,
+    prompt_fault,
+    require_no_fault,
+    text_fault,
+    type_fault,
+)
 from onetrunk.types import Message, Prompt, as_text
 
 Row = Mapping[str, Any]
@@ -27,10 +34,7 @@ TEXT_KEYS, AUTHOR_KEYS = ("text", "response", "completion", "content"), ("model"
 MESSAGE_COLUMNS = ("messages", "conversation", "conversations")
 SIDES = ("chosen", "rejected")
 ALL = "all"
-EXPECTED = (
-    "chosen and rejected (with prompt, or beginning with it), input and targets, prompt and completions, prompt and"
-    " completion, or messages"
-)
+EXPECTED = "chosen and rejected (with or without prompt), prompt and completions, prompt and completion, or messages"
 # Older names of the roles of a conversation.
 OLD_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -83,8 +87,6 @@ def shape_of(columns: Iterable[str], row: Row) -> str:
     if set(SIDES) <= names:
         is_list = all(isinstance(row[name], list) and row[name] for name in SIDES)
         return "lists" if is_list and any(isinstance(row[name][0], str) for name in SIDES) else "pairs"
-    if {"input", "targets"} <= names:
-        return "choices"
     if {"prompt", "completions"} <= names:
         return "groups"
     if {"prompt", "completion"} <= names or names & set(MESSAGE_COLUMNS):
@@ -109,7 +111,7 @@ def group_of(row: Row, shape: str, subset: str = ALL) -> Group:
     """
     group = READERS[shape](row)
     subset = row.get("subset") or subset
-    if shape in ("pairs", "lists", "choices"):
+    if shape in ("pairs", "lists"):
         group = _oriented(row, group)
     for name, text in zip(_names(group), group.texts, strict=True):
         _require(text_fault(text), name)
@@ -124,24 +126,19 @@ def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) 
     """Yield the groups of rows; those of logs are joined by their prompt, in the order of its first row.
 
     Raises:
-        ValueError: lists the bad rows, by their index; logs are checked before the first group.
+        ValueError: names the first bad row; logs are checked before the first group.
     """
-    shape, faults, logs = None, [], {}
-    for row in rows:
+    shape, logs = None, {}
+    for index, row in enumerate(rows):
         shape = shape or shape_of(columns, row)
-        group = None
         try:
             group = group_of(row, shape, subset)
         except Bad as bad:
-            faults.append(str(bad))
-            continue
-        faults.append(None)
-        if shape != "logs":
+            require_no_fault(index, str(bad))
+        if shape == "logs":
+            logs.setdefault(json.dumps(group.prompt, sort_keys=True), []).append(group)
+        else:
             yield group
-            continue
-        key = json.dumps(group.prompt, sort_keys=True)
-        logs.setdefault(key, []).append(group)
-    raise_faults(faults)
     yield from (_joined(parts) for parts in logs.values())
 
 
@@ -155,7 +152,7 @@ def labelled_groups(rows: Iterable[Row], columns: Sequence[str], subset: str = A
     if groups and not groups[0].num_better:
         raise ValueError(
             f"the dataset has the columns {', '.join(sorted(columns))}, which say of no completion that it is better;"
-            " expected chosen and rejected, or input and targets {choices, labels}"
+            " expected chosen and rejected"
         )
     return groups
 
@@ -177,9 +174,7 @@ def _oriented(row: Row, group: Group) -> Group:
         raise Bad("chosen and rejected are identical: there is nothing to prefer")
     probability = row.get("probability")
     probability = 1.0 if probability is None else probability
-    _require(type_fault(probability, (int, float), "a number"), "probability")
-    if not 0 <= probability <= 1:
-        raise Bad(f"probability is {probability}, expected a number from 0 to 1")
+    _require(probability_fault(probability), "probability")
     if probability >= 0.5:
         return replace(group, probability=float(probability))
     if len(group.texts) != 2:
@@ -189,19 +184,14 @@ def _oriented(row: Row, group: Group) -> Group:
 
 
 def _pair(row: Row) -> Group:
-    sides = [row[name] for name in SIDES]
-    if any(isinstance(side, list) for side in sides):
-        prompt, sides = _without_prompt(row.get("prompt"), [_messages(side, name) for side, name in _named(sides)])
-    elif "prompt" in row:
-        prompt = _prompt(row["prompt"])
+    if any(isinstance(row[name], list) for name in SIDES):
+        prompt, sides = _without_prompt(row.get("prompt"), [_messages(row[name], name) for name in SIDES])
     else:
-        prompt, sides = _shared_text(sides)
-    for side, name in _named(sides):
-        _require(None if isinstance(side, list) else text_fault(side), name)
-    texts = tuple(as_text(side) for side in sides)
+        sides = [_text(row[name], name) for name in SIDES]
+        prompt, sides = (_prompt(row["prompt"]), sides) if "prompt" in row else _shared_text(*sides)
     stopped = tuple(_stopped(row, name) for name in SIDES)
     authors = tuple(str(row.get(f"{name}_model") or "") for name in SIDES)
-    return Group(prompt, texts, 1, authors=authors, stopped=stopped)
+    return Group(prompt, tuple(as_text(side) for side in sides), 1, authors=authors, stopped=stopped)
 
 
 def _lists(row: Row) -> Group:
@@ -210,18 +200,6 @@ def _lists(row: Row) -> Group:
             raise Bad(f"{name} is a list with something else than texts")
     chosen, rejected = (tuple(row[name]) for name in SIDES)
     return Group(_prompt(row.get("prompt")), chosen + rejected, len(chosen))
-
-
-def _choices(row: Row) -> Group:
-    targets = row["targets"]
-    if not isinstance(targets, Mapping) or not {"choices", "labels"} <= set(targets):
-        raise Bad("targets is not a mapping with choices and labels")
-    choices, labels = list(targets["choices"]), list(targets["labels"])
-    if len(choices) != len(labels) or not all(isinstance(choice, str) for choice in choices):
-        raise Bad("targets has not one label per choice")
-    better = [choice for choice, label in zip(choices, labels, strict=True) if label]
-    others = [choice for choice, label in zip(choices, labels, strict=True) if not label]
-    return Group(_prompt(row["input"]), (*better, *others), len(better))
 
 
 def _group(row: Row) -> Group:
@@ -235,8 +213,7 @@ def _group(row: Row) -> Group:
             author = next((str(entry[key]) for key in AUTHOR_KEYS if entry.get(key)), "")
         elif isinstance(entry, list):
             text = as_text(_messages(entry, f"completion {index}"))
-        _require(text_fault(text), f"completion {index}")
-        texts.append(text)
+        texts.append(_text(text, f"completion {index}"))
         authors.append(author)
     if len(authors) == len(row.get("models") or ()) and not any(authors):
         authors = [str(name) for name in row["models"]]
@@ -248,8 +225,8 @@ def _log(row: Row) -> Group:
     stopped = (_stopped(row, "completion"),)
     if row.get("completion") is not None:
         completion = row["completion"]
-        completion = _messages(completion, "completion") if isinstance(completion, list) else completion
-        _require(None if isinstance(completion, list) else text_fault(completion), "completion")
+        read = _messages if isinstance(completion, list) else _text
+        completion = read(completion, "completion")
         return Group(_prompt(row["prompt"]), (as_text(completion),), authors=author, stopped=stopped)
     name = next((column for column in MESSAGE_COLUMNS if column in row), "completion")
     messages = _messages(row.get(name), name)
@@ -261,7 +238,6 @@ def _log(row: Row) -> Group:
 READERS: dict[str, Callable[[Row], Group]] = {
     "pairs": _pair,
     "lists": _lists,
-    "choices": _choices,
     "groups": _group,
     "logs": _log,
 }
@@ -285,22 +261,22 @@ def _without_prompt(prompt: Any, sides: Sequence[list[Message]]) -> tuple[Prompt
     return _prompt(prompt), rest
 
 
-def _shared_text(sides: Sequence[Any]) -> tuple[Prompt, list[Any]]:
-    for side, name in _named(sides):
-        _require(text_fault(side), name)
+def _shared_text(chosen: str, rejected: str) -> tuple[Prompt, list[str]]:
     from trl import extract_prompt  # Here: it takes seconds, and few datasets need it.
 
-    row = extract_prompt({"chosen": sides[0], "rejected": sides[1]})
+    row = extract_prompt({"chosen": chosen, "rejected": rejected})
     if not row["prompt"].strip():
         raise Bad("has no prompt, and chosen and rejected share no text at their beginning")
     return row["prompt"], [row["chosen"], row["rejected"]]
 
 
 def _prompt(prompt: Any) -> Prompt:
-    if isinstance(prompt, list):
-        return _messages(prompt, "prompt")
-    _require(text_fault(prompt), "prompt")
-    return prompt
+    return _messages(prompt, "prompt") if isinstance(prompt, list) else _text(prompt, "prompt")
+
+
+def _text(text: Any, name: str) -> str:
+    _require(text_fault(text), name)
+    return text
 
 
 def _messages(messages: Any, name: str) -> list[Message]:
@@ -318,10 +294,6 @@ def _messages(messages: Any, name: str) -> list[Message]:
 def _stopped(row: Row, name: str) -> bool:
     """Return whether a completion ended by itself; also where only other rows have the column, which is None here."""
     return row.get(f"{name}_stopped") is not False
-
-
-def _named(sides: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-    yield from zip(sides, SIDES, strict=True)
 
 
 def _names(group: Group) -> list[str]:

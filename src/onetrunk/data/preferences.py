@@ -10,79 +10,60 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
 from onetrunk.data.rows import (
-    completion_fault,
+    Rows,
+    check_rows,
+    column_checks,
     conversation_fault,
+    is_conversational,
     missing_columns,
     num_held_out,
-    prompt_fault,
-    raise_faults,
     require_rows,
+    row_fault,
     text_fault,
-    type_fault,
 )
-from onetrunk.data.sharded import ShardedRows, checked_rows
 
 SIDES = ("chosen", "rejected")
 PAIR = ("prompt", *SIDES)
 STOPPED = ("chosen_stopped", "rejected_stopped")
 
 
-def validate_preferences(dataset: Dataset) -> bool:
-    """Check every row of a dataset of preferences; return whether its prompts are conversations.
+def check_preferences(rows: Rows) -> Rows:
+    """Return checked rows of preferences; see `check_rows`.
 
     Raises:
-        ValueError: a column is missing, there are no rows, or some rows are bad.
+        ValueError: a column is missing, there are no rows, or one is bad.
     """
-    _require_pair(dataset)
-    require_rows(dataset)
-    conversational = isinstance(dataset[0]["prompt"], list)
-    raise_faults(_pair_fault(row, conversational) for row in dataset)
-    return conversational
-
-
-def checked_preferences(rows: ShardedRows) -> ShardedRows:
-    """Return sharded rows of preferences, checked as they are read.
-
-    Raises:
-        ValueError: a column is missing, or a row of a sample is bad.
-    """
-    _require_pair(rows)
-    conversational = isinstance(rows[0]["prompt"], list)
-    return checked_rows(rows, lambda row: _pair_fault(row, conversational))
-
-
-def _require_pair(dataset: Dataset | ShardedRows) -> None:
-    missing = [name for name in PAIR if name not in dataset.column_names]
+    missing = [name for name in PAIR if name not in rows.column_names]
     if missing:
-        raise missing_columns(dataset, f"prompt, chosen and rejected, and {', '.join(missing)} is missing")
+        raise missing_columns(rows, f"prompt, chosen and rejected, and {', '.join(missing)} is missing")
+    require_rows(rows)
+    checks = column_checks(is_conversational(rows))
+    checks = {name: checks[name] for name in (*PAIR, *STOPPED, "probability", "margin")}
+
+    def fault(row: dict[str, Any]) -> str | None:
+        if reason := row_fault(checks, row):
+            return reason
+        is_same = row["chosen"] == row["rejected"]
+        return "chosen and rejected are identical: there is nothing to prefer" if is_same else None
+
+    return check_rows(rows, fault)
 
 
-def validate_sides(dataset: Dataset) -> None:
-    """Check `chosen` and `rejected` of rows without a `prompt` column, whose sides both begin with the prompt.
+def check_sides(rows: Rows) -> Rows:
+    """Return rows without a `prompt` column, whose sides both begin with the prompt, with their sides checked.
 
     Raises:
-        ValueError: some rows are bad.
+        ValueError: there are no rows, or one is bad.
     """
-    conversational = len(dataset) > 0 and isinstance(dataset[0]["chosen"], list)
-    raise_faults(_side_fault(row, conversational) for row in dataset)
-
-
-def checked_sides(rows: ShardedRows) -> ShardedRows:
-    """Return sharded rows without a `prompt` column, checked as by `validate_sides` when they are read."""
-    conversational = isinstance(rows[0]["chosen"], list)
-    return checked_rows(rows, lambda row: _side_fault(row, conversational))
-
-
-def _side_fault(row: dict[str, Any], conversational: bool) -> str | None:
-    check = conversation_fault if conversational else text_fault
-    return next((f"{name} {fault}" for name in SIDES if (fault := check(row[name]))), None)
+    require_rows(rows)
+    check = conversation_fault if is_conversational(rows, "chosen") else text_fault
+    return check_rows(rows, lambda row: row_fault(dict.fromkeys(SIDES, check), row))
 
 
 def stopped_column(dataset: Dataset, name: str) -> list[bool]:
@@ -115,28 +96,3 @@ def split_by_prompt(dataset: Dataset, eval_size: int | float, seed: int) -> tupl
 
 def _prompt_digest(prompt: Any) -> bytes:
     return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()[:16]
-
-
-def _pair_fault(row: dict[str, Any], conversational: bool) -> str | None:
-    if fault := prompt_fault(row["prompt"], conversational):
-        return f"prompt {fault}"
-    for name in SIDES:
-        if fault := completion_fault(row[name], conversational):
-            return f"{name} {fault}"
-    if row["chosen"] == row["rejected"]:
-        return "chosen and rejected are identical: there is nothing to prefer"
-    for name in STOPPED:
-        if name in row and not isinstance(row[name], bool):
-            return f"{name} is {row[name]!r}, expected true or false"
-    for name in ("probability", "margin"):
-        if name in row and (fault := _number_fault(row[name])):
-            return f"{name} {fault}"
-    if "probability" in row and not 0 <= row["probability"] <= 1:
-        return f"probability is {row['probability']}, expected a number from 0 to 1"
-    return None
-
-
-def _number_fault(value: object) -> str | None:
-    if fault := type_fault(value, (int, float), "a number"):
-        return fault
-    return None if math.isfinite(value) else f"is {value}, expected a finite number"

@@ -1,13 +1,14 @@
 """Datasets become rows ready for sampling or fine-tuning: checked, put through the chat template, tokenized, split.
 
 A prompt is a text or a conversation (a list of {"role", "content"} messages), and all prompts of a dataset have the
-same form. All rows are checked before anything runs, and one error lists what is wrong with the first 20 bad rows.
+same form. All rows in memory are checked before anything runs.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import datasets
@@ -16,16 +17,18 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import (
-    completion_fault,
-    conversation_fault,
+    Rows,
+    check_rows,
+    column_checks,
+    is_conversational,
     missing_columns,
     num_held_out,
     prompt_fault,
-    raise_faults,
+    require_no_fault,
     require_rows,
-    text_fault,
+    row_fault,
 )
-from onetrunk.data.sharded import ShardedRows, checked_rows
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.types import Completion, Prompt, as_completion
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,9 @@ RESERVED_COLUMNS = (
     *("prompts", "prompt_ids", "prompt_fault", "completions", "completion_ids", "completion_stopped"),
     *("trainer_state", "log_extra", "log_metric"),
 )
+OVERLONG = ("error", "drop", "truncate")
+# What SFT learns from: the first kind whose columns a dataset has.
+COMPLETION_KINDS = (("prompt", "completion"), ("messages",), ("text",))
 
 
 # --- prompts for sampling -------------------------------------------------------------------------------------------
@@ -57,20 +63,20 @@ def prepare_prompts(
 
     Args:
         max_prompt_length: in tokens; None for no limit.
-        overlong_prompts: "error" lists longer prompts among the bad rows, "drop" removes them, "truncate" keeps their
-            last `max_prompt_length` tokens (the column `prompt` is unchanged).
+        overlong_prompts: "error" rejects a longer prompt, "drop" removes it, "truncate" keeps its last
+            `max_prompt_length` tokens (the column `prompt` is unchanged).
         chat_template: Jinja text instead of the tokenizer's template.
         chat_template_kwargs: variables for the template.
 
     Raises:
-        ValueError: a setting is invalid, or some rows are bad.
+        ValueError: a setting is invalid, or a row is bad.
     """
-    if overlong_prompts not in ("error", "drop", "truncate"):
-        raise ValueError(f"overlong_prompts must be 'error', 'drop' or 'truncate', got {overlong_prompts!r}")
+    if overlong_prompts not in OVERLONG:
+        raise ValueError(f"overlong_prompts must be one of {', '.join(OVERLONG)}, got {overlong_prompts!r}")
     if max_prompt_length is not None and max_prompt_length < 1:
         raise ValueError(f"max_prompt_length must be at least 1 token or None, got {max_prompt_length}")
     _check_columns(dataset)
-    conversational = _is_conversational(dataset["prompt"])
+    conversational = is_conversational(dataset)
     if conversational and not (chat_template or tokenizer.chat_template):
         raise ValueError(
             "the prompts are conversations and the tokenizer has no chat template; set chat_template to a Jinja text, "
@@ -83,7 +89,8 @@ def prepare_prompts(
     features = datasets.Features({**dataset.features, **added})
     # No cache: its key does not change with the functions that the encoder calls.
     rows = dataset.map(encoder, features=features, load_from_cache_file=False, desc="prompts")
-    raise_faults(fault and f"prompt {fault}" for fault in rows["prompt_fault"])
+    for index, fault in enumerate(rows["prompt_fault"]):
+        require_no_fault(index, fault)
     rows = rows.remove_columns("prompt_fault")
     return _drop_overlong(rows, max_prompt_length) if overlong_prompts == "drop" and max_prompt_length else rows
 
@@ -107,7 +114,7 @@ def prepare_streamed_prompts(
         raise ValueError(
             "the prompts are streamed, so the longest one is not known before training; set max_prompt_length"
         )
-    conversational = checked_prompts(rows)
+    conversational = check_prompts(rows)
     encoder = _PromptEncoder(
         tokenizer, conversational, None, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
     )
@@ -115,7 +122,7 @@ def prepare_streamed_prompts(
     def encode(row: dict[str, Any]) -> dict[str, Any] | None:
         added = encoder(row)
         if added["prompt_fault"]:
-            raise ValueError(f"prompt {added['prompt_fault']}")
+            raise ValueError(added["prompt_fault"])
         is_dropped = overlong_prompts == "drop" and len(added["prompt_ids"]) > max_prompt_length
         return None if is_dropped else {**row, "prompt_ids": added["prompt_ids"]}
 
@@ -128,29 +135,18 @@ def prepare_streamed_prompts(
     return rows
 
 
-def checked_prompts(rows: ShardedRows) -> bool:
-    """Check the columns of sharded rows and the prompts of a sample; return whether they are conversations.
+def check_prompts(rows: Dataset | ShardedRows) -> bool:
+    """Check prompts as far as possible without a tokenizer; return whether they are conversations.
+
+    Of sharded rows only a sample is checked.
 
     Raises:
-        ValueError: there is no column `prompt`, or a prompt is bad.
+        ValueError: there is no column `prompt`, there are no rows, or a prompt is bad.
     """
     _check_columns(rows)
-    conversational = isinstance(rows[0]["prompt"], list)
-    checked_rows(rows, lambda row: (fault := prompt_fault(row["prompt"], conversational)) and f"prompt {fault}")
-    return conversational
-
-
-def validate_prompts(dataset: Dataset) -> bool:
-    """Check every prompt as far as possible without a tokenizer; return whether the prompts are conversations.
-
-    Raises:
-        ValueError: there is no column `prompt`, there are no rows, or some rows are bad.
-    """
-    _check_columns(dataset)
-    prompts = dataset["prompt"]
-    conversational = _is_conversational(prompts)
-    faults = [prompt_fault(prompt, conversational) for prompt in prompts]
-    raise_faults([fault and f"prompt {fault}" for fault in faults])
+    conversational = is_conversational(rows)
+    checks = {"prompt": column_checks(conversational)["prompt"]}
+    check_rows(rows, partial(row_fault, checks))
     return conversational
 
 
@@ -180,7 +176,7 @@ class _PromptEncoder:
                 fault = f"has {len(ids)} tokens where max_prompt_length is {self.max_length}"
             elif self.overlong == "truncate":
                 ids = ids[-self.max_length :]
-        return {"prompt_ids": ids, "prompt_fault": fault}
+        return {"prompt_ids": ids, "prompt_fault": fault and f"prompt {fault}"}
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -211,10 +207,6 @@ def _check_columns(dataset: Dataset | ShardedRows) -> None:
     require_rows(dataset)
 
 
-def _is_conversational(prompts: list[Any]) -> bool:
-    return isinstance(next((prompt for prompt in prompts if prompt is not None), None), list)
-
-
 def _drop_overlong(rows: Dataset, max_prompt_length: int) -> Dataset:
     kept = rows.filter(lambda row: len(row["prompt_ids"]) <= max_prompt_length, load_from_cache_file=False)
     if len(kept) == 0:
@@ -231,54 +223,27 @@ def _drop_overlong(rows: Dataset, max_prompt_length: int) -> Dataset:
 # --- rows for supervised fine-tuning --------------------------------------------------------------------------------
 
 
-def validate_completions(dataset: Dataset) -> str:
-    """Check every row of a dataset for supervised fine-tuning.
-
-    Returns:
-        Which columns hold the rows: "prompt" (with "completion"), "messages" or "text".
+def completion_columns(dataset: Dataset | ShardedRows) -> list[str]:
+    """Return the columns that SFT learns from: prompt and completion, or messages, or text.
 
     Raises:
-        ValueError: there are no such columns, there are no rows, or some rows are bad.
+        ValueError: there are no such columns.
     """
-    columns = _completion_kind(dataset)
-    require_rows(dataset)
-    conversational = columns == "prompt" and isinstance(dataset[0]["prompt"], list)
-    raise_faults([_sft_fault(row, columns, conversational) for row in dataset])
-    return columns
-
-
-def checked_completions(rows: ShardedRows) -> ShardedRows:
-    """Return sharded rows for supervised fine-tuning, with only the columns to learn from, checked as they are read.
-
-    Raises:
-        ValueError: there are no such columns, or a row of a sample is bad.
-    """
-    kind = _completion_kind(rows)
-    rows = rows.select_columns(["prompt", "completion"] if kind == "prompt" else [kind])
-    conversational = kind == "prompt" and isinstance(rows[0]["prompt"], list)
-    return checked_rows(rows, lambda row: _sft_fault(row, kind, conversational))
-
-
-def _completion_kind(dataset: Dataset | ShardedRows) -> str:
-    kinds = {"prompt": {"prompt", "completion"}, "messages": {"messages"}, "text": {"text"}}
-    kind = next((kind for kind, names in kinds.items() if names <= set(dataset.column_names)), None)
+    kind = next((kind for kind in COMPLETION_KINDS if set(kind) <= set(dataset.column_names)), None)
     if kind is None:
         raise missing_columns(dataset, "prompt and completion, or messages, or text")
-    return kind
+    return list(kind)
 
 
-def _sft_fault(row: dict[str, Any], columns: str, conversational: bool) -> str | None:
-    if columns == "text":
-        fault = text_fault(row["text"])
-    elif columns == "messages":
-        fault = conversation_fault(row["messages"])
-        if fault is None and all(message["role"] != "assistant" for message in row["messages"]):
-            fault = "has no message of the assistant to learn from"
-    else:
-        fault = prompt_fault(row["prompt"], conversational)
-        if fault is None:
-            columns, fault = "completion", completion_fault(row["completion"], conversational)
-    return fault and f"{columns} {fault}"
+def check_completions(rows: Rows) -> Rows:
+    """Return checked rows for supervised fine-tuning, with only the columns to learn from; see `check_rows`.
+
+    Raises:
+        ValueError: there are no such columns, there are no rows, or one is bad.
+    """
+    rows = rows.select_columns(completion_columns(rows))
+    require_rows(rows)
+    return check_rows(rows, partial(row_fault, column_checks(is_conversational(rows, rows.column_names[0]))))
 
 
 def without_written_bos(dataset: Dataset | ShardedRows, tokenizer: PreTrainedTokenizerBase) -> Dataset | ShardedRows:

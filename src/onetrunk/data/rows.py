@@ -1,25 +1,72 @@
-"""Checks of texts, conversations, prompts and completions, and one error that lists all bad rows of a dataset.
+"""Checks of rows: which columns they have, and what each column may hold. The first bad row is named.
 
-Each `*_fault` function returns what is wrong as a phrase that follows the column's name, or None.
+A row is a dict; prompts are texts or conversations (lists of {"role", "content"} messages), and all prompts of a
+dataset have the same form. Each `*_fault` function returns what is wrong as a phrase that follows the column's name,
+or None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 from datasets import Dataset
 
-if TYPE_CHECKING:
-    from onetrunk.data.sharded import ShardedRows
+from onetrunk.data.sharded import ShardedRows
 
-LISTED_FAULTS = 20
+Rows = TypeVar("Rows", bound=Dataset | ShardedRows)
+Fault = Callable[[Any], str | None]
+
 ANSWERABLE_ROLES = ("user", "tool", "assistant")
 # A chat template drops an unknown role or writes it as it is, so the model would learn a mistyped one.
 ROLES = (
     *("system", "developer", "user", "assistant", "tool", "tool_response", "function", "ipython", "observation"),
     *("documents", "control", "thinking"),
 )
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def check_rows(rows: Rows, fault: Fault) -> Rows:
+    """Return rows that are checked: those of a Dataset now; of sharded rows a sample now, and each when it is read.
+
+    Args:
+        rows: at least one.
+        fault: returns what is wrong with a row, or None.
+
+    Raises:
+        ValueError: there are no rows, or one is bad; the message says which and why.
+    """
+    require_rows(rows)
+    if isinstance(rows, ShardedRows):
+        rows = rows.then(partial(_checked, fault))
+        rows.sample()
+        return rows
+    for index, row in enumerate(rows):
+        require_no_fault(index, fault(row))
+    return rows
+
+
+def _checked(fault: Fault, row: dict[str, Any]) -> dict[str, Any]:
+    if reason := fault(row):
+        raise ValueError(reason)
+    return row
+
+
+def require_no_fault(index: int, fault: str | None) -> None:
+    """Raise ValueError if a row, named by its index, has a fault."""
+    if fault:
+        raise ValueError(f"row {index}: {fault}; repair or remove it, and check the rows after it")
+
+
+def is_conversational(rows: Dataset | ShardedRows, column: str = "prompt") -> bool:
+    """Return whether a column holds conversations, as its first value tells."""
+    if isinstance(rows, ShardedRows):
+        return isinstance(rows[0][column], list)
+    return isinstance(next((value for value in rows[column] if value is not None), None), list)
 
 
 def missing_columns(dataset: Dataset | ShardedRows, expected: str) -> ValueError:
@@ -36,23 +83,34 @@ def require_rows(dataset: Dataset | ShardedRows) -> None:
         raise ValueError("the dataset holds no rows; give at least one")
 
 
-def raise_faults(faults: Iterable[str | None]) -> None:
-    """Raise one ValueError if any row has a fault: how many rows, and the index and reason of the first 20.
+# --- columns --------------------------------------------------------------------------------------------------------
+
+
+def row_fault(checks: Mapping[str, Fault], row: Mapping[str, Any]) -> str | None:
+    """Return the first fault of a row's columns; columns without a check may hold anything."""
+    faults = ((name, check(row[name])) for name, check in checks.items() if name in row)
+    return next((f"{name} {fault}" for name, fault in faults if fault), None)
+
+
+def column_checks(conversational: bool) -> dict[str, Fault]:
+    """Return the check of each column that means something in any dataset.
 
     Args:
-        faults: one per row of the dataset; read one after the other, and not held.
+        conversational: whether the first prompt is a conversation; all must be alike.
     """
-    lines: list[str] = []
-    count, index = 0, -1
-    for index, fault in enumerate(faults):
-        count += bool(fault)
-        if fault and count <= LISTED_FAULTS:
-            lines.append(f"  row {index}: {fault}")
-    if not lines:
-        return
-    if count > LISTED_FAULTS:
-        lines.append(f"  and {count - LISTED_FAULTS} more")
-    raise ValueError("\n".join([f"{count} of {index + 1} rows cannot be used; repair or remove them:", *lines]))
+    completion = completion_fault if conversational else text_fault
+    return {
+        "prompt": partial(prompt_fault, conversational=conversational),
+        "completion": completion,
+        "chosen": completion,
+        "rejected": completion,
+        "messages": messages_fault,
+        "text": text_fault,
+        "chosen_stopped": flag_fault,
+        "rejected_stopped": flag_fault,
+        "probability": probability_fault,
+        "margin": number_fault,
+    }
 
 
 def type_fault(value: object, types: tuple[type, ...], expected: str) -> str | None:
@@ -73,6 +131,25 @@ def text_fault(text: object) -> str | None:
     return None if text.strip() else "is empty or white space only"
 
 
+def flag_fault(value: object) -> str | None:
+    """Check a value that must be True or False."""
+    return None if isinstance(value, bool) else f"is {value!r}, expected true or false"
+
+
+def number_fault(value: object) -> str | None:
+    """Check a finite number."""
+    if fault := type_fault(value, (int, float), "a number"):
+        return fault
+    return None if math.isfinite(value) else f"is {value}, expected a finite number"
+
+
+def probability_fault(value: object) -> str | None:
+    """Check a number from 0 to 1."""
+    if fault := number_fault(value):
+        return fault
+    return None if 0 <= value <= 1 else f"is {value}, expected a number from 0 to 1"
+
+
 def conversation_fault(messages: object) -> str | None:
     """Check a conversation, which must be a list of messages, each with a known role and a text as content."""
     if fault := type_fault(messages, (list,), "a list"):
@@ -91,13 +168,16 @@ def conversation_fault(messages: object) -> str | None:
     return None
 
 
-def prompt_fault(prompt: object, conversational: bool) -> str | None:
-    """Check a prompt.
+def messages_fault(messages: object) -> str | None:
+    """Check a conversation to learn from."""
+    fault = conversation_fault(messages)
+    if fault is None and all(message["role"] != "assistant" for message in messages):
+        fault = "has no message of the assistant to learn from"
+    return fault
 
-    Args:
-        prompt: a text or a conversation.
-        conversational: whether the first prompt of the dataset is a conversation; all must be alike.
-    """
+
+def prompt_fault(prompt: object, conversational: bool) -> str | None:
+    """Check a prompt: a text, or if `conversational` a conversation that can be answered."""
     if isinstance(prompt, str if conversational else list):
         forms = ("text", "a conversation") if conversational else ("a conversation", "text")
         return f"is {forms[0]} where the first row is {forms[1]}"
@@ -109,10 +189,8 @@ def prompt_fault(prompt: object, conversational: bool) -> str | None:
     return fault
 
 
-def completion_fault(completion: object, conversational: bool) -> str | None:
-    """Check a completion: a text, or after a conversation a list of messages that ends with the assistant's."""
-    if not conversational:
-        return text_fault(completion)
+def completion_fault(completion: object) -> str | None:
+    """Check a completion of a conversation: a list of messages that ends with the assistant's."""
     fault = conversation_fault(completion)
     if fault is None and completion[-1]["role"] != "assistant":
         fault = f"ends with a {completion[-1]['role']} message, expected the assistant's"

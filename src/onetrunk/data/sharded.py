@@ -1,32 +1,37 @@
-"""Rows of many Parquet or JSONL files, on a disk, the Hub or in a store, read while a run trains.
+"""Rows of many Parquet files, on a disk, the Hub or in a store, read while a run trains.
 
-Nothing is downloaded or read whole. An index (`shard_index.py`) says where each block of rows begins: a row group of
-Parquet, 256 lines of JSONL. A row is read by its number, so a resumed run needs no history, and every process reads
-only the blocks that hold its rows. `BlockOrder` shuffles blocks, and then the rows of a window of blocks; only the
-rows of about one window are in memory.
+Startup reads the footers of the files, which say where each row group (a block) begins. A row is read by its number,
+so a resumed run needs no history, and every process reads only the row groups that hold its rows. `BlockOrder`
+shuffles blocks, and then the rows of a window of blocks; only the rows of about one window are in memory. Files of
+other formats are converted once by `datasets`, into its cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
 import logging
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
+import datasets
 import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
 
-from onetrunk.data.files import check_renaming
-from onetrunk.data.shard_index import ShardIndex, file_system, find_shards, index_shards
-from onetrunk.utils.files import parse_json
+from onetrunk.data.files import check_folder, check_renaming, hub_errors, require_files, row_errors
+from onetrunk.data.names import BUILDERS, looks_like_path
 from onetrunk.utils.randomness import PROMPTS_STREAM, WINDOWS_STREAM, generator_of
 
 logger = logging.getLogger(__name__)
@@ -37,8 +42,15 @@ Row = dict[str, Any]
 SAMPLE_ROWS, SAMPLE_BLOCKS = 512, 8
 # Seconds between attempts to read from a store or the Hub.
 RETRY_WAITS_S = (1, 4, 16)
-# Parquet files that are held open.
-OPEN_FILES = 8
+# Parquet files that are held open, and footers that are read at the same time.
+OPEN_FILES, THREADS = 8, 16
+# A row group is in memory whole, and several are shuffled together.
+MOST_GROUP_BYTES = 1 << 30
+# Rows of a row group that conversion writes.
+CONVERTED_GROUP_ROWS = 1000
+
+
+# --- the order of rows ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,41 +81,28 @@ class BlockOrder:
 
     def rows(self, seed: int, number: int, first: int, last: int) -> np.ndarray:
         """Return the rows at the places `first` to `last` (excluded) of the pass `number`."""
-        windows = self._windows(seed, number)
-        starts = windows.starts
-        begin = int(np.searchsorted(starts, first, side="right")) - 1
-        end = int(np.searchsorted(starts, last, side="left"))
-        parts = [self._shuffled(windows, seed, number, window) for window in range(begin, end)]
-        joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-        return joined[first - starts[begin] : last - starts[begin]]
+        windows = _permuted_windows(self, seed, number)
+        begin = int(np.searchsorted(windows.starts, first, side="right")) - 1
+        end = int(np.searchsorted(windows.starts, last, side="left"))
+        parts = [self._shuffled(windows.blocks[i], seed, number, i) for i in range(begin, end)]
+        joined = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        return joined[first - windows.starts[begin] : last - windows.starts[begin]]
 
     def iterate(self, seed: int, number: int) -> Iterator[int]:
         """Yield all rows of the pass `number`; one window is in memory."""
-        windows = self._windows(seed, number)
-        for window in range(len(windows.starts) - 1):
-            yield from self._shuffled(windows, seed, number, window).tolist()
+        for window, blocks in enumerate(_permuted_windows(self, seed, number).blocks):
+            yield from self._shuffled(blocks, seed, number, window).tolist()
 
-    def _shuffled(self, windows: _Windows, seed: int, number: int, window: int) -> np.ndarray:
-        blocks = windows.blocks[windows.bounds[window] : windows.bounds[window + 1]]
+    def _shuffled(self, blocks: np.ndarray, seed: int, number: int, window: int) -> np.ndarray:
         rows = np.concatenate([np.arange(self.starts[b], self.starts[b + 1]) for b in blocks])
         return generator_of((seed, WINDOWS_STREAM, number, window)).permutation(rows)
-
-    def _windows(self, seed: int, number: int) -> _Windows:
-        return _permuted_windows(self, seed, number)
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """The permuted blocks of a pass, cut into windows.
+    """The blocks of each window of a pass, and the place where each window begins, ending with the number of rows."""
 
-    Args:
-        blocks: all blocks, permuted.
-        bounds: where each window begins in `blocks`, and their number.
-        starts: where each window begins among the rows of the pass, and their number.
-    """
-
-    blocks: np.ndarray
-    bounds: np.ndarray
+    blocks: list[np.ndarray]
     starts: np.ndarray
 
 
@@ -112,7 +111,7 @@ def _permuted_windows(order: BlockOrder, seed: int, number: int) -> _Windows:
     blocks = generator_of((seed, PROMPTS_STREAM, number)).permutation(len(order.sizes))
     starts = np.concatenate([[0], np.cumsum(order.sizes[blocks])])
     _, bounds = np.unique(starts[:-1] // order.window, return_index=True)
-    return _Windows(blocks, np.append(bounds, len(blocks)), np.append(starts[bounds], starts[-1]))
+    return _Windows(np.split(blocks, bounds[1:]), np.append(starts[bounds], starts[-1]))
 
 
 class BlockSampler:
@@ -137,6 +136,150 @@ class BlockSampler:
         return iter(range(len(self))) if self.seed is None else self.order.iterate(self.seed, self.epoch)
 
 
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """The row groups of Parquet files, in the order of the files.
+
+    Args:
+        urls: the files.
+        source: what was converted into these files; None if nothing was.
+        columns: names of the columns in the files.
+        contents: a digest of all footers, which hold sizes, places and statistics of the row groups.
+        files: the file of each row group [n], a place in `urls`.
+        groups: the number of each row group in its file [n].
+        sizes: rows of each row group [n].
+    """
+
+    urls: tuple[str, ...]
+    source: str | None
+    columns: tuple[str, ...]
+    contents: str
+    files: np.ndarray
+    groups: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def layout(self) -> str:
+        """A digest of the files' names, without their folder, and of their row groups."""
+        names = "\n".join(url.rsplit("/", 1)[-1] for url in self.urls).encode()
+        return _digest([names, self.files.tobytes(), self.sizes.tobytes()])
+
+
+def _digest(parts: Sequence[bytes]) -> str:
+    digests = b"".join(hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(digests).hexdigest()[:16]
+
+
+def _find_files(name: str, split: str, config_name: str | None) -> tuple[tuple[str, ...], str | None]:
+    """Return the Parquet files of a dataset, and its name if they had to be converted."""
+    if "[" in split:
+        raise ValueError(f"streaming reads whole splits, got {split!r}; name the split alone, or fewer files")
+    builder = _builder(name, split, config_name)
+    by_split = builder.config.data_files or {}
+    if split not in by_split:
+        raise ValueError(f"{name} has the splits {', '.join(by_split) or 'none'}, got {split!r}; name one of them")
+    urls = tuple(str(url) for url in by_split[split])
+    if not urls:
+        raise _no_file(name)
+    if all(url.endswith(".parquet") for url in urls):
+        return urls, None
+    folder = Path(builder.cache_dir) / f"parquet-{CONVERTED_GROUP_ROWS}"
+    with row_errors(name, [Path(url) for url in urls if Path(url).is_file()], split):
+        builder.download_and_prepare(str(folder), file_format="parquet")
+    paths = (*folder.glob(f"*-{split}.parquet"), *folder.glob(f"*-{split}-?????-of-?????.parquet"))
+    return tuple(map(str, sorted(paths))), name
+
+
+def _builder(name: str, split: str, config_name: str | None) -> datasets.DatasetBuilder:
+    path, suffix = Path(name).expanduser(), Path(name).suffix
+    settings = {"writer_batch_size": CONVERTED_GROUP_ROWS}
+    if not path.is_dir() and (suffix in BUILDERS or "*" in name or "://" in name):
+        if suffix not in BUILDERS:
+            raise ValueError(f"{name} does not say which files: end it with *.parquet or *.jsonl")
+        if split != "train":
+            raise ValueError(f"{name} names files, which have only the split 'train', got {split!r}")
+        url = name if "://" in name else str(path)
+        try:
+            builder = datasets.load_dataset_builder(BUILDERS[suffix], data_files={"train": url}, **settings)
+            files, pattern = fsspec.core.url_to_fs(url)
+            matches = files.glob(pattern, detail=True)
+        except FileNotFoundError as error:
+            raise _no_file(name) from error
+        except (OSError, ImportError, ValueError) as error:
+            raise RuntimeError(f"{name} cannot be listed: {' '.join(str(error).split())}") from error
+        root = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+        require_files(list(matches), root, lambda path: matches[path]["type"] == "file" or files.isfile(path))
+        return builder
+    if path.is_dir():
+        check_folder(path)
+    elif looks_like_path(name):
+        raise FileNotFoundError(f"{name} does not exist (working folder {Path.cwd()}); give existing files")
+    with hub_errors(name, split, config_name):
+        return datasets.load_dataset_builder(str(path) if path.is_dir() else name, config_name, **settings)
+
+
+def _no_file(name: str) -> FileNotFoundError:
+    return FileNotFoundError(f"no file matches {name} (working folder {Path.cwd()}); give existing files")
+
+
+@dataclass(frozen=True)
+class _Footer:
+    columns: tuple[str, ...]
+    sizes: np.ndarray
+    data: bytes
+
+
+def _read_footer(url: str) -> _Footer:
+    with _readable(url), fsspec.open(url, "rb") as file:
+        parquet = pq.ParquetFile(file)
+        footer, columns = parquet.metadata, tuple(parquet.schema_arrow.names)
+        groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+        file.seek(-8 - footer.serialized_size, os.SEEK_END)
+        data = file.read()
+    largest = max((group.total_byte_size for group in groups), default=0)
+    if largest > MOST_GROUP_BYTES:
+        raise ValueError(
+            f"{url} has a row group of {largest / 2**30:.1f} GiB, which is read whole; write it with smaller ones:"
+            " pyarrow.parquet.write_table(table, path, row_group_size=10_000)"
+        )
+    return _Footer(columns, np.array([group.num_rows for group in groups], dtype=np.int64), data)
+
+
+@contextlib.contextmanager
+def _readable(url: str) -> Iterator[None]:
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise ValueError(f"{url} is damaged ({' '.join(str(error).split())}); repair or remove it") from error
+    except (OSError, ImportError) as error:
+        raise RuntimeError(f"{url} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _index_files(urls: tuple[str, ...], source: str | None) -> ShardIndex:
+    with ThreadPoolExecutor(THREADS) as pool:
+        footers = list(pool.map(_read_footer, urls))
+    for url, footer in zip(urls, footers, strict=True):
+        if set(footer.columns) != set(footers[0].columns):
+            raise ValueError(
+                f"{url} has the columns {', '.join(sorted(footer.columns))}, and {urls[0]} has"
+                f" {', '.join(sorted(footers[0].columns))}; give files with equal columns"
+            )
+    sizes = np.concatenate([footer.sizes for footer in footers])
+    files = np.repeat(np.arange(len(footers)), [len(footer.sizes) for footer in footers])
+    groups = np.concatenate([np.arange(len(footer.sizes)) for footer in footers])
+    full = sizes > 0
+    if not full.any():
+        raise ValueError(f"{source or ', '.join(urls[:3])} hold no rows; give files with at least one")
+    contents = _digest([footer.data for footer in footers])
+    return ShardIndex(urls, source, footers[0].columns, contents, files[full], groups[full], sizes[full])
+
+
+# --- the rows -------------------------------------------------------------------------------------------------------
+
+
 class ShardedRows:
     """Rows that are read by number when they are needed: a map-style dataset for a DataLoader.
 
@@ -159,15 +302,12 @@ class ShardedRows:
         self._steps: tuple[Callable[[Row], Row | None], ...] = ()
         self._encoders: tuple[Callable[[list[Row]], Sequence[Row | None]], ...] = ()
         self.about = ""
-        self._blocks: OrderedDict[int, pa.Table | list[bytes]] = OrderedDict()
-        self._cached_rows = 0
+        self._blocks: OrderedDict[int, pa.Table] = OrderedDict()
         # The rows of samples, as they are in the files: each check before training looks at them.
         self._sampled: dict[int, Row] = {}
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
         self._pid = os.getpid()
         self.num_replaced = 0
-
-    # --- what it holds ----------------------------------------------------------------------------------------------
 
     @property
     def column_names(self) -> list[str]:
@@ -188,10 +328,10 @@ class ShardedRows:
     def __len__(self) -> int:
         return len(self.order)
 
-    # --- what a row becomes -----------------------------------------------------------------------------------------
+    # --- what a row becomes
 
     def select_columns(self, names: Sequence[str]) -> ShardedRows:
-        """Return these rows with only some of the files' columns; the others are not read from Parquet."""
+        """Return these rows with only some of the files' columns; the others are not read."""
         return self._changed(_theirs={name: self._theirs[name] for name in names}, _sampled={})
 
     def then(self, step: Callable[[Row], Row | None], added: Sequence[str] = ()) -> ShardedRows:
@@ -215,12 +355,12 @@ class ShardedRows:
 
     def _changed(self, **attributes: Any) -> ShardedRows:
         other = copy.copy(self)
-        other._blocks, other._cached_rows, other._open = OrderedDict(), 0, OrderedDict()
+        other._blocks, other._open = OrderedDict(), OrderedDict()
         for name, value in attributes.items():
             setattr(other, name, value)
         return other
 
-    # --- reading ----------------------------------------------------------------------------------------------------
+    # --- reading
 
     def __getitem__(self, rows: int | slice | Sequence[int]) -> Any:
         """Return a row, or of several rows a dict of columns, as datasets.Dataset does."""
@@ -234,13 +374,13 @@ class ShardedRows:
 
     def __getitems__(self, rows: Sequence[int]) -> list[Row]:
         """Return several rows; a row that is left out is replaced by the next one of its block."""
-        encoded = self._finished(rows)
-        return [self._replacement(i) if row is None else row for i, row in zip(rows, encoded, strict=True)]
+        return [
+            self._replacement(i) if row is None else row for i, row in zip(rows, self._finished(rows), strict=True)
+        ]
 
     def select(self, rows: Sequence[int]) -> Dataset:
         """Return some rows in memory; those that are left out are missing."""
-        read = [row for row in self._finished(list(rows)) if row is not None]
-        return Dataset.from_list(read)
+        return Dataset.from_list([row for row in self._finished(list(rows)) if row is not None])
 
     def sample(self, most: int = SAMPLE_ROWS) -> Dataset:
         """Return the first rows of blocks that are spread evenly over the files, in memory."""
@@ -251,9 +391,10 @@ class ShardedRows:
         return self.select(rows[:most])
 
     def where(self, row: int) -> str:
-        """Return the file of a row, and its number there, from 0."""
-        block = self.order.block_of(row)
-        file = self.index.files[block]
+        """Return the file of a row, and its number there, from 0; of converted files the number among all rows."""
+        if self.index.source is not None:
+            return f"{self.index.source}, row {row}"
+        file = self.index.files[self.order.block_of(row)]
         first = self.order.starts[int(np.searchsorted(self.index.files, file))]
         return f"{self.index.urls[file]}, row {row - first}"
 
@@ -261,10 +402,8 @@ class ShardedRows:
         read = self._read(rows)
         for place, number in enumerate(rows):
             for step in self._steps:
-                try:
+                with self._named(number, "; repair or remove it"):
                     read[place] = None if read[place] is None else step(read[place])
-                except ValueError as error:
-                    raise ValueError(f"{self.where(number)}: {error}; repair or remove it") from error
         for encode in self._encoders:
             present = [place for place, row in enumerate(read) if row is not None]
             encoded = self._apply(encode, [read[place] for place in present], [rows[place] for place in present])
@@ -272,15 +411,20 @@ class ShardedRows:
                 read[place] = row
         return read
 
+    @contextlib.contextmanager
+    def _named(self, number: int, remedy: str = "") -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self.where(number)}: {error}{remedy}") from error
+
     def _apply(self, encode: Callable[..., Any], rows: list[Row], numbers: list[int]) -> Sequence[Row | None]:
         try:
             return encode(rows) if rows else []
-        except ValueError as error:
+        except ValueError:
             for row, number in zip(rows, numbers, strict=True):
-                try:
+                with self._named(number):
                     encode([row])
-                except ValueError as fault:
-                    raise ValueError(f"{self.where(number)}: {fault}") from error
             raise
 
     def _replacement(self, row: int) -> Row:
@@ -313,77 +457,48 @@ class ShardedRows:
             if not 0 <= number < len(self):
                 raise IndexError(f"row {number} of {len(self)} rows")
             block = self.order.block_of(number)
-            read[place] = self._row(self._block(block), number - int(self.order.starts[block]), number)
+            table, row = self._block(block), number - int(self.order.starts[block])
+            read[place] = {ours: table.column(theirs)[row].as_py() for ours, theirs in self._theirs.items()}
         return read
 
-    def _row(self, block: pa.Table | list[bytes], place: int, number: int) -> Row:
-        if isinstance(block, pa.Table):
-            return {ours: block.column(theirs)[place].as_py() for ours, theirs in self._theirs.items()}
-        try:
-            row = parse_json(block[place])
-        except ValueError as error:
-            raise ValueError(f"{self.where(number)}: {error}; repair or remove it") from error
-        new = sorted(set(row) - set(self.index.columns)) if isinstance(row, dict) else ["no object"]
-        if new:
-            raise ValueError(
-                f"{self.where(number)} has {', '.join(new)}, and the first rows have the columns"
-                f" {', '.join(self.index.columns)}; write all columns into the first row, null where it has none"
-            )
-        return {ours: row.get(theirs) for ours, theirs in self._theirs.items()}
-
-    def _block(self, number: int) -> pa.Table | list[bytes]:
+    def _block(self, number: int) -> pa.Table:
         if self._pid != os.getpid():  # A worker of a DataLoader: open files belong to the process that opened them.
             self._open, self._pid = OrderedDict(), os.getpid()
-        if number in self._blocks:
-            self._blocks.move_to_end(number)
-            return self._blocks[number]
-        block = self._loaded(number)
-        self._blocks[number] = block
-        self._cached_rows += int(self.order.sizes[number])
-        most = self.order.window + 2 * int(self.order.sizes.max())
-        while self._cached_rows > most:
-            old, _ = self._blocks.popitem(last=False)
-            self._cached_rows -= int(self.order.sizes[old])
-        return block
+        if number not in self._blocks:
+            self._blocks[number] = self._loaded(number)
+            most = self.order.window + 2 * int(self.order.sizes.max())
+            while sum(len(block) for block in self._blocks.values()) > most:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(number)
+        return self._blocks[number]
 
-    def _loaded(self, number: int) -> pa.Table | list[bytes]:
+    def _loaded(self, number: int) -> pa.Table:
         url = self.index.urls[self.index.files[number]]
-        for wait in (*RETRY_WAITS_S, None):
+        waits = iter(RETRY_WAITS_S if "://" in url else ())
+        while True:
             try:
-                return self._parquet(number) if self.index.is_parquet else self._lines(number)
+                return self._row_group(number)
             except (OSError, pa.ArrowException) as error:
                 self._open.clear()
-                if wait is None or isinstance(error, FileNotFoundError) or "://" not in url:
+                wait = next(waits, None)
+                if wait is None or isinstance(error, FileNotFoundError):
                     raise RuntimeError(
                         f"{url} cannot be read ({' '.join(str(error).split())}), although it could when the run"
                         " began; when it can, the same command with --resume auto continues"
                     ) from error
                 time.sleep(wait)
-        raise AssertionError("the last attempt returns or raises")
 
-    def _parquet(self, number: int) -> pa.Table:
+    def _row_group(self, number: int) -> pa.Table:
         file = int(self.index.files[number])
         if file not in self._open:
             self._open[file] = pq.ParquetFile(fsspec.open(self.index.urls[file], "rb").open(), pre_buffer=True)
         self._open.move_to_end(file)
         if len(self._open) > OPEN_FILES:
             self._open.popitem(last=False)
-        table = self._open[file].read_row_group(int(self.index.begins[number]), columns=list(self._theirs.values()))
-        self._require_rows(number, len(table))
+        table = self._open[file].read_row_group(int(self.index.groups[number]), columns=list(self._theirs.values()))
+        if len(table) != self.index.sizes[number]:
+            raise OSError(f"{self.index.urls[file]} has changed since the run began")
         return table
-
-    def _lines(self, number: int) -> list[bytes]:
-        url = self.index.urls[self.index.files[number]]
-        files, path = file_system(url)
-        data = files.cat_file(path, start=int(self.index.begins[number]), end=int(self.index.ends[number]))
-        lines = [line for line in data.split(b"\n") if line.strip()]
-        self._require_rows(number, len(lines))
-        return lines
-
-    def _require_rows(self, number: int, count: int) -> None:
-        if count != self.index.sizes[number]:
-            url = self.index.urls[self.index.files[number]]
-            raise OSError(f"{url} has changed since the run began")
 
 
 def load_sharded_rows(
@@ -394,41 +509,21 @@ def load_sharded_rows(
     columns: Mapping[str, str] | None = None,
     window: int = 10_000,
 ) -> ShardedRows:
-    """Find the files of a dataset and index their rows.
+    """Find the files of a dataset and read their footers.
 
     Args:
-        name: files (`rows/*.parquet`, `hf://datasets/owner/name/*.jsonl`, `s3://bucket/rows/*.parquet`), a folder, or
-            a dataset on the Hub; Parquet or JSONL.
-        split, config_name, columns: as for `load_rows`.
+        name: files (`rows/*.parquet`, `hf://datasets/owner/name/*.parquet`, `s3://bucket/rows/*.parquet`), a folder,
+            or a dataset on the Hub. Formats other than Parquet are converted once.
+        split: its name; a slice is not possible.
+        config_name, columns: as for `load_rows`.
         window: rows that are shuffled together.
 
     Raises:
-        FileNotFoundError, ValueError, RuntimeError: as for `load_rows`; ValueError for other formats.
+        FileNotFoundError, ValueError, RuntimeError: as for `load_rows`; also files with unequal columns.
     """
-    return ShardedRows(index_shards(find_shards(name, split, config_name)), window, columns)
+    return ShardedRows(_index_files(*_find_files(name, split, config_name)), window, columns)
 
 
 def known_rows(rows: Dataset | ShardedRows) -> Dataset:
     """Return the rows that can be looked at before training: all of a Dataset, a sample of sharded rows."""
     return rows.sample() if isinstance(rows, ShardedRows) else rows
-
-
-def checked_rows(rows: ShardedRows, fault: Callable[[Row], str | None]) -> ShardedRows:
-    """Return sharded rows that are checked when they are read; a sample is checked now.
-
-    Args:
-        rows: to check.
-        fault: returns what is wrong with a row, or None.
-
-    Raises:
-        ValueError: a row of the sample is bad.
-    """
-
-    def check(row: Row) -> Row:
-        if reason := fault(row):
-            raise ValueError(reason)
-        return row
-
-    rows = rows.then(check)
-    rows.sample()
-    return rows

@@ -11,10 +11,10 @@ from typing import Any
 
 from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import ErrorKind, Judge, Pair, Rating, Single, Verdict, digest
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.load import EnsembleJudge
-from onetrunk.judges.verdicts import (
+from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict, digest
+from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
     RememberedJudge,
@@ -125,7 +125,7 @@ def _remembered(judge: Judge, ledger: Ledger) -> Judge:
     """Return a judge as it is; an ensemble so that each member's answers are kept as soon as they arrive."""
     if not isinstance(judge, EnsembleJudge):
         return judge
-    return EnsembleJudge([RememberedJudge(member, ledger) for member in judge.judges])
+    return EnsembleJudge([RememberedJudge(member, ledger) for member in judge.members.values()])
 
 
 class FailureLimit:

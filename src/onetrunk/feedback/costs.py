@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from onetrunk.feedback.ledger import Database
-from onetrunk.judges.base import Judge
-from onetrunk.judges.usage import Usage, sum_of, usages_of
+from onetrunk.judges.judge import Judge, Usage
 from onetrunk.utils.calls import EndOfCalls
 from onetrunk.utils.options import option
 
@@ -93,11 +93,10 @@ class Costs:
         self._usages: dict[str, Usage] = {}
         names: dict[str, tuple[str, ...]] = {}
         remote = []
-        for judge in judges:
-            self._usages |= usages_of(judge)
-            for member, name in zip(getattr(judge, "judges", [judge]), usages_of(judge), strict=True):
-                names[name] = (name, member.name, str(getattr(member, "identity", {}).get("model")))
-                remote += [name] if getattr(member, "is_remote", False) else []
+        for name, member in chain.from_iterable(judge.members.items() for judge in judges):
+            self._usages[name] = member.usage
+            names[name] = (name, member.name, str(member.identity.get("model")))
+            remote += [name] if member.is_remote else []
         self._prices = _prices(settings.judge_prices or {}, names)
         unpriced = [name for name in remote if name not in self._prices]
         if self.budget_usd is not None and unpriced:
@@ -188,7 +187,7 @@ class Costs:
     def total(self) -> Usage:
         """Save, and return the counters of all judges together."""
         self.save()
-        return sum_of(row.usage for row in self._rows)
+        return _sum(row.usage for row in self._rows)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return the counters of all runs by judge as of the last transaction, with the price where it is known."""
@@ -196,7 +195,7 @@ class Costs:
 
     def shown(self) -> dict[str, str]:
         """Return tokens, failed calls and USD as of the last transaction, for a progress bar."""
-        total = sum_of(row.usage for row in self._rows)
+        total = _sum(row.usage for row in self._rows)
         values = {"tokens": f"{total.prompt_tokens + total.completion_tokens:,}"}
         if total.failed_calls:
             values["failed calls"] = str(total.failed_calls)
@@ -223,6 +222,13 @@ def read_costs(folder: Path) -> dict[str, Any]:
         return {}
     with contextlib.closing(_open(folder)) as database:
         return _by_judge(map(_Row.of, database.rows(SELECT)))
+
+
+def _sum(usages: Iterable[Usage]) -> Usage:
+    total = Usage()
+    for usage in usages:
+        total.add(usage)
+    return total
 
 
 def _open(folder: Path) -> Database:

@@ -21,8 +21,8 @@ from onetrunk.data.rows import text_fault
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.feedback.shards import prompt_words
-from onetrunk.judges.base import Pair
-from onetrunk.judges.verdicts import JudgeStatistics, PairLabel
+from onetrunk.judges.judge import Pair
+from onetrunk.judges.labels import JudgeStatistics, PairLabel
 from onetrunk.types import SampledText, as_completion
 from onetrunk.types import as_text as plain
 from onetrunk.utils.randomness import PAIRING_STREAM, generator_of

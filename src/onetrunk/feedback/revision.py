@@ -16,7 +16,7 @@ import numpy as np
 from onetrunk.data.rows import text_fault
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import prompt_words
-from onetrunk.judges.base import Principle
+from onetrunk.judges.judge import Principle
 from onetrunk.types import Prompt, SampledText, as_completion
 from onetrunk.utils.randomness import PRINCIPLE_STREAM, generator_of
 

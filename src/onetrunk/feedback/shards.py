@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from onetrunk.judges.base import prompt_key as prompt_key
+from onetrunk.judges.judge import prompt_key as prompt_key
 from onetrunk.utils.files import atomic_path, delete_temporaries
 
 FORMATS = ("jsonl", "parquet")

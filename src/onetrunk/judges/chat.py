@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx2
 
+from onetrunk.judges.judge import Usage
 from onetrunk.judges.template import Opinion, is_mark
-from onetrunk.judges.usage import Usage
 from onetrunk.types import Message
 from onetrunk.utils.calls import CallError
 from onetrunk.utils.files import parse_json
@@ -59,8 +59,8 @@ TOO_MANY_TOKENS = 10**9
 # Characters of a thought that is kept; the middle of a longer one is left out.
 LONGEST_THOUGHT = 4000
 MORE_TOKENS = (
-    "raise judge_verdict_tokens, or turn the model's reasoning off, such as by judge_chat_template_kwargs"
-    " {enable_thinking: false}"
+    "raise judge_verdict_tokens, or turn the model's reasoning off, such as by judge_extra_body"
+    " {chat_template_kwargs: {enable_thinking: false}}"
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.data.chat_template import apply_chat_template
-from onetrunk.judges.base import Done, Items, Judge, Principle, digest, model_name
+from onetrunk.judges.judge import Done, Items, Judge, Principle, digest, model_name
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,
@@ -47,6 +47,7 @@ ANSWER, REASONS = "Answer:", "Reasons:"
 FORMS = ("{}", " {}")
 # Read by the templates of models that think before they answer; others ignore it.
 NO_THINKING = {"enable_thinking": False}
+# With less probability on the labels together the model was not answering: an abstention.
 MIN_LABEL_MASS = 0.5
 # Texts are not shortened further than this; a question that is still too long gets an abstention.
 LEAST_CHARACTERS = 40
@@ -73,8 +74,7 @@ class CausalJudge(Judge):
         tokenizer: the model's, with or without a chat template.
         name: for reports; None takes the last part of the model's path.
         batch_size: questions per forward.
-        reasoning_tokens: longest reasoning before each answer; 0 for none.
-        reasoning_samples: samples of reasoning, whose probabilities are averaged; 1: one, decoded greedily.
+        reasoning_tokens: longest reasoning before each answer, decoded greedily; 0 for none.
         min_label_mass: from 0 to 1; with less probability on the labels together the judge abstains.
 
     Raises:
@@ -89,12 +89,10 @@ class CausalJudge(Judge):
         name: str | None = None,
         batch_size: int = 8,
         reasoning_tokens: int = 0,
-        reasoning_samples: int = 1,
         min_label_mass: float = MIN_LABEL_MASS,
     ):
         self.model, self.tokenizer = model.eval(), repair_padding(tokenizer)
         self.batch_size, self.reasoning_tokens, self.min_label_mass = batch_size, reasoning_tokens, min_label_mass
-        self.reasoning_samples = reasoning_samples
         self.marks, self.reader = Marks(tokenizer), Reader(tokenizer)
         self.max_length = length_limit(model, tokenizer)
         self.name = model_name(name or model.name_or_path) or type(model).__name__
@@ -115,7 +113,6 @@ class CausalJudge(Judge):
             "template": digest([pairwise_ids, rating_ids, REASON_FIRST, VERDICT_NOW])[:16],
             "reasoning_tokens": reasoning_tokens,
             "min_label_mass": min_label_mass,
-            "reasoning_samples": reasoning_samples,
             "max_length": self.max_length,
         }
 
@@ -155,30 +152,7 @@ class CausalJudge(Judge):
             size = max(LEAST_CHARACTERS, int(0.9 * size * room / len(ids)))
 
     def _opinions(self, questions: Sequence[_Fitted], labels: Sequence[str], label_ids: LabelIds) -> list[Opinion]:
-        samples = [self._shares(questions, labels, label_ids, number) for number in range(self.reasoning_samples)]
-        opinions = []
-        for question, told in zip(questions, zip(*samples, strict=True), strict=True):
-            counted = [(shares, reason) for shares, mass, reason in told if mass >= self.min_label_mass]
-            mass = sum(mass for _, mass, _ in told) / len(told)
-            details = question.details | {"label_mass": mass}
-            if not counted:
-                problem = f"label mass {mass:.3g} is below {self.min_label_mass:g}"
-                opinions.append(Opinion(None, problem, details))
-                continue
-            reasons = [reason for _, reason in counted if reason]
-            if len(told) > 1:
-                by_sample = [dict(zip(labels, shares, strict=True)) for shares, _ in counted]
-                details |= {"samples": len(told), "by_sample": by_sample, "thoughts": reasons[1:]}
-            means = [sum(values) / len(counted) for values in zip(*(shares for shares, _ in counted), strict=True)]
-            by_label = dict(zip(labels, means, strict=True))
-            opinions.append(Opinion(by_label, reasons[0] if reasons else None, details))
-        return opinions
-
-    def _shares(
-        self, questions: Sequence[_Fitted], labels: Sequence[str], label_ids: LabelIds, number: int
-    ) -> list[tuple[list[float], float, str | None]]:
-        """Return per question the labels' shares, their mass and the reasoning, of the sample of this number."""
-        reasons = self._reasons(questions, number) if self.reasoning_tokens else [None] * len(questions)
+        reasons = self._reasons(questions) if self.reasoning_tokens else [None] * len(questions)
         rows = [
             self.reader.ids(self._before_answer(question.messages, labels, reason))
             for question, reason in zip(questions, reasons, strict=True)
@@ -187,23 +161,28 @@ class CausalJudge(Judge):
         logits = last_logits(self.model, rows, self.tokenizer.pad_token_id)
         if not logits.isfinite().all():
             raise RuntimeError(
-                f"the logits of judge {self.name} are not finite; load it in another precision (bfloat16 or float32)"
+                f"the logits of judge {self.name} are not finite; save it in another precision (bfloat16 or float32)"
             )
         shares, masses = (values.tolist() for values in label_shares(logits, label_ids))
-        return list(zip(shares, masses, reasons, strict=True))
+        opinions = []
+        for question, reason, share, mass in zip(questions, reasons, shares, masses, strict=True):
+            details = question.details | {"label_mass": mass}
+            if mass < self.min_label_mass:
+                opinions.append(Opinion(None, f"label mass {mass:.3g} is below {self.min_label_mass:g}", details))
+            else:
+                opinions.append(Opinion(dict(zip(labels, share, strict=True)), reason, details))
+        return opinions
 
-    def _reasons(self, questions: Sequence[_Fitted], number: int) -> list[str]:
+    def _reasons(self, questions: Sequence[_Fitted]) -> list[str]:
         """Return the model's reasons, without marks: it may quote what it read."""
         params = SamplingParams(
             max_completion_length=self.reasoning_tokens,
-            temperature=1.0 if self.reasoning_samples > 1 else 0.0,
+            temperature=0.0,
             stop_token_ids=stop_token_ids(self.tokenizer, self.model.generation_config),
             pad_token_id=self.tokenizer.pad_token_id,
         )
         rows = [self.reader.ids(with_reasons_asked(question.messages), REASONS) for question in questions]
-        # The draws depend on the question, not on its place in a batch.
-        keys = [(number, int(digest(row)[:8], 16)) for row in rows]
-        rollout = LocalBackend(self.model).generate(rows, params, keys)
+        rollout = LocalBackend(self.model).generate(rows, params, [(0, index) for index in range(len(rows))])
         self.usage.prompt_tokens += sum(map(len, rows))
         self.usage.completion_tokens += sum(map(len, rollout.completion_ids))
         texts = self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)

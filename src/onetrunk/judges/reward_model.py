@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.judges.base import Principle, Rating, ScoringJudge, Single, Verdict, digest, logistic, model_name
+from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, digest, logistic, model_name
 from onetrunk.models.loading import base_fingerprint, read_tokenizer
 from onetrunk.models.reward_model import (
     ScoreScale,

@@ -1,6 +1,6 @@
 """A judge of plain Python: functions that score completions, each for the principles that carry its tag.
 
-It is deterministic, and no text can persuade it. Checks have the signature of reward functions (`rewards/base.py`).
+It is deterministic, and no text can persuade it. Checks have the signature of reward functions (`rewards/reward.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onetrunk.judges.base import Principle, Rating, ScoringJudge, Single, Verdict, logistic
 from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, logistic
 from onetrunk.utils.calls import run_async
 
 Check = Callable[..., Any]

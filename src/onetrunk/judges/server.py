@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 import httpx2
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.judges.base import Done, DoneEach, Items, Judge, Pair, Principle, Single, digest, model_name
 from onetrunk.judges.chat import (
     MORE_TOKENS,
     ChatServer,
@@ -30,6 +29,7 @@ from onetrunk.judges.chat import (
     opinion_of_votes,
     read_vote,
 )
+from onetrunk.judges.judge import Done, DoneEach, Items, Judge, Pair, Principle, Single, digest, model_name
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,

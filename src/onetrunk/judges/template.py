@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.judges.base import Pair, Principle, Rating, Single, Verdict, digest
+from onetrunk.judges.judge import Pair, Principle, Rating, Single, Verdict, digest
 from onetrunk.types import Message, Prompt
 
 if TYPE_CHECKING:

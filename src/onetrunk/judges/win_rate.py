@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onetrunk.judges.base import logistic
+from onetrunk.judges.judge import logistic
 
 NAN = float("nan")
 KINDS = ("win_rate", "discrete_win_rate", "length_controlled_win_rate")

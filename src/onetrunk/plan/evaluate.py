@@ -28,6 +28,7 @@ from onetrunk.plan.memory import (
 from onetrunk.plan.timing import (
     COLOCATED,
     LOCAL,
+    OWN_LOOP,
     PADDING,
     PIPELINED,
     SERVER,
@@ -306,6 +307,11 @@ def scored(job: Job, train: TrainLayout, has_reward_server: bool) -> PhaseTime:
     return PhaseTime(own.parts | ({"reward": waiting} if waiting else {}))
 
 
+def sampling_time(job: Job, train: TrainLayout, sample: SampleLayout) -> PhaseTime:
+    """Return the seconds of generation; the trainer's own loop reads the base as the trainer holds it."""
+    return generate_time(replace(job, base_bytes=train.base_bytes) if sample.engine in OWN_LOOP else job, sample)
+
+
 def iteration_seconds(schedule: str, generate: PhaseTime, train_s: float, publish_s: float) -> float:
     """Return the seconds of an iteration in the long run.
 
@@ -324,7 +330,7 @@ def evaluate(
     """Return a plan with everything that it needs, whether it fits or not."""
     memory = train_memory(job, train, has_reward_server)
     memory |= sample_memory(job, train, sample, memory["score"])
-    generate, score = generate_time(job, sample), scored(job, train, has_reward_server)
+    generate, score = sampling_time(job, train, sample), scored(job, train, has_reward_server)
     update, publish = update_time(job, train), publish_seconds(job, train, sample)
     total = iteration_seconds(schedule, generate, score.seconds + update.seconds, publish)
     phases = {"generate": generate, "score": score, "update": update}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import string
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from onetrunk.plan.cost import cost_of
 from onetrunk.plan.evaluate import ASYNC_STALENESS, REWARD_DEVICES, Plan, engine_parts, host_gib
@@ -18,7 +20,20 @@ from onetrunk.plan.search import MANY_ROWS
 from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER
 from onetrunk.utils.files import atomic_write_text
 
-TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined,
+    keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
+TEMPLATES.filters["quote"] = shlex.quote
+# How the processes of several machines meet: their number, address and port, as whoever starts them names these.
+MEETINGS = {
+    "launch.sh": ("{machines}", '"$MAIN_HOST"', "29400"),
+    "job.sbatch": ("{machines}", '"$host"', '"$port"'),
+    "skypilot.yaml": ('"$SKYPILOT_NUM_NODES"', '"$host"', "29400"),
+    "trainjob.yaml": ('"$PET_NNODES"', '"$PET_MASTER_ADDR"', '"$PET_MASTER_PORT"'),
+}
+# Written for GPUs only.
+SCHEDULERS = ("job.sbatch", "skypilot.yaml", "trainjob.yaml")
 # The first server listens here, the next one on the port after it.
 PORT, REWARD_PORT = 8100, 8090
 # Address of servers on a machine that the user names when the script starts.
@@ -32,12 +47,6 @@ SKYPILOT = {
     "L40S-48GB": "L40S", "A6000-48GB": "RTXA6000", "RTX4090-24GB": "RTX4090", "RTX3090-24GB": "RTX3090",
     "T4-16GB": "T4",
 }  # fmt: skip
-
-
-class _Template(string.Template):
-    """Placeholders are written @@{name}, because $ belongs to the shell."""
-
-    delimiter = "@@"
 
 
 @dataclass(frozen=True)
@@ -186,22 +195,23 @@ def _urls(launch: Launch) -> list[str]:
     return [f"{_host(launch)}:{PORT + number}" for number in range(launch.plan.sample.replicas)]
 
 
-def trainer_command(launch: Launch, rendezvous: str = "") -> str:
-    """Return the command that trains, in one line; a single process needs no launcher.
-
-    Args:
-        rendezvous: options of the launcher for several machines.
-    """
+def trainer_command(launch: Launch, file: str) -> str:
+    """Return the command with which a file starts the training, in one line."""
     rest = ["--config", launch.config, *settings_of(launch)]
     # A restarted run would delete what it is to resume from.
     rest += ["--overwrite_output_dir", "false", "--resume", "auto"]
-    words = " ".join(map(_quoted, rest))
-    if launch.plan.train.count == 1 and not rendezvous:
-        return f"onetrunk ppo {words}"
+    words, processes = " ".join(map(_quoted, rest)), f"--num_processes {launch.plan.train.count} "
+    if file == "launch.sh" and launch.plan.train.count == 1:
+        return f"onetrunk ppo {words}"  # A scheduler has a launcher also for one process, which restarts it.
+    if launch.machines > 1 or file in ("skypilot.yaml", "trainjob.yaml"):
+        machines, address, port = MEETINGS[file]
+        processes = f"--num_machines {machines.format(machines=launch.machines)} {processes}"
+        processes += f"--main_process_ip {address} --main_process_port {port} "
+        processes += '--machine_rank "$NODE_RANK" ' if file == "launch.sh" else ""
     config = shlex.quote(f"{launch.folder}/accelerate.yaml")
-    shape = rendezvous or f"--num_processes {launch.plan.train.count} "
     return (
-        f"accelerate launch --config_file {config} {shape}--rdzv_backend c10d --max_restarts 3 scripts/ppo.py {words}"
+        f"accelerate launch --config_file {config} {processes}--rdzv_backend c10d --max_restarts 3 scripts/ppo.py"
+        f" {words}"
     )
 
 
@@ -225,141 +235,43 @@ def server_command(launch: Launch) -> str:
     return f'{environment} "${{VLLM_PYTHON:-python}}" {shlex.join(words)} $(({PORT} + number))'
 
 
-def render(name: str, **values: object) -> str:
-    """Return a template with its placeholders replaced."""
-    return _Template((TEMPLATES / name).read_text(encoding="utf-8")).substitute({k: str(v) for k, v in values.items()})
-
-
-def _accelerate(launch: Launch) -> str:
-    train = launch.plan.train
-    sections, kind = "", "MULTI_GPU" if train.count > 1 else "'NO'"
-    if train.tensor > 1:
-        sections = render("parallelism.txt", replicate=1, shard=1, tensor=train.tensor)
-    elif train.shards > 1:
-        kind, sections = "FSDP", render("fsdp.txt")
-        if train.shards < train.count:
-            sections += render("parallelism.txt", replicate=train.count // train.shards, shard=train.shards, tensor=1)
-    return render(
-        "accelerate.yaml", about=launch.about, command=f"bash {launch.script_folder}/launch.sh", distributed_type=kind,
-        sections=sections, machines=launch.machines, processes=train.count,
-        use_cpu=str(train.device.is_cpu and train.count == 1).lower(),
-    )  # fmt: skip
-
-
-def _before(launch: Launch) -> str:
-    if not launch.has_servers:
-        return ""
-    script = f"bash {launch.script_folder}/servers.sh"
-    if launch.shares_machine:
-        return f"\n# The servers come first, in a shell of their own: {script}"
-    machines = math.ceil(launch.served_devices / launch.plan.train.per_node)
-    where = "a machine of their own" if machines == 1 else f"{machines} machines behind one name"
-    return f"\n# The servers come first, on {where}: {script}. SERVER_HOST is the name of that machine."
-
-
 def launch_files(launch: Launch) -> dict[str, str]:
     """Return the text of each file by its name."""
-    train = launch.plan.train
-    before, needs_host = _before(launch), launch.has_servers and not launch.shares_machine
-    environment = ': "${SERVER_HOST:?the name of the machine of the servers}"\n' if needs_host else ""
-    # An engine that sleeps brings an allocator of its own.
-    if launch.job.expands_segments and not train.device.is_cpu and launch.plan.sample.engine != COLOCATED:
-        environment += "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
-    if train.device.is_cpu and train.count > 1:
-        environment += "export ACCELERATE_USE_CPU=true\n"
-    if launch.shares_machine and train.count > 0:
-        environment += f"export CUDA_VISIBLE_DEVICES=$(seq -s, 0 {train.count - 1})\n"
-    common = {"about": launch.about, "folder": launch.script_folder, "machines": launch.machines, "before": before}
-    several = launch.machines > 1
-    nodes = "--num_machines {n} --num_processes {p} --main_process_ip {ip} --main_process_port {port} "
-    hand = (
-        nodes.format(n=launch.machines, p=train.count, ip='"$MAIN_HOST"', port=29400) + '--machine_rank "$NODE_RANK" '
-    )
-    files = {
-        "launch.sh": render(
-            "launch.sh", about=launch.about, environment=environment,
-            command=trainer_command(launch, hand if several else ""),
-            before=before + ("\n# On each machine, with MAIN_HOST and NODE_RANK set." if several else ""),
+    names = ["launch.sh", "accelerate.yaml", *(["servers.sh"] if launch.has_servers else [])]
+    names += [] if launch.plan.train.device.is_cpu else SCHEDULERS
+    values = _values(launch)
+    values["environment"] = TEMPLATES.get_template("environment.sh").render(values).splitlines()
+    return {
+        name: TEMPLATES.get_template(name).render(
+            values, command=trainer_command(launch, name) if name in MEETINGS else ""
         )
-    }  # fmt: skip
-    files["accelerate.yaml"] = _accelerate(launch)
-    if launch.has_servers:
-        files["servers.sh"] = _servers(launch)
-    if not train.device.is_cpu:
-        files |= _scheduler_files(launch, common, environment)
-    return files
+        for name in names
+    }
 
 
-def _servers(launch: Launch) -> str:
-    """Return the script that starts the servers of one machine."""
-    plan, offset = launch.plan, launch.plan.train.count if launch.shares_machine else 0
-    devices, here = plan.sample.tensor * plan.sample.stages, 0
-    if plan.sample.engine == SERVER:
-        here = min(plan.sample.replicas, max(1, (plan.train.per_node - offset) // devices))
-    sampler = ""
-    if here:
-        sampler = render("samplers.txt", last=here - 1, offset=offset, devices=devices, command=server_command(launch))
-    reward = ""
-    if plan.has_reward_server:
-        host = "127.0.0.1" if launch.shares_machine else "0.0.0.0"
-        reward = render("reward.txt", device=offset + here * devices, model=shlex.quote(str(launch.reward)), host=host,
-                        port=REWARD_PORT)  # fmt: skip
-    return render("servers.sh", port=PORT, servers=sampler + reward, about=launch.about)
-
-
-def _scheduler_files(launch: Launch, common: dict[str, object], environment: str) -> dict[str, str]:
-    plan, train = launch.plan, launch.plan.train
+def _values(launch: Launch) -> dict[str, Any]:
+    """Return what the templates show."""
+    plan, train, sample = launch.plan, launch.plan.train, launch.plan.sample
     cost = cost_of(launch.job, plan, launch.catalog)
     here = launch.trainers + (launch.served_devices if launch.shares_machine else 0)
     hours = min(24 * 7, math.ceil(1.2 * cost.high_hours))
-    time = f"{hours // 24}-{hours % 24:02d}:00:00" if hours >= 24 else f"{hours:02d}:00:00"
-    several, shape = (
-        launch.machines > 1,
-        "--num_machines {} --num_processes {} --main_process_ip {} --main_process_port {} ",
-    )
-    slurm = environment + (
-        'read -r host < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\nport=$((20000 + SLURM_JOB_ID % 10000))\n'
-        if several
-        else "export PET_RDZV_ENDPOINT=localhost:0\n"
-    )
-    if launch.shares_machine:
-        slurm += f"bash {launch.script_folder}/servers.sh &\n"
-    one = f"--num_processes {train.count} "
-    # A launcher also for one process: it starts a crashed run again.
-    of_slurm = shape.format(launch.machines, train.count, '"$host"', '"$port"') if several else one
-    of_sky = shape.format('"$SKYPILOT_NUM_NODES"', train.count, '"$host"', 29400)
-    of_kubeflow = shape.format('"$PET_NNODES"', train.count, '"$PET_MASTER_ADDR"', '"$PET_MASTER_PORT"')
-    cpus, host = CPUS_PER_GPU * here, math.ceil(sum(host_gib(launch.job, plan).values()) * here)
-    disk = math.ceil(100 + 2 * sum(cost.storage_gb.values()))
-    start = f"bash {launch.script_folder}/servers.sh &\n  " if launch.shares_machine else ""
-    start_job = f"bash {launch.script_folder}/servers.sh &\n        " if launch.shares_machine else ""
-    accelerator = SKYPILOT.get(train.device.name, train.device.name)
-    sky = render(
-        "skypilot.yaml", **common, per_machine=here, accelerator=json.dumps(f"{accelerator}:{here}"),
-        use_spot=str(launch.market == "spot").lower(), disk_gb=disk,
-        command=_shell(start, environment, "  ") + trainer_command(launch, of_sky),
-    )  # fmt: skip
-    job = render(
-        "trainjob.yaml",
-        **common,
-        per_machine=here,
-        cpus=cpus,
-        host_gib=host,
-        command=trainer_command(launch, of_kubeflow),
-    )
-    job = job.replace("        exec ", "        " + _shell(start_job, environment, "        ") + "exec ")
+    offset, per_server = train.count if launch.shares_machine else 0, sample.tensor * sample.stages
+    servers_here = 0
+    if sample.engine == SERVER:
+        servers_here = min(sample.replicas, max(1, (train.per_node - offset) // per_server))
     return {
-        "job.sbatch": render(
-            "job.sbatch", **common, per_machine=here, cpus=cpus, time=time, environment=slurm,
-            command=trainer_command(launch, of_slurm),
-        ),
-        "skypilot.yaml": sky,
-        "trainjob.yaml": job,
+        "launch": launch, "plan": plan, "train": train, "folder": launch.script_folder, "per_machine": here,
+        "machines_of_servers": math.ceil(launch.served_devices / train.per_node),
+        # An engine that sleeps brings an allocator of its own.
+        "expands": launch.job.expands_segments and not train.device.is_cpu and sample.engine != COLOCATED,
+        "time": f"{hours // 24}-{hours % 24:02d}:00:00" if hours >= 24 else f"{hours:02d}:00:00",
+        "cpus": CPUS_PER_GPU * here, "host_gib": math.ceil(sum(host_gib(launch.job, plan).values()) * here),
+        "disk_gb": math.ceil(100 + 2 * sum(cost.storage_gb.values())),
+        "accelerator": json.dumps(f"{SKYPILOT.get(train.device.name, train.device.name)}:{here}"),
+        "port": PORT, "reward_port": REWARD_PORT, "host": "127.0.0.1" if launch.shares_machine else "0.0.0.0",
+        "offset": offset, "per_server": per_server, "servers_here": servers_here,
+        "server_command": server_command(launch) if servers_here else "",
     }  # fmt: skip
-
-
-def _shell(start: str, environment: str, indent: str) -> str:
-    return "".join(f"{line}\n{indent}" for line in environment.splitlines()) + start
 
 
 def write_files(launch: Launch) -> list[Path]:

@@ -1,25 +1,25 @@
 """The search for the best plan: schedule, placement, parallelism of each phase, and the settings of a forward.
 
-Score and update run in the trainer's processes, generation in a layout of its own. Each side keeps only plans that no
-other one beats in seconds, memory and devices (a Pareto front); the two sides are then combined without leaving one
-out. What is dropped cannot win: seconds add up, memory only has to fit, so a layout that is slower, larger in every
-memory figure and on as many devices of the same pool loses in every combination. So the result is that of trying
-everything, which a test holds it to.
+Score and update run in the trainer's processes, generation in a layout of its own. Every layout of each side is
+enumerated, what does not fit is left out, and the rest is combined: of each division of the trainer's devices with the
+fastest settings of a forward.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from onetrunk.plan.evaluate import (
     REWARD_DEVICES,
     Plan,
+    engine_parts,
     evaluate,
     iteration_seconds,
     sample_memory,
+    sampling_time,
     scored,
     train_memory,
     usable_bytes,
@@ -84,34 +84,6 @@ class Space:
     serves_reward: bool = True
 
 
-@dataclass(frozen=True)
-class TrainOption:
-    """A layout of the trainer with what combinations need of it."""
-
-    pool: Pool
-    layout: TrainLayout
-    has_reward_server: bool
-    seconds: float
-    peak: float
-    kept: float
-    memory: dict[str, dict[str, float]]
-
-    @property
-    def devices(self) -> int:
-        """Devices of the pool that it takes."""
-        return self.layout.count + (REWARD_DEVICES if self.has_reward_server else 0)
-
-
-@dataclass(frozen=True)
-class SampleOption:
-    """A layout of servers with what combinations need of it."""
-
-    pool: Pool
-    layout: SampleLayout
-    time: PhaseTime
-    peak: float
-
-
 # --- layouts --------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +94,10 @@ def train_layouts(job: Job, pool: Pool, space: Space) -> Iterator[TrainLayout]:
         if (prompts // data * job.num_generations) % job.num_minibatches:
             continue
         for base in _divided_layouts(job, pool, space, data):
-            yield from (_with(base, *choice) for choice in _settings(job, space) if _may_have(base, *choice))
+            for layout in _with_settings(base, job, space):
+                # A base in stages is neither quantised nor offloaded.
+                if not (layout.is_staged and (layout.base_bytes <= INT8_BYTES or layout.is_offloaded)):
+                    yield layout
 
 
 def _divided_layouts(job: Job, pool: Pool, space: Space, data: int) -> Iterator[TrainLayout]:
@@ -152,22 +127,6 @@ def stage_obstacle(job: Job, space: Space) -> str | None:
     return None
 
 
-def _may_have(
-    base: TrainLayout, base_bytes: float, forward: tuple[int, int], checkpointed: bool, offloaded: bool
-) -> bool:
-    """Return whether a layout can have these settings; those of `_with`."""
-    return not base.is_staged or (base_bytes > INT8_BYTES and not offloaded)
-
-
-def _with(
-    base: TrainLayout, base_bytes: float, forward: tuple[int, int], checkpointed: bool, offloaded: bool
-) -> TrainLayout:
-    rows, tokens = forward
-    return replace(
-        base, base_bytes=base_bytes, rows=rows, tokens=tokens, is_checkpointed=checkpointed, is_offloaded=offloaded
-    )
-
-
 def _divisions(job: Job, pool: Pool) -> list[int]:
     """Return the sizes of groups that may divide every matrix: they share the key-value heads of one machine."""
     heads = job.shape.num_kv_heads
@@ -183,18 +142,19 @@ def _shard_counts(data: int, tensor: int, pool: Pool) -> list[int]:
     return sorted(counts)
 
 
-def _settings(job: Job, space: Space) -> Iterator[tuple[float, tuple[int, int], bool, bool]]:
+def _with_settings(base: TrainLayout, job: Job, space: Space) -> Iterator[TrainLayout]:
+    """Yield a layout with each dtype of the base and each setting of a forward."""
     own = (job.microbatch_rows, job.microbatch_tokens or 2**31)
-    sizes = space.base_bytes or (job.base_bytes,)
-    if space.keeps_settings:
-        yield from ((size, own, job.is_checkpointed, job.is_offloaded) for size in sizes)
-        return
     forwards = [own, *((MANY_ROWS, tokens) for tokens in space.tokens if tokens >= job.lengths.width)]
-    for size in sizes:
-        for forward in forwards:
-            yield size, forward, False, False
-            yield size, forward, True, False
-            yield size, forward, True, True
+    savings = [(False, False), (True, False), (True, True)]
+    if space.keeps_settings:
+        forwards, savings = [own], [(job.is_checkpointed, job.is_offloaded)]
+    for size, (rows, tokens), (checkpointed, offloaded) in itertools.product(
+        space.base_bytes or (job.base_bytes,), forwards, savings
+    ):
+        yield replace(
+            base, base_bytes=size, rows=rows, tokens=tokens, is_checkpointed=checkpointed, is_offloaded=offloaded
+        )
 
 
 def server_layouts(job: Job, pool: Pool, space: Space) -> Iterator[SampleLayout]:
@@ -250,92 +210,35 @@ def reward_places(job: Job, pool: Pool, space: Space) -> tuple[bool, ...]:
     return (False, True) if is_possible and not pool.device.is_cpu else (False,)
 
 
-# --- fronts ---------------------------------------------------------------------------------------------------------
+# --- what fits ------------------------------------------------------------------------------------------------------
 
 
-def front(items: Iterable[object], key: Callable[[object], tuple[float, ...]]) -> list:
-    """Return the items that no other one is at most as large as in every number of `key`; of equal ones the first."""
-    kept: list[tuple[tuple[float, ...], object]] = []
-    for numbers, item in sorted(((key(item), item) for item in items), key=lambda entry: entry[0]):
-        if not any(all(a <= b for a, b in zip(other, numbers, strict=True)) for other, _ in kept):
-            kept.append((numbers, item))
-    return [item for _, item in kept]
+@dataclass(frozen=True)
+class Trainer:
+    """A layout of the trainer with what combinations need of it."""
 
+    pool: Pool
+    layout: TrainLayout
+    has_reward_server: bool
+    seconds: float
+    memory: dict[str, dict[str, float]]
 
-def train_options(job: Job, pools: Sequence[Pool], space: Space) -> Sequence[TrainOption]:
-    """Return the trainer's layouts of every pool, whether they fit or not."""
-    return _train_options(job, tuple(pools), space)
+    @property
+    def devices(self) -> int:
+        """Devices of the pool that it takes."""
+        return self.layout.count + (REWARD_DEVICES if self.has_reward_server else 0)
 
+    @property
+    def peak(self) -> float:
+        """Bytes of its fullest device at the peak of scoring and update."""
+        return max(sum(parts.values()) for parts in self.memory.values())
 
-# The search needs them, and then what tells why the others do not fit.
-@functools.lru_cache(maxsize=1)
-def _train_options(job: Job, pools: tuple[Pool, ...], space: Space) -> tuple[TrainOption, ...]:
-    options = []
-    for pool in pools:
-        for layout in train_layouts(job, pool, space):
-            for served in reward_places(job, pool, space):
-                if layout.count + (REWARD_DEVICES if served else 0) > pool.count:
-                    continue
-                memory = train_memory(job, layout, served)
-                seconds = scored(job, layout, served).seconds + update_time(job, layout).seconds
-                peak = max(sum(parts.values()) for parts in memory.values())
-                # Weights of training stages belong to the sampler: its stage that needs most may be another one.
-                gone = ("activations", "logits", "transient", "buffers", *(["weights"] if layout.is_staged else []))
-                kept = sum(value for part, value in memory["score"].items() if part not in gone)
-                options.append(TrainOption(pool, layout, served, seconds, peak, kept, memory))
-    return tuple(options)
-
-
-def kind_of(layout: TrainLayout) -> str:
-    """Return how the base stands on the devices: whole, sharded, divided, or in stages."""
-    if layout.is_staged:
-        return "staged"
-    return "divided" if layout.tensor > 1 else "sharded" if layout.shards > 1 else "whole"
-
-
-def _fronts(items: Iterable, group: Callable, key: Callable) -> list:
-    """Return the fronts of groups of items, one after the other."""
-    groups: dict[tuple, list] = {}
-    for item in items:
-        groups.setdefault(group(item), []).append(item)
-    return [item for members in groups.values() for item in front(members, key)]
-
-
-def _for_servers(options: Sequence[TrainOption]) -> list[TrainOption]:
-    """Return what may win next to servers: seconds and devices count, memory only has to fit.
-
-    Training stages always sample themselves.
-    """
-    return _fronts(
-        [option for option in options if not option.layout.is_staged],
-        lambda o: (o.pool.device.name, kind_of(o.layout), o.has_reward_server),
-        lambda o: (o.devices, o.seconds),
-    )
-
-
-def _for_sharing(options: Sequence[TrainOption]) -> list[TrainOption]:
-    """Return what may win with a sampler on the same devices: what stays in memory while it samples counts, too."""
-    return _fronts(
-        options,
-        lambda o: (o.pool.device.name, o.layout.data, o.layout.tensor, o.layout.shards, o.layout.stages,
-                   o.has_reward_server, o.layout.base_bytes),
-        lambda o: (o.seconds, o.kept),
-    )  # fmt: skip
-
-
-def _server_front(job: Job, pools: Sequence[Pool], space: Space, any_train: TrainLayout) -> list[SampleOption]:
-    options = []
-    for pool in pools:
-        for layout in server_layouts(job, pool, space):
-            peak = sum(sample_memory(job, any_train, layout, {})["server"].values())
-            if peak <= usable_bytes(pool.device):
-                options.append(SampleOption(pool, layout, generate_time(job, layout), peak))
-    # Publishing takes longer with more replicas.
-    return _fronts(
-        options,
-        lambda o: (o.pool.device.name, o.layout.stages > 1),
-        lambda o: (o.layout.count, o.layout.replicas, o.time.seconds, o.time.seconds - o.time.tail),
-    )
+    @property
+    def division(self) -> tuple:
+        """What it shares with layouts that differ in the settings of a forward alone."""
+        layout = self.layout
+        return (layout.device.name, layout.data, layout.tensor, layout.shards, layout.stages, layout.base_bytes,
+                self.has_reward_server)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -343,71 +246,107 @@ class Candidate:
     """A combination, before everything of it is worked out."""
 
     schedule: str
-    train: TrainOption
+    trainer: Trainer
     sample: SampleLayout
     seconds: float
 
     @property
     def count(self) -> int:
         """Devices in all."""
-        return self.train.devices + (self.sample.count if self.sample.engine == SERVER else 0)
+        return self.trainer.devices + (self.sample.count if self.sample.engine == SERVER else 0)
 
     def usd_per_hour(self, market: str) -> float:
         """Return dollars per hour of all devices."""
-        own = self.train.devices * self.train.layout.device.price(market)
+        own = self.trainer.devices * self.trainer.layout.device.price(market)
         return own + (self.sample.count * self.sample.device.price(market) if self.sample.engine == SERVER else 0)
 
-    def plan(self, job: Job) -> Plan:
-        """Return everything of it."""
-        return evaluate(job, self.train.layout, self.sample, self.schedule, self.train.has_reward_server)
+    @property
+    def family(self) -> tuple:
+        """What plans share that a ranking shows once."""
+        layout, sample = self.trainer.layout, self.sample
+        return (self.schedule, sample.engine, _way(layout).split()[0], sample.stages > 1, layout.device.name,
+                sample.device.name)  # fmt: skip
+
+
+def trainers(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Trainer]:
+    """Yield the trainer's layouts of every pool, whether they fit or not."""
+    for pool in pools:
+        for layout in train_layouts(job, pool, space):
+            for served in reward_places(job, pool, space):
+                if layout.count + (REWARD_DEVICES if served else 0) <= pool.count:
+                    seconds = scored(job, layout, served).seconds + update_time(job, layout).seconds
+                    yield Trainer(pool, layout, served, seconds, train_memory(job, layout, served))
 
 
 def candidates(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Candidate]:
-    """Yield the combinations that fit and that may be the best for some objective."""
-    fitting = [o for o in train_options(job, pools, space) if o.peak <= usable_bytes(o.layout.device, job.margin)]
-    inner: dict[tuple, list[tuple[SampleLayout, PhaseTime, float]]] = {}
-    for train in _for_sharing(fitting):
-        for engine in (LOCAL, PIPELINED, COLOCATED):
-            if engine in space.engines and "sync" in space.schedules:
-                yield from _inner_candidates(job, train, engine, inner, space)
-    if SERVER not in space.engines or not fitting:
-        return
-    servers = _server_front(job, pools, space, fitting[0].layout)
-    for train in _for_servers(fitting):
-        for server in servers:
-            same = server.pool == train.pool
-            if same and train.devices + server.layout.count > train.pool.count:
-                continue
-            publish = publish_seconds(job, train.layout, server.layout)
-            for schedule in space.schedules:
-                seconds = iteration_seconds(schedule, server.time, train.seconds, publish)
-                yield Candidate(schedule, train, server.layout, seconds)
+    """Yield the combinations that fit, of each division of the devices with its fastest forwards.
+
+    What stays in memory while a rollout is sampled does not depend on the settings of a forward, so the fastest
+    forward that fits is the best one with every sampler.
+    """
+    fastest: dict[tuple, Trainer] = {}
+    for trainer in trainers(job, pools, space):
+        if trainer.peak <= usable_bytes(trainer.layout.device, job.margin):
+            known = fastest.setdefault(trainer.division, trainer)
+            if trainer.seconds < known.seconds:
+                fastest[trainer.division] = trainer
+    if "sync" in space.schedules:
+        for trainer in fastest.values():
+            yield from _sharing(job, trainer, space)
+    if SERVER in space.engines and fastest:
+        servers = _servers(job, pools, space)
+        for trainer in fastest.values():
+            if not trainer.layout.is_staged:  # Training stages sample themselves.
+                yield from _serving(job, trainer, servers, space)
 
 
-def _inner_candidates(
-    job: Job,
-    train: TrainOption,
-    engine: str,
-    known: dict[tuple, list[tuple[SampleLayout, PhaseTime, float]]],
-    space: Space,
+def _sharing(job: Job, trainer: Trainer, space: Space) -> Iterator[Candidate]:
+    """Yield the fastest sampler of each engine on the trainer's own devices that fits."""
+    layout = trainer.layout
+    # Before a rollout these are free again; weights of training stages count with the stage that samples.
+    freed = ("activations", "logits", "transient", "buffers", *(["weights"] if layout.is_staged else []))
+    kept = sum(value for part, value in trainer.memory["score"].items() if part not in freed)
+    room = usable_bytes(layout.device, job.margin) - kept
+    for engine in (LOCAL, PIPELINED, COLOCATED):
+        fitting = [
+            (sampling_time(job, layout, sample), sample)
+            for sample in inner_layouts(job, layout, engine, trainer.pool, space.stages, space.split)
+            if engine in space.engines and sum(sample_memory(job, layout, sample, {})["generate"].values()) <= room
+        ]
+        if fitting:
+            time, sample = min(fitting, key=lambda entry: entry[0].seconds)
+            seconds = iteration_seconds("sync", time, trainer.seconds, publish_seconds(job, layout, sample))
+            yield Candidate("sync", trainer, sample, seconds)
+
+
+def _servers(job: Job, pools: Sequence[Pool], space: Space) -> list[tuple[Pool, SampleLayout, PhaseTime]]:
+    """Return the layouts of servers that fit; of those that differ in rows alone, the fastest without its tail too."""
+    groups: dict[tuple, list[tuple[Pool, SampleLayout, PhaseTime]]] = {}
+    for pool in pools:
+        for layout in server_layouts(job, pool, space):
+            if sum(engine_parts(job, layout).values()) <= usable_bytes(pool.device):
+                key = (pool, layout.tensor, layout.stages, layout.replicas)
+                groups.setdefault(key, []).append((pool, layout, generate_time(job, layout)))
+    chosen = []
+    for group in groups.values():
+        best = [min(group, key=lambda e: e[2].seconds), min(group, key=lambda e: e[2].seconds - e[2].tail)]
+        chosen += best[: 1 if best[0] is best[1] else 2]
+    return chosen
+
+
+def _serving(
+    job: Job, trainer: Trainer, servers: Sequence[tuple[Pool, SampleLayout, PhaseTime]], space: Space
 ) -> Iterator[Candidate]:
-    """Yield the fastest sampler on the trainer's own devices that fits; fewer rows at once take less memory."""
-    layout = train.layout
-    key = (engine, layout.device.name, layout.data, layout.tensor, layout.shards, layout.stages, layout.base_bytes)
-    if key not in known:
-        own = replace(job, base_bytes=layout.base_bytes)
-        known[key] = []
-        for sample in inner_layouts(job, layout, engine, train.pool, space.stages, space.split):
-            parts = sample_memory(job, layout, sample, {})["generate"]
-            time = generate_time(job if engine == COLOCATED else own, sample)
-            known[key].append((sample, time, sum(parts.values())))
-        known[key].sort(key=lambda entry: entry[1].seconds)
-    room = usable_bytes(layout.device, job.margin) - train.kept
-    for sample, time, size in known[key]:
-        if size <= room:
-            publish = publish_seconds(job, layout, sample)
-            yield Candidate("sync", train, sample, iteration_seconds("sync", time, train.seconds, publish))
-            return
+    """Yield a trainer with each of the servers that the pool has devices for, in each schedule."""
+    for pool, layout, time in servers:
+        if pool != trainer.pool or trainer.devices + layout.count <= pool.count:
+            publish = publish_seconds(job, trainer.layout, layout)
+            for schedule in space.schedules:
+                seconds = iteration_seconds(schedule, time, trainer.seconds, publish)
+                yield Candidate(schedule, trainer, layout, seconds)
+
+
+# --- the ranking ----------------------------------------------------------------------------------------------------
 
 
 def value_of(objective: str, seconds: float, count: int, usd_per_hour: float) -> tuple[float, ...]:
@@ -436,18 +375,19 @@ def search(
     """
 
     def value(candidate: Candidate) -> tuple[float, ...]:
-        return value_of(objective, candidate.seconds, candidate.count, candidate.usd_per_hour(market))
+        numbers = value_of(objective, candidate.seconds, candidate.count, candidate.usd_per_hour(market))
+        # Next to a sampler that takes longer, the trainer's speed does not change the iteration.
+        return (*numbers, candidate.trainer.seconds)
 
-    best: dict[tuple, tuple[tuple[float, ...], Candidate]] = {}
+    best: dict[tuple, Candidate] = {}
     for candidate in candidates(job, pools, space):
-        layout = candidate.train.layout
-        family = (candidate.schedule, candidate.sample.engine, kind_of(layout), candidate.sample.stages > 1,
-                  layout.device.name, candidate.sample.device.name)  # fmt: skip
-        number = value(candidate)
-        if family not in best or number < best[family][0]:
-            best[family] = (number, candidate)
-    ordered = [candidate for _, candidate in sorted(best.values(), key=lambda entry: entry[0])][:most]
-    plans = [candidate.plan(job) for candidate in ordered]
+        known = best.setdefault(candidate.family, candidate)
+        if value(candidate) < value(known):
+            best[candidate.family] = candidate
+    plans = [
+        evaluate(job, c.trainer.layout, c.sample, c.schedule, c.trainer.has_reward_server)
+        for c in sorted(best.values(), key=value)[:most]
+    ]
     return [Ranked(plan, why_not(plan, plans[0], objective, market)) for plan in plans]
 
 
@@ -488,25 +428,21 @@ def why_not(plan: Plan, winner: Plan, objective: str, market: str) -> str:
 def rejected(job: Job, pools: Sequence[Pool], space: Space) -> list[str]:
     """Return why the layouts that come closest to fitting do not, one line per way to divide the base."""
     closest: dict[str, tuple[float, str]] = {}
-    for option in train_options(job, pools, space):
-        layout = option.layout
-        kind = _way(layout)
+    engines = [engine for engine in (LOCAL, PIPELINED) if engine in space.engines] or [LOCAL]
+    for trainer in trainers(job, pools, space):
+        layout, way = trainer.layout, _way(trainer.layout)
         room = usable_bytes(layout.device, job.margin)
-        own = [engine for engine in (LOCAL, PIPELINED) if engine in space.engines] or [LOCAL]
-        chosen = (option.pool, space.stages, space.split)
-        samples = [sample for engine in own for sample in inner_layouts(job, layout, engine, *chosen)]
-        for sample in samples:
-            memory = option.memory | sample_memory(job, layout, sample, option.memory["score"])
-            peaks = {phase: sum(parts.values()) for phase, parts in memory.items()}
-            phase = max(peaks, key=peaks.__getitem__)
-            ratio = peaks[phase] / room
-            if ratio > 1 and (kind not in closest or ratio < closest[kind][0]):
-                part = max(memory[phase], key=memory[phase].__getitem__)
-                text = (
-                    f"{kind} ({layout.device.name}): {phase} needs {peaks[phase] / GIB:.1f} of {room / GIB:.1f} GiB,"
-                    f" of which {part} {memory[phase][part] / GIB:.1f}"
-                )
-                closest[kind] = (ratio, text)
+        for engine in engines:
+            for sample in inner_layouts(job, layout, engine, trainer.pool, space.stages, space.split):
+                memory = trainer.memory | sample_memory(job, layout, sample, trainer.memory["score"])
+                phase = max(memory, key=lambda name: sum(memory[name].values()))
+                needed, part = sum(memory[phase].values()), max(memory[phase], key=memory[phase].__getitem__)
+                if needed > room and (way not in closest or needed / room < closest[way][0]):
+                    text = (
+                        f"{way} ({layout.device.name}): {phase} needs {needed / GIB:.1f} of {room / GIB:.1f} GiB, of"
+                        f" which {part} {memory[phase][part] / GIB:.1f}"
+                    )
+                    closest[way] = (needed / room, text)
     lines = [text for _, text in sorted(closest.values())]
     obstacle = stage_obstacle(job, space)
     if obstacle is not None and _offers_stages(space) and max(pool.count for pool in pools) > 1:
@@ -562,8 +498,3 @@ def size_for_all(job: Job, pools: Sequence[Pool], space: Space, best: Plan) -> i
         if ranking and ranking[0].plan.count == total:
             return size
     return None
-
-
-def steps_of(job: Job, seconds: float) -> float:
-    """Return the hours of the whole run."""
-    return job.num_rollouts * seconds / 3600 if math.isfinite(seconds) else math.inf

@@ -25,7 +25,7 @@ from transformers import Trainer
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler
-from onetrunk.judges.base import prompt_key
+from onetrunk.judges.judge import prompt_key
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
@@ -34,7 +34,7 @@ from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import gathered, reshard
 from onetrunk.parallel.staged import pack_outputs, staged
 from onetrunk.ppo.metrics import rollout_metrics
-from onetrunk.ppo.sampling import (
+from onetrunk.ppo.rollout import (
     PromptOrder,
     Sampler,
     ScoredRollout,
@@ -43,7 +43,7 @@ from onetrunk.ppo.sampling import (
     rollout_packs,
     with_importance,
 )
-from onetrunk.rewards.judge import COLUMN
+from onetrunk.rewards.judge_reward import COLUMN
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import SampledText
 from onetrunk.utils.escaping import table_console

@@ -2,7 +2,7 @@
 
 One item is one optimizer step. The stream samples a new rollout when the previous one is used up, from the weights
 that the last update left, so it must never be read ahead. With schedule one_step or async, rollouts are sampled in
-threads while the trainer updates on earlier ones (ahead.py); everything else happens when a rollout is used.
+threads while the trainer updates on earlier ones (async_rollouts.py); everything else happens when a rollout is used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import is_divided, is_sharded
-from onetrunk.ppo.ahead import RolloutsAhead, load_rows, rollouts_since, save_rows
+from onetrunk.ppo.async_rollouts import RolloutsAhead, load_rows, rollouts_since, save_rows
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.forward import Background, PackScorer
 from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
-from onetrunk.ppo.sampling import (
+from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
     RolloutPack,
@@ -43,8 +44,7 @@ from onetrunk.ppo.sampling import (
     rollout_packs,
     with_importance,
 )
-from onetrunk.ppo.scoring import Background, PackScorer
-from onetrunk.ppo.state import (
+from onetrunk.ppo.stream_state import (
     StreamState,
     load_buffer,
     load_state,

@@ -22,9 +22,9 @@ from transformers.trainer_callback import ExportableState
 
 from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
-from onetrunk.judges.base import Judge, digest
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import Memory, kept_ratings
+from onetrunk.judges.judge import Judge, digest
+from onetrunk.judges.labels import Memory, kept_ratings
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import check_monitor

@@ -44,14 +44,14 @@ from onetrunk.ppo.checks import (
     source_of,
 )
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.memory import MemoryCheck
-from onetrunk.ppo.sampling import Sampler, longest_prompt_of
-from onetrunk.rewards.base import RewardFunction
+from onetrunk.ppo.memory_check import MemoryCheck
+from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
+from onetrunk.rewards.reward import RewardFunction
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.load import VLLM_BACKENDS, load_backend
 from onetrunk.rollouts.local import LocalBackend

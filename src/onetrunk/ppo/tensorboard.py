@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerControl, TrainerState
 
 from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.sampling import ScoredRollout
+from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.types import Experience
 from onetrunk.utils.redaction import redact
 

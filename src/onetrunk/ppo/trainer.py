@@ -43,14 +43,14 @@ from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.foreign_keys import explain_arguments
 from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
-from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
+from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
-from onetrunk.ppo.state import STATE_FILE, run_settings, written_group_size
+from onetrunk.ppo.stream_state import STATE_FILE, run_settings, written_group_size
 from onetrunk.ppo.tensorboard import PPOTensorBoard
 from onetrunk.ppo.trl_names import with_trl_names
 from onetrunk.ppo.watching import Watch
+from onetrunk.rollouts.async_sampler import Producer
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.rollouts.producer import Producer
 from onetrunk.types import Experience, LossCoefficients, Minibatch, to_device
 
 

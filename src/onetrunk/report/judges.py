@@ -12,9 +12,8 @@ from typing import Any
 from onetrunk.report.blocks import MARKDOWN, Block, rendered
 from onetrunk.report.parts import all_measured, blocks_of, flat, number, plain, share
 from onetrunk.report.plots import COLORS, SIZE, figures_block
-from onetrunk.report.runs import METRICS, Run, read_lines, read_run
+from onetrunk.report.runs import METRICS, PAIRS, Run, read_lines, read_run
 
-PAIRS = "pairs.jsonl"
 NUM_SAMPLES = 3
 # Rows in a plot; the tables have all.
 MOST_ROWS = 35

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.report.blocks import Block
-from onetrunk.report.runs import Run, gain, pairs_of
+from onetrunk.report.runs import PAIRS, Run, gain, pairs_of, read_lines
 
 # Samples of each kind, and the longest text of one.
 NUM_SAMPLES = 4
@@ -49,7 +49,8 @@ def alarm_blocks(run: Run, title: str = "Alarms") -> list[Block]:
 def result_blocks(run: Run) -> list[Block]:
     """Return what a stage measured at its end."""
     rest = dict(run.results)
-    before, policy, rate = (rest.pop(name, None) for name in ("reference", "policy", "win_rate"))
+    before, policy = (rest.pop(name, None) for name in ("reference", "policy"))
+    rate = rest.get("win_rate")
     blocks: list[Block] = []
     if isinstance(rate, dict):
         blocks.append(win_rates(rate))
@@ -76,8 +77,10 @@ def win_rates(rate: dict[str, Any], title: str = "Win rate") -> Block:
             low, high = (share(end) or "?" for end in interval)
             rows.append([name.replace("_", " "), f"{rate[name]:.1%}", f"{low} to {high}"])
     rows.append(["wins, ties, losses", " / ".join(str(rate.get(k, "?")) for k in ("wins", "ties", "losses")), ""])
+    rows += [[f"by the principle: {name}", share(value), ""] for name, value in rate.get("principles", {}).items()]
     against = f"against {rate.get('opponent', 'the opponent')}"
-    return Block(title, columns=[against, "value", "95% interval"], rows=rows)
+    findings = [("the judge", text) for text in rate.get("findings", ())]
+    return Block(title, columns=[against, "value", "95% interval"], rows=rows, alarms=findings)
 
 
 def sample_blocks(run: Run) -> list[Block]:
@@ -91,6 +94,16 @@ def sample_blocks(run: Run) -> list[Block]:
     kinds = (("Random ones", drawn), ("The largest gains", gains), ("The largest losses", losses))
     blocks = [Block(title, samples=list(map(_sample, chosen))) for title, chosen in kinds if chosen]
     return [Block("The same prompts before and after", blocks=blocks)] if blocks else []
+
+
+def lost_blocks(run: Run) -> list[Block]:
+    """Return the pairs of an evaluation that a judge gives to the opponent most clearly."""
+    lost = [row for row in read_lines(run.folder / PAIRS) if row.get("outcome") == "loss"]
+    samples = [
+        (plain(row["prompt"]), [("the opponent", plain(row["opponent"])), ("the model", plain(row["policy"]))])
+        for row in sorted(lost, key=lambda row: row["probability"])[:NUM_SAMPLES]
+    ]
+    return [Block("The clearest losses before the judge", samples=samples)] if samples else []
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

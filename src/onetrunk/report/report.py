@@ -13,9 +13,9 @@ from onetrunk.feedback.costs import COSTS_FILE, read_costs
 from onetrunk.report.blocks import MARKDOWN, PAGE, Block, rendered
 from onetrunk.report.chain import chain_blocks
 from onetrunk.report.judges import cost_blocks, judge_blocks
-from onetrunk.report.parts import alarm_blocks, blocks_of, result_blocks, sample_blocks
+from onetrunk.report.parts import alarm_blocks, blocks_of, lost_blocks, result_blocks, sample_blocks
 from onetrunk.report.plots import draw, figures_block, plots_of
-from onetrunk.report.runs import FOLDER, LOG_FILE, METRICS, RUN_FILE, Run, read_run
+from onetrunk.report.runs import FOLDER, LOG_FILE, METRICS, PAIRS, RUN_FILE, Run, read_run
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
 
@@ -70,6 +70,7 @@ def run_blocks(run: Run, target: Path, price: float | None) -> list[Block]:
             (run.folder / COSTS_FILE, lambda: cost_blocks(read_costs(run.folder))),
             (record / LOG_FILE, lambda: plot_blocks([run], target)),
             (record, lambda: sample_blocks(run)),
+            (run.folder / PAIRS, lambda: lost_blocks(run)),
             (record / RUN_FILE, lambda: setting_blocks([run])),
         ]
     )

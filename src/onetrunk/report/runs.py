@@ -27,6 +27,8 @@ SAMPLES = {"before": "completions-before.jsonl", "after": "completions-after.jso
 # The event of a run that a signal has stopped.
 STOP = "stop"
 METRICS, STATISTICS, PIPELINE = "metrics.json", "statistics.json", "pipeline.json"
+# What `onetrunk eval` and `onetrunk judge` say of each pair.
+PAIRS = "pairs.jsonl"
 # What `onetrunk sft` leaves; transformers names it.
 RESULTS = "all_results.json"
 TRAINER_STATE = "trainer_state.json"

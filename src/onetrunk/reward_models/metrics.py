@@ -21,8 +21,8 @@ from onetrunk.data.preferences import SIDES, stopped_column
 from onetrunk.models.speedups.memory_use import peak_bytes
 from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.teacher import Teacher
-from onetrunk.rewards.base import Completion
 from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
 
 # Rows of one timing, and the number of timings. The fastest counts, since other load can only slow one down.

@@ -16,14 +16,14 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from onetrunk.data.preferences import PAIR, SIDES, STOPPED, stopped_column, validate_preferences
+from onetrunk.data.preferences import PAIR, SIDES, STOPPED, check_preferences, stopped_column
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import digest
+from onetrunk.judges.judge import digest
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.rewards.base import Completion
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
 
 SCORES_FILE = "teacher_scores.db"
@@ -129,7 +129,7 @@ class Teacher:
 
     def label_pairs(self, rows: Dataset) -> Dataset:
         """Return preference rows with `chosen_score`, `rejected_score`, and the teacher's `probability`."""
-        validate_preferences(rows)
+        check_preferences(rows)
         stopped = {name: stopped_column(rows, name) for name in STOPPED}
         sides = [self.member_scores(rows["prompt"], rows[name], stopped[f"{name}_stopped"]) for name in SIDES]
         probability = torch.sigmoid((sides[0] - sides[1]) / self.temperature).mean(dim=0)

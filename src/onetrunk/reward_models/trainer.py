@@ -30,7 +30,7 @@ from trl import RewardConfig, RewardTrainer
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.checkpoints.trainer import ResumableTRLTrainer
-from onetrunk.data.preferences import SIDES, validate_preferences
+from onetrunk.data.preferences import SIDES, check_preferences
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.preferences import logit
 from onetrunk.models.adapters import require_lora
@@ -200,7 +200,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
     Rows have `prompt`, `chosen`, `rejected`, and may have `chosen_stopped`, `rejected_stopped`, `probability` and
-    `margin` (`validate_preferences`). They are tokenized as `ModelReward` does it in PPO: prompt + completion, or
+    `margin` (`check_preferences`). They are tokenized as `ModelReward` does it in PPO: prompt + completion, or
     both through the chat template.
 
     Args:
@@ -289,7 +289,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
 
     def check_rows(self, dataset: Dataset, args: RewardModelConfig) -> None:
         """Raise ValueError for rows that cannot be learned from."""
-        validate_preferences(dataset)
+        check_preferences(dataset)
 
     def encoder(
         self, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig

@@ -26,13 +26,13 @@ those whose name begins with an underscore) of a function or object, the columns
 the address of a server. A change is an error unless `allow_config_change` is set. README.md lists what YAML can name.
 '''
 
-from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
-from onetrunk.rewards.judge import JudgeReward, PairwiseReward
+from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.reward import Completion, RewardFunction, Scores
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 
 __all__ = [

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from onetrunk.rewards.base import (
+from onetrunk.rewards.contents import columns_read, content_of
+from onetrunk.rewards.model import TrunkReward
+from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.reward import (
     Completion,
     RewardFunction,
     Scores,
     is_async,
     unique_names,
 )
-from onetrunk.rewards.contents import columns_read, content_of
-from onetrunk.rewards.model import TrunkReward
-from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.types import Prompt
 
 # Columns of the dataset that functions receive under another name, or not at all.

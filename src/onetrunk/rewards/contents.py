@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from onetrunk.judges.base import digest
+from onetrunk.judges.judge import digest
 from onetrunk.judges.rubric import source_identity
 from onetrunk.models.loading import scorer_fingerprint, tensors_digest
 from onetrunk.models.reward_model import ScoreAdapter
-from onetrunk.rewards.base import without_partials
 from onetrunk.rewards.ensemble import EnsembleReward
-from onetrunk.rewards.judge import COLUMN, JudgeReward, PairwiseReward
+from onetrunk.rewards.judge_reward import COLUMN, JudgeReward, PairwiseReward
 from onetrunk.rewards.model import SAMPLE_TEXTS, ModelReward, TrunkReward
 from onetrunk.rewards.remote import RemoteReward
+from onetrunk.rewards.reward import without_partials
 from onetrunk.utils.http import shown
 
 PLAIN = (str, int, float, bool, type(None))

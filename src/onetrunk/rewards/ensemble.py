@@ -23,8 +23,8 @@ from onetrunk.models.reward_model import (
     load_adapter_scorer,
     read_score_scale,
 )
-from onetrunk.rewards.base import Completion
 from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
 
 PREFIX = "ensemble:"

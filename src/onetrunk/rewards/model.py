@@ -26,7 +26,7 @@ from onetrunk.models.reward_model import (
     score_token_ids,
     scorer_source,
 )
-from onetrunk.rewards.base import Completion
+from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ import httpx2
 from onetrunk.judges.chat import is_same_model
 from onetrunk.models.loading import load_config, read_tokenizer
 from onetrunk.models.reward_model import encode_rows, length_limit, reads_end_token
-from onetrunk.rewards.base import Completion
+from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
 from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
 from onetrunk.utils.http import check_host, check_url, guarded_client, post_json, read_secret, shown

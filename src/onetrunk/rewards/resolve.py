@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.remote import remote_reward
+from onetrunk.rewards.reward import RewardFunction
 from onetrunk.utils.objects import find_object, is_public_function
 
 WHAT = "reward function"

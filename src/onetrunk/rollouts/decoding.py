@@ -30,7 +30,7 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.narrow import Positions
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.draws import row_uniforms
+from onetrunk.rollouts.token_draws import row_uniforms
 from onetrunk.types import RowKey
 
 # Layers whose rows can be put together; models with others decode one batch after another.

@@ -2,7 +2,7 @@
 
 Why not `generate` of transformers: it draws from one global random state, and carries finished rows to the end. Here a
 row's randomness derives from its key alone, a finished row leaves the batch with its share of the cache, and one that
-waits takes its place. decoding.py has the rows and their cache, draws.py the draws.
+waits takes its place. decoding.py has the rows and their cache, token_draws.py the draws.
 
 The backend shares its weights with the trainer, so it serves the synchronous schedule only. A sharded base is gathered
 once per call, so that each process runs as many forwards as its own rows need.
@@ -36,7 +36,7 @@ from onetrunk.rollouts.decoding import (
     next_logits,
     prefill,
 )
-from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
+from onetrunk.rollouts.token_draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.types import Rollout, RowKey
 
 logger = logging.getLogger(__name__)

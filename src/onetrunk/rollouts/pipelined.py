@@ -31,6 +31,7 @@ from onetrunk.parallel.links import StageLinks
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded
 from onetrunk.parallel.staged import staged
 from onetrunk.parallel.stages import LayerSplit, StageModel, verify_split
+from onetrunk.rollouts.async_sampler import StartedRow
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
     Completion,
@@ -40,9 +41,8 @@ from onetrunk.rollouts.decoding import (
     free_places,
     left_padded,
 )
-from onetrunk.rollouts.draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
-from onetrunk.rollouts.producer import StartedRow
+from onetrunk.rollouts.token_draws import FAULTS, STOPPED, draw, status_of, truncation
 from onetrunk.types import Rollout, RowKey
 
 # In place of the number of a batch: nothing follows.

@@ -9,9 +9,9 @@ from tqdm.auto import tqdm
 
 from onetrunk.feedback.asking import FailureLimit
 from onetrunk.feedback.costs import BudgetReached, Costs
-from onetrunk.judges.base import ErrorKind, Judge, digest
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import JudgeConfig, check_judge, load_judge
+from onetrunk.judges.judge import ErrorKind, Judge, digest
+from onetrunk.judges.judge_config import JudgeConfig, check_judge, load_judge
 from onetrunk.report.judges import quotes_of
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.types import Prompt

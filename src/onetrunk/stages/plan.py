@@ -11,7 +11,6 @@ It answers in about a second: neither torch nor transformers is imported, except
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +27,11 @@ from onetrunk.plan.search import Ranked, Space, rejected, search, size_for_all, 
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
 from onetrunk.plan.timing import PIPELINED
 from onetrunk.ppo.settings import PPOSettings
-from onetrunk.stages.options.parser import UsageError
+from onetrunk.stages.options.parser import UsageError, say
 from onetrunk.stages.options.plan_words import PlanWords, plan_words
 from onetrunk.stages.options.reading import parsed_values, read
 from onetrunk.stages.options.table import load_options
 from onetrunk.stages.plan_text import json_text, plan_lines
-from onetrunk.stages.secrets import say
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 
 
@@ -81,25 +79,12 @@ class _Settings(PPOSettings, _Inherited):
 
 def main(argv: Sequence[str]) -> int:
     """Plan, calibrate or check; return the exit code."""
-    try:
-        words, values = parse_plan(argv)
-        if words.own["calibrate"] is not None:
-            return _calibrate(words)
-        if words.own["check"] is not None:
-            return _check(words)
-        return _plan(words, values)
-    except SystemExit as end:  # argparse, after --help.
-        return int(end.code or 0)
-    except UsageError as error:
-        say(f"error: {error}", "all options: onetrunk plan --help")
-        return 2
-    except BrokenPipeError:
-        # `onetrunk plan ... | head`: Python would report the same error again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, OSError, RuntimeError) as error:
-        say(f"error: {error}")
-        return 1
+    words, values = parse_plan(argv)
+    if words.own["calibrate"] is not None:
+        return _calibrate(words)
+    if words.own["check"] is not None:
+        return _check(words)
+    return _plan(words, values)
 
 
 def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:

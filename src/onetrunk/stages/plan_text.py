@@ -20,8 +20,8 @@ PARTS = (
     "reward", "transient", "runtime",
 )  # fmt: skip
 GPU_ERA_NOTE = (
-    "times of GPUs rest on published measurements of other software (plan/README.md has their errors); none of them"
-    " was measured with onetrunk"
+    "times of GPUs rest on published measurements of other software (scripts/plan/README.md has their errors); none"
+    " of them was measured with onetrunk"
 )
 EXPERTS_NOTE = "; the one program that trained mixtures of experts took 1.2 to 7 times as long as predicted"
 

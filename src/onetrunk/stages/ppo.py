@@ -18,24 +18,30 @@ from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.load import JudgeConfig
+from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import KEPT_FOLDER, sample_references
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards.base import RewardFunction
 from onetrunk.rewards.ensemble import names_an_ensemble
-from onetrunk.rewards.judge import JudgeReward, PairwiseReward
+from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
 from onetrunk.rewards.resolve import names_a_model, resolve_reward
-from onetrunk.stages.arguments import ModelArguments, PPOArguments
+from onetrunk.rewards.reward import RewardFunction
+from onetrunk.stages.arguments import (
+    JUDGE,
+    PAIRWISE,
+    ModelArguments,
+    PPOArguments,
+    PPODataArguments,
+    PPOJudgeArguments,
+    check_judges,
+    parse,
+)
 from onetrunk.stages.judging import load_judge_parts, measured_words
 from onetrunk.stages.options.reading import DRY_RUN
-from onetrunk.stages.parsing import parse
-from onetrunk.stages.plain_arguments import JUDGE, PAIRWISE, PPODataArguments, PPOJudgeArguments, check_judges
-from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import load_training_rows, prompt_rows
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import begin, finish, run_stage, train
 from onetrunk.stages.tables import metrics_table, show, without_prefix, write_metrics
 
 
@@ -186,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not set(DRY_RUN) & set(words):
         return run_stage("ppo", parse_ppo, run, words)
-    from onetrunk.stages.dry_run import DryRun, dry_run
+    from onetrunk.stages.tools.dry_run import DryRun, dry_run
 
     words = [word for word in words if word not in DRY_RUN]
     return run_stage("ppo", lambda argv: (DryRun(*parse_ppo(argv)),), dry_run, words)

@@ -24,13 +24,10 @@ from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward
-from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments
-from onetrunk.stages.parsing import parse
-from onetrunk.stages.plain_arguments import TrainingDataArguments
+from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.plots import plot_by_margin, plot_reliability
-from onetrunk.stages.resuming import begin, finish, train
 from onetrunk.stages.rows import TrainingRows, load_preference_rows
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import begin, finish, run_stage, train
 from onetrunk.stages.tables import show_columns, write_values
 
 # Without held-out rows, this number of training rows gives the scale of the scores.

@@ -10,22 +10,10 @@ from datasets import Dataset
 from trl import extract_prompt
 
 from onetrunk.data.files import load_rows
-from onetrunk.data.preferences import (
-    checked_preferences,
-    checked_sides,
-    split_by_prompt,
-    validate_preferences,
-    validate_sides,
-)
-from onetrunk.data.prompts import (
-    checked_completions,
-    checked_prompts,
-    split_rows,
-    validate_completions,
-    validate_prompts,
-)
+from onetrunk.data.preferences import check_preferences, check_sides, split_by_prompt
+from onetrunk.data.prompts import check_completions, check_prompts, completion_columns, split_rows
 from onetrunk.data.sharded import ShardedRows, load_sharded_rows
-from onetrunk.stages.plain_arguments import DatasetArguments, TrainingDataArguments
+from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 TrainingRows = Dataset | ShardedRows
 
@@ -94,19 +82,13 @@ def stream_training_rows(args: TrainingDataArguments) -> ShardedRows:
 
 def prompt_rows(rows: TrainingRows) -> TrainingRows:
     """Return rows of prompts, checked as far as possible without a tokenizer; raises ValueError for bad rows."""
-    if isinstance(rows, ShardedRows):
-        checked_prompts(rows)
-    else:
-        validate_prompts(rows)
+    check_prompts(rows)
     return rows
 
 
 def completion_rows(rows: TrainingRows) -> TrainingRows:
     """Return rows of completions, checked, with only the columns that SFT trains on."""
-    if isinstance(rows, ShardedRows):
-        return checked_completions(rows)
-    kind = validate_completions(rows)
-    return rows.select_columns(["prompt", "completion"] if kind == "prompt" else [kind])
+    return check_completions(rows)
 
 
 def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[TrainingRows, Dataset | None]:
@@ -116,16 +98,13 @@ def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[Traini
 
 def preference_rows(rows: TrainingRows) -> TrainingRows:
     """Return preference rows with a column `prompt`, checked; without one, TRL takes what both sides share."""
-    has_sides = "prompt" not in rows.column_names and {"chosen", "rejected"} <= set(rows.column_names)
-    if isinstance(rows, ShardedRows):
-        if has_sides:
-            rows = checked_sides(rows).then(extract_prompt, added=["prompt"])
-        return checked_preferences(rows)
-    if has_sides:
-        validate_sides(rows)
-        rows = rows.map(extract_prompt, desc="prompts")
-    validate_preferences(rows)
-    return rows
+    if "prompt" not in rows.column_names and {"chosen", "rejected"} <= set(rows.column_names):
+        rows = check_sides(rows)
+        if isinstance(rows, ShardedRows):
+            rows = rows.then(extract_prompt, added=["prompt"])
+        else:
+            rows = rows.map(extract_prompt, desc="prompts")
+    return check_preferences(rows)
 
 
 def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
@@ -133,10 +112,12 @@ def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
     if name is None:
         return None
     rows = load_rows(name, split=split)
-    if validate_completions(rows) != "prompt":
+    if completion_columns(rows) != ["prompt", "completion"]:
         raise ValueError(
             f"unlabelled_dataset_name {name} has no columns prompt and completion, which the teacher scores; give rows"
             " that have them"
         )
+    check_completions(rows)
+    check_completions(rows)
     optional = [name for name in ("completion_stopped",) if name in rows.column_names]
     return rows.select_columns(["prompt", "completion", *optional])

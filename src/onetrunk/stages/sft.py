@@ -19,12 +19,9 @@ from onetrunk.models.build import check_targets_by_name
 from onetrunk.models.loading import load_config
 from onetrunk.parallel.sharding import cast_when_sharded
 from onetrunk.ppo.checks import check_tokenizer
-from onetrunk.stages.arguments import ModelArguments, SFTArguments
-from onetrunk.stages.parsing import parse
-from onetrunk.stages.plain_arguments import TrainingDataArguments
-from onetrunk.stages.resuming import begin, finish, train
+from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments, parse
 from onetrunk.stages.rows import TrainingRows, completion_rows, load_training_rows
-from onetrunk.stages.running import run_stage
+from onetrunk.stages.run_context import begin, finish, run_stage, train
 
 
 def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,28 +14,45 @@ from tqdm.auto import tqdm
 
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Judge, Pair
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.verdicts import PairLabel
+from onetrunk.judges.judge import Judge, Pair
+from onetrunk.judges.labels import PairLabel, judge_warnings
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from onetrunk.stages.judging import ShownLimit
+from onetrunk.stages.run_context import Terminated, say
 
 LEDGER = "ledger/verdicts.db"
+# A win rate at equal length that differs by this much from the plain one is reported.
+NOTABLE_LENGTH_EFFECT = 0.1
+OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 
 
 @dataclass(frozen=True)
 class Contest:
     """A judge's verdicts on n prompts."""
 
+    opponent: str  # "reference", or a model's name.
     pairs: list[Pair]  # The policy's completion first.
     labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
     rates: WinRate  # Over the pairs that have a label.
     outcomes: list[float | None]  # 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
-    metrics: dict[str, Any]  # The entries of metrics.json.
+    metrics: dict[str, Any]  # The entry `win_rate` of metrics.json.
+
+    @property
+    def words(self) -> list[str]:
+        """Each outcome as one of OUTCOMES."""
+        return [OUTCOMES[outcome] for outcome in self.outcomes]
+
+    def verdict(self, index: int) -> str:
+        """Return the verdict on a pair in words, with the probability that the policy's completion is better."""
+        probability = self.labels[index].probability
+        return self.words[index] + ("" if probability is None else f" ({probability:.2f})")
 
 
-def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair]) -> Contest:
+def hold_contest(
+    args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair], opponent: str
+) -> Contest:
     """Ask the judge about all pairs in both orders. Its answers are kept in a ledger in `output_dir`.
 
     Raises:
@@ -45,7 +63,11 @@ def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, 
     bar = tqdm(total=total, desc="judge", unit="question", dynamic_ncols=True, smoothing=0.05)
     with bar, Ledger(Path(args.output_dir) / LEDGER) as ledger:
         asker = Asker(judge, constitution, ledger, ShownLimit(args.max_failed_fraction, judge.name, bar))
-        asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
+        try:
+            asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
+        except (KeyboardInterrupt, Terminated):
+            say("the verdicts so far are saved; the same command continues from them", after_bar=True)
+            raise
         bar.update(total - bar.n)  # Answers from the ledger.
     same = PairLabel(probability=0.5, consistent=True, votes=())
     labels = [asked.get(i, same) for i in range(len(pairs))]
@@ -65,6 +87,7 @@ def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, 
     unjudged = sum(label.errors > 0 for label in labels)
     rate_metrics = rates.as_dict()
     metrics = {
+        "opponent": opponent,
         "judge": judge.name,
         "constitution": f"{constitution.name} ({constitution.version[:12]})",
         "win_rate": rate_metrics.pop("win_rate"),
@@ -76,7 +99,9 @@ def hold_contest(args: EvalArguments, judge: Judge, constitution: Constitution, 
         "principles": by_principle(labels),
         "position": asker.statistics.as_dict(),
     }
-    return Contest(list(pairs), labels, rates, [outcomes.get(i) for i in range(len(pairs))], metrics)
+    contest = Contest(opponent, list(pairs), labels, rates, [outcomes.get(i) for i in range(len(pairs))], metrics)
+    metrics["findings"] = findings(contest)
+    return contest
 
 
 def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
@@ -86,3 +111,32 @@ def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
         if None not in orders:
             probabilities.setdefault(principle, []).append(sum(orders) / len(orders))
     return {principle: sum(values) / len(values) for principle, values in probabilities.items()}
+
+
+def findings(contest: Contest) -> list[str]:
+    """Return the win rate in words, and reasons to doubt it."""
+    metrics, rates = contest.metrics, contest.rates
+    won, counted, level = rates.win_rate, rates.discrete_win_rate, rates.length_controlled_win_rate
+    lines = [
+        f"win rate {won.value:.1%} ({won.low:.1%} to {won.high:.1%}) against {contest.opponent} on {rates.prompts}"
+        f" prompts by the judge {metrics['judge']}: its mean probability of being the better one; counted,"
+        f" {counted.value:.1%} ({counted.low:.1%} to {counted.high:.1%}): {rates.wins} wins, {rates.ties} ties,"
+        f" {rates.losses} losses"
+    ]
+    if math.isfinite(level.value):
+        lines.append(f"at equal length the win rate would be {level.value:.1%} ({level.low:.1%} to {level.high:.1%})")
+        if abs(level.value - won.value) >= NOTABLE_LENGTH_EFFECT:
+            difference = rates.mean_length_difference
+            lines.append(
+                f"length decides a part of it: the completions are {abs(difference):.0f} characters"
+                f" {'longer' if difference > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
+            )
+    if rates.is_extrapolated:
+        lines.append(
+            "one side is the longer one in more than four of five pairs: the win rate at equal length is extrapolated,"
+            " and mostly too high for the shorter side"
+        )
+    lines += judge_warnings(metrics["position"])
+    if metrics["unjudged"]:
+        lines.append(f"{metrics['unjudged']} pairs have no verdict yet; the same command asks for them again")
+    return lines

@@ -1,6 +1,6 @@
 """Arguments of `onetrunk eval`: how completions are scored, and the opponent.
 
-The judge's settings are in `judges/load.py`.
+The judge's settings are in `judges/judge_config.py`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.judges.load import JudgeConfig
-from onetrunk.stages.plain_arguments import DatasetArguments, SamplingArguments
+from onetrunk.judges.judge_config import JudgeConfig
+from onetrunk.stages.arguments import DatasetArguments, SamplingArguments
 from onetrunk.utils.options import option
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import json
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,10 +22,8 @@ from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
 from onetrunk.feedback.preferences import plain
-from onetrunk.judges.base import Judge, Pair
-from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.load import JudgeConfig
-from onetrunk.judges.verdicts import judge_warnings
+from onetrunk.judges.judge import Pair
+from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
 from onetrunk.models.reward_model import is_adapter_name
@@ -35,40 +32,38 @@ from onetrunk.ppo.callbacks import RolloutProgress
 from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, sample_table, write_samples
-from onetrunk.ppo.sampling import ScoredRollout, longest_prompt_of
+from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, load_sampled_model, policy_tokenizer
-from onetrunk.report.blocks import fenced
 from onetrunk.report.report import write_report_of
-from onetrunk.rewards.base import Completion, RewardFunction, Scores
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.resolve import names_a_model
+from onetrunk.rewards.reward import Completion, RewardFunction, Scores
 from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend
-from onetrunk.stages.arguments import ModelArguments
-from onetrunk.stages.eval.contest import Contest, hold_contest
+from onetrunk.stages.arguments import ModelArguments, parse
+from onetrunk.stages.eval.contest import Contest, findings, hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments, check_purpose
 from onetrunk.stages.judging import load_judge_parts
-from onetrunk.stages.parsing import parse
 from onetrunk.stages.plots import plot_contest
-from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
-from onetrunk.stages.running import Terminated, run_stage, say
-from onetrunk.stages.tables import markdown_table, metrics_table, show, show_columns, text_table, write_metrics
+from onetrunk.stages.run_context import run_stage, say_where
+from onetrunk.stages.tables import (
+    metrics_table,
+    show,
+    show_columns,
+    text_table,
+    write_values,
+)
 from onetrunk.types import Prompt
-from onetrunk.utils.escaping import markdown_text, printable
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-REPORT, PAIRS = "report.md", "pairs.jsonl"
-# Pairs that report.md shows.
-NUM_SAMPLES, NUM_LOSSES = 6, 3
-# A win rate at equal length that differs by this much from the plain one is reported.
-NOTABLE_LENGTH_EFFECT = 0.1
-OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
+PAIRS = "pairs.jsonl"
 
 
 @dataclass(frozen=True)
@@ -91,64 +86,51 @@ class Answers:
     columns: dict[str, list[Any]]  # The dataset's other columns.
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How the sides are compared."""
-
-    opponent: str | None  # "reference", the name of a model, or None without an opponent.
-    checks: RewardSet | None
-    judge: Judge | None  # None without a judge, and on all processes but the first.
-    constitution: Constitution | None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """All results of an evaluation."""
-
-    model: str
-    opponent: str | None  # "reference", a model's name, or None without an opponent.
-    metrics: dict[str, dict[str, float]]  # By role: policy, reference, opponent.
-    pairs: list[Pair]  # The policy's completion first; empty without an opponent.
-    contest: Contest | None  # None without a judge.
-    checks: dict[str, dict[str, float]]  # Role -> check -> share that passes.
-    about: dict[str, Any]  # Further entries of metrics.json.
-
-    def verdict(self, index: int) -> str:
-        """Return the judge's verdict on a pair in words; "" without a judge."""
-        if self.contest is None:
-            return ""
-        probability = self.contest.labels[index].probability
-        return OUTCOMES[self.contest.outcomes[index]] + ("" if probability is None else f" ({probability:.2f})")
-
-
 def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
     rows = prompt_rows(load_dataset_rows(args))
     config = args.ppo_config(model_args.init_kwargs())
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
     # Mistakes in opponent, checks or judge are reported before a large model loads.
-    comparison = plan_comparison(args, judge_settings, model_args, rows.column_names, accelerator.is_main_process)
-    sides, num_prompts = sample_sides(args, config, model_args, rows, accelerator, comparison.opponent)
-    report(args, model_args.model_name_or_path, accelerator, sides, num_prompts, comparison)
+    opponent = named_opponent(args, model_args, has_judge=bool(judge_settings.judge))
+    checks = load_checks(args, rows.column_names)
+    judge = constitution = None
+    if judge_settings.judge:
+        judge, constitution = load_judge_parts(judge_settings, asks=accelerator.is_main_process)
+    sides, num_prompts = sample_sides(args, config, model_args, rows, accelerator, opponent)
+    answers = {role: gather_answers(side.samples, num_prompts, accelerator) for role, side in sides.items()}
+    if accelerator.is_main_process:
+        for role, side in sides.items():
+            write_samples(args.output_dir, f"samples-{role}", side.samples, {})
+        passed = {role: passed_shares(checks, answer) for role, answer in answers.items()} if checks else {}
+        other = next((role for role in ("opponent", "reference") if role in answers), None)
+        pairs = pairs_of(answers["policy"], answers[other]) if other else []
+        contest = None
+        if judge is not None:
+            contest = hold_contest(args, judge, constitution, pairs, opponent)
+        about = facts_of(args, model_args, sides, num_prompts, accelerator.num_processes)
+        about |= {"checks": passed} if passed else {}
+        about |= {"opponent_model": opponent} if "opponent" in sides else {}
+        path = write_evaluation(Path(args.output_dir), about, sides, pairs, contest)
+        show_evaluation(model_args.model_name_or_path, sides, passed, contest, args.num_completions_to_print)
+        print(f"eval: wrote {path}, and the samples next to it")
+        say_where(write_report_of(args.output_dir), "eval")
     accelerator.end_training()
 
 
-def plan_comparison(
-    args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments, columns: Sequence[str], is_first: bool
-) -> Comparison:
-    """Check the opponent, the checks (which may need columns of the dataset) and the constitution, then the judge.
+def load_checks(args: EvalArguments, columns: Sequence[str]) -> RewardSet | None:
+    """Return the checks, which may need columns of the dataset; None without any.
 
     Raises:
-        ValueError, TypeError, RuntimeError: one of them is not valid. Only the first process asks the judge.
+        ValueError, TypeError, RuntimeError: one of them is not valid.
     """
-    opponent, checks = named_opponent(args, model_args, has_judge=bool(settings.judge)), None
-    if args.checks:
-        try:
-            checks = RewardSet(list(args.checks))
-            checks.check_columns(columns)
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise type(error)(f"checks: {error}") from error
-    judge, constitution = load_judge_parts(settings, asks=is_first) if settings.judge else (None, None)
-    return Comparison(opponent, checks, judge, constitution)
+    if not args.checks:
+        return None
+    try:
+        checks = RewardSet(list(args.checks))
+        checks.check_columns(columns)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise type(error)(f"checks: {error}") from error
+    return checks
 
 
 def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: bool) -> str | None:
@@ -213,7 +195,11 @@ def sample_sides(
     ) -> tuple[int, list[str | RewardFunction]]:
         """Measure a model in each role of the trunk, under the name of a side; return rewards for another model."""
         with backend_of(config, tuple(roles.values()), progress, on_servers) as backend:
-            parts = load_parts(config, rewards, model, rows, accelerator, backend)
+            check_launch(config)
+            quantization = get_quantization_config(model)
+            inputs = ModelInputs(model.model_name_or_path, rewards, quantization_config=quantization)
+            parts = load_sampled_model(inputs, config, [rows], backend)
+            parts.model.to(accelerator.device)
             if "policy" in roles.values():
                 restore_reference(parts.model, name, revision)
             if isinstance(backend, VLLMBackend):
@@ -258,23 +244,6 @@ def backend_of(
         yield servers
 
 
-def load_parts(
-    config: PPOConfig,
-    rewards: Sequence[str | RewardFunction],
-    model_args: ModelArguments,
-    rows: Dataset,
-    accelerator: Accelerator,
-    backend: LocalBackend | VLLMBackend,
-) -> SampledModel:
-    """Return model, tokenizer, checked prompts and sampler, as for a PPO run."""
-    check_launch(config)
-    quantization = get_quantization_config(model_args)
-    inputs = ModelInputs(model_args.model_name_or_path, rewards, quantization_config=quantization)
-    parts = load_sampled_model(inputs, config, [rows], backend)
-    parts.model.to(accelerator.device)
-    return parts
-
-
 def restore_reference(model: TrunkModel, name: str, revision: str) -> None:
     """Make the reference what training started from: the adapter saved next to the policy, or else the bare base."""
     # A trunk loaded from an adapter has that adapter as its reference, as a training that continues from it would.
@@ -313,47 +282,19 @@ def unscored(completions: list[Completion], **columns: Any) -> list[None]:
     return [None] * len(completions)
 
 
-def report(
-    args: EvalArguments,
-    name: str,
-    accelerator: Accelerator,
-    sides: dict[str, Side],
-    num_prompts: int,
-    comparison: Comparison,
-) -> None:
-    """Compare the sides; write metrics.json, report.md and all samples, and print the metrics and some samples.
-
-    Every process must call it; the first one asks the judge and writes.
-    """
-    answers = {role: gather_answers(side.samples, num_prompts, accelerator) for role, side in sides.items()}
-    if not accelerator.is_main_process:
-        return
-    for role, side in sides.items():
-        write_samples(args.output_dir, f"samples-{role}", side.samples, {})
-    checks, judge = comparison.checks, comparison.judge
-    passed = {role: passed_shares(checks, answer) for role, answer in answers.items()} if checks else {}
-    opponent_role = next((role for role in ("opponent", "reference") if role in answers), None)
-    pairs = pairs_of(answers["policy"], answers[opponent_role]) if opponent_role else []
-    try:
-        contest = hold_contest(args, judge, comparison.constitution, pairs) if judge else None
-    except (KeyboardInterrupt, Terminated):
-        say("the verdicts so far are saved; the same command continues from them", after_bar=True)
-        raise
+def facts_of(
+    args: EvalArguments, model_args: ModelArguments, sides: dict[str, Side], num_prompts: int, num_processes: int
+) -> dict[str, Any]:
+    """Return the entries of metrics.json that say what was evaluated, and how."""
     samplers = {role: side.sampled_by for role, side in sides.items()}
     by_role = ", ".join(f"{role}: {sampler}" for role, sampler in samplers.items())
-    about = {
+    return {
+        "model": model_args.model_name_or_path,
         "num_prompts": num_prompts,
         "seed": args.seed,
-        "num_processes": accelerator.num_processes,
+        "num_processes": num_processes,
         "sampled_by": by_role if len(set(samplers.values())) > 1 else samplers["policy"],
     }
-    metrics = {role: side.metrics for role, side in sides.items()}
-    opponent = opponent_role and (comparison.opponent or opponent_role)
-    evaluation = Evaluation(name, opponent, metrics, pairs, contest, passed, about)
-    path = write_evaluation(Path(args.output_dir), evaluation)
-    show_evaluation(evaluation, sides["policy"].samples, args.num_completions_to_print)
-    print(f"eval: wrote {path}, and report.md and the samples next to it")
-    say_where(write_report_of(args.output_dir), "eval")
 
 
 def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Accelerator) -> Answers:
@@ -404,116 +345,55 @@ def passed_shares(checks: RewardSet, answers: Answers) -> dict[str, float]:
     return shares
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
-    """Write metrics.json, report.md and, with an opponent, pairs.jsonl and plots; return the path of metrics.json."""
-    metrics, contest = evaluation.metrics, evaluation.contest
-    others: dict[str, Any] = {"model": evaluation.model, **evaluation.about}
-    if evaluation.checks:
-        others["checks"] = evaluation.checks
-    if "opponent" in metrics:
-        others |= {"opponent_model": evaluation.opponent, "opponent": metrics["opponent"]}
+def write_evaluation(
+    folder: Path, about: dict[str, Any], sides: dict[str, Side], pairs: Sequence[Pair], contest: Contest | None
+) -> Path:
+    """Write metrics.json and, with an opponent, pairs.jsonl and plots; return the path of metrics.json."""
+    rows = [{"prompt": pair.prompt, "policy": pair.first, "opponent": pair.second} for pair in pairs]
     if contest is not None:
-        others["win_rate"] = {"opponent": evaluation.opponent, **contest.metrics}
-    lines = []
-    for i, pair in enumerate(evaluation.pairs):
-        row: dict[str, Any] = {"prompt": pair.prompt, "policy": pair.first, "opponent": pair.second}
-        if contest is not None:
-            row |= {"outcome": OUTCOMES[contest.outcomes[i]], **asdict(contest.labels[i])}
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    if lines:
+        rows = [
+            row | {"outcome": outcome, **asdict(label)}
+            for row, outcome, label in zip(rows, contest.words, contest.labels, strict=True)
+        ]
+        plot_contest(folder, contest)
+        about |= {"win_rate": contest.metrics}
+    if rows:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         atomic_write_text(folder / PAIRS, redact("".join(lines)))
-    plots = plot_contest(folder, contest) if contest is not None else []
-    atomic_write_text(folder / REPORT, redact(report_text(evaluation, plots)))
     # Last: when metrics.json exists, so do the other files.
-    return write_metrics(folder, metrics["policy"], metrics.get("reference"), **others)
+    return write_values(folder, {**about, **{role: side.metrics for role, side in sides.items()}})
 
 
-def show_evaluation(evaluation: Evaluation, samples: ScoredRollout, num_rows: int) -> None:
+def show_evaluation(
+    name: str,
+    sides: dict[str, Side],
+    passed: dict[str, dict[str, float]],
+    contest: Contest | None,
+    num_rows: int,
+) -> None:
     """Print metrics, win rate and checks as tables, some samples, and the findings."""
-    metrics, contest = evaluation.metrics, evaluation.contest
+    metrics = {role: side.metrics for role, side in sides.items()}
     if "opponent" in metrics:
-        show_columns(evaluation.model, metrics)
+        show_columns(name, metrics)
     else:
-        show(metrics_table(evaluation.model, metrics["policy"], metrics.get("reference")))
+        show(metrics_table(name, metrics["policy"], metrics.get("reference")))
     if contest is not None:
-        position = {f"position/{name}": value for name, value in contest.metrics["position"].items()}
+        position = {f"position/{key}": value for key, value in contest.metrics["position"].items()}
         # Booleans are reported in the findings.
-        numbers = {name: v for name, v in (contest.metrics | position).items() if not isinstance(v, bool)}
-        show_columns(f"{evaluation.model} against {evaluation.opponent}", {"value": numbers})
-    if evaluation.checks:
-        show_columns("share that passes", evaluation.checks)
+        numbers = {key: v for key, v in (contest.metrics | position).items() if not isinstance(v, bool)}
+        show_columns(f"{name} against {contest.opponent}", {"value": numbers})
+    if passed:
+        show_columns("share that passes", passed)
     if num_rows > 0 and contest is not None:
-        pairs = enumerate(evaluation.pairs[:num_rows])
-        rows = ((plain(pair.prompt), pair.first, pair.second, evaluation.verdict(i)) for i, pair in pairs)
-        show(text_table(("prompt", "policy", evaluation.opponent, "outcome"), rows))
-    elif num_rows > 0:
-        show(sample_table(samples, "samples", num_rows))
-    for finding in findings(evaluation):
-        print(printable(f"eval: {finding}"))
-
-
-def findings(evaluation: Evaluation) -> list[str]:
-    """Return the win rate in words, and reasons to doubt it."""
-    if evaluation.contest is None:
-        return []
-    metrics, rates = evaluation.contest.metrics, evaluation.contest.rates
-    won, counted, level = rates.win_rate, rates.discrete_win_rate, rates.length_controlled_win_rate
-    lines = [
-        f"win rate {won.value:.1%} ({won.low:.1%} to {won.high:.1%}) against {evaluation.opponent} on {rates.prompts}"
-        f" prompts by the judge {metrics['judge']}: its mean probability of being the better one; counted,"
-        f" {counted.value:.1%} ({counted.low:.1%} to {counted.high:.1%}): {rates.wins} wins, {rates.ties} ties,"
-        f" {rates.losses} losses"
-    ]
-    if math.isfinite(level.value):
-        lines.append(f"at equal length the win rate would be {level.value:.1%} ({level.low:.1%} to {level.high:.1%})")
-        if abs(level.value - won.value) >= NOTABLE_LENGTH_EFFECT:
-            difference = rates.mean_length_difference
-            lines.append(
-                f"length decides a part of it: the completions are {abs(difference):.0f} characters"
-                f" {'longer' if difference > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
-            )
-    if rates.is_extrapolated:
-        lines.append(
-            "one side is the longer one in more than four of five pairs: the win rate at equal length is extrapolated,"
-            " and mostly too high for the shorter side"
+        rows = (
+            (plain(pair.prompt), pair.first, pair.second, contest.verdict(index))
+            for index, pair in enumerate(contest.pairs[:num_rows])
         )
-    lines += judge_warnings(metrics["position"])
-    if metrics["unjudged"]:
-        lines.append(f"{metrics['unjudged']} pairs have no verdict yet; the same command asks for them again")
-    return lines
-
-
-def report_text(evaluation: Evaluation, plots: list[str]) -> str:
-    """Return report.md, with the plots (names of files in its folder)."""
-    contest, opponent = evaluation.contest, evaluation.opponent
-
-    def sample(index: int) -> str:
-        pair, verdict = evaluation.pairs[index], evaluation.verdict(index)
-        texts = (("prompt", plain(pair.prompt)), ("policy", pair.first), (opponent, pair.second))
-        blocks = (f"{markdown_text(name)}:\n\n{fenced(text)}" for name, text in texts)
-        return "\n\n".join([f"### Prompt {index + 1}{verdict and f': {verdict}'}", *blocks])
-
-    title = evaluation.model if opponent is None else f"{evaluation.model} against {opponent}"
-    facts = "; ".join(f"{name}: {value}" for name, value in evaluation.about.items())
-    parts = [f"# {markdown_text(title)}", markdown_text(facts)]
-    parts += [f"- {markdown_text(finding)}" for finding in findings(evaluation)]
-    if contest is not None:
-        metrics = dict(contest.metrics)
-        principles, position = metrics.pop("principles"), metrics.pop("position")
-        metrics |= {f"length_fit/{name}": value for name, value in metrics.pop("length_fit").items()}
-        parts += ["## Win rate", markdown_table({"value": metrics}), *(f"![{name}]({name})" for name in plots)]
-        parts += ["### By principle: mean probability that the policy's completion is the better one"]
-        parts += [markdown_table({"probability": principles}), "### The judge", markdown_table({"value": position})]
-    if evaluation.checks:
-        parts += ["## Checks: share that passes", markdown_table(evaluation.checks)]
-    parts += ["## Metrics", markdown_table(evaluation.metrics)]
-    if evaluation.pairs:
-        parts += ["## Side by side", *map(sample, range(min(NUM_SAMPLES, len(evaluation.pairs))))]
-    losses = [i for i, outcome in enumerate(contest.outcomes) if outcome == 0.0] if contest is not None else []
-    if losses:
-        clearest = sorted(losses, key=lambda i: contest.labels[i].probability)[:NUM_LOSSES]
-        parts += ["## The clearest losses", *map(sample, clearest)]
-    return "\n\n".join(filter(None, parts)) + "\n"
+        show(text_table(("prompt", "policy", contest.opponent, "outcome"), rows))
+    elif num_rows > 0:
+        show(sample_table(sides["policy"].samples, "samples", num_rows))
+    for finding in findings(contest) if contest is not None else ():
+        print(printable(f"eval: {finding}"))
 
 
 parse_eval = partial(

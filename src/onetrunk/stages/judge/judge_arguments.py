@@ -1,12 +1,12 @@
-"""Arguments of `onetrunk judge`: rows with the preferences of people. The judges' settings are in `judges/load.py`."""
+"""Arguments of `onetrunk judge`: rows with the preferences of people."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP
-from onetrunk.judges.load import JudgeConfig
-from onetrunk.stages.plain_arguments import DatasetArguments, PushArguments, require_output_dir_is_set
+from onetrunk.judges.judge_config import JudgeConfig
+from onetrunk.stages.arguments import DatasetArguments, PushArguments, require_output_dir_is_set
 from onetrunk.utils.options import option, require_seed
 
 

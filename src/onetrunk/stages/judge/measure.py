@@ -21,21 +21,21 @@ from onetrunk.data.groups import ALL, Group, labelled_groups
 from onetrunk.feedback.asking import Asker, parts_of
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Rating, Verdict, digest
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
-from onetrunk.judges.load import RUBRIC, EnsembleJudge, JudgeConfig, load_judge, specs_by_judge, unique_names
-from onetrunk.judges.verdicts import PairLabel, answer_key, judge_pairs, kept_answer, rate_pairs
+from onetrunk.judges.ensemble import EnsembleJudge, unique_names
+from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Rating, Verdict, digest
+from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
+from onetrunk.judges.labels import PairLabel, answer_key, judge_pairs, kept_answer, rate_pairs
 from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.stages.arguments import parse
 from onetrunk.stages.judge.agreement import Judged, agreement, findings, judge_metrics
 from onetrunk.stages.judge.judge_arguments import JudgeArguments, check_judge_is_named
 from onetrunk.stages.judging import ShownLimit, check_judges
-from onetrunk.stages.parsing import parse
-from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows
-from onetrunk.stages.running import Terminated, run_stage, say
+from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import show, show_columns, text_table, write_values
 from onetrunk.types import as_text
 from onetrunk.utils.escaping import printable

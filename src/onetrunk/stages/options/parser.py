@@ -1,13 +1,16 @@
-"""A parser of option words, and the readers of their values."""
+"""A parser of option words, the readers of their values, and messages about mistakes in them."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from onetrunk.stages.options.table import Option
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import parse_json
+from onetrunk.utils.redaction import add_stored_token, redact
 
 MAPPING_EXAMPLES = {
     "dataset_columns": '{"prompt": "question"}',
@@ -22,6 +25,20 @@ TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 class UsageError(ValueError):
     """A mistake on the command line or in the YAML file."""
+
+
+def shown(text: str) -> str:
+    """Return a text without secrets and control characters."""
+    return printable(redact(text))
+
+
+def say(*lines: str, after_bar: bool = False) -> None:
+    """Print lines to stderr, without secrets and control characters.
+
+    `after_bar` first ends a line that may hold a progress bar.
+    """
+    add_stored_token()
+    print(shown("\n".join(["", *lines] if after_bar else lines)), file=sys.stderr, flush=True)
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,13 +1,13 @@
 """Read a YAML file and the words of a command line: secrets, unknown keys and wrong types become one message.
 
-The command line calls this before it imports torch; `stages/parsing.py` then makes the dataclasses.
+The command line calls this before it imports torch; `stages/arguments.py` then makes the dataclasses.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 
 from onetrunk.ppo.foreign_keys import RENAMED, explain_key, nearest_key
 from onetrunk.stages.options.parser import UsageError, make_parser
-from onetrunk.stages.options.table import MODULES, Option, load_options
-from onetrunk.stages.secrets import secret_in_setting, secret_in_words
+from onetrunk.stages.options.table import Option, load_options
+from onetrunk.stages.options.verbs import SETTINGS_MODULES
 from onetrunk.utils.files import require_name
+from onetrunk.utils.redaction import SECRET_KEYWORDS, is_secret_name
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
 from onetrunk.utils.yaml_files import read_yaml
 
@@ -46,7 +47,7 @@ def read(verb: str, argv: Sequence[str]) -> Reading:
     """Return what a user wrote, with old names replaced; set the variables of the file's env block.
 
     Args:
-        verb: one of MODULES.
+        verb: one of SETTINGS_MODULES.
         argv: the words after it.
 
     Raises:
@@ -116,7 +117,7 @@ def _explained(key: str, verb: str) -> str:
     known = [name for name in load_options(verb) if name not in RENAMED]
     if verb == "ppo":
         return explain_key(key, known)
-    return nearest_key(key, known, [other for other in MODULES if key in load_options(other)])
+    return nearest_key(key, known, [other for other in SETTINGS_MODULES if key in load_options(other)])
 
 
 def _with_first_word(verb: str, argv: Sequence[str]) -> list[str]:
@@ -235,3 +236,42 @@ def value_fault(option: Option, value: Any) -> str | None:
     if option.choices and value not in option.choices:
         return f"is {value!r}; expected one of {', '.join(option.choices)}"
     return None
+
+
+def secret_in_words(words: Sequence[str]) -> str | None:
+    """Return why a command line is rejected: it holds a secret. None if it does not."""
+    for word in words:
+        name, _, value = word.partition("=")
+        if is_secret_name(name) and name.isidentifier() and value:
+            return (
+                f"{name}=... is rejected: a command line is visible to all users of the machine; export {name} before"
+            )
+        name = name.removeprefix("--").replace("-", "_")
+        if word.startswith("--") and (name in SECRET_KEYWORDS or name.endswith(("_api_key", "_password", "_secret"))):
+            return f"--{name} is rejected: a command line is visible to all users of the machine; {_alternative(name)}"
+    return None
+
+
+def secret_in_setting(key: str, value: Any) -> str | None:
+    """Return why a YAML entry or a JSON option is rejected, to be printed after its key; None if it is not."""
+    if key == "env" and isinstance(value, Mapping):
+        name = next((name for name, text in value.items() if is_secret_name(str(name)) and text), None)
+        return name and f"sets {name}: recipes are shared; export {name} in the shell instead"
+    if key in SECRET_KEYWORDS and isinstance(value, str) and value:
+        return f"holds a secret, and recipes are shared; remove it and {_alternative(key)}"
+    name = next(_secret_keywords(value), None) if key.endswith("_kwargs") else None
+    return name and f"holds a secret in {name}; remove it and {_alternative(name)}"
+
+
+def _alternative(name: str) -> str:
+    if name.endswith("api_key"):
+        return "put the key into an environment variable and name it in judge_api_key_env"
+    return "set the environment variable HF_TOKEN, or run `hf auth login` once"
+
+
+def _secret_keywords(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            if key in SECRET_KEYWORDS and isinstance(entry, str) and entry:
+                yield key
+            yield from _secret_keywords(entry)

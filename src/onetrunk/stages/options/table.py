@@ -17,19 +17,14 @@ from typing import Any
 
 from onetrunk.ppo.foreign_keys import RENAMED
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING
-from onetrunk.stages.plain_arguments import WITHOUT_MEANING
+from onetrunk.stages.options.verbs import SETTINGS_MODULES
 
-# Verb -> the module with its `parse_VERB`, a partial whose `dataclass_types` are the settings classes.
-MODULES = {
-    "sft": "onetrunk.stages.sft",
-    "judge": "onetrunk.stages.judge.measure",
-    "prefs": "onetrunk.stages.prefs.stage",
-    "reward": "onetrunk.stages.reward",
-    "distill": "onetrunk.stages.distill",
-    "ppo": "onetrunk.stages.ppo",
-    "eval": "onetrunk.stages.eval.evaluate",
-    "serve": "onetrunk.stages.serve",
-    "merge": "onetrunk.stages.merge",
+# Fields of TRL's ModelConfig that a stage rejects, and why.
+WITHOUT_MEANING = {
+    "lora_modules_to_save": "the base stays frozen, and the value head is saved next to the adapter",
+    "lora_target_parameters": "adapters stand on linear layers; use lora_target_modules",
+    "lora_task_type": "it is always CAUSAL_LM",
+    "bnb_4bit_quant_storage": "it is for sharded training, which is not supported yet",
 }
 # The libraries' classes that ours inherit from; their packages are not imported to find them.
 LIBRARY_CLASSES = {
@@ -74,7 +69,7 @@ class Option:
 @functools.cache
 def load_options(verb: str) -> dict[str, Option]:
     """Return the options of a verb by name."""
-    module = MODULES[verb]
+    module = SETTINGS_MODULES[verb]
     options = {}
     for name in _settings_classes(module):
         options |= _fields_of(module, name)

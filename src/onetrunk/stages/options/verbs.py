@@ -1,4 +1,4 @@
-"""The verbs of the command line."""
+"""The verbs of the command line, and the modules that run them."""
 
 VERBS = {
     "sft": "fine-tune a model on prompts and completions (a starting point for PPO)",
@@ -18,11 +18,27 @@ VERBS = {
     "init": "write a recipe for your model, rows and rewards",
     "doctor": "report versions, GPU, packages, disk and Hub login, and how to install what is missing",
 }
-# Verbs that read their words themselves -> their modules. They import neither torch nor transformers.
-PLAIN_VERBS = {
-    "config": "onetrunk.stages.options.printing",
-    "init": "onetrunk.stages.init",
-    "recipes": "onetrunk.stages.recipes",
-    "doctor": "onetrunk.stages.doctor",
-    "plan": "onetrunk.stages.plan",
+# Verbs with settings -> the module with their `main` and their `parse_VERB`, a partial whose `dataclass_types` are the
+# settings classes.
+SETTINGS_MODULES = {
+    "sft": "onetrunk.stages.sft",
+    "judge": "onetrunk.stages.judge.measure",
+    "prefs": "onetrunk.stages.prefs.stage",
+    "reward": "onetrunk.stages.reward",
+    "distill": "onetrunk.stages.distill",
+    "ppo": "onetrunk.stages.ppo",
+    "eval": "onetrunk.stages.eval.evaluate",
+    "serve": "onetrunk.stages.tools.serve",
+    "merge": "onetrunk.stages.tools.merge",
 }
+# Verbs whose words are read by a parser of their own (`options/words.py`).
+WORD_MODULES = {"run": "onetrunk.stages.run.chain", "report": "onetrunk.stages.tools.report"}
+# Verbs whose modules import neither torch nor transformers. Their `main` raises ValueError for a mistake.
+PLAIN_MODULES = {
+    "plan": "onetrunk.stages.plan",
+    "config": "onetrunk.stages.tools.config",
+    "init": "onetrunk.stages.tools.init",
+    "recipes": "onetrunk.stages.tools.recipes",
+    "doctor": "onetrunk.stages.tools.doctor",
+}
+MODULES = SETTINGS_MODULES | WORD_MODULES | PLAIN_MODULES

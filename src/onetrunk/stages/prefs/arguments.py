@@ -1,6 +1,6 @@
 """The settings of `onetrunk prefs`: pairing, revisions, and output.
 
-One field is one YAML key and one command line option. The settings of judges are in `judges/load.py`.
+One field is one YAML key and one command line option. The settings of judges are in `judges/judge_config.py`.
 """
 
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP, OUTPUT_ROWS, PAIRINGS, check_pairing
 from onetrunk.feedback.shards import FORMATS, Shard
-from onetrunk.stages.plain_arguments import PushArguments, SamplingArguments, require_model_name
+from onetrunk.stages.arguments import PushArguments, SamplingArguments, require_model_name
 from onetrunk.utils.options import option
 
 MODES = ("pairs", "revise")

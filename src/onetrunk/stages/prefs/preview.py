@@ -12,10 +12,9 @@ from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.overlap import chunked
 from onetrunk.feedback.sampling import PromptItem
-from onetrunk.judges.base import Done, Items, Judge, Pair, Principle, Rating, Single, Verdict, ask
+from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Rating, Single, Usage, Verdict
+from onetrunk.judges.labels import Memory
 from onetrunk.judges.template import nonce_of, question_messages
-from onetrunk.judges.usage import Usage
-from onetrunk.judges.verdicts import Memory
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.tables import shortened, show, show_columns, text_table
 from onetrunk.types import Message
@@ -85,7 +84,7 @@ class HeardJudge(Judge):
         self.heard: list[tuple[Pair | Single, Principle, Verdict | Rating]] = []
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        for index, answer in enumerate(ask(self.judge, items, principle)):
+        for index, answer in enumerate(self.judge.answer_each([(items, principle)])[0]):
             self.heard.append((items[index], principle, answer))
             keep(index, answer)
 

@@ -37,14 +37,13 @@ from onetrunk.feedback.preferences import (
 from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
-from onetrunk.judges.base import Judge
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.load import JudgeConfig, load_judge
+from onetrunk.judges.judge import Judge
+from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments
+from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
 from onetrunk.stages.judging import check_judges, measured_words
-from onetrunk.stages.parsing import parse
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.given import GivenItem, GivenSource
 from onetrunk.stages.prefs.output import (
@@ -67,9 +66,8 @@ from onetrunk.stages.prefs.sampler import (
     positions_left,
     sampling_servers,
 )
-from onetrunk.stages.resuming import say_where
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
-from onetrunk.stages.running import Terminated, run_stage, say
+from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import show
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder

@@ -25,12 +25,12 @@ from typing import Any
 from onetrunk.checkpoints.folders import left_by_a_run
 from onetrunk.checkpoints.settings import is_free
 from onetrunk.feedback.costs import CostConfig
-from onetrunk.ppo.state import FREE_IN_PPO
+from onetrunk.ppo.stream_state import FREE_IN_PPO
+from onetrunk.stages.arguments import PushArguments
 from onetrunk.stages.options.parser import UsageError
-from onetrunk.stages.options.reading import read_mapping
-from onetrunk.stages.plain_arguments import PushArguments
-from onetrunk.stages.resuming import has_result
-from onetrunk.stages.secrets import secret_in_words
+from onetrunk.stages.options.reading import read_mapping, secret_in_words
+from onetrunk.stages.options.verbs import SETTINGS_MODULES
+from onetrunk.stages.run_context import has_result
 from onetrunk.utils.files import require_name
 from onetrunk.utils.shipped import find_config, with_shipped_files
 
@@ -188,7 +188,7 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
 
 
 def _parse_as_the_stage_will(stage: Stage, place: str) -> tuple[Any, ...]:
-    module = import_module(f"onetrunk.stages.{stage.verb}")
+    module = import_module(SETTINGS_MODULES[stage.verb])
     environment = dict(os.environ)
     try:
         return getattr(module, f"parse_{stage.verb}")(stage.words())

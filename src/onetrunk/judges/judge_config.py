@@ -1,0 +1,314 @@
+"""The settings of judges, and the judge that they mean.
+
+judge: [rubric]                          plain Python checks (setting rubric)
+judge: ["reward:runs/reward"]            a reward model: folder or Hub name, or an adapter of one
+judge: ["http://127.0.0.1:8000/v1"]      a server with OpenAI's chat protocol (setting judge_model)
+judge: [path/to/file.py:MyJudge]         a Judge of the user's: a class, or an instance; also package.module.MyJudge
+judge: [Qwen/Qwen2.5-7B-Instruct]        a causal language model in this process: folder or Hub name
+judge: [a, b]                            the mean of several (`EnsembleJudge`); servers of one model are one judge
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onetrunk.judges.constitution import load_constitution
+from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.judge import Judge, digest, model_name
+from onetrunk.judges.rubric import Check, RubricJudge
+from onetrunk.judges.template import VERDICT_TOKENS
+from onetrunk.utils.objects import find_object, is_dotted_path
+from onetrunk.utils.options import option
+
+if TYPE_CHECKING:
+    import torch
+
+RUBRIC, REWARD, SERVER = "rubric", "reward:", ("http://", "https://")
+KINDS = (
+    "rubric, reward:FOLDER, a server's address (http://host/v1), a Judge of yours (path/to/file.py:NAME), or a causal"
+    " model's folder or Hub name"
+)
+# Entries of a call's body that the judge sets itself, with the settings that change them.
+SENT = dict.fromkeys("messages seed temperature top_p logprobs top_logprobs n stream".split())
+SENT |= {"model": "judge_model", "max_tokens": "judge_verdict_tokens"}
+
+
+@dataclass
+class JudgeConfig:
+    """Which judges, and by which principles. A dataclass for TrlParser: one field is one YAML key and one option."""
+
+    judge: list[str] | None = option(
+        None,
+        "rubric; reward:FOLDER (a reward model, or its Hub name); http(s)://host/v1 (a server; judge_model, or"
+        " '#model=NAME' after the address); a Judge of yours (path/to/file.py:NAME, package.module.NAME); else a"
+        " causal model's folder or Hub name. Several: their mean; servers of one model share its questions.",
+    )
+    constitution: str | None = option(None, "YAML file with the principles to judge by.")
+    rubric: dict[str, str] | None = option(
+        None,
+        "Judge rubric: tag of a principle -> path/to/file.py:function or package.module.function, with the signature"
+        " of reward functions; as JSON on the command line.",
+    )
+    # models in this process
+    judge_batch_size: int = option(8, "Questions, or texts of a reward model, per forward.")
+    judge_device: str | None = option(None, "Such as cuda:1 or cpu; None: the accelerator, if there is one.")
+    # models that write, here or on a server
+    judge_reasoning_tokens: int = option(0, "Longest reasoning before each answer, tokens; 0: none.")
+    # servers
+    judge_model: str | None = option(None, "Name of the model on the server.")
+    judge_api_key_env: str | None = option(None, "Environment variable that holds the server's key; None: no key.")
+    judge_tokenizer: str | None = option(
+        None,
+        "Folder or Hub name of the tokenizer of a server's model: its control tokens are removed from the judged"
+        " texts. None: only marks that follow a general rule are.",
+    )
+    judge_max_concurrency: int = option(8, "Most calls in flight to each server.")
+    judge_timeout_s: float = option(60.0, "Deadline of one call to a server, seconds.")
+    judge_verdict_tokens: int = option(
+        VERDICT_TOKENS,
+        "Longest reply of a server, tokens. A model that reasons by itself before it answers needs room for that too,"
+        " such as 2048.",
+    )
+    judge_extra_body: dict[str, Any] | None = option(
+        None,
+        "More entries for the body of every call to a server, such as {reasoning_effort: low} or"
+        " {chat_template_kwargs: {enable_thinking: false}}; as JSON on the command line.",
+    )
+    judge_samples: int = option(5, "Votes on a question if the server returns no log probabilities.")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.judge, str):
+            self.judge = [self.judge]
+        for name in ("rubric", "judge_extra_body"):
+            if not isinstance(getattr(self, name), (dict, type(None))):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a mapping, as JSON on the command line")
+        for name in ("judge_batch_size", "judge_max_concurrency", "judge_samples", "judge_verdict_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
+        if self.judge_reasoning_tokens < 0:
+            raise ValueError(f"judge_reasoning_tokens is {self.judge_reasoning_tokens}; set it to 0 or more")
+        if not 0 < self.judge_timeout_s < math.inf:
+            raise ValueError(f"judge_timeout_s is {self.judge_timeout_s}; set a finite number above 0")
+        for name in sorted(SENT.keys() & (self.judge_extra_body or {})):
+            instead = f"set {SENT[name]} instead" if SENT[name] else "leave it out"
+            raise ValueError(f"judge_extra_body sets {name}, which the judge sets itself; {instead}")
+
+
+def load_judge(settings: JudgeConfig, resolve: Callable[[str], Check] | None = None) -> Judge:
+    """Return the judge that settings mean. Wrong settings are found before a model is loaded.
+
+    Args:
+        settings: with at least one spec in `judge`.
+        resolve: turns a text in `rubric` into a function (`resolve_reward`); None if the rubric holds functions.
+
+    Raises:
+        ValueError: no judge, a spec that means none, or a missing setting.
+        RuntimeError: a model that cannot be loaded.
+    """
+    specs = settings.judge or []
+    if not specs:
+        raise ValueError(f"judge is not set; give {KINDS}")
+    _check_specs(specs)
+    if settings.rubric and RUBRIC not in specs:
+        raise ValueError(f"rubric is set and judge is {', '.join(specs)}; add rubric to judge, or leave rubric out")
+    groups = specs_by_judge(specs, settings)
+    # Judges that load nothing come first: their mistakes are the cheapest to find.
+    load_order = sorted(
+        groups,
+        key=lambda group: (group[0] != RUBRIC, not names_a_judge(group[0]), not group[0].startswith(SERVER)),
+    )
+    by_group = {tuple(group): _judge(group, settings, resolve) for group in load_order}
+    # The order is part of an ensemble's identity.
+    judges = [by_group[tuple(group)] for group in sorted(groups, key=lambda group: group[0].startswith(SERVER))]
+    return judges[0] if len(judges) == 1 else EnsembleJudge(judges)
+
+
+def specs_by_judge(specs: Sequence[str], settings: JudgeConfig) -> list[list[str]]:
+    """Return the specs of each judge: servers of one model are one judge, which shares its questions among them."""
+    groups: dict[str, list[str]] = {}
+    for spec in specs:
+        key = spec
+        if spec.startswith(SERVER):
+            key = f"server {_address(spec)[1] or settings.judge_model}"
+        groups.setdefault(key, []).append(spec)
+    return list(groups.values())
+
+
+def check_judge(judge: Judge) -> None:
+    """Check the servers among a judge's members (see `ServerJudge.check`, which raises ValueError or RuntimeError)."""
+    for member in judge.members.values():
+        if member.identity.get("kind") == "server":
+            member.check()
+
+
+def _judge(specs: Sequence[str], settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Judge:
+    spec = specs[0]
+    if spec == RUBRIC:
+        return _rubric(settings, resolve)
+    if spec.startswith(SERVER):
+        return _server(specs, settings)
+    if names_a_judge(spec):
+        return own_judge(spec)
+    device = judge_device(settings.judge_device)
+    if spec.startswith(REWARD):
+        from onetrunk.judges.reward_model import load_reward_judge
+
+        return load_reward_judge(spec.removeprefix(REWARD), device=device, batch_size=settings.judge_batch_size)
+    from onetrunk.judges.local import load_causal_judge
+
+    return load_causal_judge(
+        spec,
+        device=device,
+        batch_size=settings.judge_batch_size,
+        reasoning_tokens=settings.judge_reasoning_tokens,
+    )
+
+
+def names_a_judge(spec: str) -> bool:
+    """Return whether a text names a Judge in Python: path/to/file.py:NAME or package.module.NAME, and no folder."""
+    if spec == RUBRIC or spec.startswith((REWARD, *SERVER)):
+        return False
+    if Path(spec).expanduser().exists():
+        return spec.endswith(".py")  # Without a name in it, which the error asks for.
+    return spec.rpartition(":")[0].endswith(".py") or is_dotted_path(spec)
+
+
+def own_judge(spec: str) -> Judge:
+    """Return the Judge of the user's that a text names; a class is called without arguments.
+
+    Raises:
+        ValueError: there is no such file, module or name, or its name or identity is not as `Judge` says.
+        TypeError: the object is no Judge, or its class needs arguments.
+        RuntimeError: importing the module failed.
+    """
+    judge = find_object(spec, "judge", _is_judge, "judges")
+    if not _is_judge(judge):
+        raise TypeError(
+            f"judge {spec!r} is of type {type(judge).__name__}; expected a subclass of onetrunk.judges.judge.Judge, or"
+            " an instance of one"
+        )
+    if inspect.isclass(judge):
+        try:
+            judge = judge()
+        except TypeError as error:
+            raise TypeError(
+                f"judge {spec!r} cannot be made without arguments ({error}); give its class defaults, or name an"
+                " instance"
+            ) from error
+    name, identity = getattr(judge, "name", None), getattr(judge, "identity", None)
+    if not isinstance(name, str) or not name or name != model_name(name):
+        raise ValueError(f"judge {spec!r} has the name {name!r}; set name to a text of letters, digits, '.', '_', '-'")
+    try:
+        is_mapping = isinstance(identity, dict) and bool(digest(identity))
+    except (TypeError, ValueError):
+        is_mapping = False
+    if not is_mapping:
+        raise ValueError(
+            f"judge {spec!r} has the identity {identity!r}; set identity to a dict of JSON values that names all that"
+            " its answers depend on, such as {'kind': 'mine', 'version': 1}"
+        )
+    return judge
+
+
+def _is_judge(value: Any) -> bool:
+    if inspect.isclass(value):
+        return issubclass(value, Judge) and value.__module__ != Judge.__module__
+    return isinstance(value, Judge)
+
+
+def _rubric(settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> RubricJudge:
+    if not settings.rubric:
+        raise ValueError(
+            "judge is rubric and rubric is not set; give the check of each tag, such as"
+            " {concise: path/to/file.py:function}"
+        )
+    checks: dict[str, Check] = {}
+    for tag, check in settings.rubric.items():
+        if isinstance(check, str) and resolve is not None:
+            try:
+                check = resolve(check)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise type(error)(f"the rubric's check for the tag {tag!r}: {error}") from error
+        checks[tag] = check
+    judge = RubricJudge(checks)
+    if settings.constitution:
+        judge.require(load_constitution(settings.constitution))
+    return judge
+
+
+def _server(specs: Sequence[str], settings: JudgeConfig) -> Judge:
+    # Not at the top: a rubric needs no HTTP.
+    from onetrunk.judges.server import ServerJudge
+    from onetrunk.utils.calls import RetryPolicy
+
+    urls = [_address(spec)[0] for spec in specs]
+    model = _address(specs[0])[1] or settings.judge_model
+    if not model:
+        raise ValueError(
+            f"judge_model is not set, and the server {urls[0]} may have several models; name one, or write"
+            f" '{urls[0]}#model=NAME'"
+        )
+    return ServerJudge(
+        urls,
+        model,
+        api_key_env=settings.judge_api_key_env,
+        max_concurrency=settings.judge_max_concurrency,
+        samples=settings.judge_samples,
+        reasoning_tokens=settings.judge_reasoning_tokens,
+        policy=RetryPolicy(call_timeout_s=settings.judge_timeout_s),
+        verdict_tokens=settings.judge_verdict_tokens,
+        extra_body=settings.judge_extra_body,
+        tokenizer=_tokenizer(settings.judge_tokenizer),
+    )
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from onetrunk.models.base_model import load_tokenizer
+
+    try:
+        return load_tokenizer(name)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise type(error)(f"judge_tokenizer: {error}") from error
+
+
+def judge_device(name: str | None) -> torch.device:
+    """Return the device of that name; for None the accelerator, or the CPU without one."""
+    import torch  # Here: the command line checks JudgeConfig before it imports torch.
+
+    if name is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"judge_device is {name!r}; expected such as cpu, cuda or cuda:1") from None
+
+
+def _check_specs(specs: list[str]) -> None:
+    for spec in specs:
+        if not isinstance(spec, str) or not spec.strip() or spec == REWARD:
+            raise ValueError(f"judge names {spec!r}; expected {KINDS}")
+        is_typo = difflib.get_close_matches(spec.lower(), [RUBRIC], cutoff=0.8) and spec != RUBRIC
+        if is_typo and not Path(spec).expanduser().exists():
+            raise ValueError(f"judge names {spec!r}; did you mean {RUBRIC!r}? There is no such folder")
+    twice = next((spec for spec in specs if specs.count(spec) > 1), None)
+    if twice is not None:
+        raise ValueError(f"judge names {twice} twice, which would count double in the mean; name it once")
+
+
+def _address(spec: str) -> tuple[str, str | None]:
+    """Return the address of a server and the name after "#model=", if any."""
+    url, separator, option = spec.partition("#")
+    if not separator:
+        return url, None
+    key, _, model = option.partition("=")
+    if key != "model" or not model:
+        raise ValueError(f"the judge's address has '#{option}' after it; expected '#model=NAME'")
+    return url, model

@@ -1,0 +1,393 @@
+"""From verdicts to labels: every pair is asked in both orders, under every principle, and the answers are averaged.
+
+A judge that favours a slot answers p in one order and 1 - p in the other: the mean is 1/2, and `JudgeStatistics`
+shows the bias. Answers that a `Memory` keeps are not asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
+
+from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import (
+    Answer,
+    Done,
+    DoneEach,
+    ErrorKind,
+    Items,
+    Judge,
+    Pair,
+    Principle,
+    Rating,
+    Single,
+    Verdict,
+    digest,
+)
+from onetrunk.types import Prompt
+
+Kind = TypeVar("Kind", bound=Answer)
+# Called with an item and its new answer.
+OnAnswer = Callable[[Pair | Single, Answer], None]
+TIE = 0.5
+# Limits of `judge_warnings`. Below FEWEST_ANSWERS a share is noise.
+LEAST_CONSISTENCY, MOST_SLOT_BIAS, SLOT_RATE_NEAR, MANY_ABSTENTIONS = 0.5, 0.15, 0.1, 0.1
+FEWEST_ANSWERS = 20
+
+
+@dataclass(frozen=True)
+class PairLabel:
+    """The label of a pair, from all verdicts about it.
+
+    Args:
+        probability: that the pair's first completion is the better one. It is the mean over orders and, by weight,
+            over the principles that were answered in every order asked and did not tie; 1/2 if all of those tie, None
+            if there are none.
+        consistent: True if both orders were asked and neither contradicts the other; a tie contradicts nothing.
+        votes: the text of each principle, and the probability of `first` in each order asked, as given and flipped
+            (None: no answer).
+        abstentions: questions that the judge did not decide.
+        errors: questions without an answer yet.
+        refused, unread: those among the errors that have this `ErrorKind`.
+    """
+
+    probability: float | None
+    consistent: bool
+    votes: tuple[tuple[str, tuple[float | None, ...]], ...]
+    abstentions: int = 0
+    errors: int = 0
+    refused: int = 0
+    unread: int = 0
+
+
+@dataclass(frozen=True)
+class RatingLabel:
+    """The label of a completion, from its ratings.
+
+    Args:
+        score: mean over principles, by weight, in [0, 1]; None without an answer to average.
+        abstentions: principles by which the judge did not decide.
+        errors: principles without an answer yet.
+        failure: the first error's message.
+    """
+
+    score: float | None
+    abstentions: int = 0
+    errors: int = 0
+    failure: str | None = None
+
+
+class Memory(Protocol):
+    """Answers as JSON values under sha256 keys; `feedback.ledger.Ledger` is one that is saved to disk.
+
+    `get` returns None without a value; `put` keeps the first value under a key.
+    """
+
+    def get(self, key: str) -> Any: ...
+
+    def put(self, key: str, value: Any) -> Any: ...
+
+
+def judge_pairs(
+    judge: Judge,
+    pairs: Sequence[Pair],
+    constitution: Constitution,
+    *,
+    both_orders: bool = True,
+    memory: Memory | None = None,
+    on_answer: OnAnswer | None = None,
+) -> list[PairLabel]:
+    """Return a label per pair.
+
+    Args:
+        both_orders: False asks only in the given order, and leaves a judge's bias in the labels.
+        memory, on_answer: as in `ask_missing_each`; `on_answer` gets pairs in the order shown.
+    """
+    shown = [*pairs, *(pair.flipped() for pair in pairs)] if both_orders else pairs
+    principles = constitution.principles
+    by_principle = ask_missing_each(judge, [(shown, principle) for principle in principles], memory, on_answer)
+    return [_label([v[i :: len(pairs)] for v in by_principle], principles) for i in range(len(pairs))]
+
+
+def rate_pairs(
+    judge: Judge,
+    pairs: Sequence[Pair],
+    constitution: Constitution,
+    *,
+    memory: Memory | None = None,
+    on_answer: OnAnswer | None = None,
+) -> list[PairLabel]:
+    """Return a label per pair from ratings of its completions alone: P = 1/2 + (rating of first - of second) / 2.
+
+    Each different completion of a prompt is rated once, so n completions take n questions per principle instead of
+    n (n - 1). Both orders have the same vote, because no order was shown.
+
+    Args:
+        memory, on_answer: as in `ask_missing_each`; `on_answer` gets completions.
+    """
+    singles = list({digest(vars(single)): single for pair in pairs for single in pair.singles()}.values())
+    asked = [(singles, principle) for principle in constitution.principles]
+    by_principle = ask_missing_each(judge, asked, memory, on_answer)
+    places = {digest(vars(single)): place for place, single in enumerate(singles)}
+    labels = []
+    for pair in pairs:
+        first, second = (places[digest(vars(single))] for single in pair.singles())
+        in_orders = [[_verdict_of(r[first], r[second]), _verdict_of(r[second], r[first])] for r in by_principle]
+        labels.append(_label(in_orders, constitution.principles))
+    return labels
+
+
+def _verdict_of(first: Rating, second: Rating) -> Verdict:
+    """Return what two ratings say about a pair; an error if one of them is."""
+    failed = next((rating for rating in (first, second) if rating.error is not None), None)
+    if failed is not None:
+        return Verdict(None, error=failed.error, error_kind=failed.error_kind)
+    if first.score is None or second.score is None:
+        return Verdict(None, first.reason or second.reason)
+    return Verdict(TIE + (first.score - second.score) / 2)
+
+
+def kept_ratings(
+    judge: Judge,
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    constitution: Constitution,
+    memory: Memory | None = None,
+    stopped: Sequence[bool] | None = None,
+) -> list[RatingLabel]:
+    """Return a rating per completion; only questions that the memory does not hold are asked.
+
+    `stopped` is False for a completion that was cut off; None: no completion was cut off.
+    """
+    rows = [Single(*row) for row in zip(prompts, completions, stopped or [True] * len(prompts), strict=True)]
+    by_principle = ask_missing_each(judge, [(rows, principle) for principle in constitution.principles], memory)
+    return [rating_label(ratings, constitution) for ratings in zip(*by_principle, strict=True)]
+
+
+def ask_missing_each(
+    judge: Judge,
+    asked: Sequence[tuple[Items, Principle]],
+    memory: Memory | None = None,
+    on_answer: OnAnswer | None = None,
+    done: DoneEach | None = None,
+) -> list[list[Any]]:
+    """Return the judge's answers about pairs or single completions under each principle, as `Judge.answer_each`.
+
+    Equal items under one principle have one answer, the same object.
+
+    Args:
+        memory: what it holds is not asked, and each new answer is kept as soon as it arrives; None: all is asked.
+        on_answer: called with each new answer, also with an error, after it is kept.
+        done: called with the number of the principle, the index of each item and its answer as soon as that is known;
+            first for those kept.
+    """
+    asked_keys = [[answer_key(judge, principle, item) for item in items] for items, principle in asked]
+    answers: dict[str, Answer] = {}
+    places: dict[str, list[tuple[int, int]]] = {}
+    missing: list[tuple[dict[str, Pair | Single], Principle]] = []
+    for number, ((items, principle), keys) in enumerate(zip(asked, asked_keys, strict=True)):
+        kind = Verdict if items and isinstance(items[0], Pair) else Rating
+        if memory is not None:
+            found = ((key, kept_answer(memory, key, kind)) for key in keys)
+            answers |= {key: answer for key, answer in found if answer is not None}
+        missing.append(({key: item for key, item in zip(keys, items, strict=True) if key not in answers}, principle))
+        for index, key in enumerate(keys):
+            places.setdefault(key, []).append((number, index))
+
+    def tell(key: str) -> None:
+        for place in places[key] if done is not None else ():
+            done(*place, answers[key])
+
+    def keep(number: int, index: int, answer: Answer) -> None:
+        key, item = left[number][index]
+        answers[key] = answer
+        if memory is not None:
+            keep_answer(memory, key, answer)
+        if on_answer is not None:
+            on_answer(item, answer)
+        tell(key)
+
+    for key in list(answers):
+        tell(key)
+    left = [list(items.items()) for items, _ in missing]
+    if any(left):
+        judge.answer_each([(list(items.values()), principle) for items, principle in missing], keep)
+    return [[answers[key] for key in keys] for keys in asked_keys]
+
+
+def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle]) -> PairLabel:
+    """Return the label of a pair from its verdicts per principle, each as given and, if it was asked, flipped."""
+    votes, abstentions = [], 0
+    errors: list[ErrorKind] = []
+    answered: list[tuple[float, list[float]]] = []
+    for principle, in_orders in zip(principles, verdicts, strict=True):
+        by_order: list[float | None] = []
+        for is_flipped, verdict in enumerate(in_orders):
+            errors += [verdict.error_kind] if verdict.error is not None else []
+            abstentions += verdict.error is None and verdict.probability is None
+            probability = verdict.probability if verdict.error is None else None
+            by_order.append(1 - probability if is_flipped and probability is not None else probability)
+        votes.append((principle.text, tuple(by_order)))
+        # An answer in one order alone would bring the slot's bias into the mean.
+        if None not in by_order:
+            answered.append((principle.weight, by_order))
+    # A principle that ties in every order would only pull the others towards 1/2. Two orders that contradict each
+    # other do count: the judge saw a difference, but cannot be trusted with it.
+    decided = [(weight, by_order) for weight, by_order in answered if any(p != TIE for p in by_order)] or answered
+    weights = [weight for weight, _ in decided]
+    means = [_weighted_mean(in_order, weights) for in_order in zip(*(p for _, p in decided), strict=True)]
+    kinds = len(errors), errors.count("refused"), errors.count("unread")
+    probability = sum(means) / len(means) if means else None
+    return PairLabel(probability, len(means) == 2 and _agree(*means), tuple(votes), abstentions, *kinds)
+
+
+def rating_label(ratings: Sequence[Rating], constitution: Constitution) -> RatingLabel:
+    """Return the label of a completion from its ratings, one per principle."""
+    failures = [rating.error for rating in ratings if rating.error is not None]
+    scored = [
+        (rating.score, principle.weight)
+        for rating, principle in zip(ratings, constitution.principles, strict=True)
+        if rating.error is None and rating.score is not None
+    ]
+    score = _weighted_mean(*zip(*scored, strict=True)) if scored else None
+    return RatingLabel(score, len(ratings) - len(failures) - len(scored), len(failures), next(iter(failures), None))
+
+
+def answer_key(judge: Judge, principle: Principle, item: Pair | Single) -> str:
+    """Return the key of an answer: everything that it depends on. A pair is in the order shown."""
+    return digest({"question": vars(item), "principle": principle.key, "judge": judge.identity})
+
+
+def kept_answer(memory: Memory, key: str, kind: type[Kind]) -> Kind | None:
+    """Return the Verdict or Rating (`kind`) under a key; None for a question that must be asked."""
+    value = memory.get(key)
+    return None if value is None else kind(**value)
+
+
+def keep_answer(memory: Memory, key: str, answer: Answer) -> None:
+    """Keep an answer; an error is not kept, so that the question is asked again."""
+    if answer.error is not None:
+        return
+    value = asdict(answer)
+    del value["error_kind"]
+    memory.put(key, value)
+
+
+class RememberedJudge(Judge):
+    """A judge that asks another one only what a memory does not hold, and keeps what it answers.
+
+    It has the name and identity of that judge. As a member of an ensemble, it pays for no answer that was bought
+    while the member was asked alone.
+    """
+
+    def __init__(self, judge: Judge, memory: Memory):
+        self.judge, self.memory = judge, memory
+        self.name, self.identity = judge.name, judge.identity
+        self.is_remote = judge.is_remote
+
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
+
+    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+        ask_missing_each(self.judge, asked, self.memory, done=keep)
+
+
+class JudgeStatistics:
+    """Statistics of a judge over many labels: whether it favours a slot, and how often it decides."""
+
+    def __init__(self) -> None:
+        self.pairs = self.questions = self.abstained = self.errors = self.refused = self.unread = 0
+        self.compared = self.agreed = 0
+        self.answered, self.first_slot_wins, self.first_slot_sum = 0, 0.0, 0.0
+
+    def add(self, label: PairLabel) -> None:
+        """Count one label."""
+        self.pairs += 1
+        self.abstained += label.abstentions
+        self.errors += label.errors
+        self.refused += label.refused
+        self.unread += label.unread
+        for _, orders in label.votes:
+            self.questions += len(orders)
+            for is_flipped, probability in enumerate(orders):
+                if probability is not None:
+                    shown_first = 1 - probability if is_flipped else probability
+                    self.answered += 1
+                    self.first_slot_sum += shown_first
+                    self.first_slot_wins += TIE if shown_first == TIE else float(shown_first > TIE)
+            if len(orders) == 2 and None not in orders:
+                self.compared += 1
+                self.agreed += _agree(*orders)
+
+    def add_rating(self, rating: Answer) -> None:
+        """Count the rating of one completion as a question without slots."""
+        self.questions += 1
+        self.abstained += rating.error is None and rating.score is None
+        if rating.error is not None:
+            self.errors += 1
+            self.refused += rating.error_kind == "refused"
+            self.unread += rating.error_kind == "unread"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the statistics; a share of zero is None.
+
+        answers, compared: verdicts, and (pair, principle) that were answered in both orders.
+        position_consistency: share of (pair, principle) whose two orders do not contradict each other.
+        first_slot_rate: share of answers for the completion shown first, a tie counting half; .5 for a fair judge.
+        """
+        return {
+            "pairs": self.pairs,
+            "questions": self.questions,
+            "answers": self.answered,
+            "compared": self.compared,
+            "abstained_fraction": _share(self.abstained, self.questions),
+            "errors": self.errors,
+            "refused": self.refused,
+            "unread": self.unread,
+            "position_consistency": _share(self.agreed, self.compared),
+            "first_slot_rate": _share(self.first_slot_wins, self.answered),
+            "first_slot_probability": _share(self.first_slot_sum, self.answered),
+        }
+
+
+def judge_warnings(statistics: dict[str, Any]) -> list[str]:
+    """Return warnings about a judge, from `JudgeStatistics.as_dict`."""
+    warnings = []
+    abstained, agreed = statistics["abstained_fraction"], statistics["position_consistency"]
+    slot_rate, slot = statistics["first_slot_rate"], statistics["first_slot_probability"]
+    if abstained is not None and abstained >= MANY_ABSTENTIONS:
+        warnings.append(
+            f"the judge abstains from {abstained:.0%} of its questions; the ledger holds a reason for each: look at"
+            " them, or use another judge"
+        )
+    if agreed is not None and agreed < LEAST_CONSISTENCY:
+        warnings.append(
+            f"the judge contradicts itself in {1 - agreed:.0%} of the questions asked in both orders; use another one"
+        )
+    is_slot_bound = slot_rate is not None and not SLOT_RATE_NEAR < slot_rate < 1 - SLOT_RATE_NEAR
+    if statistics["answers"] >= FEWEST_ANSWERS and (is_slot_bound or abs(slot - TIE) > MOST_SLOT_BIAS):
+        both = statistics["compared"]
+        effect = "asking in both orders cancels this" if both else "with one order this is in the labels"
+        warnings.append(
+            f"the judge prefers the completion shown first in {slot_rate:.0%} of its answers, with a mean probability"
+            f" of {slot:.2f}; {effect}"
+        )
+    if statistics["refused"] or statistics["unread"]:
+        warnings.append(
+            f"the judge refused {statistics['refused']} questions and gave {statistics['unread']} a reply that is no"
+            " verdict"
+        )
+    return warnings
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _agree(one: float, other: float) -> bool:
+    return (one - TIE) * (other - TIE) >= 0
+
+
+def _share(part: float, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,387 @@
+"""Prompts, completions and scores, as training and evaluation need them: which rows come when, and what they score."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from onetrunk.data.prompts import decode_completion
+from onetrunk.data.sharded import BlockOrder, ShardedRows
+from onetrunk.models.trunk import PackOutput
+from onetrunk.ops.importance import ImportanceWeights, importance_weights
+from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
+from onetrunk.parallel.groups import once_per_group
+from onetrunk.parallel.sharding import is_sharded
+from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.ensemble import EnsembleReward
+from onetrunk.rewards.model import ModelReward, TrunkReward
+from onetrunk.rewards.reward import Scores
+from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
+from onetrunk.rollouts.pipelined import PipelinedBackend
+from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
+from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
+
+if TYPE_CHECKING:
+    from onetrunk.ppo.config import PPOConfig
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """Which prompts a rollout takes, and how its completions are dealt to processes and minibatches.
+
+    Everything derives from a seed and the number of the rollout, so a resumed run needs no history.
+
+    Args:
+        num_prompts: rows of the dataset, at least 1.
+        rollout_batch_size, num_generations, num_minibatches: as in PPOConfig.
+        order_seed: seed of the permutations of the prompts.
+        seed: seed of the completions and minibatches.
+        shuffle: False keeps the order of the dataset in every pass.
+        blocks: the order of sharded rows, of which no permutation of all rows is in memory.
+    """
+
+    num_prompts: int
+    rollout_batch_size: int
+    num_generations: int
+    order_seed: int
+    seed: int
+    shuffle: bool = True
+    num_minibatches: int = 1
+    blocks: BlockOrder | None = None
+
+    @classmethod
+    def from_config(cls, config: PPOConfig, dataset: Dataset | ShardedRows) -> PromptOrder:
+        return cls(
+            len(dataset),
+            config.rollout_batch_size,
+            config.num_generations,
+            order_seed=config.seed if config.data_seed is None else config.data_seed,
+            seed=config.seed,
+            shuffle=config.shuffle_dataset,
+            num_minibatches=config.num_minibatches,
+            blocks=dataset.order if isinstance(dataset, ShardedRows) else None,
+        )
+
+    @property
+    def rollouts_per_pass(self) -> int:
+        return math.ceil(self.num_prompts / self.rollout_batch_size)
+
+    def prompts(self, iteration: int) -> np.ndarray:
+        """Return the dataset rows [rollout_batch_size] of a rollout."""
+        number, place = divmod(iteration, self.rollouts_per_pass)
+        first = place * self.rollout_batch_size
+        places = np.arange(first, first + self.rollout_batch_size) % self.num_prompts
+        if not self.shuffle:
+            return places
+        if self.blocks is None:
+            return generator_of((self.order_seed, PROMPTS_STREAM, number)).permutation(self.num_prompts)[places]
+        # The last rollout of a pass is filled up from its start, perhaps more than once.
+        size = min(self.rollout_batch_size, self.num_prompts - first)
+        last = self.blocks.rows(self.order_seed, number, first, first + size)
+        more = self.blocks.rows(self.order_seed, number, 0, min(self.rollout_batch_size - size, self.num_prompts))
+        return np.concatenate([last, np.resize(more, self.rollout_batch_size - size)])
+
+    def rows(self, iteration: int, completions: Sequence[int]) -> tuple[list[int], list[RowKey]]:
+        """Return the dataset row and the key of some completions of a rollout.
+
+        Completions are counted over all processes, so that one does not depend on the number of processes. Those of
+        one prompt have consecutive numbers.
+        """
+        prompts = self.prompts(iteration)
+        rows = [int(prompts[i // self.num_generations]) for i in completions]
+        return rows, [(self.seed, iteration, i) for i in completions]
+
+    def deal(self, iteration: int, process: int, num_processes: int) -> tuple[list[int], list[list[int]]]:
+        """Return the completions of a process in a rollout, and for each minibatch their positions in that list."""
+        num_rows = self.rollout_batch_size * self.num_generations
+        generator = self._generator(DEAL_STREAM, iteration)
+        return deal_rows(num_rows, self.num_minibatches, generator, process, num_processes)
+
+    def minibatch(self, iteration: int, slot: int) -> int:
+        """Return which minibatch the optimizer step `slot` of a rollout trains on; every epoch has its own order."""
+        epoch, place = divmod(slot, self.num_minibatches)
+        generator = self._generator(MINIBATCH_STREAM, iteration, epoch)
+        return int(torch.randperm(self.num_minibatches, generator=generator)[place])
+
+    def _generator(self, *words: int) -> torch.Generator:
+        return torch.Generator().manual_seed(derived_seed(self.seed, *words))
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts for the sampler, one entry per completion, and the dataset's other columns for the reward functions."""
+
+    prompts: list[Prompt]
+    prompt_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    keys: list[RowKey]
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """A rollout with the text of its completions and their scores; n rows."""
+
+    batch: PromptBatch
+    rollout: Rollout
+    completions: list[str | list[Message]]
+    scores: Scores
+
+    @property
+    def lengths(self) -> Tensor:
+        """[n] completion lengths, tokens."""
+        return torch.tensor([len(ids) for ids in self.rollout.completion_ids])
+
+
+@dataclass(frozen=True)
+class RolloutPack:
+    """Rows of a rollout that go through the model together, and their results; R rows, C completion tokens.
+
+    Args:
+        pack: the rows as the model takes them.
+        rows: their numbers in the rollout of this process.
+        states: [N, H] trunk states captured while sampling, without padding, or None.
+        output: the model's outputs, None for the roles that have not run.
+        loss_mask, rewards: [R, C] the tokens that train, and KL and score per token; None until the rollout is scored.
+        importance: importance weights [R, C] of the tokens, or None.
+    """
+
+    pack: Pack
+    rows: list[int]
+    states: Tensor | None = None
+    output: PackOutput = PackOutput()
+    loss_mask: Tensor | None = None
+    rewards: Tensor | None = None
+    importance: ImportanceWeights | None = None
+
+    def sampler_logprobs(self, rollout: Rollout) -> Tensor:
+        """Return the sampler's logprobs [R, C] of the pack's rows in float64, on its device, 0 at padding."""
+        rows = [rollout.sampler_logprobs[row].double().cpu() for row in self.rows]
+        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
+
+
+def with_importance(item: RolloutPack, rollout: Rollout, **bounds: Any) -> RolloutPack:
+    """Return a pack that the policy has scored with the importance weights of its tokens (`importance_weights`)."""
+    sampled, mask = item.sampler_logprobs(rollout).float(), item.pack.completion_mask
+    return replace(item, importance=importance_weights(item.output.logprobs, sampled, mask, **bounds))
+
+
+def longest_prompt_of(dataset: Dataset | ShardedRows, config: PPOConfig) -> int:
+    """Return the tokens of the longest prompt; of sharded rows max_prompt_length, which they must not exceed."""
+    if isinstance(dataset, ShardedRows):
+        return config.max_prompt_length
+    return max(map(len, dataset["prompt_ids"]))
+
+
+def prompt_batch(dataset: Dataset | ShardedRows, rows: Sequence[int], keys: Sequence[RowKey]) -> PromptBatch:
+    """Return the rows of a dataset (with `prompt` and `prompt_ids`) as a PromptBatch."""
+    columns = dataset[list(rows)]
+    return PromptBatch(columns.pop("prompt"), columns.pop("prompt_ids"), columns, list(keys))
+
+
+def rollout_packs(
+    rollout: Rollout,
+    minibatches: Sequence[Sequence[int]],
+    limits: PackLimits,
+    pad_id: int,
+    device: torch.device,
+    agree: Callable[[list[int]], list[int]] | None = None,
+) -> list[RolloutPack]:
+    """Return the packs of a rollout on `device`, with the trunk states that the sampler captured.
+
+    Args:
+        rollout: n rows.
+        minibatches: the rows of each minibatch; a pack holds rows of one minibatch only.
+        limits: of a pack.
+        pad_id: fills the padding.
+        device: where the packs go.
+        agree: maps the number of packs of each minibatch to the number that it must have (`equal_counts`).
+    """
+    prompts, completions, states = rollout.prompt_ids, rollout.completion_ids, rollout.states
+    lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    plans = [plan_packs([lengths[i] for i in members], limits) for members in minibatches]
+    if agree is not None:
+        counts = agree([len(plan) for plan in plans])
+        plans = [split_packs(plan, count) for plan, count in zip(plans, counts, strict=True)]
+    packs = []
+    for number, (members, plan) in enumerate(zip(minibatches, plans, strict=True)):
+        for places in plan:
+            rows = [members[place] for place in places]
+            pack = make_pack([prompts[i] for i in rows], [completions[i] for i in rows], pad_id, minibatch=number)
+            pack, captured = to_device(pack, device), None
+            if states is not None:
+                is_real = pack.attention_mask.bool().to(states.device)
+                captured = states[torch.tensor(rows, device=states.device), : is_real.shape[1]][is_real]
+            packs.append(RolloutPack(pack, rows, captured))
+    return packs
+
+
+def equal_counts(model: nn.Module, accelerator: Accelerator) -> Callable[[list[int]], list[int]] | None:
+    """Return how processes agree on numbers of packs: the most of any of them. None if the base is not sharded.
+
+    The forwards of a sharded base are collective, so every process needs the same number of packs.
+    """
+    if not is_sharded(model):
+        return None
+
+    def most(counts: list[int]) -> list[int]:
+        own = torch.tensor([counts], device=accelerator.device)
+        return accelerator.gather(own).max(dim=0).values.tolist()
+
+    return most
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Samples completions and scores them.
+
+    Args:
+        backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
+        captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
+        captures_last: True if it also returns the state of a row's last token.
+        is_divided: whether the model is divided over a group of processes, which have the same rows.
+    """
+
+    backend: RolloutBackend
+    rewards: RewardSet
+    tokenizer: PreTrainedTokenizerBase
+    params: SamplingParams
+    captures_states: bool = False
+    captures_last: bool = False
+    is_divided: bool = False
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a reward function may wait for a server. A model of ours would compete for the device instead."""
+        ours = (ModelReward, EnsembleReward, TrunkReward)
+        return not all(isinstance(function, ours) for function in self.rewards.functions)
+
+    def roles(self, *names: str) -> tuple[str, ...]:
+        """Return the roles that the trunk runs: `names`, and "reward" if one of its adapters scores."""
+        return names if self.rewards.trunk_reward is None else (*names, "reward")
+
+    @property
+    def is_versioned(self) -> bool:
+        """Whether the backend has weights of its own and samples from any version that it holds."""
+        return isinstance(self.backend, VersionedBackend)
+
+    @property
+    def samples_together(self) -> bool:
+        """Whether no process can give up sampling alone, because others work on the same rows."""
+        return self.is_divided or isinstance(self.backend, PipelinedBackend)
+
+    def generate(
+        self,
+        batch: PromptBatch,
+        *,
+        role: SampledRole = "policy",
+        version: int = 0,
+        trains: bool = False,
+        captures_last: bool = False,
+        ahead: PromptBatch | None = None,
+    ) -> Rollout:
+        """Return one completion per row; RuntimeError if the backend breaks its contract.
+
+        Args:
+            batch: the prompts.
+            role, version: what a versioned backend samples from; any other samples from what it was last synced with.
+            trains: True if the rollout trains; its trunk states are then captured if the sampler does that.
+            captures_last: capture the state of a row's last token too, whatever the sampler is set to.
+            ahead: prompts of the next call, with which a pipeline fills places that are free.
+        """
+        if self.is_versioned:
+            return self.generate_as(role, version, batch.prompt_ids, batch.keys)
+        keywords: dict[str, Any] = {} if ahead is None else {"ahead": (ahead.prompt_ids, ahead.keys)}
+        if trains and self.captures_states:
+            keywords |= {"keeps_states": True, "keeps_last_state": self.captures_last or captures_last}
+        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **keywords)
+        self._require_contract(rollout, len(batch.prompt_ids))
+        return rollout
+
+    def generate_as(
+        self, role: SampledRole, version: int, prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]
+    ) -> Rollout:
+        """Return one completion per prompt from a version that a versioned backend holds; may run in any thread."""
+        rollout = self.backend.generate_as(role, version, prompt_ids, self.params, keys)
+        self._require_contract(rollout, len(prompt_ids))
+        if role == "policy":
+            self._require_version(rollout, version)
+        return rollout
+
+    def _require_version(self, rollout: Rollout, version: int) -> None:
+        if rollout.policy_version != version:
+            raise RuntimeError(
+                f"{type(self.backend).__name__}.generate_as returned samples of policy version"
+                f" {rollout.policy_version}, and version {version} was asked for; none of them is trained on"
+            )
+
+    def _require_contract(self, rollout: Rollout, num_prompts: int) -> None:
+        name = f"{type(self.backend).__name__}.generate"
+        if len(rollout) != num_prompts or not all(rollout.completion_ids):
+            raise RuntimeError(
+                f"{name} returned {len(rollout)} completions for"
+                f" {num_prompts} prompts, {sum(not ids for ids in rollout.completion_ids)} of them empty;"
+                " it must return one completion of at least one token per prompt"
+            )
+        if [len(x) for x in rollout.sampler_logprobs] != [len(ids) for ids in rollout.completion_ids]:
+            raise RuntimeError(
+                f"{name} returned sampler_logprobs of other lengths than its"
+                " completions; it must return one logprob per completion token"
+            )
+        if not torch.cat(list(rollout.sampler_logprobs)).isfinite().all():
+            raise RuntimeError(
+                f"{name} returned sampler_logprobs that are not finite; it must return the logprob of each token as"
+                " it was sampled"
+            )
+
+    def score(
+        self,
+        batch: PromptBatch,
+        rollout: Rollout,
+        packs: Callable[[], Sequence[RolloutPack]] = tuple,
+        **extras: Any,
+    ) -> ScoredRollout:
+        """Return the rollout with its text and raw scores; `extras` are keywords for the reward functions.
+
+        `packs` returns the packs with their outputs. It is called last, and only if an adapter of the trunk scores.
+        """
+
+        def trunk_scores() -> list[float]:
+            scored = packs()
+            scores = torch.cat([pack.output.scores for pack in scored]).tolist()
+            rows = [row for pack in scored for row in pack.rows]
+            return [score for _, score in sorted(zip(rows, scores, strict=True))]
+
+        completions = self._decoded(batch, rollout.completion_ids, rollout.stopped)
+        if self.is_divided:
+            # The processes of a group run the model together, then the first computes the rewards.
+            scored_packs = packs()
+            packs = functools.partial(tuple, scored_packs)
+        score = functools.partial(
+            self.rewards.score,
+            batch.prompts,
+            completions,
+            list(rollout.completion_ids),
+            columns=batch.columns,
+            trunk_scores=trunk_scores,
+            completion_stopped=rollout.stopped,
+            **extras,
+        )
+        scores = once_per_group(score) if self.is_divided else score()
+        return ScoredRollout(batch, rollout, completions, scores)
+
+    def _decoded(
+        self, batch: PromptBatch, completion_ids: Sequence[list[int]], stopped: Sequence[bool]
+    ) -> list[Completion]:
+        rows = zip(completion_ids, stopped, batch.prompts, strict=True)
+        return [decode_completion(self.tokenizer, ids, has_stopped, prompt) for ids, has_stopped, prompt in rows]

@@ -1,0 +1,325 @@
+"""The state of an ExperienceStream in a checkpoint, and which settings of a run may differ when it resumes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from onetrunk.checkpoints.settings import (
+    allow_steering,
+    is_free,
+    keep_optimizer_settings,
+    require_same,
+)
+from onetrunk.data.sharded import ShardedRows
+from onetrunk.models.adapters import POLICY
+from onetrunk.models.loading import base_fingerprint
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ops.advantages import KLController
+from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.sharding import training_stages
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.reward import reward_name
+from onetrunk.rewards.shaping import RunningMoments
+from onetrunk.types import Experience, Pack
+from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
+from onetrunk.utils.objects import USER_MODULE
+
+STATE_FILE = "experience_stream.json"
+# A process's share of the rollout in use.
+BUFFER_FILE = "experience_buffer_{rank}.safetensors"
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+# Which settings may differ between a checkpoint and the run that resumes from it. Every setting that is not listed
+# here, nor free in checkpoints/settings.py, steers the run: a change needs allow_config_change.
+SETTINGS = {
+    # Never: the position in the run depends on them.
+    "place": "rollout_batch_size num_generations num_ppo_epochs num_minibatches shuffle_dataset"
+    " seed data_seed".split(),
+    # Only between two rollouts: the rollout in use was sampled and scored under them.
+    "rollout": ["temperature", "kl_in_loss", "beta"],
+    # Only from one number to another: None or a number decides the kind of controller and the optimizer's groups.
+    "optional": ["kl_target", "value_learning_rate"],
+    # Without effect: the optimizer's state, which the checkpoint holds, keeps them.
+    "optimizer": "learning_rate value_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split(),
+    # Never: they scale the policy's adapter, so its weights would mean another policy. They come from its config.
+    "adapter": ["lora_alpha", "use_rslora"],
+}
+# Always: the batch arithmetic of PPO does not depend on them; nor on num_processes, over which `load_buffer` deals the
+# rollout in use again.
+FREE_IN_PPO = frozenset(
+    "per_device_train_batch_size microbatch_tokens padding_free max_rollout_rows trunk_cache rollout_backend".split()
+)
+
+
+@dataclass
+class StreamState:
+    """The position of the stream.
+
+    Args:
+        iteration: number of the rollout in use, from 0.
+        slot: next optimizer step of that rollout, from 0; above 0 there is a buffer.
+        skips_rest: True after a `target_kl` stop, until the rollout ends.
+        beta: KL coefficient of the rollout in use.
+    """
+
+    iteration: int = 0
+    slot: int = 0
+    skips_rest: bool = False
+    beta: float = 0.0
+
+
+def save_state(
+    folder: str | Path,
+    state: StreamState,
+    settings: dict[str, Any],
+    kl_controller: KLController,
+    score_moments: RunningMoments,
+) -> None:
+    """Write `experience_stream.json`; `settings` are the `run_settings` of the run."""
+    content = {
+        "stream": asdict(state),
+        "settings": settings,
+        "kl_controller": kl_controller.state_dict(),
+        "score_moments": score_moments.state_dict(),
+    }
+    atomic_write_json(Path(folder) / STATE_FILE, content)
+
+
+def load_state(
+    folder: str | Path,
+    settings: dict[str, Any],
+    kl_controller: KLController,
+    score_moments: RunningMoments,
+    allow_changes: bool = False,
+) -> StreamState:
+    """Read `experience_stream.json`; restores the controllers too.
+
+    Raises:
+        ValueError: the file is missing or not one of ours, or `check_settings` rejects its settings.
+    """
+    path = Path(folder) / STATE_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing: {folder} is no checkpoint of onetrunk's PPOTrainer; pass one of its"
+            " checkpoint-* folders"
+        )
+    content = read_json(path)
+    try:
+        state = StreamState(**content["stream"])
+        written = {"tensor_parallel": 1, **content["settings"]}
+        check_settings(path, written, settings, in_rollout=state.slot > 0, is_allowed=allow_changes)
+        kl_controller.load_state_dict(content["kl_controller"])
+        score_moments.load_state_dict(content["score_moments"])
+        return state
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not hold the state of an experience stream ({error})") from error
+
+
+def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) -> None:
+    """Write the experiences of the rollout in use; no file if there are none."""
+    tensors: dict[str, Tensor] = {}
+    for number, experience in enumerate(experiences):
+        for name, tensor in _tensors(experience).items():
+            tensors[f"{number:06d}.{name}"] = tensor.cpu().contiguous()
+    if tensors:
+        save_tensors(Path(folder) / BUFFER_FILE.format(rank=rank), tensors)
+
+
+def load_buffer(folder: str | Path, rank: int, num_processes: int) -> list[Experience]:
+    """Return this process's share of the rollout in use, on the CPU.
+
+    Another number of processes than the one that wrote the checkpoint deals the packs anew. The rows of a minibatch
+    stay together and keep their width, so that its gradient changes only in the order of sums.
+
+    Raises:
+        ValueError: a file is missing.
+    """
+    written = num_writers(folder)
+    if written == num_processes:
+        return _read_buffer(folder, rank)
+    everything = [experience for writer in range(written) for experience in _read_buffer(folder, writer)]
+    return deal_packs(everything, rank, num_processes)
+
+
+def num_writers(folder: str | Path) -> int:
+    """Return the number of processes that wrote a checkpoint; a group that divides the base counts as one."""
+    return read_json(Path(folder) / STATE_FILE)["settings"]["num_processes"]
+
+
+def written_group_size(folder: str | Path) -> int:
+    """Return how many consecutive processes worked on the same rows in the run that wrote a checkpoint."""
+    settings = read_json(Path(folder) / STATE_FILE)["settings"]
+    return settings.get("tensor_parallel", 1) * settings.get("training_stages", 1)
+
+
+def deal_packs(experiences: Sequence[Experience], rank: int, num_processes: int) -> list[Experience]:
+    """Return one process's share of packs: equally many of each minibatch, for which large packs are cut in two."""
+    share = []
+    for minibatch in sorted({experience.pack.minibatch for experience in experiences}):
+        packs = [experience for experience in experiences if experience.pack.minibatch == minibatch]
+        while len(packs) % num_processes:
+            largest = max(range(len(packs)), key=lambda i: packs[i].pack.num_rows)
+            packs[largest : largest + 1] = halve(packs[largest])
+        share += packs[rank::num_processes]
+    return share
+
+
+def halve(experience: Experience) -> list[Experience]:
+    """Cut an experience of two or more rows in two, at the same width."""
+    half = -(-experience.pack.num_rows // 2)
+    parts = [_rows(replace(experience, states=None), rows) for rows in (slice(None, half), slice(half, None))]
+    if experience.states is None:
+        return parts
+    lengths = [int(part.pack.attention_mask.sum()) for part in parts]
+    return [replace(part, states=s) for part, s in zip(parts, experience.states.split(lengths), strict=True)]
+
+
+def _rows(record: Any, rows: slice) -> Any:
+    changes = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _rows(value, rows)
+        elif isinstance(value, Tensor):
+            changes[field.name] = value[rows]
+    return replace(record, **changes)
+
+
+def _read_buffer(folder: str | Path, rank: int) -> list[Experience]:
+    path = Path(folder) / BUFFER_FILE.format(rank=rank)
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing, but the checkpoint was saved in the middle of a rollout; pass another one"
+        )
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_tensors(path).items():
+        number, name = key.split(".", 1)
+        groups.setdefault(number, {})[name] = tensor
+    return [_experience(groups[number]) for number in sorted(groups)]
+
+
+def _tensors(experience: Experience) -> dict[str, Tensor]:
+    values: dict[str, Any] = {f"pack.{f.name}": getattr(experience.pack, f.name) for f in fields(Pack)}
+    values |= {f.name: getattr(experience, f.name) for f in fields(Experience) if f.name != "pack"}
+    return {name: torch.as_tensor(value) for name, value in values.items() if value is not None}
+
+
+def _experience(tensors: dict[str, Tensor]) -> Experience:
+    of_pack: dict[str, Any] = {n.removeprefix("pack."): t for n, t in tensors.items() if n.startswith("pack.")}
+    of_pack["minibatch"] = int(of_pack["minibatch"])
+    return Experience(Pack(**of_pack), **{n: t for n, t in tensors.items() if not n.startswith("pack.")})
+
+
+def run_settings(
+    config: PPOConfig, dataset: Dataset | ShardedRows, ranks: DataParallel, model: TrunkModel, rewards: RewardSet
+) -> dict[str, Any]:
+    """Return the settings that `check_settings` compares, as JSON values; `dataset` holds the training prompts."""
+    groups = ("place", "rollout", "optional", "optimizer")
+    names = dict.fromkeys(name for group in groups for name in SETTINGS[group])
+    settings = {name: getattr(config, name) for name in names}
+    stages = training_stages()
+    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": ranks.group_size // stages}
+    settings["training_stages"] = stages
+    settings["prompts"] = prompts_digest(dataset)
+    base, adapter = model.get_base_model(), model.peft_config[POLICY]
+    settings |= {"base": base_fingerprint(base), "base_name": base.config.name_or_path}
+    settings |= {name: getattr(adapter, name) for name in SETTINGS["adapter"]}
+    steering: dict[str, Any] = {"reward_funcs": [reward_path(function) for function in rewards.functions]}
+    steering |= {f"reward_funcs.{name}": content for name, content in rewards.contents.items()}
+    if isinstance(dataset, ShardedRows):
+        steering["row_contents"] = dataset.contents
+    else:
+        columns = rewards.columns_read(dataset.column_names)
+        steering |= {f"reward_columns.{name}": column_digest(dataset, name) for name in columns}
+    for name, value in config.to_dict().items():
+        if name not in settings and name not in FREE_IN_PPO and not is_free(name):
+            steering[name] = value
+    # As the file returns it: tuples are lists there. "told" is the name that checkpoints have for what steers.
+    return json.loads(json.dumps({**settings, "told": steering}, default=str))
+
+
+def reward_path(function: Callable[..., Any]) -> str:
+    """Return the name and module of a reward function; of a file its name, without the folder."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__qualname__"):  # an instance of a class with __call__
+        return f"{type(function).__module__}.{type(function).__qualname__} {reward_name(function)}"
+    # A function made by exec has no module.
+    module, code = function.__module__ or "", getattr(function, "__code__", None)
+    if code is not None and module.startswith(USER_MODULE):
+        return f"{Path(code.co_filename).name}:{function.__qualname__}"
+    return f"{module}.{function.__qualname__}".lstrip(".")
+
+
+def prompts_digest(dataset: Dataset | ShardedRows) -> str:
+    """Return the number of prompts and a digest of their tokens; of sharded rows, of their files and blocks."""
+    if isinstance(dataset, ShardedRows):
+        return dataset.digest
+    prompts = (np.asarray([len(ids), *ids], dtype=np.int64).tobytes() for ids in dataset["prompt_ids"])
+    return _rows_digest(len(dataset), prompts)
+
+
+def column_digest(dataset: Dataset, name: str) -> str:
+    """Return the number of rows of a column and a digest of its content."""
+    batches = dataset.select_columns([name]).with_format(None).iter(batch_size=1000)
+    # Objects such as dates count as text; in a text without content the object's address must not count.
+    texts = (json.dumps(b[name], sort_keys=True, default=lambda value: ADDRESS.sub("", str(value))) for b in batches)
+    return _rows_digest(len(dataset), (text.encode() for text in texts))
+
+
+def _rows_digest(num_rows: int, parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return f"{num_rows} rows, sha256 {digest.hexdigest()[:16]}"
+
+
+def check_settings(
+    path: Path, written: dict[str, Any], current: dict[str, Any], in_rollout: bool, is_allowed: bool = False
+) -> None:
+    """Check the `run_settings` of a resumed run against those of its checkpoint, by the table `SETTINGS`.
+
+    Args:
+        path: the file that `written` comes from.
+        written: those of the checkpoint.
+        current: those of the run.
+        in_rollout: True if the checkpoint was saved in the middle of a rollout.
+        is_allowed: `allow_config_change`.
+
+    Raises:
+        ValueError: names every setting that must stay as it was.
+    """
+    free = {"base_name", "told", "num_processes", "training_stages", *SETTINGS["optimizer"]} - set(
+        SETTINGS["optional"]
+    )
+    if not in_rollout:
+        free |= set(SETTINGS["rollout"])
+    if current["kl_target"] is not None:
+        # An adaptive beta continues from the checkpoint: another initial value would have no effect.
+        free.discard("beta")
+    bound = []
+    for name, now in current.items():
+        before = written.get(name)
+        # Of an optional setting only its kind counts, None or a number.
+        differs = (before is None) != (now is None) if name in SETTINGS["optional"] else before != now
+        if name not in free and differs:
+            bound.append(name)
+    require_same(path, written, current, bound)
+    keep_optimizer_settings(path, written, current, SETTINGS["optimizer"], is_allowed)
+    steered, steers = dict(written.get("told", {})), dict(current["told"])
+    for name in ("kl_target", *(() if in_rollout else SETTINGS["rollout"])):
+        steered[name], steers[name] = written.get(name), current[name]
+    allow_steering(path, steered, steers, is_allowed)

@@ -1,0 +1,453 @@
+"""What surrounds the work of every stage: secrets, signals, the lock of the output folder, exit codes, resuming.
+
+A user's mistake becomes a message and an exit code (CONTRIBUTING.md lists them), not a stack trace.
+ONETRUNK_TRACEBACK=1 shows where an error came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shlex
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from onetrunk.checkpoints.folders import FINISHED, PREFIX, checkpoint_folders, delete_old_run, require_free
+from onetrunk.checkpoints.manifest import MANIFEST, problems
+from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
+from onetrunk.checkpoints.stopping import Stopped
+from onetrunk.models.speedups.memory_use import is_out_of_memory
+from onetrunk.parallel.heartbeat import Heartbeat
+from onetrunk.parallel.sharding import launch_layout
+from onetrunk.report.report import write_report_of
+from onetrunk.report.runs import read_run
+from onetrunk.stages.options.parser import UsageError, say, shown
+from onetrunk.utils.escaping import printable
+from onetrunk.utils.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
+from onetrunk.utils.locks import held_folder
+from onetrunk.utils.output import lasting_output
+from onetrunk.utils.redaction import add_stored_token, redact
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from onetrunk.ppo.config import PPOConfig
+    from onetrunk.reward_models.trainer import RewardModelConfig
+    from onetrunk.stages.arguments import SFTArguments
+
+    TrainingSettings = SFTArguments | RewardModelConfig | PPOConfig
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# Errors whose message is enough for the user: these where our own code raises them, and the second group from the
+# libraries below us too (a file, a setting, or a package that is missing).
+OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
+LIBRARY_ERRORS = (ValueError, OSError, ImportError)
+# The disk is full, or the user's quota or the limit on the size of a file is reached.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TRAININGS = ("sft", "reward", "distill", "ppo")
+EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+# Trainings and evaluations have one of these fields. Shards of preferences share a folder, so `prefs` locks its own.
+LOCKING_FIELDS = ("resume_from_checkpoint", "opponent")
+CARD = "README.md"  # Pushing a result rewrites it.
+AUTO = "auto"
+# How the result is loaded, by whether it is an adapter; a reward model has its own README.
+LOADING = {
+    True: 'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")',
+    False: 'transformers.AutoModelForCausalLM.from_pretrained("{folder}")',
+}
+
+
+class Terminated(BaseException):
+    """SIGTERM, SIGUSR1 or SIGHUP arrived. Not an Exception, so that no `except Exception` catches it."""
+
+    def __init__(self, number: int = signal.SIGTERM):
+        super().__init__(number)
+        self.number = number
+
+
+def run_stage(
+    verb: str,
+    parse: Callable[[list[str]], tuple[Any, ...]],
+    work: Callable[..., None],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run a stage and return its exit code. Raises only errors that are bugs.
+
+    `parse` turns the words after the verb (None: those of this process) into the arguments of `work`.
+    """
+    # No user of a stage can act on either: deprecated names that PEFT and transformers use of each other, and kernels
+    # that only matter for 4-bit models on a CPU.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    parsed: tuple[Any, ...] = ()
+    with lasting_output():
+        try:
+            with secrets_redacted(), signals_as_exception():
+                parsed = parse(list(sys.argv[1:] if argv is None else argv))
+                check_launch_of(verb)  # Before any model loads.
+                with locked_output_dir(parsed), _heartbeat(parsed):
+                    work(*parsed)
+            return 0
+        except BaseException as error:
+            # BaseException: a user's class may inherit from it directly, and its message must be redacted too.
+            code = _exit_code(verb, parsed, error)
+            if code is None:
+                sys.excepthook = print_redacted  # Python prints the stack trace when the process ends.
+                raise
+            return code
+
+
+def check_launch_of(verb: str) -> None:
+    """Raise ValueError if the accelerate config of the launch asks for what the stage does not support."""
+    if verb == "report":  # It only reads files, also for a training that was launched so.
+        return
+    layout = launch_layout()
+    if layout is not None and layout.tensor > 1 and verb not in TRAININGS:
+        raise ValueError(
+            f"tensor parallelism is supported by onetrunk {', '.join(TRAININGS)}, not by onetrunk {verb}; launch it"
+            " with accelerate_configs/fsdp2.yaml, which shards the frozen base"
+        )
+
+
+@contextlib.contextmanager
+def signals_as_exception() -> Iterator[None]:
+    """Raise Terminated when SIGTERM, SIGUSR1 or SIGHUP arrives, so that files are closed and a message is printed.
+
+    A training replaces these handlers while it runs. Under nohup SIGHUP stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread can handle signals.
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated(number)
+
+    numbers = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, terminate) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def locked_output_dir(parsed: Sequence[Any]) -> Iterator[None]:
+    """Lock the output folder for this run. Does nothing for commands without one, and on ranks other than 0.
+
+    Raises:
+        ValueError, RuntimeError: the folder cannot be written to, or another process writes there.
+    """
+    args = next((part for part in parsed if any(hasattr(part, name) for name in LOCKING_FIELDS)), None)
+    if args is None or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    with held_folder(require_output_dir(args.output_dir)):
+        delete_temporaries(args.output_dir)
+        yield
+
+
+@contextlib.contextmanager
+def _heartbeat(parsed: Sequence[Any]) -> Iterator[None]:
+    """Write the heartbeat of a training, from here to its end. Does nothing for a command that does not train."""
+    args = _training_settings(parsed)
+    if args is None:
+        yield
+        return
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    with Heartbeat.of(args.output_dir, rank).running(world_size):
+        yield
+
+
+def _training_settings(parsed: Sequence[Any]) -> TrainingSettings | None:
+    return next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
+
+
+# --- how a stage ends ------------------------------------------------------------------------------------------------
+
+
+def _exit_code(verb: str, parsed: tuple[Any, ...], error: BaseException) -> int | None:
+    """Print what ended a stage and return its exit code; print nothing and return None for a bug."""
+    if isinstance(error, SystemExit):
+        if isinstance(error, Stopped):
+            say(str(error), after_bar=True)
+            end_process_group()
+        elif isinstance(error.code, str):
+            say(f"error: {error.code}", after_bar=True)  # A user's sys.exit("why"), which Python would print.
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        say(f"interrupted{_how_to_resume(parsed)}", after_bar=True)
+        return EXIT_INTERRUPTED
+    if isinstance(error, Terminated):
+        say(f"terminated ({signal.Signals(error.number).name}){_how_to_resume(parsed)}", after_bar=True)
+        return 128 + error.number
+    message = explain(error)
+    if message is None:
+        return None
+    if os.environ.get("ONETRUNK_TRACEBACK") == "1":
+        print_redacted(type(error), error, error.__traceback__)
+    if isinstance(error, UsageError):
+        say(f"error: {message}", f"all options: onetrunk {verb} --help")
+        return 2
+    way = _how_to_resume(parsed) if is_out_of_memory(error) else ""
+    say(f"error: {message}{way}", after_bar=bool(parsed))
+    return 1
+
+
+def end_process_group() -> None:
+    """End torch.distributed: its threads can abort a process that exits while they run (exit code 134)."""
+    if "torch" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def _how_to_resume(parsed: Sequence[Any]) -> str:
+    """Return how to resume a training that was stopped, to end a message; "" for a stage without checkpoints."""
+    args = _training_settings(parsed)
+    if args is None:
+        return ""
+    checkpoint = last_finished_checkpoint(args.output_dir)
+    if checkpoint is None:
+        return f"; {args.output_dir} holds no checkpoint yet, so the next run starts from the beginning"
+    return f"; the same command with --resume auto resumes from {checkpoint}"
+
+
+def explain(error: BaseException) -> str | None:
+    """Return the message to print for an error, without secrets; None for an error that is a bug."""
+    message = _message(error)
+    return None if message is None else redact(message)
+
+
+def _message(error: BaseException) -> str | None:
+    if isinstance(error, OSError) and error.errno in FULL:
+        where = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
+        return (
+            f"{where} ({error.strerror}); make room there, or choose another output_dir, another folder for caches"
+            " (HF_HOME) or for temporary files (TMPDIR)"
+        )
+    if is_out_of_memory(error):
+        return (
+            "out of memory; lower per_device_train_batch_size (or set microbatch_tokens), max_rollout_rows, or"
+            f" max_completion_length, or set activation_checkpointing ({str(error).splitlines()[0]})"
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)
+    if isinstance(error, OUR_ERRORS) and is_ours:
+        return str(error)
+    if isinstance(error, LIBRARY_ERRORS):
+        return f"{error} ({type(error).__name__}; ONETRUNK_TRACEBACK=1 shows where)"
+    return None
+
+
+# --- secrets in what is printed --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def secrets_redacted() -> Iterator[None]:
+    """Redact log records, warnings, and errors raised in a thread or a destructor, inside the block.
+
+    Log records are redacted when they are made, not by a filter: libraries add handlers of their own at any time, and
+    each would need the filter. They are also made printable: a server's message cannot act in a terminal.
+    """
+    add_stored_token()
+    make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
+    hooks = threading.excepthook, sys.unraisablehook
+    logging.setLogRecordFactory(lambda *args, **kwargs: _redacted_record(make_record(*args, **kwargs)))
+    warnings.formatwarning = lambda *args, **kwargs: shown(format_warning(*args, **kwargs))
+    threading.excepthook = sys.unraisablehook = _print_uncaught
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make_record)
+        warnings.formatwarning = format_warning
+        threading.excepthook, sys.unraisablehook = hooks
+
+
+def _redacted_record(record: logging.LogRecord) -> logging.LogRecord:
+    try:
+        message = record.getMessage()
+    except Exception:
+        # The message does not fit its arguments; logging reports that itself and prints both.
+        message, record.msg, record.args = "", shown(f"{record.msg} {record.args}"), ()
+    clean = shown(message)
+    if clean != message:
+        record.msg, record.args = clean, ()
+    if record.exc_info and record.exc_info[0] is not None:
+        trace = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        record.exc_info, record.exc_text = None, shown(trace)
+    if record.stack_info:
+        record.stack_info = shown(record.stack_info)
+    return record
+
+
+def _print_uncaught(args: threading.ExceptHookArgs | sys.UnraisableHookArgs) -> None:
+    """Print what a thread or a `__del__` raised; Python continues after both."""
+    if args.exc_type is not SystemExit:
+        print_redacted(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def print_redacted(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """Print a stack trace to stderr as Python does, without secrets."""
+    print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+
+
+# --- a training: where it resumes, how it begins and ends ------------------------------------------------------------
+
+
+def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None) -> tuple[bool, str | None]:
+    """Return whether the run in `output_dir` is finished already, and the checkpoint to resume from.
+
+    `verb` names the stage. `needed` are the files that this trainer needs; None: those that every trainer needs.
+
+    Raises:
+        ValueError, FileNotFoundError: the folder holds another run, or no checkpoint to resume from.
+    """
+    message = _finished(args)
+    if message is not None:
+        if args.process_index == 0:
+            print(f"{verb}: {message}")
+        return True, None
+    resume = _resume_point(args, needed or LOOP_FILES)
+    if not resume:
+        require_free(args.output_dir, args.overwrite_output_dir)
+    return False, resume
+
+
+def train(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> None:
+    """Train from a checkpoint; without one, first delete what `overwrite_output_dir` allows to delete of an old run.
+
+    The new run is ready at this point, so no mistake in its settings costs the old one. The run is recorded for its
+    report under the name of the stage, `verb`, with its further `arguments`.
+    """
+    from onetrunk.report.record import RunRecord  # Imports the PPO trainer, which a check of a folder does not need.
+
+    args, record = trainer.args, RunRecord(trainer, verb, arguments)
+    trainer.add_callback(record)
+    if not resume and args.overwrite_output_dir and args.should_save:
+        delete_old_run(args.output_dir)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Stopped as stopped:
+        record.note_stop(stopped.signal_name)
+        raise
+
+
+def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
+    """Push the result if that is set, record that the run has written all its files, and print where they are.
+
+    `what` is the result, in words; `card` are keywords of the trainer's `create_model_card`.
+    """
+    trainer.accelerator.wait_for_everyone()
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(**card)
+    if trainer.is_world_process_zero():
+        folder = Path(trainer.args.output_dir)
+        run = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, "ended": trainer.ended}
+        # With these names, a report that is deleted later is written again.
+        run["files"] = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name[0] not in "._")
+        atomic_write_json(folder / FINISHED, run)
+        print_end(verb, trainer, what)
+    trainer.accelerator.end_training()
+
+
+def print_end(verb: str, trainer: Trainer, what: str) -> None:
+    """Write the report of a run that has ended; print its alarms, the worst first, and what can be done next."""
+    folder, args = Path(trainer.args.output_dir), trainer.args
+    page = write_report_of(folder) if args.write_report else None
+    alarms = read_run(folder).alarms()
+    if alarms:
+        print(f"{verb}: {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}, the worst first:")
+    for alarm in alarms:
+        print(printable(f"  {alarm.text}"))
+    print(f"{verb}: saved {what} in {folder}. What to do next:")
+    name = shlex.quote(str(folder))
+    commands = {}
+    if page is not None:
+        commands["read how it went"] = page
+    if "tensorboard" in args.report_to:
+        commands["see the curves"] = f"tensorboard --logdir {name}"
+    if verb in ("sft", "ppo"):
+        commands["load it"] = LOADING[(folder / "adapter_config.json").is_file()].format(folder=folder)
+    if not args.push_to_hub:
+        commands["share it"] = f"hf upload USER/NAME {name} . --exclude 'checkpoint-*' --exclude '_*'"
+    for purpose, command in commands.items():
+        print(f"  {purpose:<17} {command}")
+
+
+def say_where(page: Path | None, verb: str) -> None:
+    """Print where the report of a stage is; nothing if none was written."""
+    if page is not None:
+        print(f"{verb}: how it went: {page}")
+
+
+def _finished(args: TrainingSettings) -> str | None:
+    """Return the message for a resumed run that has nothing left to do; None if it has something left.
+
+    A run is finished when it has written its result, unless more steps are planned now, or the run was ended early
+    and `continue_ended_run` is set.
+    """
+    output_dir = Path(args.output_dir)
+    path = output_dir / FINISHED
+    if not path.is_file() or not has_result(output_dir):
+        return None
+    run = read_json(path)
+    if not all((output_dir / name).is_file() for name in run["files"]):
+        return None
+    if str(args.resume_from_checkpoint).lower() not in ("true", AUTO):
+        # A checkpoint given by its path is the end only if it is this run's last one.
+        end = output_dir / f"{PREFIX}{run['step']}"
+        if not end.is_dir() or end.resolve() != Path(str(args.resume_from_checkpoint)).resolve():
+            return None
+    if run["ended"] is not None:
+        is_over = not args.continue_ended_run
+        why = f"where it was ended ({run['ended']}); set continue_ended_run to true to train on"
+    elif args.max_steps > 0:
+        is_over = run["step"] >= args.max_steps
+        rollouts = getattr(args, "num_rollouts", None)
+        plan = f"num_rollouts {rollouts}" if rollouts else f"max_steps {args.max_steps}"
+        why = f"the end of {plan}; raise it to train on"
+    else:
+        is_over = run["epoch"] >= args.num_train_epochs
+        why = f"the end of num_train_epochs {args.num_train_epochs:g}; raise it to train on"
+    message = f"nothing is left to train: the run in {args.output_dir} is finished at step {run['step']}, {why}"
+    return message if is_over else None
+
+
+def _resume_point(args: TrainingSettings, needed: Sequence[str]) -> str | None:
+    mirror = open_mirror(args)
+    value = args.resume_from_checkpoint
+    word = str(value).lower()
+    if value is None or word in ("false", "none", ""):
+        return None
+    if word in ("true", AUTO):
+        return locate(True if word == "true" else AUTO, args, needed, mirror)
+    if not Path(value).is_dir():
+        raise FileNotFoundError(
+            f"resume_from_checkpoint {value} is no folder (working folder {Path.cwd()}); give a checkpoint-* folder,"
+            " true for the last one in output_dir, or auto for that one if there is any"
+        )
+    return locate(str(value), args, needed, mirror)
+
+
+def has_result(output_dir: str | os.PathLike[str]) -> bool:
+    """Return whether a run has left its complete, undamaged result next to its checkpoints."""
+    return all(problem.startswith(f"{CARD}:") for problem in problems(output_dir))
+
+
+def last_finished_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
+    """Return the last complete checkpoint, if any, by its manifest's presence; nothing in it is read."""
+    complete = [path for path in checkpoint_folders(output_dir) if (path / MANIFEST).is_file()]
+    return complete[-1] if complete else None

@@ -1,0 +1,84 @@
+"""`onetrunk recipes list|copy NAME`: the recipes, launch files and accelerate configs that come with onetrunk.
+
+Nothing here imports torch, so the answer comes at once.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from onetrunk.stages.options.parser import Parser
+from onetrunk.utils.files import atomic_write_bytes
+from onetrunk.utils.shipped import FOLDERS, RECIPES, shipped_files, shipped_folder
+
+DESCRIPTION = """Recipes need not be copied to be run: onetrunk ppo --config tiny/ppo, onetrunk run tiny/pipeline.
+A copy is for changing one. It goes to recipes/NAME (or accelerate_configs) in the working folder, where the paths in
+it are valid."""
+
+
+def folders() -> dict[str, Path]:
+    """Return what can be copied: each folder of recipes by its name, and the other folders that come with onetrunk."""
+    recipes = [path for path in sorted(shipped_folder(RECIPES).glob("*")) if next(shipped_files(path), None)]
+    others = {name: shipped_folder(name) for name in FOLDERS if name != RECIPES}
+    return {path.name: path for path in recipes if path.is_dir()} | others
+
+
+def list_recipes() -> None:
+    """Print each folder with the first line of its README, and the names of its files."""
+    for name, folder in folders().items():
+        readme = folder / "README.md"
+        title = readme.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") if readme.is_file() else ""
+        print(title if title.startswith(name) else f"{name}: {title}")
+        print("   ", *(path.relative_to(folder) for path in shipped_files(folder) if path != readme))
+    print("\nonetrunk recipes copy NAME copies one of them here; onetrunk ppo --config tiny/ppo needs no copy.")
+
+
+def copy_recipe(name: str, target: Path, overwrites: bool = False) -> list[Path]:
+    """Copy a folder, or one file of it, and return the paths that were written.
+
+    Args:
+        name: a folder ("tiny", "accelerate_configs") or a file ("tiny/ppo", "tiny/rewards.py").
+        target: the folder that gets `recipes/NAME`; it is made if it does not exist.
+        overwrites: False raises ValueError if a file with other contents is in the way.
+    """
+    known = folders()
+    folder, _, inside = name.removeprefix(f"{RECIPES}/").rstrip("/").partition("/")
+    if folder not in known:
+        raise ValueError(f"no recipe is called {folder!r}; there are {', '.join(known)}")
+    root = known[folder]
+    names = [path.relative_to(root).as_posix() for path in shipped_files(root)]
+    chosen = [file for file in names if inside in ("", file, file.removesuffix(".yaml"))]
+    if not chosen:
+        raise ValueError(f"{folder} has no {inside!r}; it has {', '.join(names)}")
+    there = target / (folder if folder in FOLDERS else f"{RECIPES}/{folder}")
+    for file in chosen:
+        is_changed = (there / file).exists() and (there / file).read_bytes() != (root / file).read_bytes()
+        if is_changed and not overwrites:
+            raise ValueError(f"{there / file} exists with other contents; add --overwrite, or --to another folder")
+    for file in chosen:
+        atomic_write_bytes(there / file, (root / file).read_bytes())
+    return [there / file for file in chosen]
+
+
+def parse_recipes(argv: Sequence[str]) -> Namespace:
+    """Return the arguments; raises UsageError for a mistake in them."""
+    parser = Parser(prog="onetrunk recipes", description=DESCRIPTION, allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|copy")
+    actions.add_parser("list", help="show the recipes and their files", allow_abbrev=False)
+    copy = actions.add_parser("copy", help="copy a recipe to the working folder", allow_abbrev=False)
+    copy.add_argument("name", help="a folder or a file of `onetrunk recipes list`: tiny, tiny/ppo, accelerate_configs")
+    copy.add_argument("--to", default=".", metavar="FOLDER", help="where it goes (default: the working folder)")
+    copy.add_argument("--overwrite", action="store_true", help="replace files that have other contents")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `onetrunk recipes`; return the exit code."""
+    words = parse_recipes(list(argv))
+    if words.action == "list":
+        list_recipes()
+    else:
+        print(*copy_recipe(words.name, Path(words.to), words.overwrite), sep="\n")
+    return 0

@@ -1,0 +1,115 @@
+"""Several judges as one: mean, disagreement, abstentions and errors."""
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.judge import Pair, Principle, Rating, Verdict
+from onetrunk.judges.rubric import RubricJudge
+from tests.judges.fakes import ToldJudge
+from tests.judges.test_rubric import mild, short
+
+PRINCIPLE = Principle("Which is shorter and milder?", tags=("short", "mild"))
+PAIR = Pair("p", "a", "b")
+
+
+def fixed(number, name="fixed", **fields):
+    """Return a judge that says the same of everything."""
+
+    def answer(item, principle):
+        return (Verdict if isinstance(item, Pair) else Rating)(number, **fields)
+
+    return ToldJudge(answer, name, [number, name, fields])
+
+
+def test_the_mean_and_the_disagreement_by_hand():
+    judge = EnsembleJudge([fixed(0.2, "a"), fixed(0.8, "b", reason="because")])
+    (verdict,) = judge.compare([PAIR], PRINCIPLE)
+    assert verdict.probability == pytest.approx(0.5) and verdict.reason == "b: because"
+    # Both lie .3 from the mean.
+    assert verdict.details == {"members": {"a": 0.2, "b": 0.8}, "disagreement": pytest.approx(0.3)}
+    (rating,) = judge.rate(["p"], ["a"], PRINCIPLE)
+    assert rating.score == pytest.approx(0.5) and rating.details == verdict.details
+
+
+def test_who_abstains_is_left_out_and_where_all_abstain_so_does_the_ensemble():
+    silent = fixed(None, "silent", reason="cannot say")
+    (verdict,) = EnsembleJudge([fixed(0.9), silent]).compare([PAIR], PRINCIPLE)
+    assert verdict.probability == 0.9 and verdict.details["disagreement"] == 0
+    (verdict,) = EnsembleJudge([silent, fixed(None, "mute")]).compare([PAIR], PRINCIPLE)
+    assert (verdict.probability, verdict.error, verdict.reason) == (None, None, "silent: cannot say")
+
+
+def test_a_members_error_is_an_error_and_never_a_label():
+    (verdict,) = EnsembleJudge([fixed(0.9), fixed(None, "down", error="HTTP 503")]).compare([PAIR], PRINCIPLE)
+    assert verdict.probability is None and verdict.error == "down: HTTP 503"
+
+
+def test_every_answer_is_told_once_and_members_on_servers_are_asked_at_the_same_time():
+    meeting = threading.Barrier(2, timeout=60)
+
+    def meet(item, principle):
+        if item.first == "0":
+            meeting.wait()  # Passes only once both members are here.
+        return 0.2
+
+    members = [ToldJudge(meet, name) for name in "ab"] + [fixed(0.8, "c")]
+    for member in members[:2]:
+        member.is_remote = True
+    told, pairs = [], [Pair("p", str(i), "x") for i in range(70)]
+    judge = EnsembleJudge(members)
+    verdicts = judge.compare(pairs, PRINCIPLE, lambda i, v: told.append((i, v)))
+    assert sorted(told, key=lambda entry: entry[0]) == list(enumerate(verdicts)) and len(verdicts) == 70
+    assert all(len(member.asked) == 70 for member in members) and not judge.is_remote
+    assert judge.compare([], PRINCIPLE) == []
+
+
+@settings(deadline=None)
+@given(st.text(max_size=8), st.text(max_size=8))
+def test_an_ensemble_of_judges_without_bias_has_none(first, second):
+    judge = EnsembleJudge([RubricJudge({"short": short}), RubricJudge({"short": short, "mild": mild})])
+    (one,), (other,) = (
+        judge.compare([pair], PRINCIPLE) for pair in (Pair("p", first, second), Pair("p", second, first))
+    )
+    assert one.probability == pytest.approx(1 - other.probability, abs=1e-15)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_answers_are_told_one_by_one_until_a_member_breaks(is_remote):
+    def breaking(item, principle):
+        if item.first == "3":
+            raise RuntimeError("the server was given up")
+        return 0.5
+
+    broken, told = ToldJudge(breaking, "breaking"), []
+    broken.is_remote = is_remote
+    with pytest.raises(RuntimeError, match="given up"):
+        pairs = [Pair("p", str(i), "x") for i in range(5)]
+        EnsembleJudge([fixed(0.7), broken]).compare(pairs, PRINCIPLE, lambda i, v: told.append((i, v)))
+    assert all(v.probability == pytest.approx(0.6) for _, v in told) and len(told) <= 3
+    assert is_remote or [i for i, _ in told] == [0, 1, 2]
+
+
+def test_what_is_no_ensemble_is_refused():
+    with pytest.raises(ValueError, match="the judge 'fixed' is twice in the ensemble"):
+        EnsembleJudge([fixed(0.5), fixed(0.5)])
+
+
+def test_members_of_one_name_are_told_apart_and_every_member_counts_in_the_identity():
+    judge = EnsembleJudge([fixed(0.5), fixed(0.6), fixed(0.7)])
+    assert list(judge.members) == ["fixed", "fixed_2", "fixed_3"]
+    assert judge.identity != EnsembleJudge([fixed(0.5), fixed(0.6)]).identity
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [(("refused",), "refused"), (("unread", "server"), "server"), (("unread", "refused"), "unread")],
+)
+def test_the_error_of_an_ensemble_is_the_servers_if_one_of_its_members_failed(kinds, expected):
+    failing = [fixed(None, kind, error="no", error_kind=kind) for kind in kinds]
+    judge = EnsembleJudge([fixed(0.5), *failing])
+    assert judge.compare([PAIR], PRINCIPLE)[0].error_kind == expected
+    assert judge.rate(["p"], ["a"], PRINCIPLE)[0].error_kind == expected

@@ -1,0 +1,271 @@
+"""From settings to a judge: every kind of spec, through the command line too, and every mistake as one message."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from onetrunk.judges.judge import Pair, Principle
+from onetrunk.judges.judge_config import JudgeConfig, load_judge, names_a_judge
+from onetrunk.judges.local import CausalJudge
+from onetrunk.judges.reward_model import RewardModelJudge
+from onetrunk.judges.rubric import RubricJudge
+from onetrunk.judges.server import ServerJudge
+from onetrunk.judges.template import question_messages
+from onetrunk.models.build import train_tokenizer
+from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.stages.arguments import parse
+from tests.judges.test_rubric import SHORT, short
+from tests.tiny import tiny_model, tiny_tokenizer
+
+CHECKS = "def short(completions, **columns):\n    return [1 / (1 + len(text)) for text in completions]\n"
+CONSTITUTION = "name: c\nprinciples:\n  - text: Which is shorter?\n    tags: [short]\n"
+URL = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checks.py").write_text(CHECKS)
+    (tmp_path / "constitution.yaml").write_text(CONSTITUTION)
+
+
+@pytest.fixture
+def reward_folder(tmp_path):
+    tiny_model("llama").save_pretrained("base")
+    AutoModelForSequenceClassification.from_pretrained("base", num_labels=1).save_pretrained("reward")
+    tiny_tokenizer().save_pretrained("reward")
+    return "reward"
+
+
+def test_a_rubric_out_of_yaml_and_out_of_the_command_line(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "judge: [rubric]\nconstitution: constitution.yaml\nrubric: {short: 'checks.py:short'}\n"
+    )
+    words = ["--judge", "rubric", "--rubric", '{"short": "checks.py:short"}']
+    for argv in (["--config", "c.yaml"], words):
+        (settings,) = parse(argv, "prefs", (JudgeConfig,))
+        judge = load_judge(settings, resolve_reward)
+        assert isinstance(judge, RubricJudge)
+        assert judge.rate(["p"], ["abc"], SHORT)[0].score == 0.25
+
+
+def test_a_server_is_known_by_its_address_and_asked_nothing_yet():
+    judge = load_judge(JudgeConfig(judge=[URL], judge_model="m", judge_samples=3, judge_reasoning_tokens=9))
+    assert isinstance(judge, ServerJudge)
+    assert (judge.chat.url, judge.chat.model, judge.samples, judge.reasoning_tokens) == (URL, "m", 3, 9)
+    named = load_judge(JudgeConfig(judge=[f"{URL}#model=owner/other"], judge_model="m"))
+    assert named.chat.model == "owner/other" and named.chat.url == URL
+
+
+def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        f"judge: ['{URL}']\njudge_model: m\njudge_timeout_s: 5\njudge_verdict_tokens: 512\n"
+        "judge_extra_body: {chat_template_kwargs: {enable_thinking: false}}\n"
+    )
+    words = f"--judge_timeout_s 5 --judge {URL} --judge_model m --judge_verdict_tokens 512".split()
+    words += ["--judge_extra_body", '{"chat_template_kwargs": {"enable_thinking": false}}']
+    for argv in (["--config", "c.yaml"], words):
+        (settings,) = parse(argv, "prefs", (JudgeConfig,))
+        judge = load_judge(settings)
+        assert (judge.policy.call_timeout_s, judge.verdict_tokens) == (5, 512)
+        body = {"chat_template_kwargs": {"enable_thinking": False}}
+        assert judge.chat.extra_body == judge.identity["extra_body"] == body
+
+
+def test_an_answer_is_known_by_what_it_depends_on_and_limits_are_no_part_of_that():
+    plain = load_judge(JudgeConfig(judge=[URL], judge_model="m")).identity
+    limits = {"judge_timeout_s": 5, "judge_verdict_tokens": 512}
+    assert load_judge(JudgeConfig(judge=[URL], judge_model="m", **limits)).identity == plain
+    other = JudgeConfig(judge=[URL], judge_model="m", judge_extra_body={"reasoning_effort": "low"})
+    assert load_judge(other).identity != plain
+
+
+def test_a_reward_model_and_an_ensemble_in_which_servers_are_asked_last(reward_folder):
+    judge = load_judge(JudgeConfig(judge=["reward:reward"], judge_device="cpu", judge_batch_size=3))
+    assert isinstance(judge, RewardModelJudge) and judge.batch_size == 3 and judge.name == "reward"
+    specs = [f"{URL}#model=a", "reward:reward", f"{URL}#model=b", "rubric"]
+    ensemble = load_judge(JudgeConfig(judge=specs, rubric={"short": short}, judge_device="cpu"))
+    assert list(ensemble.members) == ["reward", "rubric", "a", "b"]
+
+
+def test_anything_else_is_a_causal_model():
+    (message,) = question_messages(Pair("p", "a", "b"), SHORT, "c0ffee")
+    tiny_model("llama", vocab_size=512, max_position_embeddings=1024).save_pretrained("causal")
+    train_tokenizer([message["content"]], 400, ()).save_pretrained("causal")
+    judge = load_judge(JudgeConfig(judge=["causal"], judge_device="cpu", judge_reasoning_tokens=4))
+    assert isinstance(judge, CausalJudge) and judge.reasoning_tokens == 4
+    assert "label mass" in judge.compare([Pair("p", "a", "b")], SHORT)[0].reason  # An untrained model.
+
+
+def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
+    tiny_model("llama").save_pretrained("causal")
+    tiny_tokenizer().save_pretrained("causal")
+    with pytest.raises(ValueError, match="the labels A, B are not single tokens"):
+        load_judge(JudgeConfig(judge=["causal"], judge_device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({}, "judge is not set; give rubric, reward:FOLDER"),
+        ({"judge": []}, "judge is not set"),
+        ({"judge": [""]}, "judge names ''; expected rubric"),
+        ({"judge": ["reward:"]}, "judge names 'reward:'; expected rubric"),
+        ({"judge": ["Rubrik"]}, "judge names 'Rubrik'; did you mean 'rubric'?"),
+        ({"judge": [URL]}, "judge_model is not set, and the server http://127.0.0.1:9/v1 may have several models"),
+        ({"judge": [f"{URL}#name=m"]}, "'#name=m' after it; expected '#model=NAME'"),
+        ({"judge": ["http://169.254.169.254/v1"], "judge_model": "m"}, "where clouds hand out credentials"),
+        ({"judge": ["rubric"]}, "judge is rubric and rubric is not set"),
+        ({"judge": ["rubric"], "rubric": {"short": "checks.py:short"}}, "'checks.py:short'; expected a function"),
+        ({"judge": ["a/b"], "rubric": {"short": short}}, "rubric is set and judge is a/b; add rubric to judge"),
+        ({"judge": ["rubric", "rubric"], "rubric": {"short": short}}, "judge names rubric twice"),
+        ({"judge": ["reward:x"], "judge_device": "gpu"}, "judge_device is 'gpu'; expected such as cpu"),
+        ({"judge": ["rubric"], "rubric": {"short": short}, "constitution": "no.yaml"}, "no.yaml does not exist"),
+    ],
+)
+def test_a_mistake_is_one_error_message(settings, message):
+    with pytest.raises(ValueError) as caught:
+        load_judge(JudgeConfig(**settings))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["./absent", "reward:./absent"])
+def test_a_folder_that_is_missing_is_one_error_message(spec):
+    with pytest.raises(RuntimeError, match="absent") as caught:
+        load_judge(JudgeConfig(judge=[spec], judge_device="cpu"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("checks.py:shrot", "did you mean short?"),
+        ("checks.py", "names a file and no function in it"),
+        ("absent.py:short", "there is no file absent.py"),
+    ],
+)
+def test_a_check_that_is_not_there_is_named_with_its_tag(spec, message):
+    with pytest.raises(ValueError, match="the rubric's check for the tag 'short': ") as caught:
+        load_judge(JudgeConfig(judge=["rubric"], rubric={"short": spec}), resolve_reward)
+    assert message in str(caught.value)
+
+
+def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_path):
+    Path("constitution.yaml").write_text(CONSTITUTION + "  - {text: 'Which is kinder?', tags: [kind]}\n")
+    settings = JudgeConfig(
+        judge=["./absent", URL, "rubric"], rubric={"short": short}, constitution="constitution.yaml"
+    )
+    with pytest.raises(ValueError, match="no check for the principle 'Which is kinder\\?', which has the tags kind"):
+        load_judge(settings)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("judge_samples", 0, "judge_samples is 0; set it to 1 or more"),
+        ("judge_reasoning_tokens", -1, "judge_reasoning_tokens is -1; set it to 0 or more"),
+        ("judge_timeout_s", 0.0, "judge_timeout_s is 0.0; set a finite number above 0"),
+        ("judge_extra_body", ["a"], "judge_extra_body is ['a']; expected a mapping, as JSON"),
+        ("judge_extra_body", {"max_tokens": 9}, "sets max_tokens, which the judge sets itself; set judge_verdict_tok"),
+        ("judge_extra_body", {"seed": 9}, "sets seed, which the judge sets itself; leave it out"),
+        ("rubric", "short", "rubric is 'short'; expected a mapping, as JSON"),
+    ],
+)
+def test_a_setting_out_of_its_range_is_one_error_message(field, value, message):
+    with pytest.raises(ValueError) as caught:
+        JudgeConfig(**{field: value})
+    assert message in str(caught.value)
+
+
+def test_a_rubric_loads_no_http_client_and_no_model():
+    code = (
+        "import sys; from onetrunk.judges.judge_config import *; load_judge(JudgeConfig('rubric', rubric={'a': len}));"
+        "print([m for m in ('httpx2', 'onetrunk.judges.server', 'onetrunk.judges.local', 'peft') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_a_loaded_judge_answers(reward_folder):
+    judge = load_judge(JudgeConfig(judge=["rubric", "reward:reward"], rubric={"short": short}, judge_device="cpu"))
+    (verdict,) = judge.compare([Pair("the cat ", "sings .", "no")], Principle("Which is shorter?", tags=("short",)))
+    assert 0 < verdict.probability < 1 and set(verdict.details["members"]) == {"rubric", "reward"}
+
+
+def test_a_tokenizer_of_a_servers_model_that_is_missing_is_one_error_message():
+    with pytest.raises(RuntimeError, match="judge_tokenizer: .*absent") as caught:
+        load_judge(JudgeConfig(judge=[URL], judge_model="m", judge_tokenizer="./absent"))
+    assert "\n" not in str(caught.value)
+
+
+OWN_JUDGE = """
+from onetrunk.judges.judge import Judge, Pair, Rating, Verdict
+
+class Shorter(Judge):
+    name, identity = "shorter", {"kind": "shorter", "version": 1}
+
+    def _answer(self, items, principle, keep):
+        for i, item in enumerate(items):
+            is_pair = isinstance(item, Pair)
+            keep(i, Verdict(float(len(item.first) < len(item.second))) if is_pair else Rating(1 / len(item.text)))
+
+class Counting(Shorter):
+    def __init__(self, size):
+        self.size = size
+
+class Nameless(Shorter):
+    name = "two words"
+
+class Unknown(Shorter):
+    identity = {"model": object()}
+
+class Unfinished(Judge):
+    name, identity = "unfinished", {}
+
+counting = Counting(3)
+number = 3
+"""
+
+
+@pytest.mark.parametrize("spec", ["own_judges.py:Shorter", "own_judges.py:counting", "own_judges.Shorter"])
+def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
+    (tmp_path / "own_judges.py").write_text(OWN_JUDGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_judges", raising=False)
+    (tmp_path / "c.yaml").write_text(f"judge: ['{spec}']\nconstitution: constitution.yaml\n")
+    (settings,) = parse(["--config", "c.yaml"], "prefs", (JudgeConfig,))
+    judge = load_judge(settings, resolve_reward)
+    verdicts = judge.compare([Pair("p", "a", "bb"), Pair("p", "ccc", "bb")], SHORT)
+    assert [verdict.probability for verdict in verdicts] == [1.0, 0.0]
+    assert judge.rate(["p"], ["aaaa"], SHORT)[0].score == 0.25
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ("absent.py:Shorter", ValueError, r"judge 'absent.py:Shorter': there is no file absent.py \(working folder"),
+        ("own_judges.py", ValueError, "no judge in it; write 'own_judges.py:NAME', where NAME is Counting or"),
+        ("own_judges.py:Shortr", ValueError, "has no 'Shortr'; did you mean Shorter?"),
+        ("own_judges.py:number", TypeError, "is of type int; expected a subclass of onetrunk.judges.judge.Judge"),
+        ("own_judges.py:Counting", TypeError, "cannot be made without arguments.*give its class defaults, or name an"),
+        ("own_judges.py:Unfinished", TypeError, "cannot be made without arguments.*_answer"),
+        ("own_judges.py:Nameless", ValueError, "has the name 'two words'; set name to a text of letters"),
+        ("own_judges.py:Unknown", ValueError, "has the identity.*set identity to a dict of JSON values"),
+        ("no_such_package.Judge", ValueError, "judge 'no_such_package.Judge': there is no module 'no_such_package'"),
+    ],
+)
+def test_a_judge_of_the_user_s_that_cannot_be_used_says_the_mend(tmp_path, spec, error, message):
+    (tmp_path / "own_judges.py").write_text(OWN_JUDGE)
+    with pytest.raises(error, match=message):
+        load_judge(JudgeConfig(judge=[spec]), resolve_reward)
+
+
+def test_folders_hub_names_and_other_specs_are_no_judges_in_python(tmp_path):
+    (tmp_path / "a.folder").mkdir()
+    for spec in ("rubric", "reward:a.b", URL, "owner/model", "Qwen2.5-7B", "gpt2", "a.folder", "./models/x.y"):
+        assert not names_a_judge(spec), spec
+    for spec in ("judges.py:Mine", "folder/judges.py:Mine", "package.module.Mine"):
+        assert names_a_judge(spec), spec

@@ -1,0 +1,236 @@
+"""Labels are means over orders and principles; a biased judge is found and its bias cancelled."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.judges.constitution import parse_constitution
+from onetrunk.judges.judge import Pair, Rating, Verdict
+from onetrunk.judges.labels import (
+    JudgeStatistics,
+    PairLabel,
+    answer_key,
+    judge_pairs,
+    judge_warnings,
+    keep_answer,
+    kept_answer,
+    rate_pairs,
+)
+from tests.judges.fakes import ToldJudge
+
+ONE = parse_constitution({"name": "one", "principles": ["Which is longer?"]})
+TWO = parse_constitution(
+    {"name": "two", "principles": [{"text": "Which is longer?", "weight": 3}, "Which is earlier?"]}
+)
+
+
+def slot_judge(bias=0.0, silent=()):
+    """Return a judge that prefers the longer completion, and by `bias` logits the one in the first slot."""
+
+    def answer(pair, principle):
+        if pair.first in silent:
+            return silent[pair.first]
+        return 1 / (1 + math.exp(-(len(pair.first) - len(pair.second) + bias)))
+
+    return ToldJudge(answer, "slot", bias)
+
+
+class Book(dict):
+    """A memory of answers."""
+
+    def put(self, key, value):
+        self[key] = value
+
+
+PAIR = Pair("p", "a", "b")
+
+
+def told_label(constitution, verdicts, **settings):
+    """Return the label of PAIR from probabilities by (principle, flipped); every question has its answer."""
+    judge, book = slot_judge(), Book()
+    for (number, flipped), probability in verdicts.items():
+        key = answer_key(judge, constitution.principles[number], PAIR.flipped() if flipped else PAIR)
+        keep_answer(book, key, Verdict(probability))
+    (label,) = judge_pairs(judge, [PAIR], constitution, memory=book, **settings)
+    assert judge.asked == []
+    return label
+
+
+def labels_and_statistics(judge, pairs, constitution=ONE, **settings):
+    labels, statistics = judge_pairs(judge, pairs, constitution, **settings), JudgeStatistics()
+    for label in labels:
+        statistics.add(label)
+    return labels, statistics.as_dict()
+
+
+def test_a_label_by_hand():
+    verdicts = {
+        # The first principle: .8 as given; flipped .4 for `second`, so .6 for `first`. Mean .7, weight 3.
+        (0, False): 0.8,
+        (0, True): 0.4,
+        # The second: .5 and 1 - .3 = .7. Mean .6, weight 1.
+        (1, False): 0.5,
+        (1, True): 0.3,
+    }
+    label = told_label(TWO, verdicts)
+    assert label.probability == pytest.approx((3 * 0.7 + 0.6) / 4)
+    assert label.consistent and label.errors == label.abstentions == 0
+    assert [list(orders) for _, orders in label.votes] == [pytest.approx([0.8, 0.6]), pytest.approx([0.5, 0.7])]
+
+
+SEVEN = parse_constitution(
+    {"name": "seven", "principles": [{"text": "Which is longer?", "weight": 3}, *(f"Idle {i}?" for i in range(6))]}
+)
+
+
+def test_a_principle_that_ties_does_not_count():
+    told = {(0, False): 0.8, (0, True): 0.4}
+    # The second sees no difference in either order, the others neither.
+    idle = {(number, flipped): 0.5 for number in range(1, 7) for flipped in (False, True)}
+    label = told_label(SEVEN, told | idle)
+    # .7 as without them; with six halves of weight 1 it would be (3 * .7 + 6 * .5) / 9 = .567.
+    assert label.probability == pytest.approx((0.8 + 0.6) / 2) and label.consistent
+    assert len(label.votes) == 7
+
+    # Orders that contradict each other saw a difference: (3 * .7 + 1 * .5) / 4.
+    torn = {(1, False): 0.9, (1, True): 0.9}
+    label = told_label(SEVEN, told | idle | torn)
+    assert label.probability == pytest.approx((3 * 0.7 + 0.5) / 4)
+
+    # Where all tie the label is a tie, and no abstention.
+    nothing = {(0, False): 0.5, (0, True): 0.5}
+    label = told_label(SEVEN, nothing | idle)
+    assert (label.probability, label.consistent, label.abstentions) == (0.5, True, 0)
+    label = told_label(SEVEN, told | idle, both_orders=False)
+    assert label.probability == pytest.approx(0.8)
+
+
+def test_an_order_without_answer_leaves_its_principle_out():
+    silent = {"b": Verdict(None, "cannot say"), "c": Verdict(None, error="server down")}
+    judge = slot_judge(silent=silent)
+    abstained, failed = judge_pairs(judge, [Pair("p", "a", "b"), Pair("p", "a", "c")], ONE)
+    assert (abstained.probability, abstained.abstentions, abstained.errors) == (None, 1, 0)
+    assert (failed.probability, failed.abstentions, failed.errors) == (None, 0, 1)
+    assert not failed.consistent and failed.votes[0][1] == (0.5, None)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.7, -3.0, 9.0])
+def test_the_bias_of_a_judge_is_found_and_cancelled(bias):
+    equal = [Pair(f"p{i}", "same", "size") for i in range(20)]
+    labels, figures = labels_and_statistics(slot_judge(bias), equal)
+    assert all(label.probability == pytest.approx(0.5) for label in labels)
+    expected = 1 / (1 + math.exp(-bias))
+    assert figures["first_slot_probability"] == pytest.approx(expected)
+    assert figures["first_slot_rate"] == (0.5 if bias == 0 else float(bias > 0))
+    assert figures["position_consistency"] == (1.0 if bias == 0 else 0.0)
+    one_order, _ = labels_and_statistics(slot_judge(bias), equal, both_orders=False)
+    assert one_order[0].probability == pytest.approx(expected) and not one_order[0].consistent
+
+
+def test_a_clear_difference_outlives_a_bias():
+    pairs = [Pair("p", "much longer", "short"), Pair("p", "short", "much longer")]
+    labels, figures = labels_and_statistics(slot_judge(2.0), pairs)
+    assert labels[0].probability > 0.9 and labels[1].probability == pytest.approx(1 - labels[0].probability)
+    assert figures["position_consistency"] == 1.0 and all(label.consistent for label in labels)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.text(max_size=6), st.text(max_size=6)), max_size=6), st.floats(-3, 3))
+def test_the_label_of_a_flipped_pair_is_the_rest_to_one(texts, bias):
+    pairs = [Pair("p", first, second) for first, second in texts]
+    labels = judge_pairs(slot_judge(bias), pairs, TWO)
+    flipped = judge_pairs(slot_judge(bias), [pair.flipped() for pair in pairs], TWO)
+    for one, other in zip(labels, flipped, strict=True):
+        assert one.probability == pytest.approx(1 - other.probability)
+        assert one.consistent == other.consistent
+
+
+def test_what_is_known_is_not_asked_and_what_is_new_is_told_at_once():
+    pairs, judge, told = [Pair("p", "aa", "b"), Pair("p", "c", "dd")], slot_judge(), []
+    book = Book()
+    whole = judge_pairs(judge, pairs, TWO, memory=book, on_answer=lambda pair, _verdict: told.append(pair))
+    assert len(judge.asked) == len(book) == 8 and told == [pair for _, pair in judge.asked]
+    assert set(told) == {shown for pair in pairs for shown in (pair, pair.flipped())}
+    known = Book({key: value for key, value in book.items() if int(key, 16) % 2})
+    again, num_known = slot_judge(), len(known)
+    told.clear()
+    assert judge_pairs(again, pairs, TWO, memory=known, on_answer=lambda pair, _verdict: told.append(pair)) == whole
+    assert 0 < len(again.asked) == len(told) == 8 - num_known < 8 and known == book
+
+
+def test_a_pair_that_is_there_twice_is_asked_once():
+    judge = slot_judge()
+    one, other = judge_pairs(judge, [PAIR, PAIR], ONE)
+    assert one == other and len(judge.asked) == 2
+
+
+def test_a_verdict_is_kept_under_all_that_it_depends_on():
+    judge, principle = slot_judge(), TWO.principles[0]
+    key = answer_key(judge, principle, PAIR)
+    assert key == answer_key(slot_judge(), principle, Pair("p", "a", "b"))
+    others = [(judge, principle, PAIR.flipped()), (judge, TWO.principles[1], PAIR), (slot_judge(1.0), principle, PAIR)]
+    assert len({key, *(answer_key(*other) for other in others)}) == 4
+
+
+def counted(*votes, abstentions=0):
+    statistics = JudgeStatistics()
+    for vote in votes:
+        statistics.add(PairLabel(None, False, (("p", vote),), abstentions=abstentions))
+    return judge_warnings(statistics.as_dict())
+
+
+def test_warnings_say_when_a_judge_abstains_contradicts_itself_or_likes_a_slot():
+    assert counted(*[(0.9, 0.8), (0.2, 0.4)] * 10) == []
+    assert counted() == []
+    # Half of the pairs contradict themselves: not fewer than half agree.
+    assert counted(*[(0.6, 0.4), (0.6, 0.6), (0.4, 0.6), (0.4, 0.4)] * 5) == []
+    (slot, first) = counted(*[(0.9, 0.2)] * 10)
+    assert "contradicts itself in 100%" in slot and "in 100% of its answers, with a mean probability of 0.85" in first
+    assert "asking in both orders cancels this" in first
+    assert "prefers the completion shown first in 0% of its answers" in counted(*[(0.4, 0.6)] * 10)[1]
+    # With one order there is nothing to contradict, and few answers say nothing.
+    (first,) = counted(*[(0.55,)] * 20)
+    assert "with one order this is in the labels" in first
+    assert counted(*[(0.9,)] * 19) == []
+    (abstained,) = counted(*[(None, None)] * 4, abstentions=2)
+    assert "abstains from 100% of its questions" in abstained
+
+
+def test_questions_without_an_answer_are_counted_by_what_went_wrong():
+    kinds = iter(["refused", "unread", "server", "refused"])
+
+    failing = ToldJudge(lambda pair, principle: Verdict(None, error="no", error_kind=next(kinds)))
+    (label,) = judge_pairs(failing, [Pair("p", "a", "b")], TWO)
+    assert (label.errors, label.refused, label.unread, label.abstentions) == (4, 2, 1, 0)
+    statistics = JudgeStatistics()
+    statistics.add(label)
+    assert "the judge refused 2 questions and gave 1 a reply that is no verdict" in judge_warnings(
+        statistics.as_dict()
+    )
+
+
+KEY = "ab" * 32
+
+
+@pytest.mark.parametrize("answer", [Verdict(0.75, "So it is.", details={"method": "votes"}), Rating(None, "silent")])
+def test_the_first_answer_is_kept_and_an_error_is_not(tmp_path, answer):
+    with Ledger(tmp_path / "ledger.db") as ledger:
+        keep_answer(ledger, KEY, type(answer)(None, error="down"))
+        assert kept_answer(ledger, KEY, type(answer)) is None
+        keep_answer(ledger, KEY, answer)
+        keep_answer(ledger, KEY, type(answer)(0.25))
+        assert kept_answer(ledger, KEY, type(answer)) == answer
+
+
+def test_ratings_become_labels_of_pairs_and_each_completion_is_rated_once():
+    judge = ToldJudge(lambda item, _: {"a": 0.9, "b": 0.5, "c": 0.5, "d": None, "e": "down"}[item.text])
+    pairs = [Pair("p", *pair) for pair in ("ab", "bc", "ca", "ad", "ae")]
+    labels = rate_pairs(judge, pairs, ONE)
+    assert [label.probability for label in labels[:3]] == pytest.approx([0.7, 0.5, 0.3])
+    assert all(label.consistent for label in labels[:3])
+    assert sorted(single.text for _, single in judge.asked) == list("abcde")
+    assert labels[3].probability is None and labels[3].abstentions == 2 and labels[4].errors == 2
+    assert labels[0].votes == ((ONE.principles[0].text, (pytest.approx(0.7), pytest.approx(0.7))),)
