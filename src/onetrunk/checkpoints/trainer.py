@@ -226,7 +226,7 @@ class ResumableTrainer(Trainer):
 
         Raises:
             Stopped: a signal came; a SystemExit with code 0.
-            LostRanks: another process of the run ended or hangs; the message names it.
+            LostRanks: another process of the run ended; the message names it.
             ValueError, RuntimeError: there is nothing to resume from, or another process writes to output_dir.
         """
         self._begin_run(resume_from_checkpoint)
@@ -234,8 +234,7 @@ class ResumableTrainer(Trainer):
             if self._resume_from is not None and self._is_over():
                 self.heartbeat.delete()
                 return TrainOutput(self.state.global_step, 0.0, {})
-            heartbeats = self.heartbeat.running(self.args.world_size, self.args.ddp_timeout)
-            with self.stop_signals.listening(), heartbeats:
+            with self.stop_signals.listening(), self.heartbeat.running(self.args.world_size):
                 try:
                     output = super().train(resume_from_checkpoint=self._resume_from, **kwargs)
                     self.ended = end_of(self, end_state(self))
