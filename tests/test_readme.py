@@ -30,7 +30,7 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.stages.ppo import parse_ppo
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.parallel import ddp_worker, sharding_worker, tensor_worker
+from tests.parallel import ddp_worker, split_worker
 from tests.ppo import two_processes
 from tests.ppo.support import base_model, even_share, logged, make_trainer
 from tests.rollouts.stub_vllm import StubVLLM
@@ -175,7 +175,7 @@ def test_what_the_readme_says_of_ddp_is_a_case_of_two_processes(row):
     assert "judged" in two_processes.CASES
 
 
-# Cases that test_parallel and test_tensor_parallel compare in one step, and cases that two processes train through
+# Cases that test_split_bases compares in one step, and cases that two processes train through
 # fsdp2.yaml and tensor_parallel.yaml.
 SPLIT_CASES = {
     "fused logprobs": (["shared"], ["shared"]),
@@ -195,13 +195,12 @@ SPLIT_COLUMNS = {
     "tied head": "tied head",
     "soft-capping": "soft-capping",
 }
-SPLITTERS = {"FSDP2": sharding_worker, "TP": tensor_worker}
 
 
-@pytest.mark.parametrize(("row", "column"), [(row, column) for row, column in YES if column in SPLITTERS])
+@pytest.mark.parametrize(("row", "column"), [(row, column) for row, column in YES if column in split_worker.CASES])
 def test_what_the_readme_says_of_a_base_in_parts_is_a_case_of_two_processes(row, column):
     steps, runs = SPLIT_CASES[row]
-    assert set(steps) <= set(SPLITTERS[column].CASES) and runs
+    assert set(steps) <= set(split_worker.CASES[column]) and runs
     for settings in (two_processes.CASES[name] for name in runs):
         if row == "value_head adapter":
             assert settings["value_head"] == "adapter"
@@ -211,9 +210,9 @@ def test_what_the_readme_says_of_a_base_in_parts_is_a_case_of_two_processes(row,
 
 def test_a_base_in_parts_is_compared_in_every_column_that_works():
     assert {column for _, column in YES} - {"DDP", "FSDP2", "TP", "vLLM rollouts"} == set(SPLIT_COLUMNS)
-    assert set(SPLIT_COLUMNS.values()) <= set(sharding_worker.CASES)
+    assert set(SPLIT_COLUMNS.values()) <= set(split_worker.CASES["FSDP2"])
     # models/README.md: tensor parallelism rejects a quantised base and DoRA.
-    assert set(SPLIT_COLUMNS.values()) - {"nf4", "DoRA"} <= set(tensor_worker.CASES)
+    assert set(SPLIT_COLUMNS.values()) - {"nf4", "DoRA"} <= set(split_worker.CASES["TP"])
 
 
 def test_what_the_readme_says_is_rejected_is_rejected(tmp_path, monkeypatch):

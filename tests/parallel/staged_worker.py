@@ -32,8 +32,7 @@ from onetrunk.parallel.stages import LayerSplit
 from onetrunk.types import Experience, LossCoefficients, Pack, to_device
 from tests.models.branches import COMPLETIONS, PROMPTS, a_trunk, gradients, lora, loss_of
 from tests.parallel.cast_on_read_worker import M_MMAP_THRESHOLD, highest, private_bytes
-from tests.parallel.sharding_worker import continued, packed
-from tests.parallel.tensor_worker import relative_difference, stored_bytes
+from tests.parallel.split_worker import continued, packed, relative_difference, stored_bytes
 from tests.places import CPU, join_group
 
 TEMPERATURE = 0.8

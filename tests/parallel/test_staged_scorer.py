@@ -1,6 +1,5 @@
 """A reward adapter in pipeline stages gives what one process gives: scores, loss, gradients."""
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,7 +20,7 @@ from onetrunk.parallel.staged import (
 )
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.reward_models.trainer import MODEL_INPUTS
-from tests.parallel import cast_on_read_worker, staged_scorer_worker
+from tests.parallel import staged_scorer_worker
 from tests.parallel.staged_scorer_worker import a_batch, a_scorer
 from tests.places import found_by_ranks
 from tests.tiny import tiny_model
@@ -136,22 +135,3 @@ def test_a_process_holds_the_weights_of_its_own_layers_and_computes_their_gradie
         assert numbers == {i for i in range(*found["layers"]) if case != "uneven" or i >= 2}
         assert any("score" in name for name in found["names alone"]) == (stage == 1)
     assert "pipelined training: the base is divided into stages of" in ranks[0]["line"]
-
-
-@pytest.mark.slow
-@pytest.mark.multi_process
-@pytest.mark.timeout(1800)
-def test_a_process_needs_the_memory_of_its_own_layers(tmp_path):
-    base = tiny_model("mistral", **cast_on_read_worker.SHAPE).to(torch.bfloat16)
-    base.save_pretrained(tmp_path / "base")
-    arguments = (str(tmp_path), str(tmp_path / "base"))
-    torch.multiprocessing.spawn(staged_scorer_worker.work_on_memory, args=arguments, nprocs=2)
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        print(f"process {rank}: {found}")
-        # Private bytes above those before, in shares of the base in float32: half of it stays, and on the first
-        # process the embedding. While it loads and trains there are also one layer or the embedding, whole,
-        # activations, adapters and gradients.
-        assert 0.4 < found["stage"]["end"] < 0.62
-        assert found["stage"]["peak"] < 0.75
-        assert found["whole"]["end"] > 0.95 and found["whole"]["peak"] > 1.0
