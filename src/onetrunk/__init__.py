@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onetrunk.ppo.monitor import HackingMonitor
     from onetrunk.ppo.trainer import PPOTrainer
     from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
-    from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer
+    from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
 
 __version__ = "0.1.0"
 
@@ -45,8 +45,8 @@ _HOMES = {
     "ResumableSFTTrainer": "onetrunk.checkpoints.trainer",
     "RewardDistillationConfig": "onetrunk.reward_models.distill",
     "RewardDistillationTrainer": "onetrunk.reward_models.distill",
-    "RewardModelConfig": "onetrunk.reward_models.trainer",
-    "RewardModelTrainer": "onetrunk.reward_models.trainer",
+    "RewardModelConfig": "onetrunk.reward_models.training",
+    "RewardModelTrainer": "onetrunk.reward_models.training",
     "TrunkModel": "onetrunk.models.trunk",
 }
 

@@ -177,7 +177,7 @@ class PackOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class LossCoefficients:
-    """The numbers of the PPO loss, under the names of PPOConfig.
+    """The numbers of the PPO loss; all but kl_weight have the names of PPOConfig.
 
     Args:
         epsilon: clip range of the ratio below 1.
@@ -186,7 +186,7 @@ class LossCoefficients:
         value_clip: clip range of a value around its rollout value; None: off.
         value_coef: weight of the value loss.
         entropy_coef: weight of the entropy bonus.
-        beta: weight of the KL to the reference in the loss; 0 leaves the KL out.
+        kl_weight: weight of the KL to the reference in the loss; 0 leaves the KL out.
         kl_estimator: k1, k2 or k3.
     """
 
@@ -196,7 +196,7 @@ class LossCoefficients:
     value_clip: float | None = None
     value_coef: float = 1.0
     entropy_coef: float = 0.0
-    beta: float = 0.0
+    kl_weight: float = 0.0
     kl_estimator: str = "k1"
 
 
@@ -215,3 +215,8 @@ class Minibatch:
     num_tokens: float
     trains_policy: bool = True
     is_empty_slot: bool = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of the trunk that train."""
+        return ("policy", "value") if self.trains_policy else ("value",)

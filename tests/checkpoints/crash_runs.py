@@ -34,7 +34,7 @@ from onetrunk.judges.judge import Principle, Rating
 from onetrunk.models.build import scorer_from_config
 from onetrunk.ppo.monitor import HackingMonitor
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
-from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer
+from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.utils.locks import held_folder
 from tests.ppo.support import make_trainer, prompts, without_wall_clock

@@ -7,7 +7,7 @@ import pytest
 from onetrunk.checkpoints import config as checkpoint_config
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.reward_models.distill import RewardDistillationConfig
-from onetrunk.reward_models.trainer import RewardModelConfig
+from onetrunk.reward_models.training import RewardModelConfig
 from onetrunk.stages.arguments import SFTArguments
 
 CONFIGS = [PPOConfig, SFTArguments, RewardModelConfig, RewardDistillationConfig]

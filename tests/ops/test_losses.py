@@ -16,7 +16,7 @@ many = settings(max_examples=200, deadline=None)
 def one_token(ratio, advantage, **options):
     """Loss, gradient with respect to the logprob, and stats of a single token."""
     logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    options = {"clip_low": 0.2, **options}
+    options = {"epsilon": 0.2, **options}
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
     loss, stats = policy_loss(logprobs, torch.zeros(1, 1), advantages, torch.ones(1, 1).bool(), **options)
     loss.backward()
@@ -90,10 +90,10 @@ def test_the_gradient_is_zero_exactly_where_the_clipped_branch_is_active(ratio, 
     assert stats["clip_fraction"] == is_clipped
 
 
-def test_clip_higher_moves_the_upper_bound_only():
-    assert one_token(1.25, 1.0, clip_high=0.28)[0] == pytest.approx(-1.25)
-    assert one_token(1.4, 1.0, clip_high=0.28)[0] == pytest.approx(-1.28)
-    assert one_token(0.7, -1.0, clip_high=0.28)[0] == pytest.approx(0.8)
+def test_epsilon_higher_moves_the_upper_bound_only():
+    assert one_token(1.25, 1.0, epsilon_high=0.28)[0] == pytest.approx(-1.25)
+    assert one_token(1.4, 1.0, epsilon_high=0.28)[0] == pytest.approx(-1.28)
+    assert one_token(0.7, -1.0, epsilon_high=0.28)[0] == pytest.approx(0.8)
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
@@ -161,7 +161,7 @@ def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(see
         total, maximum = {}, torch.zeros(())
         for rows in parts:
             args = (leaf[rows], old_logprobs[rows])
-            options = {"clip_low": 0.2, "dual_clip": dual_clip, "num_tokens": mask.sum()}
+            options = {"epsilon": 0.2, "dual_clip": dual_clip, "num_tokens": mask.sum()}
             policy, stats = policy_loss(*args, advantages[rows], mask[rows], **options)
             value, value_stats = value_loss(*args, returns[rows], mask[rows], clip=0.3, num_tokens=mask.sum())
             (policy + value).backward()

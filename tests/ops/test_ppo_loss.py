@@ -45,7 +45,7 @@ def test_the_loss_of_one_token_by_hand():
         mask=one(1).bool(), values=one(2.0), returns=one(5.0), advantages=one(2.0), logprobs=one(-1.0),
         old_logprobs=one(-1.0 - math.log(1.5)), ref_logprobs=one(-1.3), entropy=one(0.9),
     )  # fmt: skip
-    loss, stats = loss_of(tensors, LossCoefficients(epsilon=0.2, value_coef=0.1, entropy_coef=0.5, beta=2.0))
+    loss, stats = loss_of(tensors, LossCoefficients(epsilon=0.2, value_coef=0.1, entropy_coef=0.5, kl_weight=2.0))
     # -min(2 * 1.5, 2 * 1.2) + .1 * (2 - 5)^2 / 2 - .5 * .9 + 2 * (1.5 * .3)
     assert loss.item() == pytest.approx(-2.4 + 0.45 - 0.45 + 0.9, abs=1e-12)
     assert stats["policy"]["clip_fraction"] == 1 and stats["policy"]["entropy"].item() == pytest.approx(0.9)
@@ -61,8 +61,8 @@ def test_the_loss_is_the_weighted_sum_of_the_losses_of_its_terms(num_tokens):
         t.logprobs,
         t.old_logprobs,
         t.advantages,
-        clip_low=0.2,
-        clip_high=0.3,
+        epsilon=0.2,
+        epsilon_high=0.3,
         dual_clip=1.5,
         weights=t.weights,
         **counted,
@@ -102,15 +102,15 @@ def test_on_the_first_pass_over_the_policys_own_samples_the_kl_is_the_plain_mean
 def test_what_is_not_given_is_left_out():
     t = random_tensors()
     only_values = {"mask": t.mask, "values": t.values, "returns": t.returns, "ref_logprobs": t.ref_logprobs}
-    loss, stats = loss_of(only_values, LossCoefficients(value_coef=0.4, beta=3.0))
+    loss, stats = loss_of(only_values, LossCoefficients(value_coef=0.4, kl_weight=3.0))
     assert_close(loss, 0.4 * value_loss(t.values, None, t.returns, t.mask)[0], **EXACT)
     assert set(stats) == {"value"}
     names = ("mask", "logprobs", "old_logprobs", "advantages")
     only_policy = {name: getattr(t, name) for name in names}
-    loss, stats = loss_of(only_policy, LossCoefficients(beta=3.0, entropy_coef=3.0))
+    loss, stats = loss_of(only_policy, LossCoefficients(kl_weight=3.0, entropy_coef=3.0))
     assert_close(loss, policy_loss(t.logprobs, t.old_logprobs, t.advantages, t.mask, 0.2)[0], **EXACT)
     assert set(stats) == {"policy"} and "entropy" not in stats["policy"]
-    assert "kl" not in loss_of(vars(t), replace(COEFS, beta=0.0))[1]
+    assert "kl" not in loss_of(vars(t), replace(COEFS, kl_weight=0.0))[1]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -149,7 +149,7 @@ def test_a_small_kl_keeps_its_digits_in_float32():
     zero = torch.zeros_like(d)
     tensors = dict(mask=zero == 0, logprobs=d, **dict.fromkeys(CONSTANTS, zero))
     del tensors["weights"]
-    _, stats = loss_of(tensors, LossCoefficients(kl_estimator="k3", beta=1.0))
+    _, stats = loss_of(tensors, LossCoefficients(kl_estimator="k3", kl_weight=1.0))
     for kl in (stats["policy"]["approx_kl"], stats["kl"]["loss"]):
         assert kl.item() == pytest.approx(5e-9, rel=1e-3)
 
@@ -169,7 +169,7 @@ def test_values_that_stay_within_the_clip_range_count_as_not_clipped():
         (["logprobs", "values"], COEFS, "neither logprobs nor values"),
         (["old_values"], COEFS, "value_clip is 0.2 but old_values is None"),
         (["logprobs"], COEFS, "or entropy without logprobs"),
-        ([], LossCoefficients(beta=0.1, kl_estimator="k4"), "kl_estimator is 'k4'"),
+        ([], LossCoefficients(kl_weight=0.1, kl_estimator="k4"), "kl_estimator is 'k4'"),
         ([], LossCoefficients(dual_clip=0.5), "dual_clip is 0.5"),
     ],
 )

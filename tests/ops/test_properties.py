@@ -68,16 +68,16 @@ def test_at_the_start_the_ratio_is_exactly_one_and_the_gradient_is_that_of_the_p
 
 
 @many
-@given(step=steps(), clip_low=CLIPS, clip_high=CLIPS, dual_clip=st.sampled_from([None, 1.5, 3.0]))
+@given(step=steps(), epsilon=CLIPS, epsilon_high=CLIPS, dual_clip=st.sampled_from([None, 1.5, 3.0]))
 def test_the_gradient_is_zero_where_the_ratio_is_clipped_and_that_of_the_ratio_elsewhere(
-    step, clip_low, clip_high, dual_clip
+    step, epsilon, epsilon_high, dual_clip
 ):
     logprobs, old_logprobs, advantages, mask = step
     leaf = logprobs.clone().requires_grad_()
-    loss, stats = policy_loss(leaf, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip)
+    loss, stats = policy_loss(leaf, old_logprobs, advantages, mask, epsilon, epsilon_high, dual_clip)
     loss.backward()
     ratio = (logprobs - old_logprobs).exp()
-    is_clipped = (advantages > 0) & (ratio > 1 + clip_high) | (advantages < 0) & (ratio < 1 - clip_low)
+    is_clipped = (advantages > 0) & (ratio > 1 + epsilon_high) | (advantages < 0) & (ratio < 1 - epsilon)
     if dual_clip is not None:
         is_clipped |= (advantages < 0) & (ratio > dual_clip)
     count = max(int(mask.sum()), 1)

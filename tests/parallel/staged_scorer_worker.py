@@ -19,7 +19,7 @@ from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.parallel.sharding import local_bytes, whole_size
 from onetrunk.parallel.staged import keep_scorer_stage, reduce_gradients, staged
 from onetrunk.parallel.stages import LayerSplit
-from onetrunk.reward_models.trainer import MODEL_INPUTS, PairCollator
+from onetrunk.reward_models.training import MODEL_INPUTS, PairCollator
 from tests.models.branches import gradients
 from tests.parallel.split_worker import relative_difference, stored_bytes
 from tests.parallel.staged_worker import noted_schedules
@@ -78,7 +78,7 @@ def loss_of(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     chosen, rejected = logits.squeeze(-1).chunk(2)
     loss = bradley_terry_loss(chosen, rejected, batch["probability"])
-    return loss * len(chosen) / PairCollator.denominators(batch)[0]
+    return loss * len(chosen) / PairCollator.denominators(batch)[1]
 
 
 def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from tests.parallel.split_worker import continued, packed, relative_difference, 
 from tests.places import CPU, join_group
 
 TEMPERATURE = 0.8
-LOSS = LossCoefficients(value_clip=0.2, entropy_coef=0.01, beta=0.05)
+LOSS = LossCoefficients(value_clip=0.2, entropy_coef=0.01, kl_weight=0.05)
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -128,8 +128,8 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
     own_rows = slice(rank // stages, None, world_size // stages)
     mine = every[own_rows]
     everything = ("policy", "value", "reference")
-    expected = pack_outputs(whole.eval(), every, everything, TEMPERATURE)
-    found = pack_outputs(wrapped.eval(), mine, everything, TEMPERATURE)
+    expected = list(pack_outputs(whole.eval(), every, everything, TEMPERATURE))
+    found = list(pack_outputs(wrapped.eval(), mine, everything, TEMPERATURE))
     experiences = [an_experience(*pair, seed) for seed, pair in enumerate(zip(every, expected, strict=True))]
     tokens = sum(e.loss_mask.sum() for e in experiences)
     whole.train()

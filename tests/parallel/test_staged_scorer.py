@@ -19,7 +19,7 @@ from onetrunk.parallel.staged import (
     verify_stages,
 )
 from onetrunk.parallel.stages import LayerSplit
-from onetrunk.reward_models.trainer import MODEL_INPUTS
+from onetrunk.reward_models.training import MODEL_INPUTS
 from tests.parallel import staged_scorer_worker
 from tests.parallel.staged_scorer_worker import a_batch, a_scorer
 from tests.places import found_by_ranks

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def test_a_result_or_an_error_comes_through():
     assert Background(lambda: 7, CPU).result() == 7
     assert Background(lambda: threading.current_thread().name, CPU).result() != threading.current_thread().name
-    later = Background(lambda: threading.current_thread().name, CPU, starts_now=False)
+    later = Background(lambda: threading.current_thread().name, CPU, in_thread=False)
     assert later.result() == threading.current_thread().name
     with pytest.raises(ZeroDivisionError):
         Background(lambda: 1 / 0, CPU).result()

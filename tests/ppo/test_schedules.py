@@ -160,7 +160,7 @@ def test_async_uses_each_row_once_within_the_staleness_and_can_be_replayed(tmp_p
         def get_train_dataloader(self):
             stream = super().get_train_dataloader()
             known = {key: StartedRow(version) for _, version, keys in backend.calls for key in keys}
-            stream.ahead.producer.remember(known)
+            stream.source.sampler.remember(known)
             return stream
 
     second = sampler()

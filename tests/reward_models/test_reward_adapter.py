@@ -8,7 +8,6 @@ from tempfile import mkdtemp
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.trainer import PPOTrainer
@@ -21,7 +20,6 @@ from tests.ppo.support import (
     lora,
     make_config,
     prompts,
-    sft_model,
     trained_weights,
     without_wall_clock,
 )
@@ -71,8 +69,7 @@ def first_rollout(trainer):
     return stream.last_scored
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("settings", [{}, {"adapter_layers": "top-1", "value_head": "adapter"}])
+@pytest.mark.parametrize(("first", "settings"), [(0, {}), (1, {"adapter_layers": "top-1", "value_head": "adapter"})])
 def test_the_scores_of_a_rollout_are_those_of_a_separate_model(tmp_path, first, settings):
     trainer = run(tmp_path, adapter(first), trains=False, rollout_batch_size=6, **settings)
     trunk = trainer.model
@@ -137,35 +134,18 @@ def test_an_adapter_below_the_cut_runs_whole_and_is_reported(tmp_path):
     assert trainer.trunk_plan.captures_states and logged(trainer, "score/judge")
 
 
-def test_where_states_are_captured_scores_of_a_whole_run_are_the_same(tmp_path):
+# At the cut float32 rounds a token alone differently than within a row; below it the whole run is the same.
+@pytest.mark.parametrize(("first", "tolerance"), [(0, 0.0), (1, 2e-5)])
+def test_an_adapter_scores_captured_states_as_it_scores_those_of_a_pass(tmp_path, first, tolerance):
     settings = {"adapter_layers": "top-1", "trains": False}
-    captured = first_rollout(run(tmp_path / "a", adapter(0), **settings))
-    made = first_rollout(run(tmp_path / "b", adapter(0), capture_trunk_states=False, **settings))
-    assert torch.equal(captured.scores.total, made.scores.total)
-
-
-def test_an_adapter_at_the_cut_scores_captured_states_as_it_scores_those_of_a_pass(tmp_path):
-    settings = {"adapter_layers": "top-1", "trains": False}
-    captured = first_rollout(run(tmp_path / "a", **settings))
-    made = first_rollout(run(tmp_path / "b", capture_trunk_states=False, **settings))
-    # float32 rounds a token alone differently than within a row.
-    torch.testing.assert_close(captured.scores.total, made.scores.total, atol=2e-5, rtol=2e-5)
+    captured = first_rollout(run(tmp_path / "a", adapter(first), **settings))
+    made = first_rollout(run(tmp_path / "b", adapter(first), capture_trunk_states=False, **settings))
+    torch.testing.assert_close(captured.scores.total, made.scores.total, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["cpu", "disk", "off"])
-def test_wherever_the_states_are_kept_a_run_has_the_same_bits(tmp_path, place):
-    settings = {**SHAPE, "adapter_layers": "top-1", "value_head": "adapter", "capture_trunk_states": False}
-    one = run(tmp_path / "one", trunk_cache=place, **settings)
-    other = run(tmp_path / "other", trunk_cache="device", **settings)
-    assert_same(trained_weights(one.model), trained_weights(other.model))
-    assert without_wall_clock(one.state.log_history) == without_wall_clock(other.state.log_history)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"adapter_layers": "top-1", "value_head": "adapter", "bf16": True}])
-@pytest.mark.parametrize("step", [3, 6])
-def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path, step, settings):
+def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path):
+    step, settings = 3, {"adapter_layers": "top-1", "value_head": "adapter", "bf16": True}
     whole = run(tmp_path / "whole", **SHAPE, **settings)
     run(tmp_path / "cut", callbacks=[StopAt(step)], **SHAPE, **settings)
     saved = {str(f.relative_to(tmp_path / "cut")) for f in (tmp_path / "cut" / f"checkpoint-{step}").rglob("*")}
@@ -184,23 +164,6 @@ def test_a_saved_policy_holds_no_reward_adapter_and_resumes_with_it(tmp_path):
     on = run(tmp_path / "two", model=str(tmp_path / "one"), adapter_layers="top-1", value_head="adapter")
     # Its policy has nothing below the cut either.
     assert on.model.reward_branch.from_states and logged(on, "score/judge")
-
-
-def test_a_policy_continued_on_all_layers_has_its_reward_adapter_run_whole(tmp_path):
-    model = sft_model()
-    model.get_base_model().load_state_dict(renamed(AutoModelForCausalLM.from_pretrained(base()), model))
-    model.get_base_model().config.name_or_path = base()
-    trainer = run(tmp_path, model=model, trains=False, adapter_layers="top-1")
-    assert "active below the cut" in trainer.trunk_plan.report
-    scored = first_rollout(trainer)
-    torch.testing.assert_close(scored.scores.total, expected_scores(scored), atol=1e-5, rtol=1e-5)
-
-
-def renamed(plain, adapted):
-    """Return the weights of a plain model under the names that they have in one with adapters."""
-    own = adapted.get_base_model().state_dict()
-    theirs = plain.state_dict()
-    return {name: theirs.get(name.replace(".base_layer.", "."), tensor) for name, tensor in own.items()}
 
 
 def test_conversations_are_read_as_the_policy_reads_them(tmp_path, caplog):
@@ -223,29 +186,12 @@ def test_an_adapter_on_another_base_is_rejected_with_both_names(tmp_path):
     other = saved_base(tmp_path / "other", num_hidden_layers=2)
     with pytest.raises(ValueError, match=f"on the base model {base()}, and the policy's is {other}.* merge it into"):
         run(tmp_path / "out", model=str(other), trains=False)
-    unnamed = AutoModelForCausalLM.from_pretrained(base())
-    unnamed.config.name_or_path = ""
-    with pytest.raises(ValueError, match="the policy's is without a name"):
-        PPOTrainer(unnamed, adapter(), make_config(tmp_path), prompts(), processing_class=tiny_tokenizer())
-
-
-def test_ways_to_the_same_folder_are_the_same_base(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(base()).parent)
-    (tmp_path / "link").symlink_to(base())
-    for name in ("base", "./base/", str(tmp_path / "link")):
-        assert run(tmp_path / "out", model=name, trains=False).model.reward_branch is not None
 
 
 def test_a_tokenizer_with_other_tokens_is_rejected(tmp_path):
     folder = saved_reward_adapter(tmp_path / "judge", base(), tokenizer=tiny_tokenizer(vocab_size=60))
     with pytest.raises(ValueError, match=r"tokenizer of reward adapter .*judge is not the policy's \(token '!' is in"):
         run(tmp_path / "out", str(folder), trains=False)
-    other = AutoTokenizer.from_pretrained(base())
-    other.add_tokens("zebra")
-    with pytest.raises(ValueError, match="token 'zebra' is in one of them alone"):
-        PPOTrainer(
-            base(), adapter(), make_config(tmp_path), prompts(), reward_processing_classes=other, peft_config=lora()
-        )
 
 
 def test_the_pad_token_comes_from_the_tokenizer_and_without_one_from_the_base(tmp_path):

@@ -9,7 +9,6 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from onetrunk.checkpoints.settings import rows_digest
 from onetrunk.data.files import load_rows
 from onetrunk.models.build import attach_score_adapter, build_trunk
 from onetrunk.models.reward_model import (
@@ -20,10 +19,9 @@ from onetrunk.models.reward_model import (
     reads_end_token,
 )
 from onetrunk.ops.packing import make_pack
-from onetrunk.reward_models.trainer import PairCollator, RewardModelConfig, RewardModelTrainer
+from onetrunk.reward_models.training import PairCollator, RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards import ModelReward
 from onetrunk.rewards.model import trunk_reward
-from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -68,22 +66,19 @@ def loss_and_gradients(trainer):
     return loss.detach(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("peft_config", [None, "lora"])
-def test_a_completion_that_was_cut_off_is_read_without_an_end_token(base, tmp_path, peft_config):
+def test_a_completion_that_was_cut_off_is_read_without_an_end_token(base, tmp_path):
     stopped = [True, False] * 4
     columns = {"chosen_stopped": stopped, "rejected_stopped": stopped[::-1]}
-    trainer = a_trainer(base, tmp_path, rows(**columns), peft_config=lora() if peft_config else None)
+    trainer = a_trainer(base, tmp_path, rows(**columns))
     ends = {name: [row[-1] == 1 for row in trainer.train_dataset[f"{name}_ids"]] for name in ("chosen", "rejected")}
     assert ends == {"chosen": stopped, "rejected": stopped[::-1]}
-    whole = a_trainer(base, tmp_path / "whole", rows(), peft_config=lora() if peft_config else None)
+    whole = a_trainer(base, tmp_path / "whole", rows())
     assert [row[:-1] for row in whole.train_dataset["chosen_ids"]][1::2] == trainer.train_dataset["chosen_ids"][1::2]
 
 
-@pytest.mark.parametrize("certain", [1.0, 0.0])
-def test_a_certain_soft_label_is_the_hard_label_with_equal_gradients(base, tmp_path, certain):
-    soft = a_trainer(base, tmp_path, rows(probability=[certain] * 8))
-    swapped = {} if certain else {"chosen": BAD, "rejected": GOOD}
-    hard = a_trainer(base, tmp_path, rows(**swapped))
+def test_a_soft_label_of_0_is_the_hard_label_of_swapped_rows_with_equal_gradients(base, tmp_path):
+    soft = a_trainer(base, tmp_path, rows(probability=[0.0] * 8))
+    hard = a_trainer(base, tmp_path, rows(chosen=BAD, rejected=GOOD))
     soft_loss, soft_gradients = loss_and_gradients(soft)
     hard_loss, hard_gradients = loss_and_gradients(hard)
     # With swapped rows the same numbers are added in another order.
@@ -140,11 +135,6 @@ def test_accumulated_batches_of_which_the_last_is_short_train_as_one_batch(base,
         weights.append(dict(trainer.model.named_parameters()))
     for name, expected in weights[0].items():
         torch.testing.assert_close(weights[1][name], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_hard_labels_can_be_chosen_where_there_are_soft_ones(base, tmp_path):
-    trainer = a_trainer(base, tmp_path, rows(probability=[0.6] * 8), soft_labels=False)
-    assert trainer.train_dataset.column_names == ["chosen_ids", "rejected_ids"]
 
 
 def test_a_batch_holds_the_chosen_rows_first_padded_on_the_right():
@@ -210,26 +200,6 @@ def test_the_adapter_on_the_trunk_scores_as_the_same_adapter_on_a_separate_model
     assert read_score_adapter(str(tmp_path)).head["weight"].abs().sum() > 0 and scores.std() > 1e-3
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_resumed_run_ends_where_the_uninterrupted_one_did(base, tmp_path, adapted):
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
-    data = rows(probability=[0.9, 0.2, 0.6, 1.0] * 2)
-
-    def trainer(folder):
-        return a_trainer(base, folder, data, peft_config=lora() if adapted else None, **settings)
-
-    whole = trainer(tmp_path)
-    whole.train()
-    whole.save_model()
-    resumed = trainer(tmp_path / "resumed")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    resumed.save_model()
-    name = "adapter_model.safetensors" if adapted else "model.safetensors"
-    one, other = load_tensors(tmp_path / name), load_tensors(tmp_path / "resumed" / name)
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
 def test_training_learns_and_logs_accuracy_over_the_decided_pairs(base, tmp_path):
     trainer = a_trainer(base, tmp_path, rows(probability=[1.0, 0.0, 0.5, 1.0] * 2), max_steps=12)
     trainer.train()
@@ -257,34 +227,22 @@ def rows_in_a_file(folder, monkeypatch, repeat=1):
     return load_rows(folder / "rows.jsonl")
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("settings", [{}, {"use_margin": True, "max_length": 9}])
-def test_rows_that_are_mapped_from_the_cache_train_as_rows_that_are_held(base, tmp_path, monkeypatch, settings):
+def test_rows_that_are_mapped_from_the_cache_train_as_rows_that_are_held(base, tmp_path, monkeypatch):
+    settings = {"use_margin": True, "max_length": 9}
     mapped = a_trainer(base, tmp_path / "mapped", rows_in_a_file(tmp_path, monkeypatch), max_steps=6, **settings)
     tokenizer, held = tiny_tokenizer(), {}
     for side, texts in (("chosen", GOOD), ("rejected", BAD)):
         held[f"{side}_ids"] = encode_rows(tokenizer, PROMPTS, texts, None, True, "all at once")[0]
     held["probability"] = [0.9, 0.2, 0.6, 1.0] * 2
-    if settings:
-        held["margin"] = [
-            torch.logit(torch.tensor(max(p, 1 - p), dtype=float), 1e-4).item() for p in held["probability"]
-        ]
+    held["margin"] = [torch.logit(torch.tensor(max(p, 1 - p), dtype=float), 1e-4).item() for p in held["probability"]]
     short = [i for i in range(8) if max(len(held[f"{side}_ids"][i]) for side in ("chosen", "rejected")) <= 9]
-    held = Dataset.from_dict(held).select(short if settings else range(8))
+    held = Dataset.from_dict(held).select(short)
     other = a_trainer(base, tmp_path / "held", held, max_steps=6, **settings)
     assert mapped.train_dataset.cache_files and not other.train_dataset.cache_files
     mapped.train()
     other.train()
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (mapped, other)]
     assert losses[0] == losses[1] and len(set(losses[0])) > 3
-
-
-def test_a_folder_of_an_earlier_version_resumes_because_its_rows_have_the_same_digest(base, tmp_path, monkeypatch):
-    # Printed by version 0.1 before rows were mapped: `rows` of run_settings.json.
-    trainer = a_trainer(base, tmp_path, rows_in_a_file(tmp_path, monkeypatch))
-    assert rows_digest(trainer.train_dataset) == "8 rows, sha256 a27e6971253b6ba0"
-    shorter = a_trainer(base, tmp_path, load_rows(tmp_path / "rows.jsonl"), use_margin=True, max_length=9)
-    assert rows_digest(shorter.train_dataset) == "4 rows, sha256 d60dee0dccd9ea56"
 
 
 def test_memory_does_not_hold_rows_of_a_file(base, tmp_path, monkeypatch):
@@ -294,12 +252,6 @@ def test_memory_does_not_hold_rows_of_a_file(base, tmp_path, monkeypatch):
     assert len(trainer.train_dataset) == 4000
     # Two lists of 8 or more 4-byte ids per row are 250 KB; the kept numbers of the rows may stay.
     assert pa.total_allocated_bytes() - before < 40_000
-
-
-def test_several_processes_tokenize_the_same_rows(base, tmp_path, monkeypatch):
-    dataset = rows_in_a_file(tmp_path, monkeypatch)
-    one, two = (a_trainer(base, tmp_path, dataset, dataset_num_proc=number) for number in (None, 2))
-    assert one.train_dataset[:] == two.train_dataset[:]
 
 
 def test_rows_that_a_chat_template_rejects_are_said(base, tmp_path):

@@ -1,4 +1,4 @@
-"""The producer alone: who may start when, each rollout once and in order, errors, the end, checkpoints."""
+"""The sampler alone: who may start when, each rollout once and in order, errors, the end, checkpoints."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from onetrunk.rollouts.async_sampler import Closed, Producer, StartedRow
+from onetrunk.rollouts.async_sampler import AsyncSampler, Closed, StartedRow, samples_ahead
 from onetrunk.types import Rollout
 
 LONG_S = 60
@@ -47,82 +47,82 @@ def keys(iteration, rows):
     return [(0, iteration, row) for row in range(rows)]
 
 
-def offer(producer, iteration, rows=4):
-    producer.offer(iteration, [[iteration, row] for row in range(rows)], keys(iteration, rows))
+def offer(sampler, iteration, rows=4):
+    sampler.offer(iteration, [[iteration, row] for row in range(rows)], keys(iteration, rows))
 
 
 def test_rows_come_in_order_with_the_version_that_they_were_started_with():
     bench = Bench()
-    producer = Producer(bench, rows_per_rollout=4, max_staleness=1, rows_per_part=3)
-    producer.publish(0, 0)
-    offer(producer, 0)
-    offer(producer, 1)
-    first = producer.take(0)
+    sampler = AsyncSampler(bench, rows_per_rollout=4, max_staleness=1, rows_per_part=3)
+    sampler.publish(0, 0)
+    offer(sampler, 0)
+    offer(sampler, 1)
+    first = sampler.take(0)
     assert first.completion_ids == [[0, 0, row] for row in range(4)]
     assert first.prompt_ids == [[0, row] for row in range(4)]
     assert [x.tolist() for x in first.sampler_logprobs] == [[-float(row)] * 3 for row in range(4)]
     assert first.stopped == [True, False, True, False]
     assert (first.policy_version, first.policy_versions) == (0, [0] * 4)
-    producer.finish(0)
-    producer.publish(1, 8)
-    offer(producer, 2)
-    second = producer.take(1)
-    producer.finish(1)
+    sampler.finish(0)
+    sampler.publish(1, 8)
+    offer(sampler, 2)
+    second = sampler.take(1)
+    sampler.finish(1)
     assert second.policy_versions == [0] * 4  # Rollout 1 was admitted with the first version.
-    assert producer.take(2).policy_versions == [8] * 4
+    assert sampler.take(2).policy_versions == [8] * 4
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_no_row_starts_before_the_staleness_allows_it(staleness):
     """running + accepted <= (staleness + updates + 1) * rows, whatever is offered and however fast rows end."""
     bench, rows = Bench(), 4
-    producer = Producer(bench, rows, staleness, rows_per_part=1)
-    producer.publish(0, 0)
+    sampler = AsyncSampler(bench, rows, staleness, rows_per_part=1)
+    sampler.publish(0, 0)
     for iteration in range(8):
-        offer(producer, iteration, rows)
+        offer(sampler, iteration, rows)
     for updates in range(8 - staleness):
-        producer.publish(updates, 10 * updates)
+        sampler.publish(updates, 10 * updates)
         allowed = (staleness + updates + 1) * rows
-        producer.take(updates)
+        sampler.take(updates)
         bench.wait_for_calls(allowed)
         # A later start would be seen after the wait for the last allowed row, which ends when all threads have.
-        for thread in list(producer._threads):
+        for thread in list(sampler._threads):
             thread.join(LONG_S)
         assert len(bench.calls) == allowed
         assert all(iteration - version // 10 <= staleness for version, [(iteration, _)] in bench.calls)
-        producer.finish(updates)
+        sampler.finish(updates)
 
 
 def test_at_most_so_many_rows_run_at_once_and_later_ones_get_the_newer_version():
     bench = Bench(is_open=False)
-    producer = Producer(bench, rows_per_rollout=4, max_staleness=2, rows_per_part=2, max_rows=4)
-    producer.publish(0, 0)
+    sampler = AsyncSampler(bench, rows_per_rollout=4, max_staleness=2, rows_per_part=2, max_rows=4)
+    sampler.publish(0, 0)
     for iteration in range(3):
-        offer(producer, iteration)
+        offer(sampler, iteration)
     bench.wait_for_calls(2)
     assert len(bench.calls) == 2  # Started in `offer`, in this thread: the room was full there.
-    producer.publish(1, 5)
+    sampler.publish(1, 5)
     bench.gate.set()
-    versions = [producer.take(0).policy_versions]
-    producer.finish(0)
-    versions += [producer.take(1).policy_versions]
+    versions = [sampler.take(0).policy_versions]
+    sampler.finish(0)
+    versions += [sampler.take(1).policy_versions]
     assert versions == [[0] * 4, [5] * 4] and bench.most_running == 4
 
 
 def test_each_rollout_is_taken_once_and_in_order():
-    producer = Producer(Bench(), 4, 1, 4)
-    producer.publish(0, 0)
-    offer(producer, 0)
-    offer(producer, 1)
+    sampler = AsyncSampler(Bench(), 4, 1, 4)
+    sampler.publish(0, 0)
+    offer(sampler, 0)
+    offer(sampler, 1)
     with pytest.raises(RuntimeError, match="rollout 1 was asked for, and the next one is rollout 0"):
-        producer.take(1)
-    assert producer.take(0).completion_ids == producer.take(0).completion_ids  # Until it is finished.
-    producer.finish(0)
-    for call in (producer.take, producer.finish):
+        sampler.take(1)
+    assert sampler.take(0).completion_ids == sampler.take(0).completion_ids  # Until it is finished.
+    sampler.finish(0)
+    for call in (sampler.take, sampler.finish):
         with pytest.raises(RuntimeError, match="and the next one is rollout 1"):
             call(0)
     with pytest.raises(RuntimeError, match="rollout 1 was offered after rollout 1; each comes once"):
-        offer(producer, 1)
+        offer(sampler, 1)
 
 
 class Fault(Exception):
@@ -138,67 +138,67 @@ def test_an_error_in_a_thread_is_raised_to_who_waits_and_nothing_starts_after_it
             raise Fault("the server is gone")
         return Bench()(version, prompt_ids, given)
 
-    producer = Producer(sample, 4, 2, rows_per_part=4, max_rows=4)
-    producer.publish(0, 0)
+    sampler = AsyncSampler(sample, 4, 2, rows_per_part=4, max_rows=4)
+    sampler.publish(0, 0)
     for iteration in range(3):
-        offer(producer, iteration)
-    assert len(producer.take(0)) == 4  # What was sampled before is still there.
-    producer.finish(0)
+        offer(sampler, iteration)
+    assert len(sampler.take(0)) == 4  # What was sampled before is still there.
+    sampler.finish(0)
     with pytest.raises(Fault, match="the server is gone"):
-        producer.take(1)
-    producer.publish(1, 1)
+        sampler.take(1)
+    sampler.publish(1, 1)
     assert len(calls) == 2
 
 
 def test_a_wait_is_given_up_when_poll_raises_and_can_be_repeated():
     bench = Bench(is_open=False)
-    producer = Producer(bench, 4, 0, 4)
-    producer.publish(0, 0)
-    offer(producer, 0)
+    sampler = AsyncSampler(bench, 4, 0, 4)
+    sampler.publish(0, 0)
+    offer(sampler, 0)
 
     def poll():
         raise Fault
 
     with pytest.raises(Fault):
-        producer.take(0, poll)
+        sampler.take(0, poll)
     bench.gate.set()
-    assert len(producer.take(0)) == 4
+    assert len(sampler.take(0)) == 4
 
 
 def test_after_the_end_nothing_starts_and_calls_that_run_can_see_it():
     seen = threading.Event()
 
     def sample(version, prompt_ids, given):
-        assert producer.is_own_thread()
+        assert samples_ahead()
         with pytest.raises(Closed):
             for _ in range(LONG_S * 100):
-                producer.require_open()
+                samples_ahead()
                 time.sleep(0.01)
         seen.set()
-        producer.require_open()
+        samples_ahead()
 
-    producer = Producer(sample, 4, 1, rows_per_part=4, max_rows=4)
-    assert not producer.is_own_thread()
-    producer.publish(0, 0)
-    offer(producer, 0)
-    offer(producer, 1)
-    producer.close()
+    sampler = AsyncSampler(sample, 4, 1, rows_per_part=4, max_rows=4)
+    assert not samples_ahead()
+    sampler.publish(0, 0)
+    offer(sampler, 0)
+    offer(sampler, 1)
+    sampler.close()
     assert seen.wait(LONG_S)
     with pytest.raises((Closed, RuntimeError)):
-        producer.take(0)
+        sampler.take(0)
 
 
 ABANDONED = """
 import threading, time
-from onetrunk.rollouts import producer as room
+from onetrunk.rollouts import async_sampler as room
 room.LONGEST_WAIT_S = 0.5
 started = threading.Event()
 def sample(*args):
     started.set()
     time.sleep(3600)  # Longer than the limit of the test.
-producer = room.Producer(sample, 1, 0, 1)
-producer.publish(0, 0)
-producer.offer(0, [[1]], [(0, 0, 0)])
+sampler = room.AsyncSampler(sample, 1, 0, 1)
+sampler.publish(0, 0)
+sampler.offer(0, [[1]], [(0, 0, 0)])
 started.wait()
 raise SystemExit(3)
 """
@@ -214,11 +214,11 @@ def test_rows_that_were_running_among_others_are_sampled_again_in_one_call():
     done = {key: StartedRow(3, [9, *key[1:]], torch.zeros(3), True) for key in keys(1, 4)[1::2]}
     running = {key: StartedRow(3) for key in keys(1, 4)[::2]}
     bench = Bench()
-    producer = Producer(bench, 4, 1, 4)
-    producer.remember(done | running)
-    producer.publish(0, 3)
-    offer(producer, 1)
-    rollout = producer.take(1)
+    sampler = AsyncSampler(bench, 4, 1, 4)
+    sampler.remember(done | running)
+    sampler.publish(0, 3)
+    offer(sampler, 1)
+    rollout = sampler.take(1)
     assert bench.calls == [(3, [(1, 0), (1, 2)])]
     assert rollout.completion_ids == [[3, 1, 0], [9, 1, 1], [3, 1, 2], [9, 1, 3]]
     assert rollout.prompt_ids == [[1, row] for row in range(4)]
@@ -229,59 +229,59 @@ def test_rows_that_were_running_among_others_are_sampled_again_in_one_call():
 
 def test_a_checkpoint_has_what_was_sampled_and_the_versions_of_what_runs():
     bench = Bench()
-    producer = Producer(bench, 4, 1, rows_per_part=2)
-    producer.publish(0, 0)
-    offer(producer, 0)
-    producer.take(0)
+    sampler = AsyncSampler(bench, 4, 1, rows_per_part=2)
+    sampler.publish(0, 0)
+    offer(sampler, 0)
+    sampler.take(0)
     bench.gate.clear()
-    offer(producer, 1)
+    offer(sampler, 1)
     bench.wait_for_calls(4)
-    rows = producer.started()
+    rows = sampler.started()
     assert list(rows) == keys(0, 4) + keys(1, 4)
     assert all(rows[key].completion_ids == [0, *key[1:]] for key in keys(0, 4))
     assert all(rows[key] == StartedRow(0) for key in keys(1, 4))
     bench.gate.set()
-    producer.take(0)
-    producer.finish(0)
-    producer.take(1)
-    assert list(producer.started()) == keys(1, 4)  # What is used is not sampled or saved again.
+    sampler.take(0)
+    sampler.finish(0)
+    sampler.take(1)
+    assert list(sampler.started()) == keys(1, 4)  # What is used is not sampled or saved again.
 
 
-def test_a_resumed_producer_keeps_completions_and_starts_the_rest_with_their_version():
+def test_a_resumed_sampler_keeps_completions_and_starts_the_rest_with_their_version():
     done = {key: StartedRow(3, [9, *key[1:]], torch.zeros(3), True) for key in keys(2, 4)[:3]}
     running = {key: StartedRow(6) for key in [*keys(2, 4)[3:], *keys(3, 4)[:2]]}
     bench = Bench(is_open=False)
-    producer = Producer(bench, 4, 2, rows_per_part=2)
-    producer.remember({**done, **running})
-    assert producer.started() == {**done, **running}  # Also before they are offered.
+    sampler = AsyncSampler(bench, 4, 2, rows_per_part=2)
+    sampler.remember({**done, **running})
+    assert sampler.started() == {**done, **running}  # Also before they are offered.
     for updates, version in ((1, 3), (2, 6), (3, 9)):
-        producer.publish(updates, version)
-    offer(producer, 2)
-    offer(producer, 3)
+        sampler.publish(updates, version)
+    offer(sampler, 2)
+    offer(sampler, 3)
     bench.wait_for_calls(3)
     # The row that was running, then those of the next rollout; the last two had not started.
     assert sorted(bench.calls) == [(6, [(2, 3)]), (6, [(3, 0), (3, 1)]), (9, [(3, 2), (3, 3)])]
     bench.gate.set()
-    rollout = producer.take(2)
+    rollout = sampler.take(2)
     assert rollout.completion_ids == [[9, 2, 0], [9, 2, 1], [9, 2, 2], [6, 2, 3]]
     assert rollout.policy_versions == [3, 3, 3, 6] and rollout.policy_version == 3
-    producer.finish(2)
-    assert producer.take(3).policy_versions == [6, 6, 9, 9]
+    sampler.finish(2)
+    assert sampler.take(3).policy_versions == [6, 6, 9, 9]
 
 
 def test_known_versions_repeat_a_run_whatever_the_order_of_its_threads():
     bench = Bench()
-    producer = Producer(bench, 4, 2, rows_per_part=2)
-    producer.remember({key: StartedRow(5) for key in keys(1, 4)[2:]})
-    producer.publish(0, 0)
+    sampler = AsyncSampler(bench, 4, 2, rows_per_part=2)
+    sampler.remember({key: StartedRow(5) for key in keys(1, 4)[2:]})
+    sampler.publish(0, 0)
     for iteration in range(3):
-        offer(producer, iteration)
-    producer.take(0)
+        offer(sampler, iteration)
+    sampler.take(0)
     bench.wait_for_calls(3)
     # The second part of rollout 1 waits for version 5, and what follows waits for it.
     assert len(bench.calls) == 3
-    producer.finish(0)
-    producer.publish(1, 5)
-    assert producer.take(1).policy_versions == [0, 0, 5, 5]
-    producer.finish(1)
-    assert producer.take(2).policy_versions == [5] * 4
+    sampler.finish(0)
+    sampler.publish(1, 5)
+    assert sampler.take(1).policy_versions == [0, 0, 5, 5]
+    sampler.finish(1)
+    assert sampler.take(2).policy_versions == [5] * 4

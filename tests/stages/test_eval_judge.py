@@ -15,6 +15,7 @@ from onetrunk import cli
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge import Judge, Pair, Verdict
 from onetrunk.models.base_model import load_tokenizer
+from onetrunk.report.parts import contest_findings
 from onetrunk.stages.eval.contest import hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from tests.feedback import runs
@@ -286,7 +287,7 @@ def test_a_win_rate_that_is_length_alone_is_gone_at_equal_length(contest):
     assert found.rates.win_rate.value == found.rates.discrete_win_rate.value == pytest.approx((4 + 1 / 2) / 6)
     level = found.rates.length_controlled_win_rate
     assert level.value == pytest.approx(0.5, abs=0.02)
-    assert "the completions are 2 characters longer on average" in " ".join(found.metrics["findings"])
+    assert "the completions are 2 characters longer on average" in " ".join(contest_findings(found.metrics))
     assert found.metrics["length_controlled_win_rate"] == level.value
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -110,23 +111,12 @@ def test_a_judge_of_length_is_exposed_and_a_fair_one_is_not():
     assert fair["length"]["log_odds"] == pytest.approx(0.0, abs=1e-3)
 
 
-def test_a_judge_of_markdown_is_exposed_at_equal_length():
-    plain, formatted = "the answer is here and it is whole", "**the** answer\n- is here\n- and whole"
-    plain = plain.ljust(len(formatted), ".")
-    pairs = [(plain, formatted) if i % 2 else (formatted, plain) for i in range(60)]
-    rows = [row((0.9, 0.9) if "**" in a else (0.1, 0.1), a, b) for a, b in pairs]
-    metrics = judge_metrics(rows, [1.0])
-    assert metrics["format"]["preferred"] == 1.0 and metrics["length"]["pairs_that_differ"] == 0
-    assert "prefers the more formatted completion in 100%" in " ".join(findings(metrics))
-
-
 def test_kappa_is_that_of_the_paper_and_0_for_independent_judges():
     # Both say first in 60 of 100, the same in 70: expected .6 * .6 + .4 * .4 = .52; (.7 - .52) / .48.
-    one = [0.9] * 60 + [0.1] * 40
-    other = [0.9] * 45 + [0.1] * 15 + [0.9] * 15 + [0.1] * 25
+    one, other = np.repeat([1, -1], [60, 40]), np.repeat([1, -1, 1, -1], [45, 15, 15, 25])
     assert cohens_kappa(one, other) == pytest.approx((0.7 - 0.52) / 0.48)
-    assert cohens_kappa([0.9, 0.9, 0.1, 0.1], [0.9, 0.1, 0.9, 0.1]) == 0
-    assert math.isnan(cohens_kappa([0.9, 0.9], [0.9, 0.9]))
+    assert cohens_kappa(np.array([1, 1, -1, -1]), np.array([1, -1, 1, -1])) == 0
+    assert math.isnan(cohens_kappa(np.ones(2), np.ones(2)))
 
 
 def test_two_judges_that_are_right_by_chance_alone_do_not_agree_because_people_do():
@@ -162,14 +152,8 @@ def judge(tmp_path, monkeypatch):
 
 
 def rubric(tag):
-    return [
-        "--judge",
-        "rubric",
-        "--rubric",
-        json.dumps({tag: f"checks.py:{tag}"}),
-        "--constitution",
-        "principles.yaml",
-    ]
+    check = json.dumps({tag: f"checks.py:{tag}"})
+    return ["--judge", "rubric", "--rubric", check, "--constitution", "principles.yaml"]
 
 
 def metrics_of(folder):
@@ -271,42 +255,15 @@ def test_the_shapes_of_the_usual_benchmarks_are_measured(judge, tmp_path):
     ("rows", "options", "code", "message"),
     [
         (WRITTEN[:2], [], 2, "judge is not set; name who is measured"),
-        (WRITTEN[:2], ["--judge", "rubric"], 1, "rubric is not set; give the check of each tag"),
         ([{"prompt": "p", "completions": ["a", "b"]}], [*rubric("longer")], 1, "say of no completion"),
-        ([{"prompt": "p", "chosen": "a", "rejected": "a"}], [*rubric("longer")], 1, "row 0: "),
         (WRITTEN[:2], [*rubric("longer"), "--fewest_rows", "0"], 2, "fewest_rows is 0; set it to 1 or more"),
         (WRITTEN[:2], [*rubric("longer"), "--judge_budget_usd", "3"], 2, "judge_prices is not"),
-        (WRITTEN[:2], [*rubric("longer"), "--judge_prices", '{"gpt": [1, 2]}'], 1, "judges of this run are rubric"),
-        (WRITTEN[:2], [*rubric("longer"), "--judge_prices", '{"rubric": [1]}'], 2, "two numbers of 0 or more"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(judge, capsys, rows, options, code, message):
     assert judge(rows, *options) == code
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
-
-
-def test_a_budget_stops_the_run_with_everything_kept_and_a_larger_one_continues(judge, tmp_path, capsys):
-    # Two tokens per call: 2 USD per million calls, and a question costs at most 0.005 USD.
-    prices = ["--judge_prices", json.dumps({"judge-1": [1, 1]})]
-    with StubServer() as stub:
-        words = ["--judge", stub.url, "--judge_model", stub.model, "--judge_max_concurrency", "2", *prices]
-        # A reservation is for many more tokens than a call then costs, so nearly all of them fit.
-        stub.usage_of = lambda body: {"prompt_tokens": 1000, "completion_tokens": 0}
-        assert judge(WRITTEN, *words, "--judge_budget_usd", "0.02") == 1
-        said = capsys.readouterr().err
-        assert (
-            "judge_budget_usd is 0.02; all answers are kept" in said and not (tmp_path / "out/metrics.json").exists()
-        )
-        asked = len(stub.bodies)
-        assert 12 <= asked <= 20
-        assert judge(WRITTEN, *words, "--judge_budget_usd", "0.02") == 1 and len(stub.bodies) == asked
-        assert judge(WRITTEN, *words, "--judge_budget_usd", "1000") == 0
-        # Where nothing is left to ask, a spent budget stops nothing.
-        asked = len(stub.bodies)
-        assert judge(WRITTEN, *words, "--judge_budget_usd", "0.02") == 0 and len(stub.bodies) == asked
-    costs = metrics_of(tmp_path / "out")["costs"]["judge-1"]
-    assert costs["questions"] == 48 and costs["usd"] == pytest.approx(0.001 * costs["calls"])
 
 
 def test_a_measurement_is_quoted_by_the_card_of_the_rows_that_its_judge_labels(judge, tmp_path, capsys):

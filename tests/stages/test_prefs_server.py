@@ -42,17 +42,13 @@ def rows(folder):
 # The first of the prompts.
 PROMPT = f"{runs.WORDS[0]} {runs.WORDS[11]}"
 REFUSAL = completion("judge-1", "I'm sorry, but I can't help with that.")
-FILTERED = completion("judge-1", None)
-FILTERED["choices"][0]["message"]["refusal"] = "I cannot compare these."
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("reply", [REFUSAL, completion("judge-1", ""), FILTERED], ids=["text", "empty", "refusal"])
 def test_a_server_that_wrote_no_verdicts_stops_the_run_and_is_asked_again_when_it_is_well(
-    prefs, sound, tmp_path, capsys, reply
+    prefs, sound, tmp_path, capsys
 ):
     with StubServer() as stub:
-        stub.replies_instead = lambda body: None if "random" in str(body) else reply
+        stub.replies_instead = lambda body: None if "random" in str(body) else REFUSAL
         capsys.readouterr()
         assert prefs(stub) == 1
         said = capsys.readouterr().err
@@ -100,12 +96,10 @@ def test_a_model_that_reasons_judges_with_room_for_it_or_with_its_reasoning_off(
     assert rows(tmp_path / "off") == rows(sound)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("status", [400, 413, 422, 500])
-def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs, sound, tmp_path, capsys, status):
+def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs, sound, tmp_path, capsys):
     # All pairs of the prompt are in one chunk: a quarter of the first questions.
     with StubServer() as stub:
-        stub.status_instead = lambda body: status if PROMPT in str(body["messages"]) else 200
+        stub.status_instead = lambda body: 400 if PROMPT in str(body["messages"]) else 200
         assert prefs(stub) == 0
         said, statistics = capsys.readouterr().out, judged(tmp_path / "out")
         # 3 pairs in both orders under two principles.

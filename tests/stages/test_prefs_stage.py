@@ -8,13 +8,11 @@ import signal
 import pytest
 from datasets import load_dataset
 
-from onetrunk import cli
 from onetrunk.data.files import load_rows
 from onetrunk.data.preferences import check_preferences
 from onetrunk.data.prompts import check_completions
 from onetrunk.feedback.shards import read_rows
 from onetrunk.judges.judge import digest
-from onetrunk.utils.locks import WriterLock
 from tests.feedback import runs
 from tests.stages.stand_in_ray import StandInRay
 
@@ -97,9 +95,7 @@ def test_conversations_go_into_parquet_and_come_back_as_messages(prefs, inputs, 
     assert all(row["chosen"][0]["role"] == "assistant" and len(row["chosen"]) == 1 for row in rows)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dataset", ["prompts.jsonl", "turns.jsonl"])
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("suffix", "dataset"), [("jsonl", "prompts.jsonl"), ("parquet", "turns.jsonl")])
 def test_a_shard_without_prompts_is_an_empty_file_that_the_others_can_be_read_with(
     prefs, inputs, tmp_path, suffix, dataset
 ):
@@ -112,22 +108,14 @@ def test_a_shard_without_prompts_is_an_empty_file_that_the_others_can_be_read_wi
     assert len(load_rows(tmp_path / "out/data")) == sum(map(len, parts)) > 0
 
 
-def test_overwriting_leaves_no_file_of_the_old_settings_beside_the_new_ones(prefs, tmp_path):
-    assert prefs() == 0
-    assert prefs("--output_format", "parquet", "--overwrite_output_dir", "true") == 0
-    assert [path.name for path in (tmp_path / "out/data").iterdir()] == ["preferences.parquet"]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_the_shards_together_are_the_unsharded_set(prefs, tmp_path, suffix):
+def test_the_shards_together_are_the_unsharded_set(prefs, tmp_path):
     # One prompt a chunk: no batch that a shard could change
-    shared = ["--prompts_per_chunk", 1, "--output_format", suffix]
+    shared = ["--prompts_per_chunk", 1]
     assert prefs(*shared, out="whole") == 0
     for i in (2, 0, 1):
         assert prefs(*shared, "--shard", f"{i}/3", out="parts") == 0
     assert prefs(*shared, "--merge_shards", 3, out="parts") == 0
-    whole = list(read_rows(tmp_path / f"whole/data/preferences.{suffix}"))
+    whole = list(read_rows(tmp_path / "whole/data/preferences.jsonl"))
     parts = [list(read_rows(path)) for path in sorted((tmp_path / "parts/data").iterdir())]
     assert len(parts) == 3 and sum(bool(part) for part in parts) > 1
     assert content(sum(parts, [])) == content(whole)
@@ -148,19 +136,14 @@ def test_a_stream_and_another_order_give_the_same_rows(prefs, inputs, tmp_path):
     assert content(read_rows(tmp_path / "c/data/preferences.jsonl")) == content(map(json.loads, rows.splitlines()))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dataset", ["prompts.jsonl", "turns.jsonl"])
-def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path, dataset):
+def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path):
     options = ["--mode", "revise", "--num_generations", 1, "--max_critique_length", 6]
-    assert prefs(*options, "--dataset_name", inputs / dataset, "--num_revisions", 2) == 0
+    assert prefs(*options, "--dataset_name", inputs / "turns.jsonl", "--num_revisions", 2) == 0
     rows = load_rows(tmp_path / "out/data")
     assert check_completions(rows).column_names == ["prompt", "completion"] and len(rows) > 2
     assert rows.column_names == ["prompt", "completion", "original", "trail"]
     assert all(len(json.loads(row["trail"])) == 2 for row in rows)
-    assert (
-        "revised" in (tmp_path / "out/README.md").read_text()
-        or "written anew" in (tmp_path / "out/README.md").read_text()
-    )
+    assert "written anew" in (tmp_path / "out/README.md").read_text()
 
 
 def test_another_model_can_be_the_critic(prefs, inputs, tmp_path):
@@ -182,8 +165,8 @@ def test_a_folder_of_other_settings_is_refused_with_the_differences_and_overwrit
     # How the work is cut up decides nothing.
     assert prefs("--max_waiting_chunks", 1, "--num_samples_to_print", 0) == 0
     assert (tmp_path / "out/data/preferences.jsonl").read_bytes() == before
-    assert prefs("--temperature", 0.7, "--overwrite_output_dir", "true") == 0
-    assert (tmp_path / "out/data/preferences.jsonl").read_bytes() != before
+    assert prefs("--output_format", "parquet", "--overwrite_output_dir", "true") == 0
+    assert [path.name for path in (tmp_path / "out/data").iterdir()] == ["preferences.parquet"]
 
 
 def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inputs, tmp_path, capsys):
@@ -213,17 +196,10 @@ def test_a_folder_with_something_else_is_left_alone(prefs, tmp_path, capsys):
         (["--num_generations", "1"], 2, "a pair needs two completions"),
         (["--shard", "3/2"], 2, "write i/n"),
         (["--shard", "0/2", "--merge_shards", "2"], 2, "run every shard first"),
-        (["--pairing", "random"], 2, "set pairs_per_prompt"),
         (["--temperature", "0"], 2, "differ only above 0"),
-        (["--mode", "rank"], 2, "invalid choice: 'rank'"),
-        (["--critic_model", "x"], 2, "set mode to revise"),
-        (["--max_failed_fraction", "2"], 2, "from 0 to 1"),
-        (["--prompts_per_chunk", "0"], 2, "1 or more"),
-        (["--constitution", "absent.yaml"], None, "absent.yaml"),
-        (["--dataset_name", "empty.jsonl"], 1, "empty"),
-        (["--dataset_name", "absent.jsonl"], 1, "absent.jsonl does not exist"),
+        (["--engine", "ray", "--mode", "revise"], 2, "engine ray samples for mode pairs"),
+        (["--constitution", "absent.yaml"], 1, "absent.yaml"),
         (["--dataset_name", "blank.jsonl"], 1, "2 of 3 rows"),
-        (["--dataset_name", "columns.jsonl"], 1, "no column 'prompt'"),
         (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),
         (["--dataset_columns", '{"prompt": "question"}'], 1, "question"),
@@ -232,21 +208,10 @@ def test_a_folder_with_something_else_is_left_alone(prefs, tmp_path, capsys):
     ],
 )
 def test_a_wrong_input_is_one_sentence(prefs, tmp_path, capsys, options, code, message):
-    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text('{"prompt": "a"}\n{"prompt": " "}\n{"prompt": null}\n')
-    (tmp_path / "columns.jsonl").write_text('{"question": "a"}\n')
-    returned = prefs(*options)
+    assert prefs(*options) == code
     said = capsys.readouterr().err
-    assert returned in ((1, 2) if code is None else (code,)), said
     assert message in said and "Traceback" not in said
-
-
-def test_without_a_constitution_nothing_starts(prefs, inputs, tmp_path, capsys):
-    config = json.loads((inputs / "prefs.yaml").read_text())
-    del config["constitution"]
-    (tmp_path / "without.yaml").write_text(json.dumps(config))
-    assert cli.main(["prefs", "--config", "without.yaml", "--output_dir", "out"]) in (1, 2)
-    assert "constitution" in capsys.readouterr().err
 
 
 def test_completions_that_are_all_alike_end_in_a_sentence(prefs, capsys):
@@ -258,14 +223,6 @@ def test_several_processes_are_told_about_shards(prefs, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert prefs() == 1
     assert "--shard 0/2" in capsys.readouterr().err
-
-
-def test_a_second_process_on_the_same_folder_is_refused(prefs, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    lock = WriterLock(tmp_path / "out/_run")
-    assert prefs() == 1
-    lock.release()
-    assert "is being written by process" in capsys.readouterr().err
 
 
 def test_sigterm_ends_with_a_sentence_and_the_same_command_goes_on(prefs, tmp_path, capfd):
@@ -300,22 +257,6 @@ def test_ray_samples_the_same_bytes_as_the_local_engine(prefs, tmp_path):
     assert_same_rows(tmp_path / "local", tmp_path / "ray")
 
 
-@pytest.mark.slow
-def test_workers_that_get_pickled_chunks_give_the_bytes_of_one_process_also_in_a_job_array(
-    prefs, tmp_path, monkeypatch
-):
-    cluster = StandInRay().install(monkeypatch)
-    assert prefs(out="local") == 0
-    assert prefs("--engine", "ray", "--ray_workers", 2, out="ray") == 0
-    assert len(cluster.drawn) == 4  # 14 different prompts in chunks of 4
-    assert_same_rows(tmp_path / "local", tmp_path / "ray")
-    for out, options in (("parts", []), ("ray_parts", ["--engine", "ray", "--ray_workers", 2])):
-        for index in range(2):
-            assert prefs(*options, "--shard", f"{index}/2", out=out) == 0
-        assert prefs("--merge_shards", 2, out=out) == 0
-    assert_same_rows(tmp_path / "parts", tmp_path / "ray_parts")
-
-
 def test_a_worker_that_fails_loses_nothing_that_others_have_drawn(prefs, tmp_path, monkeypatch, capsys):
     StandInRay(fails_at=2).install(monkeypatch)
     assert prefs("--engine", "ray", out="ray") == 1
@@ -325,8 +266,3 @@ def test_a_worker_that_fails_loses_nothing_that_others_have_drawn(prefs, tmp_pat
     assert len(cluster.drawn) == 2  # The other two chunks are in the ledger.
     assert prefs(out="local") == 0
     assert_same_rows(tmp_path / "local", tmp_path / "ray")
-
-
-def test_ray_is_refused_for_revisions(prefs, capsys):
-    assert prefs("--engine", "ray", "--mode", "revise") == 2
-    assert "engine ray samples for mode pairs" in capsys.readouterr().err

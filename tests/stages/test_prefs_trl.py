@@ -29,16 +29,7 @@ def made(folder, form, kind):
     (folder / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "checks.py").write_text(CHECKS)
     (folder / "c.yaml").write_text("name: t\nprinciples:\n  - {text: longer, tags: [longer]}\n")
-    words = [
-        "--completions",
-        "given",
-        "--dataset_name",
-        "given.jsonl",
-        "--constitution",
-        "c.yaml",
-        "--judge",
-        "rubric",
-    ]
+    words = "--completions given --dataset_name given.jsonl --constitution c.yaml --judge rubric".split()
     words += ["--rubric", '{"longer": "checks.py:longer"}', "--output_dir", "out", "--output_rows", kind]
     assert cli.main(["prefs", *words]) == 0
     return load_rows(folder / "out/data")
@@ -50,12 +41,12 @@ def saved_model(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "base")
 
 
-@pytest.fixture(params=["text", "conversations"])
-def form(request, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return request.param
 
 
+@pytest.mark.parametrize("form", ["text", "conversations"])
 def test_a_reward_trainer_of_trl_finds_no_margin(form, tmp_path):
     rows = made(tmp_path, form, "pairs")
     tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "base")
@@ -74,9 +65,9 @@ def test_a_reward_trainer_of_trl_finds_no_margin(form, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_dpo_trainer_of_trl_trains_on_the_rows(form, tmp_path):
+def test_a_dpo_trainer_of_trl_trains_on_the_rows(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
-    pairs = made(tmp_path, form, "pairs")
+    pairs = made(tmp_path, "conversations", "pairs")
     args = DPOConfig(output_dir=str(tmp_path / "dpo"), **SETTINGS)
     trainer = DPOTrainer(saved_model(tmp_path), args=args, train_dataset=pairs, processing_class=tokenizer)
     # Policy and reference are equal before the first step: -log sigmoid(0).
@@ -84,9 +75,9 @@ def test_a_dpo_trainer_of_trl_trains_on_the_rows(form, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_kto_trainer_of_trl_trains_on_unpaired_rows(form, tmp_path):
+def test_a_kto_trainer_of_trl_trains_on_unpaired_rows(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
-    rows = made(tmp_path, form, "unpaired")
+    rows = made(tmp_path, "conversations", "unpaired")
     assert set(rows["label"]) == {True, False}
     args = KTOConfig(output_dir=str(tmp_path / "kto"), **SETTINGS)
     trainer = KTOTrainer(saved_model(tmp_path), args=args, train_dataset=rows, processing_class=tokenizer)

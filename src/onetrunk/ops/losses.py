@@ -27,9 +27,9 @@ def ppo_loss(
     coefficients: LossCoefficients,
     num_tokens: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Stats]]:
-    """Return policy loss + value_coef * value loss - entropy_coef * entropy + beta * KL, and the stats of each.
+    """Return policy loss + value_coef * value loss - entropy_coef * entropy + kl_weight * KL, and the stats of each.
 
-    A term is left out where `output` lacks its tensor; the KL also where beta is 0 or there are no ref_logprobs.
+    A term is left out where `output` lacks its tensor; the KL also where kl_weight is 0 or there are no ref_logprobs.
 
     Args:
         experience: the pack; its `loss_mask` says which tokens count.
@@ -64,13 +64,13 @@ def ppo_loss(
         entropy = masked_mean(at_least_float32(output.entropy), mask, num_tokens=num_tokens)
         stats["policy"]["entropy"] = entropy.detach()
         loss = loss - c.entropy_coef * entropy if c.entropy_coef else loss
-    if experience.ref_logprobs is not None and c.beta:
+    if experience.ref_logprobs is not None and c.kl_weight:
         kl = kl_loss(
             output.logprobs, experience.old_logprobs, experience.ref_logprobs, mask,
             c.kl_estimator, experience.weights, num_tokens,
         )  # fmt: skip
         stats["kl"] = {"loss": kl.detach()}
-        loss = loss + c.beta * kl
+        loss = loss + c.kl_weight * kl
     return loss, stats
 
 
@@ -79,15 +79,15 @@ def policy_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    clip_low: float,
-    clip_high: float | None = None,
+    epsilon: float,
+    epsilon_high: float | None = None,
     dual_clip: float | None = None,
     weights: Tensor | None = None,
     num_tokens: float | Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """Return the clipped surrogate loss of PPO and its stats.
 
-    Per token max(-A * r, -A * clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprobs - old_logprobs), the log
+    Per token max(-A * r, -A * clip(r, 1 - epsilon, 1 + epsilon_high)) with r = exp(logprobs - old_logprobs), the log
     ratio clamped to +-20.
 
     Args:
@@ -95,8 +95,8 @@ def policy_loss(
         old_logprobs: [R, C] of the policy at rollout time.
         advantages: [R, C].
         mask: [R, C] bool.
-        clip_low: `epsilon` of the config.
-        clip_high: `epsilon_high` of the config; clip_low where None.
+        epsilon: clip range of the ratio below 1.
+        epsilon_high: clip range of the ratio above 1; epsilon where None.
         dual_clip: where the advantage is negative, the loss is at most -A * dual_clip (above 1); off where None.
         weights: [R, C] off-policy weights, constants that multiply the loss of a token; 1 where None.
         num_tokens: denominator of the loss and of the stats; the counted tokens, at least 1, where None.
@@ -112,7 +112,7 @@ def policy_loss(
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     ratio, advantages = torch.exp(log_ratio), _kept(mask, advantages)
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
+    clipped = -advantages * ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
     losses, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
     if dual_clip is not None:
         ceiling = -advantages * dual_clip

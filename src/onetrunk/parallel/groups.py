@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from onetrunk.parallel.sharding import group_size, is_divided
+from onetrunk.parallel.sharding import group_size, is_divided, training_stages
 
 T = TypeVar("T")
 
@@ -61,6 +61,21 @@ class DataParallel:
     @property
     def is_first_of_group(self) -> bool:
         return self.accelerator.state.process_index % self.group_size == 0
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether other processes have the same rows as this one."""
+        return self.group_size > 1
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The numbers of processes with different rows, of those that divide matrices, and of training stages."""
+        stages = training_stages()
+        return {
+            "num_processes": self.num_processes,
+            "tensor_parallel": self.group_size // stages,
+            "training_stages": stages,
+        }
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all these processes, of equal shapes, joined along the first dimension."""

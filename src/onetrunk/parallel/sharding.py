@@ -15,13 +15,14 @@ import ctypes
 import functools
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import accelerate.accelerator
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -345,6 +346,32 @@ def is_divided(model: nn.Module) -> bool:
     """Return whether the base is divided, by tensor parallelism or into training stages: a group must run in step."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return vars(base).get(DIVIDED, False)
+
+
+def is_collective(model: nn.Module) -> bool:
+    """Return whether processes must run each forward of a model together: its base is sharded or divided."""
+    return is_divided(model) or is_sharded(model)
+
+
+def equal_counts(model: nn.Module, accelerator: Accelerator) -> Callable[[list[int]], list[int]] | None:
+    """Return how processes agree on numbers of packs: the most of any of them. None if the base is not sharded.
+
+    The forwards of a sharded base are collective, so every process needs the same number of packs.
+    """
+    if not is_sharded(model):
+        return None
+
+    def most(counts: list[int]) -> list[int]:
+        own = torch.tensor([counts], device=accelerator.device)
+        return accelerator.gather(own).max(dim=0).values.tolist()
+
+    return most
+
+
+def gathered_itemsize(model: nn.Module) -> int:
+    """Return the bytes of a weight that is gathered for sampling; 0 if the base is whole on every process."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return base.dtype.itemsize if is_sharded(model) else 0
 
 
 @contextlib.contextmanager

@@ -241,15 +241,76 @@ def training_obstacle(trunk: nn.Module) -> str | None:
     return base_obstacle(trunk, lambda name, _: name.startswith("value_head"))
 
 
+def trains_in_stages(model: nn.Module) -> bool:
+    """Return whether the layers of a model are divided over the processes of a pipeline."""
+    return staged(model) is not None
+
+
 def pack_outputs(
-    model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], temperature: float
-) -> list[PackOutput]:
-    """Return the outputs of `roles` over each pack, without gradients, whether or not the model is in stages."""
+    model: nn.Module,
+    packs: Sequence[Pack],
+    roles: Sequence[str],
+    temperature: float,
+    states: Sequence[Tensor | None] | None = None,
+    poll: Callable[[], None] = lambda: None,
+) -> Iterator[PackOutput]:
+    """Yield the outputs of `roles` over each pack, without gradients, whether or not the model is in stages.
+
+    Args:
+        model: wrapped or not.
+        packs: run one after another; the stages of a pipeline run them together.
+        roles, temperature: as TrunkModel takes them.
+        states: [N, H] of each pack at the cut, where they are known.
+        poll: called before each forward; may raise to give up.
+    """
     stage = staged(model)
     if stage is not None:
-        return stage.outputs(packs, roles, temperature)
-    with torch.no_grad():
-        return [model(pack=pack, roles=roles, temperature=temperature) for pack in packs]
+        poll()
+        yield from stage.outputs(packs, roles, temperature)
+        return
+    for number, pack in enumerate(packs):
+        poll()
+        known = None if states is None else states[number]
+        with torch.no_grad():
+            output = model(pack=pack, states=known, roles=tuple(roles), temperature=temperature)
+        yield output
+
+
+def update_in_stages(
+    model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], loss_of: LossOf, temperature: float, entropy: bool
+) -> bool:
+    """Run forward and backward over packs in the pipeline of a model; return False if it is in none.
+
+    Every stage gets the gradients, and calls `loss_of` on each pack, so that all of them have loss and stats. The
+    arguments are those of `StagedTrunk.update`.
+    """
+    stage = staged(model)
+    if stage is None:
+        return False
+    outputs = stage.update(packs, roles, loss_of, temperature, entropy)
+    if not stage.is_last:
+        with torch.no_grad():
+            for number, output in enumerate(outputs):
+                loss_of(number, lambda output=output, **_: output)
+    reduce_gradients(stage.trunk)
+    return True
+
+
+def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy: bool) -> bool:
+    """Score and update on as many copies of a pack as are in flight at once, without effect; False if in no stages."""
+    stage = staged(model)
+    if stage is None:
+        return False
+    packs = [pack] * stage.num_stages
+    stage.outputs(packs, ("policy", "value", "reference"), temperature)
+
+    def loss_of(_: int, run: Callable[..., PackOutput]) -> Tensor:
+        output = run()
+        return output.logprobs.sum() + output.values.sum()
+
+    stage.update(packs, ("policy", "value"), loss_of, temperature, entropy)
+    stage.trunk.zero_grad(set_to_none=True)
+    return True
 
 
 class StagedTrunk(Stage):

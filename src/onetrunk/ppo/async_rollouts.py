@@ -1,24 +1,29 @@
-"""Sampling rollouts while the trainer updates on earlier ones: which version samples what, and how a run resumes.
+"""Rollouts that are sampled ahead of the update on earlier ones: which version samples what, and how a run resumes.
 
-The backend receives the policy once per rollout, in the main thread, before the update on that rollout. Rollouts that
-are under way at a checkpoint are saved: completions as they are, and for rows that run the version that they started
-with, whose adapter is saved too. The resumed run publishes these adapters again and samples the same rows.
+With schedule one_step or async the backend receives the policy once per rollout, in the main thread, before the update
+on that rollout. Rollouts that are under way at a checkpoint are saved: completions as they are, and for rows that run
+the version that they started with, whose adapter is saved too. The resumed run publishes these adapters again and
+samples the same rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.rollout import PromptBatch, Sampler
-from onetrunk.rollouts.async_sampler import Producer, StartedRow
+from onetrunk.ppo.rollout import PromptBatch, RolloutSource, Sampled, SourceParts, SyncSource
+from onetrunk.ppo.stream_state import num_writers
+from onetrunk.rollouts.async_sampler import AsyncSampler, StartedRow
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.files import load_tensors, save_tensors
 
@@ -28,39 +33,61 @@ VERSIONS_FILE = "policy_versions.safetensors"
 PARTS = 8
 
 
-class RolloutsAhead:
+def rollout_source(parts: SourceParts, rows: int) -> RolloutSource:
+    """Return where the rollouts of a run come from; `rows` are this process's rows of a rollout."""
+    if parts.config.schedule != "sync":
+        return AsyncSource(parts, rows)
+    return PipelinedSource(parts) if parts.config.pipeline_ahead else SyncSource(parts)
+
+
+class PipelinedSource(SyncSource):
+    """Samples when it is asked. While the last rows of a rollout decode, free places take rows of the next one."""
+
+    def next(self, iteration: int) -> Sampled:
+        """Sample rollout `iteration`, whose rows say which version they started with."""
+        sampled = super().next(iteration)
+        rollout = sampled.rollout
+        versions = rollout.policy_versions or [rollout.policy_version] * len(rollout)
+        return replace(sampled, rollout=replace(rollout, policy_versions=versions))
+
+    def options(self, iteration: int) -> dict[str, Any]:
+        """Return the prompts of the next rollout."""
+        if iteration + 1 >= self.parts.num_rollouts:
+            return {}
+        batch = self.parts.prompts(iteration + 1)
+        return {"ahead": (batch.prompt_ids, batch.keys)}
+
+    def save(self, folder: str | Path, first: int) -> None:
+        """Write the rows of the next rollout that have started."""
+        if self.parts.ranks.is_first_of_group:
+            # Not those of a rollout that was given up: the resumed run makes it again, and starts them there.
+            rows = {key: row for key, row in self.parts.sampler.backend.started().items() if key[1] == first}
+            save_rows(folder, self.parts.ranks.process_index, rows)
+
+    def load(self, folder: str | Path, first: int) -> None:
+        """Read the rows that have started, of all processes."""
+        for rank in range(num_writers(folder)):
+            self.parts.sampler.backend.remember(load_rows(folder, rank))
+
+
+class AsyncSource:
     """Samples rollouts under earlier versions of the policy, at most `max_staleness` rollouts old.
 
     With schedule one_step the next rollout is sampled in one call during the update, so the version of each is known.
     With async several rollouts may be under way, each in PARTS parts.
 
     Args:
-        config: of the run.
-        sampler: its backend is a VersionedBackend.
-        model: returns the policy, unwrapped.
-        prompts: returns this process's prompts of a rollout.
+        parts: of the run; the backend is a VersionedBackend.
         rows: of a rollout, this process.
-        num_rollouts: of the whole run; none beyond them is sampled.
     """
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        sampler: Sampler,
-        model: Callable[[], nn.Module],
-        prompts: Callable[[int], PromptBatch],
-        rows: int,
-        num_rollouts: int,
-    ):
-        self.config = config
-        self.sampler = sampler
-        self.model = model
-        self.prompts = prompts
-        self.num_rollouts = num_rollouts
+    def __init__(self, parts: SourceParts, rows: int):
+        config = parts.config
+        self.parts = parts
         self.max_staleness = config.max_staleness
         is_whole = config.schedule == "one_step" or not config.max_staleness
-        self.producer = Producer(
-            partial(sampler.generate_as, "policy"),
+        self.sampler = AsyncSampler(
+            partial(parts.sampler.generate_as, "policy"),
             rows,
             self.max_staleness,
             rows_per_part=rows if is_whole else math.ceil(rows / PARTS),
@@ -74,65 +101,52 @@ class RolloutsAhead:
 
     # --- one rollout ------------------------------------------------------------------------------------------------
 
-    def begin(self, iteration: int) -> PromptBatch:
-        """Publish the policy that is about to train on a rollout, and start what it may sample; return its prompts."""
-        self.resume()
+    def next(self, iteration: int) -> Sampled:
+        """Publish the policy that is about to train on a rollout, start what it may sample, and wait for it."""
+        self.start()
+        self._forget(iteration)
         self._publish(iteration)
         self._offer(iteration, iteration + self.max_staleness)
-        return self._batches[iteration]
-
-    def take(self, iteration: int, poll: Callable[[], None]) -> Rollout:
-        """Wait for the rollout. `poll` is called meanwhile, and may raise to give up."""
-        return self.producer.take(iteration, poll)
-
-    def finish(self, iteration: int) -> None:
-        """Forget a rollout that the trainer has scored."""
-        self.producer.finish(iteration)
-        del self._batches[iteration]
+        with self.parts.sampling(False):
+            return Sampled(self._batches[iteration], self.sampler.take(iteration, self.parts.poll))
 
     def close(self) -> None:
         """Start nothing more."""
-        self.producer.close()
+        self.sampler.close()
+
+    def _forget(self, first: int) -> None:
+        """Forget the rollouts before `first`, which are used."""
+        for iteration in [i for i in self._batches if i < first]:
+            self.sampler.finish(iteration)
+            del self._batches[iteration]
 
     def _publish(self, iteration: int) -> None:
-        model, version = self.model(), iteration * self.config.slots_per_rollout
-        self.sampler.backend.sync(model, version)
+        model, version = self.parts.model(), iteration * self.parts.config.slots_per_rollout
+        self.parts.sampler.backend.sync(model, version)
         self._published[iteration] = {name: p.detach().cpu().clone() for name, p in _trained(model).items()}
         for old in [number for number in self._published if number < iteration - self.max_staleness]:
             del self._published[old]
-        self.producer.publish(iteration, version)
+        self.sampler.publish(iteration, version)
 
     def _offer(self, first: int, last: int) -> None:
-        for iteration in range(first, min(last, self.num_rollouts - 1) + 1):
+        for iteration in range(first, min(last, self.parts.num_rollouts - 1) + 1):
             if iteration not in self._batches:
-                batch = self._batches[iteration] = self.prompts(iteration)
-                self.producer.offer(iteration, batch.prompt_ids, batch.keys)
+                batch = self._batches[iteration] = self.parts.prompts(iteration)
+                self.sampler.offer(iteration, batch.prompt_ids, batch.keys)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, rank: int, is_main: bool, first: int) -> None:
-        """Write the rows that have started, and the adapters that they need; no file if there are none.
-
-        Args:
-            folder: the checkpoint.
-            rank: of this process.
-            is_main: whether it writes the adapters.
-            first: the first rollout that is not in use.
-        """
-        save_rows(folder, rank, self.producer.started())
+    def save(self, folder: str | Path, first: int) -> None:
+        """Write the rows that have started, and on the main process the adapters that they need."""
+        self._forget(first)
+        save_rows(folder, self.parts.ranks.process_index, self.sampler.started())
         needed = {i: weights for i, weights in self._published.items() if i >= first - self.max_staleness}
-        if is_main and needed:
+        if self.parts.ranks.accelerator.is_main_process and needed:
             tensors = {f"{i}|{name}": t for i, weights in needed.items() for name, t in weights.items()}
             save_tensors(Path(folder) / VERSIONS_FILE, tensors)
 
-    def load(self, folder: str | Path, num_writers: int, first: int) -> None:
-        """Read what the processes of a run saved. Rows that are now too old are sampled again.
-
-        Args:
-            folder: the checkpoint.
-            num_writers: processes that wrote it.
-            first: the first rollout that is not in use.
-        """
+    def load(self, folder: str | Path, first: int) -> None:
+        """Read what the processes of a run saved. Rows that are now too old are sampled again."""
         versions = Path(folder) / VERSIONS_FILE
         if not versions.is_file():  # The run that wrote it sampled nothing ahead.
             return
@@ -140,20 +154,20 @@ class RolloutsAhead:
             number, _, parameter = name.partition("|")
             if int(number) >= first - self.max_staleness:
                 self._published.setdefault(int(number), {})[parameter] = tensor
-        for rank in range(num_writers):
+        slots = self.parts.config.slots_per_rollout
+        for rank in range(num_writers(folder)):
             rows = load_rows(folder, rank)
-            slots = self.config.slots_per_rollout
             fresh = {key: row for key, row in rows.items() if key[1] - row.version // slots <= self.max_staleness}
-            self.producer.remember(fresh)
+            self.sampler.remember(fresh)
         self._resumes_at = first if self._published else None
 
     @torch.no_grad()
-    def resume(self) -> None:
-        """Publish the versions of the checkpoint again, and go on sampling. The weights must be loaded already."""
+    def start(self) -> None:
+        """Publish the versions of the checkpoint again, and go on sampling."""
         if self._resumes_at is None:
             return
         first, self._resumes_at = self._resumes_at, None
-        trained = _trained(self.model())
+        trained = _trained(self.parts.model())
         current = {name: parameter.detach().clone() for name, parameter in trained.items()}
         for number in sorted(self._published):
             for name, tensor in self._published[number].items():
@@ -164,9 +178,13 @@ class RolloutsAhead:
         self._offer(first, max(self._published) + self.max_staleness)
 
 
-def rollouts_since(versions: Sequence[int], iteration: int, config: PPOConfig) -> Tensor:
-    """Return [n] how many rollouts the policy was trained on between the sampling of rows and their use."""
-    return iteration - torch.tensor(versions) / config.slots_per_rollout
+def staleness_metrics(rollout: Rollout, iteration: int, config: PPOConfig, ranks: DataParallel) -> dict[str, float]:
+    """Return how many rollouts the policy was trained on since rows were sampled; {} if they have no versions."""
+    if rollout.policy_versions is None:
+        return {}
+    ages = iteration - torch.tensor(rollout.policy_versions) / config.slots_per_rollout
+    ages = ranks.gather(ages.to(ranks.accelerator.device))
+    return {"sampling/staleness": ages.mean().item(), "sampling/staleness_max": ages.max().item()}
 
 
 def save_rows(folder: str | Path, rank: int, rows: Mapping[RowKey, StartedRow]) -> None:

@@ -31,14 +31,14 @@ from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.parallel.sharding import gathered, reshard
-from onetrunk.parallel.staged import pack_outputs, staged
+from onetrunk.parallel.sharding import equal_counts, gathered, reshard
+from onetrunk.parallel.staged import pack_outputs, trains_in_stages
 from onetrunk.ppo.metrics import rollout_metrics
 from onetrunk.ppo.rollout import (
     PromptOrder,
+    Sampled,
     Sampler,
     ScoredRollout,
-    equal_counts,
     prompt_batch,
     rollout_packs,
     with_importance,
@@ -119,7 +119,7 @@ def evaluate_prompts(
     reshard(model)
     model.train(was_training)
     seed_generators(args.seed, ROLLOUT_STREAM, EVALUATION_STREAM, process)
-    scored = sampler.score(batch, rollout, lambda: packs, **(extras or {}))
+    scored = sampler.score(Sampled(batch, rollout), lambda: packs, **(extras or {}))
     metrics = rollout_metrics(scored, packs, accelerator, counted)
     del metrics["num_tokens"]
     return metrics, scored
@@ -207,7 +207,7 @@ def sample_references(trainer: Trainer, more: Sequence[Dataset] = ()) -> dict[st
         trainer: a PPOTrainer before training; its reference samples.
         more: further tokenized prompts. Rows with a column for the reference completion need none.
     """
-    if staged(trainer.model) is not None:
+    if trains_in_stages(trainer.model):
         raise ValueError(
             "reference completions are sampled by one process on its own, and with pipeline_training none has the"
             " whole model; give the rows a column with them, or leave the judge that compares with them out"

@@ -1,16 +1,16 @@
 """ExperienceStream, the train dataloader of PPOTrainer: prompts, rollouts, rewards, advantages, minibatches.
 
-One item is one optimizer step. The stream samples a new rollout when the previous one is used up, from the weights
-that the last update left, so it must never be read ahead. With schedule one_step or async, rollouts are sampled in
-threads while the trainer updates on earlier ones (async_rollouts.py); everything else happens when a rollout is used.
+One item is one optimizer step. The stream makes a new rollout when the previous one is used up, from the weights that
+the last update left, so it must never be read ahead. A RolloutSource (rollout.py) hides what samples, and when.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +27,61 @@ from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, len
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.parallel.sharding import is_divided, is_sharded
-from onetrunk.ppo.async_rollouts import RolloutsAhead, load_rows, rollouts_since, save_rows
+from onetrunk.parallel.sharding import equal_counts
+from onetrunk.ppo.async_rollouts import (
+    rollout_source,
+    staleness_metrics,
+)
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.forward import Background, PackScorer
+from onetrunk.ppo.forward import Background, Forward
 from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
     RolloutPack,
+    Sampled,
     Sampler,
     ScoredRollout,
-    equal_counts,
+    SourceParts,
     prompt_batch,
     rollout_packs,
     with_importance,
 )
-from onetrunk.ppo.stream_state import (
-    StreamState,
-    load_buffer,
-    load_state,
-    num_writers,
-    run_settings,
-    save_buffer,
-    save_state,
-)
+from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, run_settings, save_buffer, save_state
 from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
-from onetrunk.rollouts.colocate import ColocatedBackend
-from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
+
+
+@dataclass(frozen=True)
+class StreamParts:
+    """What an ExperienceStream works with.
+
+    Args:
+        dataset: rows with `prompt` and `prompt_ids`; the other columns go to the reward functions.
+        sampler, config, accelerator: of the run.
+        model: returns the TrunkModel; a function, because the trainer wraps the model late.
+        metrics: receives the metrics of each rollout.
+        watch: records the phases of a rollout.
+        trunk_cache: keeps the trunk states for the epochs of a rollout; None: every forward computes them.
+        reward_extras: returns further keywords for the reward functions; called once per rollout.
+        stop_signals: interrupt a rollout when the run is asked to stop.
+        num_rollouts: of the whole run, for sampling ahead.
+    """
+
+    dataset: Dataset | ShardedRows
+    sampler: Sampler
+    model: Callable[[], nn.Module]
+    config: PPOConfig
+    accelerator: Accelerator
+    metrics: MetricLog
+    watch: Watch
+    trunk_cache: TrunkCache | None = None
+    reward_extras: Callable[[], dict[str, Any]] = dict
+    stop_signals: StopSignals = field(default_factory=StopSignals)
+    num_rollouts: int = sys.maxsize
 
 
 class ExperienceStream:
@@ -73,69 +96,48 @@ class ExperienceStream:
                 return returns, returns
 
     Args:
-        dataset: rows with `prompt` and `prompt_ids`; the other columns go to the reward functions.
-        sampler, config, accelerator: of the run.
-        model: returns the TrunkModel; a function, because the trainer wraps the model late.
-        metrics: receives the metrics of each rollout.
-        trunk_cache: keeps the trunk states for the epochs of a rollout; None: every forward computes them.
-        reward_extras: returns further keywords for the reward functions; called once per rollout.
-        stop_signals: interrupt a rollout when the run is asked to stop.
-        watch: records the phases of a rollout.
-        num_rollouts: of the whole run, for schedules that sample ahead; None: there is no last one.
+        parts: of the run.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset | ShardedRows,
-        sampler: Sampler,
-        model: Callable[[], nn.Module],
-        config: PPOConfig,
-        accelerator: Accelerator,
-        metrics: MetricLog,
-        trunk_cache: TrunkCache | None = None,
-        *,
-        reward_extras: Callable[[], dict[str, Any]] = dict,
-        stop_signals: StopSignals | None = None,
-        watch: Watch | None = None,
-        num_rollouts: int | None = None,
-    ):
-        self.dataset = dataset
-        self.sampler = sampler
-        self.model = model
+    def __init__(self, parts: StreamParts):
+        config = parts.config
+        self.parts = parts
         self.config = config
-        self.accelerator = accelerator
-        self.metrics = metrics
-        # Rows are dealt to these; a group of tensor parallelism counts as one.
-        self.data_parallel = DataParallel(accelerator)
-        self.is_divided = is_divided(model())
-        # Whether processes must run each forward of the model together.
-        self.is_collective = self.is_divided or is_sharded(model())
-        self.scorer = PackScorer(model, accelerator, config.temperature, trunk_cache)
-        self.plan = plan_batches(config, accelerator.num_processes)
-        self.order = PromptOrder.from_config(config, dataset)
+        self.sampler = parts.sampler
+        self.accelerator = parts.accelerator
+        self.watch = parts.watch
+        # Rows are dealt to these; processes that hold the same rows count as one.
+        self.data_parallel = DataParallel(parts.accelerator)
+        self.plan = plan_batches(config, parts.accelerator.num_processes)
+        self.order = PromptOrder.from_config(config, parts.dataset)
         self.kl_controller = (
-            KLController(config.beta)
+            KLController(config.initial_beta)
             if config.kl_target is None
-            else AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
+            else AdaptiveKLController(config.initial_beta, config.kl_target, config.kl_horizon)
         )
-        corrects = config.vllm_importance_sampling_correction
         # Whether samples are weighted: a sampler with weights of its own rounds differently, or has older ones; and a
         # truncated one draws from another distribution.
-        has_other_weights = (
-            sampler.is_versioned or isinstance(sampler.backend, ColocatedBackend) or config.pipeline_ahead
-        )
-        self.corrects_sampler = has_other_weights or config.truncates if corrects is None else corrects
+        corrects = config.vllm_importance_sampling_correction
+        differs = self.sampler.has_own_weights or config.pipeline_ahead or config.truncates
+        self.corrects_sampler = differs if corrects is None else corrects
         self.score_moments = RunningMoments()
-        self.settings = run_settings(config, dataset, self.data_parallel, model(), sampler.rewards)
+        self.settings = run_settings(config, parts.dataset, self.data_parallel, parts.model(), self.sampler.rewards)
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
-        self.reward_extras = reward_extras
-        self.stop_signals = StopSignals() if stop_signals is None else stop_signals
-        self.watch = Watch(config, accelerator) if watch is None else watch
-        self.ahead: RolloutsAhead | None = None
-        self.num_rollouts = most = sys.maxsize if num_rollouts is None else num_rollouts
-        if config.schedule != "sync":
-            self.ahead = RolloutsAhead(config, sampler, model, self.prompts, self.plan.rows_per_rank, most)
+        beat, stop = self.watch.heartbeat.beat, parts.stop_signals.poll
+        self.forward = Forward(parts.model, parts.accelerator, config.temperature, parts.trunk_cache, beat, stop)
+        source = SourceParts(
+            config,
+            self.sampler,
+            self.data_parallel,
+            parts.model,
+            lambda iteration: self.prompts(iteration),
+            parts.num_rollouts,
+            sampling=lambda is_collective: self._interruptible("generate", is_collective),
+            poll=lambda: (beat(), stop()),
+            reads_last=self._reads_next_values,
+        )
+        self.source = rollout_source(source, self.plan.rows_per_rank)
         self._experiences: list[Experience] | None = None
         self._before: tuple[StreamState, list[Experience] | None] | None = None
 
@@ -147,86 +149,56 @@ class ExperienceStream:
         Raises:
             StopAsked: the run is to stop; nothing has changed, and the same rollout can be made again.
         """
-        iteration = self.state.iteration
-        self.watch.begin_rollout(iteration)
-        start = time.perf_counter()
-        batch, rollout = self._sampled(iteration)
-        sampled = time.perf_counter()
-
-        # What reward functions draw from the global generators depends on the rollout alone. Seeded just before them,
-        # because threads of other libraries draw from Python's too: retries of an upload, a tracker.
-        seed_generators(self.config.seed, ROLLOUT_STREAM, iteration, self.data_parallel.process_index)
-        # The model runs over the packs in the background: reward functions may need the main thread. Collective
-        # forwards have a certain order in the main thread only, and a trace sees only that one.
-        formed = self._packs(rollout)
-        starts_now = self.sampler.may_wait and not (self.is_collective or self.watch.trace.is_recording)
-        model_run = Background(lambda: self._run_model(formed), self.accelerator.device, starts_now)
-        with self.stop_signals.giving_up(self.accelerator, alone=True), self.watch.phase("score"):
-            scored = self.sampler.score(batch, rollout, model_run.result, **self.reward_extras())
-            packs = model_run.result()
-
-        experiences = self.shape(scored, packs)
-        self.last_scored = replace(scored, rollout=replace(rollout, states=None))
-        self.metrics.add_seconds("generate", sampled - start)
-        self.metrics.add_seconds("score", time.perf_counter() - sampled)
-        if self.ahead is not None:
-            self.ahead.finish(iteration)
-        return experiences
-
-    def _sampled(self, iteration: int) -> tuple[PromptBatch, Rollout]:
-        """Return prompts and completions of a rollout: sampled now, or taken from those that were sampled ahead."""
-        if self.ahead is not None:
-            batch = self.ahead.begin(iteration)
-            with self.stop_signals.giving_up(self.accelerator), self.watch.phase("generate"):
-                rollout = self.ahead.take(iteration, self._poll_waiting)
-            return batch, rollout
-        batch, version = self.prompts(iteration), iteration * self.config.slots_per_rollout
-        self.sampler.backend.sync(self.model(), version)
-        alone = self.sampler.samples_together
-        with self.stop_signals.giving_up(self.accelerator, alone=alone), self.watch.phase("generate"):
-            keywords: dict[str, Any] = {"trains": True, "captures_last": self.reads_next_values}
-            if self.config.pipeline_ahead and iteration + 1 < self.num_rollouts:
-                keywords["ahead"] = self.prompts(iteration + 1)
-            rollout = self.sampler.generate(batch, version=version, **keywords)
-        return batch, rollout
-
-    def shape(self, scored: ScoredRollout, packs: list[RolloutPack]) -> list[Experience]:
-        """Return the experience of a scored rollout, one per pack: rewards, then advantages and returns."""
-        scores, stopped = self.shape_scores(scored), torch.tensor(scored.rollout.stopped)
-        packs = self._with_rewards(packs, scores, stopped)
-        packs = self._with_importance(packs, scored.rollout)
-        experiences = [self._experience(pack, stopped) for pack in packs]
-        require_finite(experiences, self.state.iteration)
-        metrics = rollout_metrics(scored, packs, self.accelerator)
-        if self.corrects_sampler:
-            metrics |= importance_metrics(packs, self.accelerator)
-        if self.ahead is not None or self.config.pipeline_ahead:
-            versions = scored.rollout.policy_versions or [scored.rollout.policy_version] * len(scored.rollout)
-            staleness = rollouts_since(versions, self.state.iteration, self.config).to(self.accelerator.device)
-            staleness = self.data_parallel.gather(staleness)
-            metrics |= {
-                "sampling/staleness": staleness.mean().item(),
-                "sampling/staleness_max": staleness.max().item(),
-            }
-        if isinstance(self.sampler.backend, PipelinedBackend):
-            stages = enumerate(self.sampler.backend.stage_gib)
-            metrics |= {f"memory/stage_{stage}_gib": gib for stage, gib in stages}
-        self._log_rollout(metrics, scores.isfinite())
-        if not self.config.whiten_advantages:
-            return experiences
-        moments = global_moments([(e.advantages, e.loss_mask) for e in experiences], self.accelerator)
-        return [replace(e, advantages=masked_whiten(e.advantages, e.loss_mask, moments=moments)) for e in experiences]
+        self.watch.begin_rollout(self.state.iteration)
+        with self._timed("generate"):
+            sampled = self.source.next(self.state.iteration)  # 1 prompts and completions
+        with self._timed("score"), self._interruptible("score"):
+            packs = self.form_packs(sampled.rollout)
+            running = self.run_model(packs)  # 2 old logprobs, values, reference
+            scored = self.score(sampled, running.result)  # 3 raw scores, meanwhile
+            packs = self.add_weights(running.result(), sampled.rollout)
+        scores = self.shape_scores(scored)
+        packs = self.add_rewards(packs, scores, scored)  # 4 the score at the last token, minus beta * KL
+        experiences = self.add_advantages(packs, scored)  # 5 GAE
+        self.log_rollout(scored, scores, packs)  # metrics, KL controller; no algorithm
+        return self.whiten(experiences)  # 6
 
     def prompts(self, iteration: int) -> PromptBatch:
         """Return this process's prompts of a rollout, one per completion."""
         completions, _ = self._deal(iteration)
-        return prompt_batch(self.dataset, *self.order.rows(iteration, completions))
+        return prompt_batch(self.parts.dataset, *self.order.rows(iteration, completions))
+
+    def form_packs(self, rollout: Rollout) -> list[RolloutPack]:
+        """Return the packs of the rollout in use; they keep their rows and width for all of its steps."""
+        limits = PackLimits(self.plan.rows_per_pack, self.config.microbatch_tokens, self.config.padding_free)
+        _, minibatches = self._deal(self.state.iteration)
+        agree, pad_id = equal_counts(self.parts.model(), self.accelerator), self.sampler.params.pad_token_id
+        return rollout_packs(rollout, minibatches, limits, pad_id, self.accelerator.device, agree)
+
+    def run_model(self, packs: Sequence[RolloutPack]) -> Background[list[RolloutPack]]:
+        """Begin to run the policy, the value head and the reference over the packs.
+
+        Reward functions may need the main thread, so this happens in the background where they may wait for a server;
+        but a trace sees the main thread only.
+        """
+        roles = self.sampler.roles("policy", "value", *(("reference",) if self.config.initial_beta else ()))
+        has_time = self.sampler.may_wait and not self.watch.trace.is_recording
+        return self.forward.start(packs, roles, self.state.iteration, has_time)
+
+    def score(self, sampled: Sampled, packs: Callable[[], Sequence[RolloutPack]]) -> ScoredRollout:
+        """Return the raw scores of a rollout; `packs` waits for the model, where an adapter on the trunk scores."""
+        # What reward functions draw from the global generators depends on the rollout alone. Seeded just before them,
+        # because threads of other libraries draw from Python's too: retries of an upload, a tracker.
+        seed_generators(self.config.seed, ROLLOUT_STREAM, self.state.iteration, self.data_parallel.process_index)
+        scored = self.sampler.score(sampled, packs, **self.parts.reward_extras())
+        self.last_scored = replace(scored, rollout=replace(scored.rollout, states=None))
+        return scored
 
     def shape_scores(self, scored: ScoredRollout) -> Tensor:
         """Return the scores [n] that PPO maximises: after penalties, normalisation and clipping. NaN: no score."""
         config, scores = self.config, scored.scores.total
         if config.missing_eos_penalty is not None:
-            scores = missing_eos_penalty(scores, torch.tensor(scored.rollout.stopped), config.missing_eos_penalty)
+            scores = missing_eos_penalty(scores, scored.stopped, config.missing_eos_penalty)
         if config.length_penalty:
             scores = length_penalty(scores, scored.lengths, config.max_completion_length, config.length_penalty)
         if config.normalize_scores:
@@ -258,61 +230,20 @@ class ExperienceStream:
             _, returns = gae(*inputs, lam_value, bootstrap)
         return advantages, returns
 
-    @property
-    def reads_next_values(self) -> bool:
-        """Whether an override may read `next_values` (the value after a row's last token), which GAE does not need."""
-        return any(getattr(type(self), n) is not getattr(ExperienceStream, n) for n in ("advantages", "shape"))
+    def add_rewards(self, packs: Sequence[RolloutPack], scores: Tensor, sampled: Sampled) -> list[RolloutPack]:
+        """Return the packs with loss masks and token rewards: the score at the last token, less beta times the KL.
 
-    def take_scored(self) -> ScoredRollout | None:
-        """Return the last rollout if it has not been taken yet, else None."""
-        scored, self.last_scored = self.last_scored, None
-        return scored
-
-    # --- the parts of a rollout -------------------------------------------------------------------------------------
-
-    def _deal(self, iteration: int) -> tuple[list[int], list[list[int]]]:
-        return self.order.deal(iteration, self.data_parallel.process_index, self.data_parallel.num_processes)
-
-    def _packs(self, rollout: Rollout) -> list[RolloutPack]:
-        _, minibatches = self._deal(self.state.iteration)
-        agree, pad_id = equal_counts(self.model(), self.accelerator), self.sampler.params.pad_token_id
-        return rollout_packs(rollout, minibatches, self._pack_limits, pad_id, self.accelerator.device, agree)
-
-    @property
-    def _pack_limits(self) -> PackLimits:
-        return PackLimits(self.plan.rows_per_pack, self.config.microbatch_tokens, self.config.padding_free)
-
-    @property
-    def _roles(self) -> tuple[str, ...]:
-        """The roles that score a rollout."""
-        return self.sampler.roles("policy", "value", *(("reference",) if self.config.beta else ()))
-
-    def _run_model(self, packs: Sequence[RolloutPack]) -> list[RolloutPack]:
-        try:
-            return self.scorer.run(packs, self._roles, self._poll)
-        except FloatingPointError as error:
-            raise RuntimeError(
-                f"logprobs or values of rollout {self.state.iteration} are not finite: the policy has diverged; lower"
-                " learning_rate or max_grad_norm and resume from an earlier checkpoint"
-            ) from error
-
-    def _poll_waiting(self) -> None:
-        self.watch.heartbeat.beat()
-        self.stop_signals.poll()
-
-    def _poll(self) -> None:
-        self.watch.heartbeat.beat()
-        # A process that gives up alone would leave the others waiting in a forward of a sharded or divided base.
-        if not self.is_collective:
-            self.stop_signals.poll()
-
-    def _with_rewards(self, packs: Sequence[RolloutPack], scores: Tensor, stopped: Tensor) -> list[RolloutPack]:
-        """Return the packs with loss masks and token rewards: the score at the last token, less beta times the KL."""
+        Args:
+            packs: with the outputs of the model.
+            scores: [n] of this process's rows; a row without a finite one does not train.
+            sampled: the rows.
+        """
         config, device = self.config, self.accelerator.device
         trains = scores.isfinite()
         if config.truncated_completions == "mask":
-            trains &= stopped
-        beta = 0.0 if config.kl_in_loss else self.kl_controller.value
+            trains &= sampled.stopped
+        self.state.beta = self.kl_controller.value
+        beta = 0.0 if config.kl_in_loss else self.state.beta
         rewarded = []
         for item in packs:
             mask, output = item.pack.completion_mask, item.output
@@ -328,39 +259,78 @@ class ExperienceStream:
             for p in rewarded
         ]
 
-    def _with_importance(self, packs: Sequence[RolloutPack], rollout: Rollout) -> list[RolloutPack]:
+    def add_weights(self, packs: Sequence[RolloutPack], rollout: Rollout) -> list[RolloutPack]:
         """Return the packs with importance weights of their tokens, if the sampler is corrected."""
         if not self.corrects_sampler:
             return list(packs)
-        prefix = "vllm_importance_sampling"
-        bounds = {name: getattr(self.config, f"{prefix}_{name}") for name in ("mode", "clip_min", "clip_max")}
+        mode, low = self.config.vllm_importance_sampling_mode, self.config.vllm_importance_sampling_clip_min
+        bounds = {"mode": mode, "clip_min": low, "clip_max": self.config.vllm_importance_sampling_clip_max}
         return [with_importance(item, rollout, **bounds) for item in packs]
 
-    def _experience(self, item: RolloutPack, stopped: Tensor) -> Experience:
-        output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)
-        advantages, returns = self.advantages(item.pack, output, item.rewards, row_stopped)
-        return Experience(
-            pack=item.pack,
-            loss_mask=item.loss_mask,
-            old_logprobs=output.logprobs,
-            old_values=output.values,
-            advantages=advantages,
-            returns=returns,
-            ref_logprobs=output.ref_logprobs,
-            weights=None if item.importance is None else item.importance.weights,
-            states=output.states,
-        )
-
-    def _log_rollout(self, metrics: dict[str, float], has_score: Tensor) -> None:
-        """Log the metrics of a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
-        unscored = 1 - self.accelerator.gather(has_score.float().to(self.accelerator.device)).mean().item()
-        if unscored > self.config.max_unscored_fraction:
-            raise RuntimeError(
-                f"{unscored:.0%} of the rows of rollout {self.state.iteration} have no finite score, more than"
-                f" max_unscored_fraction {self.config.max_unscored_fraction:.0%}; look at the reward functions"
-                f" ({', '.join(self.sampler.rewards.names)}) or raise the limit"
+    def add_advantages(self, packs: Sequence[RolloutPack], sampled: Sampled) -> list[Experience]:
+        """Return the experience of each pack: with advantages and returns."""
+        stopped, experiences = sampled.stopped, []
+        for item in packs:
+            output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)
+            advantages, returns = self.advantages(item.pack, output, item.rewards, row_stopped)
+            experience = Experience(
+                pack=item.pack,
+                loss_mask=item.loss_mask,
+                old_logprobs=output.logprobs,
+                old_values=output.values,
+                advantages=advantages,
+                returns=returns,
+                ref_logprobs=output.ref_logprobs,
+                weights=None if item.importance is None else item.importance.weights,
+                states=output.states,
             )
-        self.state.beta = self.kl_controller.value
+            experiences.append(experience)
+        require_finite(experiences, self.state.iteration)
+        return experiences
+
+    def whiten(self, experiences: list[Experience]) -> list[Experience]:
+        """Return the experiences with advantages of mean 0 and variance 1 over all tokens that train, if set."""
+        if not self.config.whiten_advantages:
+            return experiences
+        moments = global_moments([(e.advantages, e.loss_mask) for e in experiences], self.accelerator)
+        return [replace(e, advantages=masked_whiten(e.advantages, e.loss_mask, moments=moments)) for e in experiences]
+
+    # --- what surrounds it ------------------------------------------------------------------------------------------
+
+    @property
+    def _reads_next_values(self) -> bool:
+        """Whether an override may read `next_values` (the value after a row's last token), which GAE does not need."""
+        names = ("advantages", "add_advantages")
+        return any(getattr(type(self), name) is not getattr(ExperienceStream, name) for name in names)
+
+    def take_scored(self) -> ScoredRollout | None:
+        """Return the last rollout if it has not been taken yet, else None."""
+        scored, self.last_scored = self.last_scored, None
+        return scored
+
+    def _deal(self, iteration: int) -> tuple[list[int], list[list[int]]]:
+        return self.order.deal(iteration, self.data_parallel.process_index, self.data_parallel.num_processes)
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.parts.metrics.add_seconds(phase, time.perf_counter() - start)
+
+    @contextlib.contextmanager
+    def _interruptible(self, phase: str, is_collective: bool = True) -> Iterator[None]:
+        """Record a phase that ends early, by StopAsked, if the run is to stop; collective: only with one process."""
+        with self.parts.stop_signals.giving_up(self.accelerator, alone=is_collective), self.watch.phase(phase):
+            yield
+
+    def log_rollout(self, scored: ScoredRollout, scores: Tensor, packs: Sequence[RolloutPack]) -> None:
+        """Log the metrics of a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
+        unscored = self._unscored_fraction(scores)
+        metrics = rollout_metrics(scored, packs, self.accelerator)
+        if self.corrects_sampler:
+            metrics |= importance_metrics(packs, self.accelerator)
+        metrics |= staleness_metrics(scored.rollout, self.state.iteration, self.config, self.data_parallel)
+        metrics |= self.sampler.metrics()
         metrics |= {"reward/unscored_fraction": unscored, "kl/beta": self.state.beta}
         # Until the policy's first step its KL is 0 and says nothing about beta; so too right after value pretraining.
         # Without pretraining the first rollout counts, as in Ziegler et al.
@@ -368,7 +338,18 @@ class ExperienceStream:
         if "kl/ref" in metrics and (self.state.iteration > pretraining or not pretraining):
             num_rows = self.config.rollout_batch_size * self.config.num_generations
             self.kl_controller.update(metrics["kl/ref"], num_rows)
-        self.metrics.add_rollout(metrics)
+        self.parts.metrics.add_rollout(metrics)
+
+    def _unscored_fraction(self, scores: Tensor) -> float:
+        has_score = scores.isfinite().float().to(self.accelerator.device)
+        unscored = 1 - self.accelerator.gather(has_score).mean().item()
+        if unscored > self.config.max_unscored_fraction:
+            raise RuntimeError(
+                f"{unscored:.0%} of the rows of rollout {self.state.iteration} have no finite score, more than"
+                f" max_unscored_fraction {self.config.max_unscored_fraction:.0%}; look at the reward functions"
+                f" ({', '.join(self.sampler.rewards.names)}) or raise the limit"
+            )
+        return unscored
 
     # --- optimizer steps --------------------------------------------------------------------------------------------
 
@@ -385,9 +366,8 @@ class ExperienceStream:
         per_pass = self.order.rollouts_per_pass
         end = (self.state.iteration // per_pass + 1) * per_pass
         if self._experiences is not None:
-            self._experiences = self.scorer.from_checkpoint(self._experiences)
-        if self.ahead is not None:
-            self.ahead.resume()
+            self._experiences = self.forward.from_checkpoint(self._experiences)
+        self.source.start()
         while self.state.iteration < end:
             if self._experiences is None:
                 self._experiences = self.make_rollout()
@@ -439,14 +419,9 @@ class ExperienceStream:
         if self.accelerator.is_main_process:
             save_state(folder, self.state, self.settings, self.kl_controller, self.score_moments)
         if self.data_parallel.is_first_of_group:
-            buffer = self.scorer.for_checkpoint(self._experiences or [])
+            buffer = self.forward.for_checkpoint(self._experiences or [])
             save_buffer(folder, buffer, self.data_parallel.process_index)
-        if self.ahead is not None:
-            self.ahead.save(folder, self.data_parallel.process_index, self.accelerator.is_main_process, self._next)
-        if self.config.pipeline_ahead and self.data_parallel.is_first_of_group:
-            # Not those of a rollout that was given up: the resumed run makes it again, and starts them there.
-            rows = {key: row for key, row in self.sampler.backend.started().items() if key[1] == self._next}
-            save_rows(folder, self.data_parallel.process_index, rows)
+        self.source.save(folder, self._next)
 
     def load(self, folder: str | Path) -> None:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
@@ -456,11 +431,7 @@ class ExperienceStream:
         if self.state.slot:
             buffer = load_buffer(folder, self.data_parallel.process_index, self.data_parallel.num_processes)
             self._experiences = [to_device(e, self.accelerator.device) for e in buffer]
-        if self.ahead is not None:
-            self.ahead.load(folder, num_writers(folder), self._next)
-        if self.config.pipeline_ahead:
-            for rank in range(num_writers(folder)):
-                self.sampler.backend.remember(load_rows(folder, rank))
+        self.source.load(folder, self._next)
 
     @property
     def _next(self) -> int:
@@ -469,8 +440,7 @@ class ExperienceStream:
 
     def close(self) -> None:
         """Sample nothing more; called when training ends, for whatever reason."""
-        if self.ahead is not None:
-            self.ahead.close()
+        self.source.close()
 
 
 def require_finite(experiences: Sequence[Experience], iteration: int) -> None:

@@ -13,15 +13,15 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from onetrunk.models.frozen_states import TrunkCache
-from onetrunk.parallel.sharding import reshard
-from onetrunk.parallel.staged import staged
+from onetrunk.parallel.sharding import is_collective, reshard
+from onetrunk.parallel.staged import pack_outputs
 from onetrunk.ppo.rollout import RolloutPack
 from onetrunk.types import Experience
 
 T = TypeVar("T")
 
 
-class PackScorer:
+class Forward:
     """Runs the roles over packs in evaluation mode; with a cache, the frozen lower layers run once per pack.
 
     Args:
@@ -29,63 +29,81 @@ class PackScorer:
         accelerator: unwraps it.
         temperature: of logprobs.
         cache: keeps the trunk states.
+        beat, stop: called before each pack; `stop` may raise to give up.
     """
 
     def __init__(
-        self, model: Callable[[], nn.Module], accelerator: Accelerator, temperature: float, cache: TrunkCache | None
+        self,
+        model: Callable[[], nn.Module],
+        accelerator: Accelerator,
+        temperature: float,
+        cache: TrunkCache | None = None,
+        beat: Callable[[], None] = lambda: None,
+        stop: Callable[[], None] = lambda: None,
     ):
         self.model = model
         self.accelerator = accelerator
         self.temperature = temperature
         self.cache = cache
+        self.is_collective = is_collective(model())
+        self._beat, self._stop = beat, stop
         self._were_captured = False
 
+    def start(
+        self, packs: Sequence[RolloutPack], roles: Sequence[str], iteration: int, has_time: bool
+    ) -> Background[list[RolloutPack]]:
+        """Begin `run` over the packs of a rollout: in the background if the main thread `has_time` for it.
+
+        Forwards that processes run together have a certain order in the main thread only, so there they run at once.
+        """
+
+        def run() -> list[RolloutPack]:
+            try:
+                return self.run(packs, roles)
+            except FloatingPointError as error:
+                raise RuntimeError(
+                    f"logprobs or values of rollout {iteration} are not finite: the policy has diverged; lower"
+                    " learning_rate or max_grad_norm and resume from an earlier checkpoint"
+                ) from error
+
+        return Background(run, self.accelerator.device, has_time and not self.is_collective)
+
     @torch.no_grad()
-    def run(
-        self,
-        packs: Sequence[RolloutPack],
-        roles: Sequence[str],
-        poll: Callable[[], None] = lambda: None,
-    ) -> list[RolloutPack]:
+    def run(self, packs: Sequence[RolloutPack], roles: Sequence[str]) -> list[RolloutPack]:
         """Return the packs with the outputs of `roles`, and with `output.states` if there is a cache.
 
         Args:
             packs: all or none with captured states; without them the frozen lower layers make the states.
             roles: as TrunkModel takes them.
-            poll: called before each pack; may raise to give up.
 
         Raises:
             FloatingPointError: a logprob or a value is not finite.
         """
-        self.model().eval()
+        model = self.model()
+        model.eval()
         self._were_captured = any(item.states is not None for item in packs)
         if self.cache is not None and not self._were_captured:
             roles = (*roles, "trunk")
-        scored = [] if staged(self.model()) is None else self._staged(packs, roles, poll)
-        for item in packs if not scored else ():
-            poll()
-            output = self.model()(pack=item.pack, states=item.states, roles=tuple(roles), temperature=self.temperature)
+        states = [item.states for item in packs]
+        outputs = pack_outputs(model, [item.pack for item in packs], roles, self.temperature, states, self._poll)
+        scored = []
+        for item, output in zip(packs, outputs, strict=True):
             if self.cache is not None:
-                states = item.states if self._were_captured else self._in_trunk_dtype(output.states)
-                output = output._replace(states=self.cache.keep(states))
+                kept = item.states if self._were_captured else self._in_trunk_dtype(output.states)
+                output = output._replace(states=self.cache.keep(kept))
             scored.append(replace(item, states=None, output=output))
-        reshard(self.model())
+        reshard(model)
         # A score that is not finite leaves out its row only.
-        outputs = [item.output._replace(states=None, scores=None) for item in scored]
-        if not torch.stack([x.isfinite().all() for output in outputs for x in output if x is not None]).all():
+        finite = [item.output._replace(states=None, scores=None) for item in scored]
+        if not torch.stack([x.isfinite().all() for output in finite for x in output if x is not None]).all():
             raise FloatingPointError("logprobs or values are not finite")
         return scored
 
-    def _staged(
-        self,
-        packs: Sequence[RolloutPack],
-        roles: Sequence[str],
-        poll: Callable[[], None],
-    ) -> list[RolloutPack]:
-        """Return the packs with the outputs of a model in pipeline stages, which run them together."""
-        poll()
-        outputs = staged(self.model()).outputs([item.pack for item in packs], roles, self.temperature)
-        return [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
+    def _poll(self) -> None:
+        self._beat()
+        # A process that gives up alone would leave the others waiting in a forward of a sharded or divided base.
+        if not self.is_collective:
+            self._stop()
 
     def for_checkpoint(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return the experiences as a checkpoint keeps them: without the states that the same forwards make again.
@@ -127,20 +145,22 @@ class Background(Generic[T]):
     Args:
         function: takes nothing. Grad mode and autocast are set per thread: it sets what it needs.
         device: the accelerator it works on, which is set per thread too.
-        starts_now: False to run it in the main thread, at `result`.
+        in_thread: False to run it at once, in the main thread.
     """
 
-    def __init__(self, function: Callable[[], T], device: torch.device, starts_now: bool = True):
+    def __init__(self, function: Callable[[], T], device: torch.device, in_thread: bool = True):
         self._function = function
         self._device = device
         self._values: list[T] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        if starts_now:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-            # At exit Python kills a daemon thread inside torch, which aborts with exit code 134.
-            atexit.register(self._thread.join, LONGEST_WAIT_S)
+        if not in_thread:
+            self._values.append(function())
+            return
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        # At exit Python kills a daemon thread inside torch, which aborts with exit code 134.
+        atexit.register(self._thread.join, LONGEST_WAIT_S)
 
     def _run(self) -> None:
         try:
@@ -151,10 +171,8 @@ class Background(Generic[T]):
             self._error = error
 
     def result(self) -> T:
-        """Wait, and return what the function returned or raise what it raised; it runs only once."""
-        if self._thread is None and not self._values:
-            self._values.append(self._function())
-        elif self._thread is not None:
+        """Wait, and return what the function returned or raise what it raised."""
+        if self._thread is not None:
             self._thread.join()
             atexit.unregister(self._thread.join)
         if self._error is not None:

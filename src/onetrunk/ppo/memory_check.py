@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.costs import ModelShape, decode_split, host_memory_bytes, sampling_bytes, trunk_states_bytes
 from onetrunk.models.speedups.memory_use import is_out_of_memory, offloaded_activations
-from onetrunk.models.trunk import PackOutput, TrunkModel
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
-from onetrunk.parallel.sharding import is_sharded, local_bytes
-from onetrunk.parallel.staged import StagedTrunk, staged
+from onetrunk.parallel.sharding import gathered_itemsize, local_bytes
+from onetrunk.parallel.staged import rehearse_in_stages
 from onetrunk.ppo.checks import plan_batches
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.metrics import peak_gib
@@ -109,9 +108,7 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
     """Score and train on `pack`, and discard the gradients; raises RuntimeError if memory runs out."""
     try:
         model.train()
-        stage = staged(model)
-        if stage is not None:
-            _run_staged_packs(stage, pack, args)
+        if rehearse_in_stages(model, pack, args.temperature, args.entropy_coef > 0):
             return
         with torch.no_grad():
             states = model(pack=pack, roles=("trunk",)).states
@@ -131,19 +128,6 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
             f" ({str(error).splitlines()[0]}); lower per_device_train_batch_size, microbatch_tokens or"
             " max_completion_length, or set activation_checkpointing, or load the base in 4 bit"
         ) from error
-
-
-def _run_staged_packs(stage: StagedTrunk, pack: Pack, args: PPOConfig) -> None:
-    """Do the same in pipeline stages, with as many packs as are in flight at once; all stages run it together."""
-    packs = [pack] * stage.num_stages
-    stage.outputs(packs, ("policy", "value", "reference"), args.temperature)
-
-    def loss_of(_: int, run: Callable[..., PackOutput]) -> Tensor:
-        output = run()
-        return output.logprobs.sum() + output.values.sum()
-
-    stage.update(packs, ("policy", "value"), loss_of, args.temperature, args.entropy_coef > 0)
-    stage.trunk.zero_grad(set_to_none=True)
 
 
 class MemoryCheck(TrainerCallback):
@@ -182,9 +166,7 @@ class MemoryCheck(TrainerCallback):
         decoding = min(rows, args.max_rollout_rows or rows)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         has_states = bool(model.cut) and self.states_stay
-        # A sharded base is gathered while it samples.
-        gathered = base.dtype.itemsize if is_sharded(model) else 0
-        sampled = sampled_bytes(args, shape, decoding, width, base.dtype.itemsize, gathered)
+        sampled = sampled_bytes(args, shape, decoding, width, base.dtype.itemsize, gathered_itemsize(model))
         return MemoryForecast(
             pack=int(peak_gib() * GIB),
             optimizer=trained * (2 if "8bit" in str(args.optim) else 8),

@@ -1,16 +1,17 @@
-"""Prompts, completions and scores, as training and evaluation need them: which rows come when, and what they score."""
+"""Rollouts: which prompts come when, what samples them (RolloutSource), and the packs that the model takes."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -21,14 +22,12 @@ from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
-from onetrunk.parallel.groups import once_per_group
-from onetrunk.parallel.sharding import is_sharded
+from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
-from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
@@ -129,11 +128,22 @@ class PromptBatch:
 
 
 @dataclass(frozen=True)
-class ScoredRollout:
-    """A rollout with the text of its completions and their scores; n rows."""
+class Sampled:
+    """Prompts and their completions, n rows of this process; the rollout says which policy version sampled each."""
 
     batch: PromptBatch
     rollout: Rollout
+
+    @property
+    def stopped(self) -> Tensor:
+        """[n] bool, False if a completion was cut off at max_completion_length."""
+        return torch.tensor(self.rollout.stopped)
+
+
+@dataclass(frozen=True)
+class ScoredRollout(Sampled):
+    """Completions as text, and their scores."""
+
     completions: list[str | list[Message]]
     scores: Scores
 
@@ -226,21 +236,6 @@ def rollout_packs(
     return packs
 
 
-def equal_counts(model: nn.Module, accelerator: Accelerator) -> Callable[[list[int]], list[int]] | None:
-    """Return how processes agree on numbers of packs: the most of any of them. None if the base is not sharded.
-
-    The forwards of a sharded base are collective, so every process needs the same number of packs.
-    """
-    if not is_sharded(model):
-        return None
-
-    def most(counts: list[int]) -> list[int]:
-        own = torch.tensor([counts], device=accelerator.device)
-        return accelerator.gather(own).max(dim=0).values.tolist()
-
-    return most
-
-
 @dataclass(frozen=True)
 class Sampler:
     """Samples completions and scores them.
@@ -249,7 +244,6 @@ class Sampler:
         backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
         captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
         captures_last: True if it also returns the state of a row's last token.
-        is_divided: whether the model is divided over a group of processes, which have the same rows.
     """
 
     backend: RolloutBackend
@@ -258,7 +252,6 @@ class Sampler:
     params: SamplingParams
     captures_states: bool = False
     captures_last: bool = False
-    is_divided: bool = False
 
     @property
     def may_wait(self) -> bool:
@@ -276,35 +269,36 @@ class Sampler:
         return isinstance(self.backend, VersionedBackend)
 
     @property
-    def samples_together(self) -> bool:
-        """Whether no process can give up sampling alone, because others work on the same rows."""
-        return self.is_divided or isinstance(self.backend, PipelinedBackend)
+    def has_own_weights(self) -> bool:
+        """Whether the backend samples from a copy of the weights, which another program may round differently."""
+        return self.is_versioned or getattr(self.backend, "has_own_weights", False)
 
-    def generate(
-        self,
-        batch: PromptBatch,
-        *,
-        role: SampledRole = "policy",
-        version: int = 0,
-        trains: bool = False,
-        captures_last: bool = False,
-        ahead: PromptBatch | None = None,
-    ) -> Rollout:
+    def metrics(self) -> dict[str, float]:
+        """Return what the backend measures of itself, by public names; {} for one that measures nothing."""
+        report = getattr(self.backend, "metrics", None)
+        return {} if report is None else report()
+
+    def training_options(self, reads_last: bool) -> dict[str, bool]:
+        """Return the keywords with which the backend samples a rollout that trains.
+
+        Args:
+            reads_last: whether the state of a row's last token is needed, whatever `captures_last` says.
+        """
+        if not self.captures_states:
+            return {}
+        return {"keeps_states": True, "keeps_last_state": self.captures_last or reads_last}
+
+    def generate(self, batch: PromptBatch, role: SampledRole = "policy", version: int = 0, **options: Any) -> Rollout:
         """Return one completion per row; RuntimeError if the backend breaks its contract.
 
         Args:
             batch: the prompts.
             role, version: what a versioned backend samples from; any other samples from what it was last synced with.
-            trains: True if the rollout trains; its trunk states are then captured if the sampler does that.
-            captures_last: capture the state of a row's last token too, whatever the sampler is set to.
-            ahead: prompts of the next call, with which a pipeline fills places that are free.
+            options: further keywords of the backend's `generate`.
         """
         if self.is_versioned:
             return self.generate_as(role, version, batch.prompt_ids, batch.keys)
-        keywords: dict[str, Any] = {} if ahead is None else {"ahead": (ahead.prompt_ids, ahead.keys)}
-        if trains and self.captures_states:
-            keywords |= {"keeps_states": True, "keeps_last_state": self.captures_last or captures_last}
-        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **keywords)
+        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **options)
         self._require_contract(rollout, len(batch.prompt_ids))
         return rollout
 
@@ -345,16 +339,13 @@ class Sampler:
             )
 
     def score(
-        self,
-        batch: PromptBatch,
-        rollout: Rollout,
-        packs: Callable[[], Sequence[RolloutPack]] = tuple,
-        **extras: Any,
+        self, sampled: Sampled, packs: Callable[[], Sequence[RolloutPack]] = tuple, **extras: Any
     ) -> ScoredRollout:
         """Return the rollout with its text and raw scores; `extras` are keywords for the reward functions.
 
         `packs` returns the packs with their outputs. It is called last, and only if an adapter of the trunk scores.
         """
+        batch, rollout = sampled.batch, sampled.rollout
 
         def trunk_scores() -> list[float]:
             scored = packs()
@@ -363,10 +354,6 @@ class Sampler:
             return [score for _, score in sorted(zip(rows, scores, strict=True))]
 
         completions = self._decoded(batch, rollout.completion_ids, rollout.stopped)
-        if self.is_divided:
-            # The processes of a group run the model together, then the first computes the rewards.
-            scored_packs = packs()
-            packs = functools.partial(tuple, scored_packs)
         score = functools.partial(
             self.rewards.score,
             batch.prompts,
@@ -377,11 +364,102 @@ class Sampler:
             completion_stopped=rollout.stopped,
             **extras,
         )
-        scores = once_per_group(score) if self.is_divided else score()
-        return ScoredRollout(batch, rollout, completions, scores)
+        # Processes that hold the same rows get the same rewards.
+        return ScoredRollout(batch, rollout, completions, once_per_group(score))
 
     def _decoded(
         self, batch: PromptBatch, completion_ids: Sequence[list[int]], stopped: Sequence[bool]
     ) -> list[Completion]:
         rows = zip(completion_ids, stopped, batch.prompts, strict=True)
         return [decode_completion(self.tokenizer, ids, has_stopped, prompt) for ids, has_stopped, prompt in rows]
+
+
+class RolloutSource(Protocol):
+    """Where the rollouts of a run come from; hides what samples them, and whether before their update or earlier."""
+
+    def next(self, iteration: int) -> Sampled:
+        """Return this process's share of rollout `iteration`. Rollouts come in order; one may be asked for again.
+
+        Raises:
+            StopAsked: the run is to stop; nothing is lost.
+        """
+        ...
+
+    def start(self) -> None:
+        """Go on with what a checkpoint says was under way. The weights are loaded by now."""
+        ...
+
+    def save(self, folder: str | Path, first: int) -> None:
+        """Write what is under way into a checkpoint; `first` is the first rollout that is not in use."""
+        ...
+
+    def load(self, folder: str | Path, first: int) -> None:
+        """Restore what `save` wrote, perhaps of another kind of source."""
+        ...
+
+    def close(self) -> None:
+        """Sample nothing more."""
+        ...
+
+
+@dataclass(frozen=True)
+class SourceParts:
+    """What a RolloutSource needs of a run.
+
+    Args:
+        config, sampler, ranks: of the run.
+        model: returns the policy, unwrapped.
+        prompts: returns this process's prompts of a rollout.
+        num_rollouts: of the whole run; none beyond them is sampled.
+        sampling: returns a block in which this process samples, and the run may be stopped; its argument says whether
+            processes sample together there, so that none may give up alone.
+        poll: called while waiting; may raise to give up.
+        reads_last: whether the states of last tokens are needed (`Sampler.training_options`).
+    """
+
+    config: PPOConfig
+    sampler: Sampler
+    ranks: DataParallel
+    model: Callable[[], nn.Module]
+    prompts: Callable[[int], PromptBatch]
+    num_rollouts: int
+    sampling: Callable[[bool], AbstractContextManager[Any]]
+    poll: Callable[[], None]
+    reads_last: bool = False
+
+
+class SyncSource:
+    """A RolloutSource that samples each rollout when it is asked for, from the weights that the last update left."""
+
+    def __init__(self, parts: SourceParts):
+        self.parts = parts
+
+    def next(self, iteration: int) -> Sampled:
+        """Sample rollout `iteration`."""
+        parts, sampler = self.parts, self.parts.sampler
+        batch, version = parts.prompts(iteration), iteration * parts.config.slots_per_rollout
+        sampler.backend.sync(parts.model(), version)
+        options = {**sampler.training_options(parts.reads_last), **self.options(iteration)}
+        with parts.sampling(self.is_collective):
+            return Sampled(batch, sampler.generate(batch, version=version, **options))
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether no process can give up sampling alone, because others work on the same rows."""
+        return self.parts.ranks.shares_rows or getattr(self.parts.sampler.backend, "is_collective", False)
+
+    def options(self, iteration: int) -> dict[str, Any]:
+        """Return further keywords of the backend's `generate` for a rollout."""
+        return {}
+
+    def start(self) -> None:
+        """Do nothing: no rollout is under way at a checkpoint."""
+
+    def save(self, folder: str | Path, first: int) -> None:
+        """Write nothing."""
+
+    def load(self, folder: str | Path, first: int) -> None:
+        """Read nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""

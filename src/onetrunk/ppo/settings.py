@@ -292,6 +292,11 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         return self.num_ppo_epochs * self.num_minibatches
 
     @property
+    def initial_beta(self) -> float:
+        """The KL coefficient at the start; the one in use is in the state of the stream."""
+        return self.beta
+
+    @property
     def truncates(self) -> bool:
         """Whether rollouts are sampled from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0

@@ -29,8 +29,8 @@ from onetrunk.models.frozen_states import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base
 from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.sharding import cast_when_sharded, is_divided, launch_layout
-from onetrunk.parallel.staged import keep_stage, staged
+from onetrunk.parallel.sharding import cast_when_sharded, launch_layout
+from onetrunk.parallel.staged import keep_stage, trains_in_stages
 from onetrunk.parallel.stages import LayerSplit, verify_split
 from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.ppo.checks import (
@@ -175,8 +175,7 @@ def load_sampled_model(
         top_p=args.top_p,
         top_k=args.top_k,
     )
-    sampler = Sampler(backend, rewards, tokenizer, params, is_divided=is_divided(trunk))
-    return SampledModel(trunk, tokenizer, datasets, sampler)
+    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params))
 
 
 def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[str | None]:
@@ -328,7 +327,7 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
             )
         return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse{reward}")
     lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and the same for every role"
-    if staged(trunk) is not None:
+    if trains_in_stages(trunk):
         report = f"{lower}; in pipeline stages they run once for all roles of a forward, and nothing is kept"
         return TrunkPlan(None, f"{report}{reward}")
     if args.trunk_cache == "off":

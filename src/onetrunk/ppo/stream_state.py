@@ -28,7 +28,6 @@ from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.parallel.sharding import training_stages
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.reward import reward_name
@@ -119,8 +118,7 @@ def load_state(
     content = read_json(path)
     try:
         state = StreamState(**content["stream"])
-        written = {"tensor_parallel": 1, **content["settings"]}
-        check_settings(path, written, settings, in_rollout=state.slot > 0, is_allowed=allow_changes)
+        check_settings(path, content["settings"], settings, in_rollout=state.slot > 0, is_allowed=allow_changes)
         kl_controller.load_state_dict(content["kl_controller"])
         score_moments.load_state_dict(content["score_moments"])
         return state
@@ -156,13 +154,17 @@ def load_buffer(folder: str | Path, rank: int, num_processes: int) -> list[Exper
 
 def num_writers(folder: str | Path) -> int:
     """Return the number of processes that wrote a checkpoint; a group that divides the base counts as one."""
-    return read_json(Path(folder) / STATE_FILE)["settings"]["num_processes"]
+    return written_settings(folder)["num_processes"]
 
 
-def written_group_size(folder: str | Path) -> int:
-    """Return how many consecutive processes worked on the same rows in the run that wrote a checkpoint."""
-    settings = read_json(Path(folder) / STATE_FILE)["settings"]
-    return settings.get("tensor_parallel", 1) * settings.get("training_stages", 1)
+def processes_per_row(layout: dict[str, Any]) -> int:
+    """Return how many consecutive processes work on the same rows, from the settings of a run."""
+    return layout["tensor_parallel"] * layout["training_stages"]
+
+
+def written_settings(folder: str | Path) -> dict[str, Any]:
+    """Return the `run_settings` of the run that wrote a checkpoint."""
+    return read_json(Path(folder) / STATE_FILE)["settings"]
 
 
 def deal_packs(experiences: Sequence[Experience], rank: int, num_processes: int) -> list[Experience]:
@@ -230,10 +232,7 @@ def run_settings(
     groups = ("place", "rollout", "optional", "optimizer")
     names = dict.fromkeys(name for group in groups for name in SETTINGS[group])
     settings = {name: getattr(config, name) for name in names}
-    stages = training_stages()
-    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": ranks.group_size // stages}
-    settings["training_stages"] = stages
-    settings["prompts"] = prompts_digest(dataset)
+    settings |= {**ranks.layout, "prompts": prompts_digest(dataset)}
     base, adapter = model.get_base_model(), model.peft_config[POLICY]
     settings |= {"base": base_fingerprint(base), "base_name": base.config.name_or_path}
     settings |= {name: getattr(adapter, name) for name in SETTINGS["adapter"]}

@@ -33,25 +33,25 @@ from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.parallel.staged import StagedTrunk, reduce_gradients, staged
+from onetrunk.parallel.staged import trains_in_stages, update_in_stages
 from onetrunk.ppo.alarms import Alarms
 from onetrunk.ppo.callbacks import RolloutProgress, StepEnd, StepGuard
 from onetrunk.ppo.checks import check_lengths, check_optimizer
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
-from onetrunk.ppo.experience import ExperienceStream
+from onetrunk.ppo.experience import ExperienceStream, StreamParts
 from onetrunk.ppo.foreign_keys import explain_arguments
 from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.model_card import write_card
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
-from onetrunk.ppo.stream_state import STATE_FILE, run_settings, written_group_size
+from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
 from onetrunk.ppo.tensorboard import PPOTensorBoard
 from onetrunk.ppo.trl_names import with_trl_names
 from onetrunk.ppo.watching import Watch
-from onetrunk.rollouts.async_sampler import Producer
+from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.types import Experience, LossCoefficients, Minibatch, to_device
+from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, to_device
 
 
 class PPOTrainer(ResumableTrainer):
@@ -206,19 +206,20 @@ class PPOTrainer(ResumableTrainer):
     def get_train_dataloader(self) -> ExperienceStream:
         """Return the experience stream; it is not prepared by accelerate, which would read one item ahead."""
         self.end_training()  # Of an earlier call.
-        stream = self.stream_class(
-            self.train_dataset,
-            self.sampler,
-            lambda: self.model,
-            self.args,
-            self.accelerator,
-            self.metric_log,
-            self.trunk_plan.cache,
+        parts = StreamParts(
+            dataset=self.train_dataset,
+            sampler=self.sampler,
+            model=lambda: self.model,
+            config=self.args,
+            accelerator=self.accelerator,
+            metrics=self.metric_log,
+            watch=self.watch,
+            trunk_cache=self.trunk_plan.cache,
             reward_extras=self._reward_extras,
             stop_signals=self.stop_signals,
-            watch=self.watch,
             num_rollouts=math.ceil(self.planned_steps() / self.args.slots_per_rollout),
         )
+        stream = self.stream_class(parts)
         if self._resume_from is not None:
             stream.load(self._resume_from)
         self._stream, self._has_best_weights = stream, False
@@ -229,23 +230,14 @@ class PPOTrainer(ResumableTrainer):
         if self._stream is not None:
             self._stream.close()
 
-    @property
-    def _producer(self) -> Producer | None:
-        """The producer whose thread this is, None elsewhere."""
-        ahead = None if self._stream is None else self._stream.ahead
-        return ahead.producer if ahead is not None and ahead.producer.is_own_thread() else None
-
     def _show_sampling(self, *done: int) -> None:
-        if self._producer is None:  # Of a rollout ahead only the wait for it is shown.
+        if not samples_ahead():  # Of a rollout ahead only the wait for it is shown.
             self.progress.rollout(*done)
 
     def _poll_sampling(self) -> None:
-        """Give up sampling if the run is to stop, in a thread of the producer once it is over."""
-        producer = self._producer
-        if producer is None:
+        """Give up sampling if the run is to stop, or a rollout ahead once it is over."""
+        if not samples_ahead():
             self._poll()
-        else:
-            producer.require_open()
 
     def _reward_extras(self) -> dict[str, Any]:
         self.samples.begin()
@@ -258,59 +250,55 @@ class PPOTrainer(ResumableTrainer):
         self, model: nn.Module, inputs: dict[str, Minibatch], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Run forward and backward over the packs of a minibatch; return its loss, summed over this process."""
-        minibatch = inputs["minibatch"]
+        minibatch, num_processes = inputs["minibatch"], self.data_parallel.num_processes
+        total = torch.zeros((), device=self.accelerator.device)
+        if not self._begin_step(model, minibatch):
+            return total
+        with self._undo_step_on_stop(model), self.watch.phase("update"):
+            # The stages of a pipeline run the packs together.
+            packs = () if self._run_in_stages(model, minibatch, total) else minibatch.experiences
+            for experience in packs:
+                self._poll()
+                is_last = experience is packs[-1]
+                with self.watch.last_backward(model) if is_last else self.accelerator.no_sync(model):
+                    with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
+                        loss = self.compute_loss(model, self._inputs_of(experience, minibatch))
+                    # DDP averages gradients over processes; the loss is a share of a global mean.
+                    self.accelerator.backward(loss * num_processes)
+                total += loss.detach() * num_processes
+        self._stop_on_target_kl()
+        return total
+
+    def _begin_step(self, model: nn.Module, minibatch: Minibatch) -> bool:
+        """Return whether the step may change the weights."""
         self._step_start = time.perf_counter()
+        self._policy_kl = torch.zeros((), device=self.accelerator.device)
         self.guard.begin_step(minibatch.is_empty_slot)
         if minibatch.is_empty_slot:
             self._give_scaler_gradients(model)
-            return torch.zeros((), device=self.accelerator.device)
-        if not model.training:  # `train` walks over all modules.
+        elif not model.training:  # `train` walks over all modules.
             model.train()
-        with self._undo_step_on_stop(model), self.watch.phase("update"):
-            loss = self._run_packs(model, minibatch)
-        self._stop_on_target_kl()
-        return loss
+        return not minibatch.is_empty_slot
 
-    def _run_packs(self, model: nn.Module, minibatch: Minibatch) -> Tensor:
-        total = torch.zeros((), device=self.accelerator.device)
-        self._policy_kl = torch.zeros_like(total)
-        stage = staged(model)
-        if stage is not None:
-            return self._run_stage(stage, minibatch.experiences, minibatch)
-        for experience in minibatch.experiences:
-            self._poll()
-            is_last = experience is minibatch.experiences[-1]
-            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
-                pack = {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
-                with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
-                    loss = self.compute_loss(model, pack)
-                # DDP averages gradients over processes; the loss is a share of a global mean.
-                with self.watch.last_backward(model) if is_last else contextlib.nullcontext():
-                    self.accelerator.backward(loss * self.data_parallel.num_processes)
-            total += loss.detach() * self.data_parallel.num_processes
-        return total
+    def _inputs_of(self, experience: Experience, minibatch: Minibatch) -> dict[str, Any]:
+        return {"experience": to_device(experience, self.accelerator.device), "minibatch": minibatch}
 
-    def _run_stage(self, stage: StagedTrunk, experiences: Sequence[Experience], minibatch: Minibatch) -> Tensor:
-        """Run the packs of a minibatch through the pipeline; every stage gets gradients, loss and stats."""
-        self._poll()
-        experiences = [to_device(experience, self.accelerator.device) for experience in experiences]
-        roles = ("policy", "value") if minibatch.trains_policy else ("value",)
-        total = torch.zeros((), device=self.accelerator.device)
+    def _run_in_stages(self, model: nn.Module, minibatch: Minibatch, total: Tensor) -> bool:
+        """Run the packs through the pipeline of the model and add their losses to `total`; False if it is in none."""
+        inputs: dict[int, dict[str, Any]] = {}
 
-        def loss_of(number: int, model: Any) -> Tensor:
-            loss = self.compute_loss(model, {"experience": experiences[number], "minibatch": minibatch})
-            total.add_(loss.detach())
+        def loss_of(number: int, run: Any) -> Tensor:
+            loss = self.compute_loss(run, inputs[number])
+            total.add_(loss.detach() * self.data_parallel.num_processes)
             return loss
 
-        packs = [experience.pack for experience in experiences]
-        outputs = stage.update(packs, roles, loss_of, self.args.temperature, self.args.entropy_coef > 0)
-        if not stage.is_last:
-            # The metrics of the loss, from the outputs of the last stage.
-            with torch.no_grad():
-                for number, output in enumerate(outputs):
-                    loss_of(number, lambda output=output, **_: output)
-        reduce_gradients(stage.trunk)
-        return total * self.data_parallel.num_processes
+        if not trains_in_stages(model):
+            return False
+        self._poll()
+        inputs |= {number: self._inputs_of(e, minibatch) for number, e in enumerate(minibatch.experiences)}
+        packs = [pack["experience"].pack for pack in inputs.values()]
+        args = self.args
+        return update_in_stages(model, packs, minibatch.roles, loss_of, args.temperature, args.entropy_coef > 0)
 
     def _poll(self) -> None:
         """Renew the heartbeat, and give up the work in progress if the run is to stop."""
@@ -372,24 +360,34 @@ class PPOTrainer(ResumableTrainer):
         Override it for an objective of your own; what you need is in `inputs`: an `experience` and its `minibatch`.
         """
         args, experience, minibatch = self.args, inputs["experience"], inputs["minibatch"]
-        roles = ("policy", "value") if minibatch.trains_policy else ("value",)
         output = model(
             pack=experience.pack,
-            roles=roles,
+            roles=minibatch.roles,
             states=experience.states,
             temperature=args.temperature,
             entropy_grad=args.entropy_coef > 0,
         )
-        coefficients = {field.name: getattr(args, field.name) for field in fields(LossCoefficients)}
-        coefficients["beta"] = self._stream.state.beta if args.kl_in_loss else 0.0
-        loss, stats = ppo_loss(experience, output, LossCoefficients(**coefficients), minibatch.num_tokens)
+        coefficients = LossCoefficients(
+            epsilon=args.epsilon,
+            epsilon_high=args.epsilon_high,
+            dual_clip=args.dual_clip,
+            value_clip=args.value_clip,
+            value_coef=args.value_coef,
+            entropy_coef=args.entropy_coef,
+            kl_weight=self._stream.state.beta if args.kl_in_loss else 0.0,
+            kl_estimator=args.kl_estimator,
+        )
+        loss, stats = ppo_loss(experience, output, coefficients, minibatch.num_tokens)
+        self._keep_stats(stats, experience, output)
+        return (loss, output) if return_outputs else loss
+
+    def _keep_stats(self, stats: dict[str, dict[str, Tensor]], experience: Experience, output: PackOutput) -> None:
         for group, group_stats in stats.items():
             self.metric_log.add_stats(group, group_stats)
-        if minibatch.trains_policy:
+        if "policy" in stats:
             self._policy_kl += stats["policy"]["approx_kl"]
             if self.tensorboard is not None:
                 self.tensorboard.keep(experience, output.logprobs)
-        return (loss, output) if return_outputs else loss
 
     # --- checkpoints and the Hub ------------------------------------------------------------------------------------
 
@@ -435,12 +433,12 @@ class PPOTrainer(ResumableTrainer):
     def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Merge the metrics of the processes that wrote a checkpoint; the rest is equal on all of them."""
         # The processes of a group that divided the base measured the same rows.
-        states = states[:: written_group_size(self._resume_from)]
+        states = states[:: processes_per_row(written_settings(self._resume_from))]
         return {**states[0], **merged_log(states, self.data_parallel.process_index)}
 
     def has_other_groups(self, folder: str) -> bool:
         """Return whether other numbers of processes worked on the same rows in the run that wrote a checkpoint."""
-        return written_group_size(folder) != self.data_parallel.group_size
+        return processes_per_row(written_settings(folder)) != processes_per_row(self.data_parallel.layout)
 
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from onetrunk.judges.labels import judge_warnings
 from onetrunk.report.blocks import Block
 from onetrunk.report.runs import PAIRS, Run, gain, pairs_of, read_lines
 
@@ -15,6 +17,8 @@ from onetrunk.report.runs import PAIRS, Run, gain, pairs_of, read_lines
 NUM_SAMPLES = 4
 LONGEST_TEXT = 1500
 SIDES = ("before", "after")
+# A win rate at equal length that differs by this much from the plain one is reported.
+NOTABLE_LENGTH_EFFECT = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +83,45 @@ def win_rates(rate: dict[str, Any], title: str = "Win rate") -> Block:
     rows.append(["wins, ties, losses", " / ".join(str(rate.get(k, "?")) for k in ("wins", "ties", "losses")), ""])
     rows += [[f"by the principle: {name}", share(value), ""] for name, value in rate.get("principles", {}).items()]
     against = f"against {rate.get('opponent', 'the opponent')}"
-    findings = [("the judge", text) for text in rate.get("findings", ())]
+    findings = [("the judge", text) for text in contest_findings(rate)]
     return Block(title, columns=[against, "value", "95% interval"], rows=rows, alarms=findings)
+
+
+def contest_findings(rate: dict[str, Any]) -> list[str]:
+    """Return the win rate of an evaluation in words, and reasons to doubt it."""
+    if "position" not in rate:
+        return []
+    won, counted, level = (
+        share(rate[name], rate[interval])
+        for name, interval in (
+            ("win_rate", "interval"),
+            ("discrete_win_rate", "discrete_win_rate_interval"),
+            ("length_controlled_win_rate", "length_controlled_win_rate_interval"),
+        )
+    )
+    lines = [
+        f"win rate {won} against {rate['opponent']} on {rate['prompts']} prompts by the judge {rate['judge']}: its"
+        f" mean probability of being the better one; counted, {counted}: {rate['wins']} wins, {rate['ties']} ties,"
+        f" {rate['losses']} losses"
+    ]
+    at_equal_length = rate["length_controlled_win_rate"]
+    if at_equal_length is not None and math.isfinite(at_equal_length):
+        lines.append(f"at equal length the win rate would be {level}")
+        if abs(at_equal_length - rate["win_rate"]) >= NOTABLE_LENGTH_EFFECT:
+            difference = rate["mean_length_difference"]
+            lines.append(
+                f"length decides a part of it: the completions are {abs(difference):.0f} characters"
+                f" {'longer' if difference > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
+            )
+    if rate["is_extrapolated"]:
+        lines.append(
+            "one side is the longer one in more than four of five pairs: the win rate at equal length is extrapolated,"
+            " and mostly too high for the shorter side"
+        )
+    lines += judge_warnings(rate["position"])
+    if rate["unjudged"]:
+        lines.append(f"{rate['unjudged']} pairs have no verdict yet; the same command asks for them again")
+    return lines
 
 
 def sample_blocks(run: Run) -> list[Block]:

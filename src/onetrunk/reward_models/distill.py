@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import require_rows
@@ -25,12 +24,11 @@ from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.reward_model import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.parallel.sharding import whole_size
-from onetrunk.reward_models.trainer import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
+from onetrunk.reward_models.training import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
 from onetrunk.utils.options import option
 
 logger = logging.getLogger(__name__)
 
-NAN = float("nan")
 LABELS = ("chosen_score", "rejected_score", "probability")
 
 
@@ -63,61 +61,6 @@ class RewardDistillationConfig(RewardModelConfig):
             )
 
 
-@dataclass
-class DistillationCollator(PairCollator):
-    """Makes a batch of labelled rows: all chosen completions, then the rejected ones of the rows that are pairs."""
-
-    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Return input_ids and attention_mask [N, T], scores [N] (NaN if unknown), and for the P labelled pairs the
-        indices `first` and `second` [P] and the probability [P]."""
-        pairs = [index for index, f in enumerate(features) if f["rejected_ids"]]
-        rows = [f["chosen_ids"] for f in features] + [features[index]["rejected_ids"] for index in pairs]
-        scores = [f["chosen_score"] for f in features] + [features[index]["rejected_score"] for index in pairs]
-        labelled = [
-            (index, len(features) + place, features[index]["probability"])
-            for place, index in enumerate(pairs)
-            if features[index]["probability"] is not None
-        ]
-        return {
-            **self.pad(rows),
-            "scores": torch.tensor([NAN if s is None else s for s in scores], dtype=torch.float32),
-            "first": torch.tensor([first for first, _, _ in labelled], dtype=torch.long),
-            "second": torch.tensor([second for _, second, _ in labelled], dtype=torch.long),
-            "probability": torch.tensor([p for _, _, p in labelled], dtype=torch.float32),
-        }
-
-    def parts(self, batch: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
-        """Return a batch as parts, at most so many, whose losses add up to that of the batch; pairs stay whole."""
-        device, num_rows = batch["input_ids"].device, len(batch["input_ids"])
-        partner = torch.arange(num_rows, device=device)
-        partner[batch["second"]] = batch["first"]
-        # The rows of a pair next to each other; the parts are cut between two groups.
-        order = partner.argsort(stable=True)
-        groups = partner[order].unique_consecutive(return_inverse=True)[1]
-        parts = []
-        for chosen in torch.arange(int(groups[-1]) + 1, device=device).chunk(number):
-            indices = order[torch.isin(groups, chosen)]
-            place = torch.full((num_rows,), -1, device=device)
-            place[indices] = torch.arange(len(indices), device=device)
-            own = place[batch["first"]] >= 0
-            part = {
-                **self.rows_of(batch, indices),
-                "scores": batch["scores"][indices],
-                "first": place[batch["first"][own]],
-                "second": place[batch["second"][own]],
-                "probability": batch["probability"][own],
-                "label_counts": self.denominators(batch),
-            }
-            parts.append(part)
-        return parts
-
-    @staticmethod
-    def label_counts(batch: dict[str, Tensor]) -> Tensor:
-        """Return float32 [2]: how many scores and how many labelled pairs a batch has."""
-        scores = batch["scores"]
-        return torch.stack([torch.isfinite(scores).sum(), scores.new_tensor(len(batch["first"]))]).float()
-
-
 class RewardDistillationTrainer(RewardModelTrainer):
     """Trains a student on labelled rows: `prompt`, `chosen`, and any of `rejected`, `chosen_score`, `rejected_score`,
     `probability`, null where a row has none; and `chosen_stopped`, `rejected_stopped` as in preference rows.
@@ -136,7 +79,6 @@ class RewardDistillationTrainer(RewardModelTrainer):
     """
 
     args: RewardDistillationConfig
-    collator = DistillationCollator
 
     def __init__(
         self,
@@ -177,7 +119,7 @@ class RewardDistillationTrainer(RewardModelTrainer):
 
         The sums are divided by `label_counts`, as in RewardModelTrainer.
         """
-        num_scores, num_pairs = self.collator.denominators(inputs)
+        num_scores, num_pairs = PairCollator.denominators(inputs)
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         scores = outputs.logits.squeeze(-1).float() * self.unit
         loss = scores.new_zeros(())

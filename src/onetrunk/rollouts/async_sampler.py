@@ -5,7 +5,7 @@ is sampled in parts. A part starts with the latest version, in order, as soon as
 control of AReaL, 2505.24298) and rows that run leave room for it. Which part gets which version may depend on time;
 known versions repeat such a run exactly.
 
-Nothing here communicates with other processes: each has a producer of its own rows.
+Nothing here communicates with other processes: each has a sampler of its own rows.
 """
 
 from __future__ import annotations
@@ -33,8 +33,20 @@ LONGEST_WAIT_S = 10.0
 Sample = Callable[[int, Sequence[list[int]], Sequence[RowKey]], Rollout]
 
 
+# In a thread of an AsyncSampler: `sampler`.
+_own = threading.local()
+
+
 class Closed(Exception):
     """The run is over: nobody will take what is being sampled."""
+
+
+def samples_ahead() -> bool:
+    """Return whether this thread samples ahead of the updates; raise Closed if nobody will take what it samples."""
+    sampler = getattr(_own, "sampler", None)
+    if sampler is not None and sampler.is_closed:
+        raise Closed
+    return sampler is not None
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class Part:
         return dict(zip(self.keys, rows, strict=True))
 
 
-class Producer:
+class AsyncSampler:
     """Samples offered rollouts in threads, at most `max_staleness` rollouts ahead of the version that it samples from.
 
     A part starts only while running + accepted rows <= (max_staleness + updates + 1) * rows_per_rollout, where
@@ -113,9 +125,9 @@ class Producer:
         self._num_running = 0
         self._first, self._last = 0, -1
         self._error: BaseException | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._threads: set[threading.Thread] = set()
-        _producers.add(self)
+        _samplers.add(self)
 
     # --- what the trainer says --------------------------------------------------------------------------------------
 
@@ -155,7 +167,7 @@ class Producer:
             poll: called while waiting; may raise to give up.
 
         Raises:
-            RuntimeError: another rollout than the next one, or the producer was closed.
+            RuntimeError: another rollout than the next one, or the sampler was closed.
             BaseException: what `sample` raised for one of its rows, or for rows before them.
         """
         if not self._first <= iteration <= self._last or iteration != self._first:
@@ -195,21 +207,10 @@ class Producer:
             return {key: row for key, row in self._known.items() if key not in rows} | rows
 
     def close(self) -> None:
-        """Start no more parts. Calls that run are not waited for; they see it in `require_open`."""
+        """Start no more parts. Calls that run are not waited for; they see it in `samples_ahead`."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             self._changed.notify_all()
-
-    # --- what a thread of the producer asks --------------------------------------------------------------------------
-
-    def is_own_thread(self) -> bool:
-        """Return whether this is a thread of this producer."""
-        return threading.current_thread() in self._threads
-
-    def require_open(self) -> None:
-        """Raise Closed if nobody will take what is being sampled."""
-        if self._is_closed:
-            raise Closed
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class Producer:
 
     def _dispatch(self) -> None:
         """Start the parts that may start, in order. The caller holds the lock."""
-        while self._error is None and not self._is_closed:
+        while self._error is None and not self.is_closed:
             part = next((part for part in self._parts if part.version is None), None)
             if part is None:
                 return
@@ -260,7 +261,7 @@ class Producer:
             thread.start()
 
     def _run(self, part: Part) -> None:
-        error, rows = None, []
+        _own.sampler, error, rows = self, None, []
         try:
             rows = _rows(part.version, self.sample(part.version, part.prompt_ids, part.keys))
         except BaseException as raised:
@@ -279,7 +280,7 @@ class Producer:
         """Wait for at most POLL_S; return whether all rows of a rollout are there, or raise what prevents it."""
 
         def is_over() -> bool:
-            return self._error is not None or self._is_closed or self._has_all(iteration)
+            return self._error is not None or self.is_closed or self._has_all(iteration)
 
         with self._changed:
             self._changed.wait_for(is_over, POLL_S)
@@ -287,7 +288,7 @@ class Producer:
                 return True
             if self._error is not None:
                 raise self._error
-            if self._is_closed:
+            if self.is_closed:
                 raise RuntimeError(f"rollout {iteration} was asked for after the end of the run")
             return False
 
@@ -300,15 +301,15 @@ def _rows(version: int, rollout: Rollout) -> list[StartedRow]:
     return [StartedRow(version, *row) for row in zip(*columns, strict=True)]
 
 
-_producers: weakref.WeakSet[Producer] = weakref.WeakSet()
+_samplers: weakref.WeakSet[AsyncSampler] = weakref.WeakSet()
 
 
 @atexit.register
 def _end() -> None:
-    """Close every producer, and wait for calls that run."""
+    """Close every sampler, and wait for calls that run."""
     deadline = time.monotonic() + LONGEST_WAIT_S
-    producers = list(_producers)
-    for producer in producers:
-        producer.close()
-    for thread in [thread for producer in producers for thread in list(producer._threads)]:
+    samplers = list(_samplers)
+    for sampler in samplers:
+        sampler.close()
+    for thread in [thread for sampler in samplers for thread in list(sampler._threads)]:
         thread.join(max(0.0, deadline - time.monotonic()))

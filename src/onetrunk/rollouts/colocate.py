@@ -83,6 +83,8 @@ class ColocatedBackend:
     progress: Callable[[int, int, int], None] | None = None
     poll: Callable[[], None] | None = None
     policy_version: int = field(default=0, init=False)
+    # vLLM rounds otherwise than the trainer.
+    has_own_weights: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self._files = AdapterFolder(self.folder)

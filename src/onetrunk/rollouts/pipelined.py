@@ -89,6 +89,8 @@ class PipelinedBackend:
     links: StageLinks | None = None
     shares_rows: bool = False
     policy_version: int = field(default=0, init=False)
+    # Every stage calls `generate`, so none may give up alone.
+    is_collective: bool = field(default=True, init=False)
     # Of each stage: the most memory that its process used after a turn, GiB.
     stage_gib: list[float] = field(default_factory=list, init=False)
     # Rows of this process that started ahead, with their tokens so far.
@@ -195,6 +197,10 @@ class PipelinedBackend:
         owners = [0] * links.num_stages if self.shares_rows else range(links.num_stages)
         shares = [run.rows_of(owner) for owner in owners] if links.is_last else None
         return self._own_rows(prompt_ids, params, keys, links.dealt(shares), None if ahead is None else ahead[1])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the most memory that each stage used, GiB."""
+        return {f"memory/stage_{stage}_gib": gib for stage, gib in enumerate(self.stage_gib)}
 
     def started(self) -> dict[RowKey, StartedRow]:
         """Return the rows of this process that started ahead, with their tokens so far, for a checkpoint."""

@@ -35,7 +35,7 @@ from onetrunk.reward_models.metrics import (
     true_labels,
 )
 from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows, label_streamed
-from onetrunk.reward_models.trainer import join_pipeline
+from onetrunk.reward_models.training import join_pipeline
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.plots import plot_reliability, plot_scores
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward

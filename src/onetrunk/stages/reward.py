@@ -22,7 +22,7 @@ from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
 from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
-from onetrunk.reward_models.trainer import RewardModelConfig, RewardModelTrainer, join_pipeline
+from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.plots import plot_by_margin, plot_reliability

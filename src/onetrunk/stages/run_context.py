@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from onetrunk.ppo.config import PPOConfig
-    from onetrunk.reward_models.trainer import RewardModelConfig
+    from onetrunk.reward_models.training import RewardModelConfig
     from onetrunk.stages.arguments import SFTArguments
 
     TrainingSettings = SFTArguments | RewardModelConfig | PPOConfig

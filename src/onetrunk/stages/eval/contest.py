@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,13 @@ from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, Pair
-from onetrunk.judges.labels import PairLabel, judge_warnings
+from onetrunk.judges.labels import PairLabel
 from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from onetrunk.stages.judging import ShownLimit
 from onetrunk.stages.run_context import Terminated, say
 
 LEDGER = "ledger/verdicts.db"
-# A win rate at equal length that differs by this much from the plain one is reported.
-NOTABLE_LENGTH_EFFECT = 0.1
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 
 
@@ -32,7 +29,6 @@ OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 class Contest:
     """A judge's verdicts on n prompts."""
 
-    opponent: str  # "reference", or a model's name.
     pairs: list[Pair]  # The policy's completion first.
     labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
     rates: WinRate  # Over the pairs that have a label.
@@ -99,9 +95,7 @@ def hold_contest(
         "principles": by_principle(labels),
         "position": asker.statistics.as_dict(),
     }
-    contest = Contest(opponent, list(pairs), labels, rates, [outcomes.get(i) for i in range(len(pairs))], metrics)
-    metrics["findings"] = findings(contest)
-    return contest
+    return Contest(list(pairs), labels, rates, [outcomes.get(i) for i in range(len(pairs))], metrics)
 
 
 def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
@@ -111,32 +105,3 @@ def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
         if None not in orders:
             probabilities.setdefault(principle, []).append(sum(orders) / len(orders))
     return {principle: sum(values) / len(values) for principle, values in probabilities.items()}
-
-
-def findings(contest: Contest) -> list[str]:
-    """Return the win rate in words, and reasons to doubt it."""
-    metrics, rates = contest.metrics, contest.rates
-    won, counted, level = rates.win_rate, rates.discrete_win_rate, rates.length_controlled_win_rate
-    lines = [
-        f"win rate {won.value:.1%} ({won.low:.1%} to {won.high:.1%}) against {contest.opponent} on {rates.prompts}"
-        f" prompts by the judge {metrics['judge']}: its mean probability of being the better one; counted,"
-        f" {counted.value:.1%} ({counted.low:.1%} to {counted.high:.1%}): {rates.wins} wins, {rates.ties} ties,"
-        f" {rates.losses} losses"
-    ]
-    if math.isfinite(level.value):
-        lines.append(f"at equal length the win rate would be {level.value:.1%} ({level.low:.1%} to {level.high:.1%})")
-        if abs(level.value - won.value) >= NOTABLE_LENGTH_EFFECT:
-            difference = rates.mean_length_difference
-            lines.append(
-                f"length decides a part of it: the completions are {abs(difference):.0f} characters"
-                f" {'longer' if difference > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
-            )
-    if rates.is_extrapolated:
-        lines.append(
-            "one side is the longer one in more than four of five pairs: the win rate at equal length is extrapolated,"
-            " and mostly too high for the shorter side"
-        )
-    lines += judge_warnings(metrics["position"])
-    if metrics["unjudged"]:
-        lines.append(f"{metrics['unjudged']} pairs have no verdict yet; the same command asks for them again")
-    return lines

@@ -34,6 +34,7 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, sample_table, write_samples
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, load_sampled_model, policy_tokenizer
+from onetrunk.report.parts import contest_findings
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
@@ -43,7 +44,7 @@ from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend
 from onetrunk.stages.arguments import ModelArguments, parse
-from onetrunk.stages.eval.contest import Contest, findings, hold_contest
+from onetrunk.stages.eval.contest import Contest, hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments, check_purpose
 from onetrunk.stages.judging import load_judge_parts
 from onetrunk.stages.plots import plot_contest
@@ -378,10 +379,11 @@ def show_evaluation(
     else:
         show(metrics_table(name, metrics["policy"], metrics.get("reference")))
     if contest is not None:
+        opponent = contest.metrics["opponent"]
         position = {f"position/{key}": value for key, value in contest.metrics["position"].items()}
         # Booleans are reported in the findings.
         numbers = {key: v for key, v in (contest.metrics | position).items() if not isinstance(v, bool)}
-        show_columns(f"{name} against {contest.opponent}", {"value": numbers})
+        show_columns(f"{name} against {opponent}", {"value": numbers})
     if passed:
         show_columns("share that passes", passed)
     if num_rows > 0 and contest is not None:
@@ -389,10 +391,10 @@ def show_evaluation(
             (plain(pair.prompt), pair.first, pair.second, contest.verdict(index))
             for index, pair in enumerate(contest.pairs[:num_rows])
         )
-        show(text_table(("prompt", "policy", contest.opponent, "outcome"), rows))
+        show(text_table(("prompt", "policy", opponent, "outcome"), rows))
     elif num_rows > 0:
         show(sample_table(sides["policy"].samples, "samples", num_rows))
-    for finding in findings(contest) if contest is not None else ():
+    for finding in contest_findings(contest.metrics) if contest is not None else ():
         print(printable(f"eval: {finding}"))
 
 

@@ -17,6 +17,7 @@ from itertools import combinations
 from statistics import NormalDist, fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,13 +69,7 @@ class Judged:
 
 
 def judge_metrics(judged: Sequence[Judged], weights: Sequence[float], seed: int = 0) -> dict[str, Any]:
-    """Return the metrics of a judge on some rows.
-
-    Args:
-        judged: the rows, each with its labels.
-        weights: of the principles, in the order of the votes.
-        seed: of the resamples.
-    """
+    """Return the metrics of a judge on some rows; `weights` are those of the principles, in the order of the votes."""
     counted = [row for row in judged if row.group.probability != TIE]
     decided = [row for row in counted if row.is_decided]
     unjudged = sum(any(label.errors for label in row.labels) for row in counted)
@@ -176,10 +171,8 @@ def slopes(probabilities: Tensor, differences: Sequence[Tensor], seed: int = 0) 
 
     The logistic regression P = sigmoid(a + b tanh(length / s) + c tanh(marks / t)) has the pairs in the order that
     people prefer, so `a` is the judge's agreement with them, and b and c what it adds for a completion that is longer
-    or has more marks; s and t are standard deviations of the differences. Intervals are 95% over resampled pairs.
-
-    Returns:
-        b and c, in log odds, each with its interval; NaN where no pair differs.
+    or has more marks; s and t are standard deviations of the differences. Returns b and c, in log odds, each with its
+    95% interval over resampled pairs; NaN where no pair differs.
     """
     number = len(probabilities)
     scales = [float(column.std()) if number > 1 else 0.0 for column in differences]
@@ -196,36 +189,16 @@ def slopes(probabilities: Tensor, differences: Sequence[Tensor], seed: int = 0) 
     return [{"log_odds": slope, "log_odds_interval": interval} for slope, *interval in found.T.tolist()]
 
 
-def cohens_kappa(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the agreement of two judges beyond chance; NaN where agreement by chance is certain.
-
-    Args:
-        one, other: [n] probabilities of the same pairs, in an order that does not depend on who is right. Each counts
-            as first (above 1/2), second or tie.
-
-    Source: Cohen 1960, "A coefficient of agreement for nominal scales", equation 1.
-    """
-    named = [[(p > TIE) - (p < TIE) for p in probabilities] for probabilities in (one, other)]
-    if not named[0]:
-        return NAN
-    observed = fmean(a == b for a, b in zip(*named, strict=True))
-    shares = [[names.count(value) / len(names) for value in (-1, 0, 1)] for names in named]
-    expected = sum(a * b for a, b in zip(*shares, strict=True))
-    return (observed - expected) / (1 - expected) if expected < 1 else NAN
-
-
 def agreement(judged: dict[str, Sequence[Judged]]) -> dict[str, dict[str, Any]]:
     """Return kappa and plain agreement of every two judges, and of each with the people, by "one / other".
 
-    Args:
-        judged: by the judge's name, the same rows for all.
+    `judged` has the same rows for each judge's name. A half of the pairs, derived from their contents, is turned
+    around: in the order that people prefer, judges would mostly say "first", and agreement by chance would be high.
     """
     opinions: dict[str, list[float | None]] = {name: [] for name in [*judged, "people"]}
     for rows in zip(*judged.values(), strict=True):
         group = rows[0].group
         for index, (better, other) in enumerate(group.pairs()):
-            # A half of the pairs, derived from their contents, is turned around. In the order that people prefer, all
-            # judges would mostly say "first", and agreement by chance would be high.
             is_turned = int(digest([group.prompt, group.texts[better], group.texts[other]])[:8], 16) % 2 == 1
             labels = [row.labels[index] for row in rows]
             said = [*(None if label.errors else label.probability for label in labels), group.probability]
@@ -233,15 +206,24 @@ def agreement(judged: dict[str, Sequence[Judged]]) -> dict[str, dict[str, Any]]:
                 opinions[name].append(1 - p if is_turned and p is not None else p)
     result = {}
     for one, other in combinations(opinions, 2):
-        both = [(a, b) for a, b in zip(opinions[one], opinions[other], strict=True) if None not in (a, b)]
-        same = sum((a > TIE) - (a < TIE) == (b > TIE) - (b < TIE) for a, b in both)
-        kappa = cohens_kappa([a for a, _ in both], [b for _, b in both])
-        result[f"{one} / {other}"] = {
-            "pairs": len(both),
-            "kappa": kappa,
-            "agreement": same / len(both) if both else NAN,
-        }
+        both = [pair for pair in zip(opinions[one], opinions[other], strict=True) if None not in pair]
+        # First (above 1/2), second, or tie.
+        named = np.sign(np.array(both, dtype=float).reshape(-1, 2) - TIE)
+        same = float((named[:, 0] == named[:, 1]).mean()) if both else NAN
+        result[f"{one} / {other}"] = {"pairs": len(both), "kappa": cohens_kappa(*named.T), "agreement": same}
     return result
+
+
+def cohens_kappa(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the agreement of two lists of opinions [n] beyond chance; NaN where agreement by chance is certain.
+
+    Source: Cohen 1960, "A coefficient of agreement for nominal scales", equation 1.
+    """
+    if not len(one):
+        return NAN
+    observed = np.mean(one == other)
+    expected = sum(np.mean(one == value) * np.mean(other == value) for value in np.unique(one))
+    return float((observed - expected) / (1 - expected)) if expected < 1 else NAN
 
 
 def findings(metrics: dict[str, Any]) -> list[str]:

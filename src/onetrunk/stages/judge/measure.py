@@ -18,14 +18,14 @@ from tqdm.auto import tqdm
 
 from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.data.groups import ALL, Group, labelled_groups
-from onetrunk.feedback.asking import Asker, parts_of
+from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge, unique_names
-from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Rating, Verdict, digest
+from onetrunk.judges.judge import Judge, Pair, Verdict, digest
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
-from onetrunk.judges.labels import PairLabel, answer_key, judge_pairs, kept_answer, rate_pairs
+from onetrunk.judges.labels import PairLabel, answer_key, kept_answer
 from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
@@ -86,7 +86,8 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
                     # Under different names, as an ensemble calls its members.
                     names = unique_names([m.name for m in measured])
                     measured = [replace(m, name=name) for m, name in zip(measured, names, strict=True)]
-                    measured.append(measure_ensemble(args, judges, constitution, groups, ledger))
+                    # Made of the answers in the ledger.
+                    measured.append(measure(args, EnsembleJudge(judges), constitution, groups, ledger, costs))
             finally:
                 costs.close()
     except (KeyboardInterrupt, Terminated):
@@ -139,34 +140,6 @@ def thoughts_about(judge: Judge, pair: Pair, constitution: Constitution, ledger:
             if answer is not None and answer.reason:
                 written += [answer.reason, *answer.details.get("thoughts", ())]
     return written
-
-
-class KeptJudge(Judge):
-    """A judge that gives the answers that another one gave, from a ledger, and asks nobody: it costs nothing."""
-
-    def __init__(self, judge: Judge, ledger: Ledger):
-        self.judge, self.ledger = judge, ledger
-        self.name, self.identity = judge.name, judge.identity
-
-    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        kind = Verdict if isinstance(items[0], Pair) else Rating
-        for index, item in enumerate(items):
-            answer = kept_answer(self.ledger, answer_key(self.judge, principle, item), kind)
-            keep(index, answer or kind(None, error=f"{self.name} has not answered"))
-
-
-def measure_ensemble(
-    args: JudgeArguments,
-    judges: Sequence[Judge],
-    constitution: Constitution,
-    groups: Sequence[Group],
-    ledger: Ledger,
-) -> Measured:
-    """Return the labels of all judges together, made of the answers in the ledger."""
-    ensemble = EnsembleJudge([KeptJudge(judge, ledger) for judge in judges])
-    label = rate_pairs if args.judge_by == "ratings" else judge_pairs
-    labels = [found for part in parts_of(pairs_of(groups)) for found in label(ensemble, part, constitution)]
-    return Measured(ensemble.name, ensemble.identity, judged_rows(groups, labels), [[] for _ in labels])
 
 
 def pairs_of(groups: Sequence[Group]) -> list[Pair]:

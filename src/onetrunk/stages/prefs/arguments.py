@@ -97,73 +97,56 @@ class PrefsArguments(SamplingArguments, PushArguments):
     num_samples_to_print: int = option(3, "Rows printed at the end; 0: none.")
     preview: int | None = option(
         None,
-        "Ask about this number of prompts only; show the questions, the verdicts, and an estimate of costs and time"
-        " for all prompts; write no rows. The answers are kept, so the run itself does not buy them again.",
+        "Ask about this number of prompts only, and show the questions and the answers; write no rows. The answers are"
+        " kept, so the run itself does not buy them again.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_given = self.completions == "given"
         if self.mode == "pairs":
-            check_pairing(self.pairing, 2 if is_given else self.num_generations, self.pairs_per_prompt)
-        self._check_rows()
-        if is_given:
-            self._check_given()
-        if self.shard is not None and self.merge_shards is not None:
-            raise ValueError("shard and merge_shards are both set; run every shard first, then merge_shards alone")
+            check_pairing(
+                self.pairing, 2 if self.completions == "given" else self.num_generations, self.pairs_per_prompt
+            )
         _ = self.part  # Raises on a wrong shard.
-        if self.push_to_hub and self.shard is not None:
-            raise ValueError("push_to_hub and shard are both set; push when merge_shards puts the shards together")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}; completions of a prompt differ only above 0")
         for name in ("num_generations", "num_revisions", "prompts_per_chunk", "max_waiting_chunks", "ray_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
-        if self.preview is not None and (self.preview < 1 or self.mode != "pairs" or self.engine != "local"):
-            raise ValueError(
-                f"preview is {self.preview}, mode {self.mode} and engine {self.engine}; set preview to 1 or more, and"
-                " use it with mode pairs and engine local"
-            )
-        if self.critic_model is not None and self.mode != "revise":
-            raise ValueError("critic_model is set and mode is pairs; set mode to revise, or leave critic_model out")
-        if self.judge_report is not None and self.mode != "pairs":
-            raise ValueError("judge_report is set and mode is revise, which asks no judge; leave judge_report out")
-        if self.engine == "ray" and self.mode == "revise":
-            raise ValueError("engine ray samples for mode pairs; revise on one machine, or in shards (--shard i/n)")
-
-        if self.engine == "ray" and self.use_vllm:
-            raise ValueError(
-                "engine is ray, whose workers each hold the model, and use_vllm is set; set engine to local, and name"
-                " several servers in vllm_server_base_url"
-            )
-
-    def _check_rows(self) -> None:
-        if self.judge_by == "ratings" and not self.both_orders:
-            raise ValueError(
-                "both_orders is false and judge_by is ratings, which shows no order; leave both_orders out"
-            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}; completions of a prompt differ only above 0")
         if not 0 <= self.tie_margin < 0.5:
             raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
-        if self.output_rows != "pairs" and self.mode != "pairs":
-            raise ValueError(f"output_rows is {self.output_rows} and mode is {self.mode}; set mode to pairs")
-        if self.output_rows == "unpaired" and self.keep_ties:
-            raise ValueError("keep_ties is set and output_rows is unpaired, where a tie has no label; leave it out")
         if not 0 <= self.people_weight <= 1:
             raise ValueError(f"people_weight is {self.people_weight}; set it from 0 to 1")
-        if self.people_weight and self.completions != "given":
-            raise ValueError("people_weight is set and completions are sampled, about which people have said nothing")
+        if self.preview is not None and self.preview < 1:
+            raise ValueError(f"preview is {self.preview}; set preview to 1 or more")
+        self._check_together()
 
-    def _check_given(self) -> None:
-        reasons = {
-            "mode": (self.mode != "pairs", "revises what a model samples"),
-            "engine": (self.engine != "local", "samples"),
-            "use_vllm": (self.use_vllm, "samples"),
+    def _check_together(self) -> None:
+        """Raise ValueError for settings that do not fit together."""
+        revises, is_given, has_ray = self.mode == "revise", self.completions == "given", self.engine == "ray"
+        samples = revises or has_ray or self.use_vllm
+        has_shard, has_people = self.shard is not None, self.people_weight > 0
+        has_no_order = self.judge_by == "ratings"
+        has_no_tie = self.output_rows == "unpaired"
+        faults = {
+            "completions are given; leave mode revise, engine ray and use_vllm out, which sample": is_given
+            and samples,
+            "people_weight is set, and people have not seen sampled completions": has_people and not is_given,
+            "judge_by ratings shows no order; leave both_orders out": has_no_order and not self.both_orders,
+            "keep_ties is set, and in unpaired rows a tie has no label; leave it out": has_no_tie and self.keep_ties,
+            "shard is set; run every shard first, then merge_shards alone": has_shard and bool(self.merge_shards),
+            "shard is set; leave push_to_hub to merge_shards": has_shard and self.push_to_hub,
+            "engine is ray, whose workers each hold the model; leave use_vllm out": has_ray and self.use_vllm,
+            "engine ray samples for mode pairs; revise on one machine, or in shards": has_ray and revises,
+            "preview needs engine local; leave one of them out": has_ray and self.preview is not None,
+            "critic_model is set and mode is pairs; set mode to revise": self.critic_model is not None and not revises,
         }
-        for name, (is_set, what) in reasons.items():
-            if is_set:
-                raise ValueError(
-                    f"completions are given and {name} is {getattr(self, name)}, which {what}; leave {name} out"
-                )
+        for name, default in (("output_rows", "pairs"), ("judge_report", None), ("preview", None)):
+            value = getattr(self, name)
+            faults[f"{name} is {value}, and mode revise asks no judge; leave it out"] = revises and value != default
+        for message, is_wrong in faults.items():
+            if is_wrong:
+                raise ValueError(message)
 
     @property
     def kind(self) -> str:

@@ -13,7 +13,7 @@ from onetrunk.data.groups import Bad, Group, group_of, read_groups, shape_of
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.judges.judge import digest, prompt_key
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.prefs.sampler import open_stream
+from onetrunk.stages.prefs.sampling import open_stream
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.types import SampledText
 from onetrunk.utils.disk_set import DiskSet

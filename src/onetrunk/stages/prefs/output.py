@@ -83,28 +83,28 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
         ValueError: the folder belongs to other settings, or holds other files.
     """
     path, settings = folder / SETTINGS, json.loads(json.dumps(redact_all(settings)))
-    if path.is_file() and not overwrite:
-        there = read_json(path)
-        changed = [name for name in settings if there.get(name) != settings[name]]
-        if changed:
-            pairs = [(name, as_json(there.get(name)), as_json(settings[name])) for name in changed]
-            differences = "; ".join(f"{name}: {old} there, {new} here" for name, old, new in pairs)
-            raise ValueError(
-                f"{folder} holds the rows of a run with other settings ({differences}); use those settings, set"
-                " overwrite_output_dir to true to replace the rows, or name another output_dir"
-            )
-    elif not overwrite and ((folder / CARD).exists() or (folder / "data").exists()):
+    there = read_json(path) if path.is_file() else {}
+    changed = [name for name in settings if there.get(name) != settings[name]]
+    if there and changed and not overwrite:
+        pairs = [(name, as_json(there.get(name)), as_json(settings[name])) for name in changed]
+        differences = "; ".join(f"{name}: {old} there, {new} here" for name, old, new in pairs)
+        raise ValueError(
+            f"{folder} holds the rows of a run with other settings ({differences}); use those settings, set"
+            " overwrite_output_dir to true to replace the rows, or name another output_dir"
+        )
+    if not there and not overwrite and ((folder / CARD).exists() or (folder / "data").exists()):
         raise ValueError(
             f"{folder} holds something else (a README.md or data, and no {SETTINGS}); name another output_dir, or set"
             " overwrite_output_dir to true to write there anyway"
         )
-    if "model" in settings:
-        if overwrite and path.is_file() and read_json(path) != settings:
-            # A file of the old settings under another name would be read together with the new ones.
-            patterns = [f"data/{name}*" for name in NAMES.values()] + ["statistics*.json", CARD]
-            for old in [old for pattern in patterns for old in folder.glob(pattern)]:
-                old.unlink()
-        atomic_write_json(path, settings)
+    if "model" not in settings:
+        return
+    if there and there != settings:
+        # A file of the old settings under another name would be read together with the new ones.
+        patterns = [f"data/{name}*" for name in NAMES.values()] + ["statistics*.json", CARD]
+        for old in [old for pattern in patterns for old in folder.glob(pattern)]:
+            old.unlink()
+    atomic_write_json(path, settings)
 
 
 def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Path, about: dict[str, Any]) -> Path:

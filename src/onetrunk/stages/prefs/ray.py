@@ -19,7 +19,7 @@ from typing import Any
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.prefs.sampler import load_sampler, policy_device
+from onetrunk.stages.prefs.sampling import load_sampler, policy_device
 from onetrunk.types import SampledText
 
 # Chunks per worker in one Ray job; the workers start again for each job.

@@ -1,7 +1,7 @@
 """The stage `onetrunk prefs`: prompts -> completions of a model -> pairs -> a judge's verdicts -> preference rows.
 
-With `completions: given` the rows bring the completions (`given.py`), and no model is loaded. With `mode: revise`,
-critiques and revisions for supervised fine-tuning instead. A thread samples some chunks of prompts ahead of the judge
+With `completions: given` the rows bring the completions, and no model is loaded. With `mode: revise`, critiques and
+revisions for supervised fine-tuning instead. A thread samples some chunks of prompts ahead of the judge
 (feedback/overlap.py). Everything sampled or judged is kept at once: after a kill the same command resumes, and ends
 with the same file.
 """
@@ -38,14 +38,14 @@ from onetrunk.feedback.revision import Reviser
 from onetrunk.feedback.sampling import PromptItem, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.judge import Judge
+from onetrunk.judges.judge import Done, Items, Judge, Principle
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
+from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.resolve import resolve_reward
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
 from onetrunk.stages.judging import check_judges, measured_words
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
-from onetrunk.stages.prefs.given import GivenItem, GivenSource
 from onetrunk.stages.prefs.output import (
     claim_folder,
     ledger_path,
@@ -56,24 +56,27 @@ from onetrunk.stages.prefs.output import (
     warnings_of,
     write_report,
 )
-from onetrunk.stages.prefs.preview import preview
 from onetrunk.stages.prefs.ray import RaySampling
-from onetrunk.stages.prefs.sampler import (
-    PromptSource,
+from onetrunk.stages.prefs.sampling import (
+    GivenSource,
     Served,
+    Source,
     load_sampler,
-    open_stream,
+    open_source,
     positions_left,
     sampling_servers,
 )
-from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
-from onetrunk.stages.tables import show
+from onetrunk.stages.tables import shortened, show
+from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
 
-# Prompts with given completions that are judged together.
+# Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
+# last answer of a few questions.
 GIVEN_CHUNK = 2048
+# Of a preview: questions that are shown, and their characters.
+SHOWN_QUESTIONS, LONGEST_QUESTION = 4, 1500
 Rows = list[dict[str, Any]]
 Product = tuple[list[PromptItem], Any]
 
@@ -102,8 +105,7 @@ def run(
             " device, each with its own shard (--shard 0/2, --shard 1/2)"
         )
     folder = require_output_dir(args.output_dir)
-    if not args.preview:
-        require_push(args, "dataset")
+    require_push(args, "dataset")
     if args.merge_shards is not None:
         result = merge_shards(args, folder)
     else:
@@ -134,49 +136,21 @@ def make(
 
     Returns None for a preview, which makes none.
     """
-    given = GivenSource(args) if args.completions == "given" else None
-    if given is None and not args.streaming:
-        prompt_rows(load_dataset_rows(args))
-    elif given is None:
-        open_stream(args)
+    source = open_source(args, model_args)
     constitution = load_constitution(judge_settings.constitution)
-    settings = args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
-    claim_folder(folder, settings, args.overwrite_output_dir)
+    claim_folder(folder, deciding(args, constitution), args.overwrite_output_dir)
     judge = load_judge(judge_settings, resolve_reward) if args.mode == "pairs" else None
     costs = Costs(folder, [] if judge is None else [judge], prices)
     if judge is not None:
         check_judges([judge])
         measured_words(args.judge_report, [judge])  # Raises for a measurement of another judge.
     try:
-        if given is not None:
-            return make_given_rows(args, given, constitution, judge, folder, costs)
-        return make_rows(args, model_args, constitution, judge, folder, costs)
+        return make_rows(args, model_args, constitution, judge, folder, costs, source)
     except (KeyboardInterrupt, Terminated):
         say("everything sampled and judged is kept; run the same command again to resume", after_bar=True)
         raise
     finally:
         costs.close()
-
-
-def make_given_rows(
-    args: PrefsArguments, source: GivenSource, constitution: Constitution, judge: Judge, folder: Path, costs: Costs
-) -> Result | None:
-    """Label the completions that the rows bring, or resume; errors as `make_rows`."""
-    with Ledger(ledger_path(folder, args.part)) as ledger:
-        settings = args.deciding() | {
-            "constitution": f"{constitution.name} {constitution.version}",
-            "judge": judge.identity,
-            "critic": None,
-            "model": None,
-        }
-        if args.part.count == 1:
-            delete_temporaries(folder)
-        claim_folder(folder, settings, args.overwrite_output_dir)
-        flow = GivenFlow(args, source.counts, ledger, judge, constitution, costs)
-        if args.preview:
-            return preview(flow, source)
-        about = _about(args, None, constitution, judge)
-        return _write_rows(flow, source, folder, StopFlag(), about)
 
 
 def make_rows(
@@ -186,44 +160,56 @@ def make_rows(
     judge: Judge | None,
     folder: Path,
     costs: Costs | None = None,
+    source: Source | None = None,
 ) -> Result | None:
-    """Make the rows of a run in its folder, or resume it. The judge is None for revisions.
+    """Make the rows of a run in its folder, or resume it.
 
-    `costs` counts what the judge uses; None: nothing does. Returns None for a preview.
+    Args:
+        args, model_args, constitution, folder: of the run.
+        judge: None for revisions.
+        costs: counts what the judge uses; None: nothing does.
+        source: of the items; None: opened here.
+
+    Returns:
+        None for a preview.
 
     Raises:
         ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.
         RuntimeError: another process writes there, the judge fails too often, the budget is spent, or there are no
             rows.
     """
-    stop = StopFlag()
-    source = PromptSource(args, model_args)
+    stop, source = StopFlag(), source or open_source(args, model_args)
     with (
         Ledger(ledger_path(folder, args.part)) as ledger,
         sampling_servers(args, source, stop) as served,
     ):
-        name, length = model_args.model_name_or_path, args.max_completion_length
-        sampler = load_sampler(name, args, model_args, ledger, length, stop, served)
-        critic = _load_critic(args, model_args, sampler, served) if args.mode == "revise" else None
-        settings = args.deciding() | {
-            "constitution": f"{constitution.name} {constitution.version}",
-            "judge": judge and judge.identity,
-            "critic": critic and critic.identity,
-            "model": sampler.identity,
-        }
+        sampler = critic = None
+        if not isinstance(source, GivenSource):
+            name, length = model_args.model_name_or_path, args.max_completion_length
+            sampler = load_sampler(name, args, model_args, ledger, length, stop, served)
+        if args.mode == "revise":
+            critic = _load_critic(args, model_args, sampler, served)
+        identities = {"judge": judge, "critic": critic, "model": sampler}
+        identities = {name: part and part.identity for name, part in identities.items()}
         if args.part.count == 1:  # Shards share the folder, and another one may be writing now.
             delete_temporaries(folder)
-        claim_folder(folder, settings, args.overwrite_output_dir)
+        claim_folder(folder, deciding(args, constitution) | identities, args.overwrite_output_dir)
         if critic is not None:
             flow: Flow = RevisionFlow(args, source.counts, sampler, critic, constitution)
         else:
-            flow = PairFlow(args, source.counts, sampler, judge, constitution, costs)
+            flow = PairFlow(args, source.counts, sampler, judge, constitution, ledger, costs)
             if args.engine == "ray":
                 flow.remote = RaySampling(args, model_args, sampler)
             if args.preview:
                 return preview(flow, source)
-        about = _about(args, model_args, constitution, judge) | {"sampled by": sampled_by(args, sampler, critic)}
+        about = _about(args, model_args, constitution, judge)
+        about |= {"sampled by": sampled_by(args, sampler, critic)} if sampler is not None else {}
         return _write_rows(flow, source, folder, stop, about)
+
+
+def deciding(args: PrefsArguments, constitution: Constitution) -> dict[str, Any]:
+    """Return the settings that decide the rows, without the identities of the models."""
+    return args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
 
 
 def _load_critic(
@@ -237,24 +223,26 @@ def _load_critic(
 
 
 class Flow(ABC):
-    """Turns chunks of prompts into the rows of one file; subclasses say how."""
+    """Turns chunks of prompts into the rows of one file; subclasses say how.
+
+    `sampler` is None where the rows bring the completions.
+    """
 
     columns: dict[str, type]
     remote: RaySampling | None = None  # None: completions are sampled in this process.
 
-    def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler):
+    def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler | None):
         self.args, self.counts, self.sampler = args, counts, sampler
 
-    def produced(self, chunks: Iterator[list[PromptItem]]) -> Iterator[Product]:
-        """Yield each chunk with what was sampled for it; runs in the sampling thread."""
+    def produced(self, source: Source, most: int | None = None) -> Iterator[Product]:
+        """Yield chunks of items with what was sampled for each; runs in the sampling thread."""
+        if self.sampler is None:
+            chunks = chunked(islice(source, most), max(self.args.prompts_per_chunk, GIVEN_CHUNK))
+            return ((items, [item.texts() for item in items]) for items in chunks)
+        chunks = chunked(islice(source, most), self.args.prompts_per_chunk)
         if self.remote is not None:
             return self.remote(chunks)
         return ((items, self.sampler.sample(items, self.args.num_generations)) for items in chunks)
-
-    @property
-    def chunk_size(self) -> int:
-        """Prompts that are labelled together."""
-        return self.args.prompts_per_chunk
 
     @abstractmethod
     def label(self, items: list[PromptItem], product: Any) -> Rows:
@@ -262,26 +250,26 @@ class Flow(ABC):
 
     def spent(self) -> dict[str, str]:
         """Return what the judge has cost so far, for the progress bar."""
-        asker: Asker | None = getattr(self, "asker", None)
-        return {} if asker is None or asker.costs is None else asker.costs.shown()
+        return {}
 
     def statistics(self) -> dict[str, Any]:
         return {"counts": counts_of(self.counts)}
 
 
-class JudgedFlow(Flow):
+class PairFlow(Flow):
     """Completions are compared by a judge."""
 
     def __init__(
         self,
         args: PrefsArguments,
         counts: Counter[str],
-        ledger: Ledger,
+        sampler: TextSampler | None,
         judge: Judge,
         constitution: Constitution,
+        ledger: Ledger,
         costs: Costs | None = None,
     ):
-        self.args, self.counts = args, counts
+        super().__init__(args, counts, sampler)
         self.columns = preferences.COLUMNS_OF[args.output_rows]
         limit = FailureLimit(args.max_failed_fraction, judge.name)
         self.asker = Asker(judge, constitution, ledger, limit, args.both_orders, costs, args.judge_by)
@@ -299,48 +287,20 @@ class JudgedFlow(Flow):
         )
 
     def label(self, items: list[PromptItem], product: Any) -> Rows:
-        return self.maker.rows(items, product)
+        groups = [item.group for item in items] if self.sampler is None else None
+        return self.maker.rows(items, product, groups)
+
+    def spent(self) -> dict[str, str]:
+        return {} if self.asker.costs is None else self.asker.costs.shown()
 
     def statistics(self) -> dict[str, Any]:
-        sums = dict(vars(self.asker.statistics))
-        judge, rows = merged_judge_statistics([sums]), self.maker.statistics.as_dict()
+        sums, sources = {"judge_sums": dict(vars(self.asker.statistics))}, self.maker.sources
+        judge, rows = merged_judge_statistics(sums.values()), self.maker.statistics.as_dict()
         statistics = super().statistics() | {"judge": judge, "rows": rows}
-        return statistics if self.args.part.count == 1 else statistics | {"judge_sums": sums}
-
-
-class PairFlow(JudgedFlow):
-    """The completions are sampled."""
-
-    def __init__(
-        self,
-        args: PrefsArguments,
-        counts: Counter[str],
-        sampler: TextSampler,
-        judge: Judge,
-        constitution: Constitution,
-        costs: Costs | None = None,
-    ):
-        super().__init__(args, counts, sampler.ledger, judge, constitution, costs)
-        self.sampler = sampler
-
-
-class GivenFlow(JudgedFlow):
-    """The rows bring the completions."""
-
-    @property
-    def chunk_size(self) -> int:
-        # Nothing is sampled, and a server should not wait for the last answer of a few questions.
-        return max(self.args.prompts_per_chunk, GIVEN_CHUNK)
-
-    def produced(self, chunks: Iterator[list[GivenItem]]) -> Iterator[Product]:
-        return ((items, [item.texts() for item in items]) for items in chunks)
-
-    def label(self, items: list[GivenItem], product: Any) -> Rows:
-        return self.maker.rows(items, product, [item.group for item in items])
-
-    def statistics(self) -> dict[str, Any]:
-        statistics = super().statistics() | {"sources": self.maker.sources.as_dict()}
-        return statistics if self.args.part.count == 1 else statistics | {"source_sums": vars(self.maker.sources)}
+        if self.sampler is None:
+            statistics |= {"sources": sources.as_dict()}
+            sums |= {"source_sums": vars(sources)}
+        return statistics if self.args.part.count == 1 else statistics | sums
 
 
 def row_statistics(kind: str) -> PreferenceStatistics | RatedStatistics:
@@ -365,8 +325,9 @@ class RevisionFlow(Flow):
         limit = min(limits, default=None)
         self.reviser = Reviser(sampler, critic, constitution.principles, args.num_revisions, limit)
 
-    def produced(self, chunks: Iterator[list[PromptItem]]) -> Iterator[Product]:
-        return ((items, self.reviser.rows(items, completions)) for items, completions in super().produced(chunks))
+    def produced(self, source: Source, most: int | None = None) -> Iterator[Product]:
+        sampled = super().produced(source, most)
+        return ((items, self.reviser.rows(items, completions)) for items, completions in sampled)
 
     def label(self, items: list[PromptItem], product: Any) -> Rows:
         rows = [row for row in product if row is not None]
@@ -375,9 +336,7 @@ class RevisionFlow(Flow):
         return rows
 
 
-def _write_rows(
-    flow: Flow, source: PromptSource | GivenSource, folder: Path, stop: StopFlag, about: dict[str, Any]
-) -> Result:
+def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about: dict[str, Any]) -> Result:
     """Write the rows of every prompt, then the statistics and the card.
 
     `stop` is set if the run ends early, so that sampling ends too; `about` are facts for the card.
@@ -397,8 +356,7 @@ def _write_rows(
             bar.set_postfix(counts | {"rows": num_rows} | flow.spent(), refresh=False)
             bar.update(len(items))
 
-        products = flow.produced(chunked(source, flow.chunk_size))
-        overlapped(products, consume, max_waiting=args.max_waiting_chunks, stop=stop)
+        overlapped(flow.produced(source), consume, max_waiting=args.max_waiting_chunks, stop=stop)
         # A shard may be empty.
         if not num_rows and args.part.count == 1:
             counts = ", ".join(f"{name} {count}" for name, count in counts_of(flow.counts).items() if count)
@@ -413,6 +371,43 @@ def _write_rows(
     return Result(path, num_rows, statistics, write_report(folder, args.part, statistics, path, about))
 
 
+class HeardJudge(Judge):
+    """Another judge under its name and identity, with every question and answer: `heard`."""
+
+    def __init__(self, judge: Judge):
+        self.judge, self.name, self.identity = judge, judge.name, judge.identity
+        self.heard: list[tuple[Any, Principle, Any]] = []
+
+    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
+        for index, answer in enumerate(self.judge.answer_each([(items, principle)])[0]):
+            self.heard.append((items[index], principle, answer))
+            keep(index, answer)
+
+
+def preview(flow: PairFlow, source: Source) -> None:
+    """Ask about the first `args.preview` prompts, and print questions as a judge reads them, with the answers.
+
+    Raises:
+        RuntimeError: too many questions have no answer.
+    """
+    flow.asker.judge = judge = HeardJudge(flow.asker.judge)
+    rows = [row for items, product in flow.produced(source, flow.args.preview) for row in flow.label(items, product)]
+    for item, principle, answer in judge.heard[:SHOWN_QUESTIONS]:
+        text = "\n".join(m["content"] for m in question_messages(item, principle, nonce_of(item, principle)))
+        said = "no opinion" if answer.number is None else f"{answer.number:.3f}"
+        print(printable(f"\n--- a question, and the answer {answer.error or said}"))
+        print(printable(shortened(text, LONGEST_QUESTION)))
+        if answer.reason:
+            print(printable(f"--- the judge's reason: {shortened(answer.reason)}"))
+    if rows:
+        show(sample_table(rows[: flow.args.preview]))
+    spent = "".join(f", {name} {value}" for name, value in flow.spent().items())
+    print(
+        f"prefs: {len(rows)} rows of {flow.counts['prompts']} prompts, {len(judge.heard)} new questions{spent};"
+        " nothing was written but the answers, which the run itself will not buy again: leave preview out to start it"
+    )
+
+
 def sampled_by(args: PrefsArguments, sampler: TextSampler, critic: TextSampler | None) -> str:
     """Return what sampled the completions, and the critiques if that was something else."""
     name = "Ray workers" if args.engine == "ray" else sampler.backend.description
@@ -421,24 +416,21 @@ def sampled_by(args: PrefsArguments, sampler: TextSampler, critic: TextSampler |
 
 
 def _about(
-    args: PrefsArguments, model_args: ModelArguments | None, constitution: Constitution, judge: Judge | None
+    args: PrefsArguments, model_args: ModelArguments, constitution: Constitution, judge: Judge | None
 ) -> dict[str, Any]:
-    """Return facts about the run for the card; only the last part of paths on this machine.
-
-    `model_args` is None where the rows bring the completions.
-    """
+    """Return facts about the run for the card; only the last part of paths on this machine."""
 
     def name(path: str) -> str:
         return path.rstrip("/").split("/")[-1] if Path(path).exists() else path
 
     facts: dict[str, Any] = {"mode": args.kind, "format": args.output_format}
-    if model_args is None:
+    if args.completions == "given":
         facts |= {"completions": f"those of {name(args.dataset_name)}"}
         facts |= {"people_weight": args.people_weight} if args.people_weight else {}
     else:
         facts |= {"model": name(model_args.model_name_or_path), "prompts": name(args.dataset_name)}
     facts["constitution"] = f"{constitution.name} ({constitution.version[:12]})"
-    if model_args is not None:
+    if args.completions == "sampled":
         facts |= {
             "completions per prompt": args.num_generations,
             "temperature": args.temperature,

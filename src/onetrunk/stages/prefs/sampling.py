@@ -1,4 +1,4 @@
-"""The prompts of a run, and the model that answers them (or criticises the answers)."""
+"""What a run labels: prompts, with the model that answers them (or criticises answers), or rows with completions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,11 +22,12 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 from trl import get_quantization_config
 
+from onetrunk.data.groups import Bad, Group, group_of, read_groups, shape_of
 from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.overlap import StopFlag
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
-from onetrunk.feedback.shards import prompt_key
+from onetrunk.judges.judge import digest, prompt_key
 from onetrunk.models.base_model import load_base, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
@@ -36,8 +38,8 @@ from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import ServedModel, VLLMBackend
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.rows import load_dataset_rows
-from onetrunk.types import Prompt
+from onetrunk.stages.rows import load_dataset_rows, prompt_rows
+from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.disk_set import DiskSet
 
 logger = logging.getLogger(__name__)
@@ -58,8 +60,7 @@ def load_sampler(
     """Load the model or adapter at `name` as a sampler of completions of at most `max_length` tokens.
 
     Args:
-        name: folder or Hub name.
-        args, model_args: of the run.
+        name, args, model_args: folder or Hub name, and the settings of the run.
         ledger: keeps the completions; None: the sampler only draws.
         max_length: longest completion, tokens.
         stop: checked after every token; sampling ends with its exception.
@@ -138,13 +139,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def sampling_servers(args: PrefsArguments, source: PromptSource, stop: StopFlag) -> Iterator[Served | None]:
+def sampling_servers(args: PrefsArguments, source: Source, stop: StopFlag) -> Iterator[Served | None]:
     """Yield the servers of a run, checked, and unload what was published there at the end; None without `use_vllm`.
 
-    Args:
-        args: of the run.
-        source: of the prompts.
-        stop: checked twice a second while the servers sample.
+    `stop` is checked twice a second while the servers sample.
     """
     if not args.use_vllm:
         yield None
@@ -193,41 +191,64 @@ def positions_left(sampler: TextSampler) -> int | None:
     return None if sampler.max_positions is None else sampler.max_positions - sampler.params.max_completion_length
 
 
-class PromptSource:
-    """Iterates over the prompts of a run's shard as items, without repetitions.
+class Source(ABC):
+    """Iterates over the items of a run's shard, each once.
 
-    `conversational` says whether they are conversations; for a stream it is known after the first rows.
+    Args:
+        args: of the run.
+
+    Attributes:
+        counts: items, and repeated ones that were left out.
+        total: number of items; None if it is not known.
+        conversational: whether prompts are conversations; for a stream it is known after the first rows, for an empty
+            shard too, whose file has the columns of the others.
+    """
+
+    total: int | None = None
+    conversational = False
+    longest_prompt = 0
+
+    def __init__(self, args: PrefsArguments):
+        self.args, self.counts = args, Counter[str]()
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[PromptItem]: ...
+
+    def _is_new(self, key: str, seen: DiskSet) -> bool:
+        """Count an item; return whether it comes for the first time."""
+        is_new = seen.add(bytes.fromhex(key))
+        self.counts["prompts" if is_new else "repeated_prompts"] += 1
+        return is_new
+
+
+def open_source(args: PrefsArguments, model_args: ModelArguments) -> Source:
+    return GivenSource(args) if args.completions == "given" else PromptSource(args, model_args)
+
+
+class PromptSource(Source):
+    """The prompts that a model answers.
 
     Raises:
         ValueError: a row is not a prompt, or a prompt leaves no room for a completion.
     """
 
     def __init__(self, args: PrefsArguments, model_args: ModelArguments):
+        super().__init__(args)
+        rows = None if args.streaming else prompt_rows(load_dataset_rows(args))
+        if rows is None:
+            open_stream(args)  # Raises if there is none.
         name, kwargs = model_args.model_name_or_path, model_args.init_kwargs()
         limit = getattr(load_config(name, kwargs.get("revision")), "max_position_embeddings", None)
-        self.args, self.counts = args, Counter[str]()
         self.tokenizer = policy_tokenizer(name, None, kwargs)
         self.limit = None if limit is None else limit - args.max_completion_length
+        self.longest_prompt = args.max_prompt_length or 0
         self._rows: Dataset | None = None
-        self._order: list[tuple[int, str]] = []
-        # Also known for an empty shard, whose file has the columns of the others.
-        self.conversational = False
-        if not args.streaming:
-            rows = load_dataset_rows(args)
-            self._rows = self._encoded(rows.select_columns(["prompt"]) if "prompt" in rows.column_names else rows)
+        if rows is not None:
+            self._rows = self._encoded(rows.select_columns(["prompt"]))
             with DiskSet() as seen:
                 self._order = list(self._selected(self._rows["prompt"], seen))
-
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt of this shard; of a stream max_prompt_length, 0 without one."""
-        if self._rows is None:
-            return self.args.max_prompt_length or 0
-        return max((len(self._rows[index]["prompt_ids"]) for index, _ in self._order), default=0)
-
-    @property
-    def total(self) -> int | None:
-        return None if self.args.streaming else len(self._order)
+            self.total = len(self._order)
+            self.longest_prompt = max((len(self._rows[i]["prompt_ids"]) for i, _ in self._order), default=0)
 
     def __iter__(self) -> Iterator[PromptItem]:
         if self._rows is None:
@@ -238,7 +259,9 @@ class PromptSource:
             yield PromptItem(row["prompt"], key, row["prompt_ids"])
 
     def _streamed(self) -> Iterator[PromptItem]:
-        stream, start = iter(stream_rows(self.args)), 0
+        # Only the prompt: other columns may change their type from window to window.
+        stream = ({"prompt": row["prompt"]} if "prompt" in row else row for row in open_stream(self.args))
+        start = 0
         with DiskSet() as seen:
             while window := list(islice(stream, WINDOW)):
                 try:
@@ -273,18 +296,85 @@ class PromptSource:
         """Yield index and key of each new prompt of this shard."""
         for index, prompt in enumerate(prompts):
             key = prompt_key(prompt)
-            if not self.args.part.takes(key):
-                continue
-            is_new = seen.add(bytes.fromhex(key))
-            self.counts["prompts" if is_new else "repeated_prompts"] += 1
-            if is_new:
+            if self.args.part.takes(key) and self._is_new(key, seen):
                 yield index, key
 
 
-def stream_rows(args: PrefsArguments) -> Iterable[dict[str, Any]]:
-    """Return an iterable over the prompts of `dataset_name` that reads rows as needed; errors as `open_stream`."""
-    # Only the prompt: other columns may change their type from window to window.
-    return ({"prompt": row["prompt"]} if "prompt" in row else row for row in open_stream(args))
+@dataclass(frozen=True)
+class GivenItem(PromptItem):
+    """A prompt with its completions. Its key is of prompt and completions: a prompt may stand in several rows."""
+
+    group: Group
+
+    def texts(self) -> list[SampledText]:
+        """Return the completions."""
+        return [SampledText(text, self.group.is_whole(index)) for index, text in enumerate(self.group.texts)]
+
+
+class GivenSource(Source):
+    """The prompts of rows that bring their completions: pairs, groups of several models, or logged conversations.
+
+    A prompt belongs to a shard by its content, as when it is sampled. Rows are read as they are needed and not held;
+    logs are grouped by their prompt first, which holds them.
+
+    Raises:
+        ValueError: no known shape, bad rows, or texts and conversations mixed. Of a stream they are found while it
+            is read.
+    """
+
+    def __init__(self, args: PrefsArguments):
+        super().__init__(args)
+        self._rows: Dataset | None = None if args.streaming else load_dataset_rows(args)
+        for group in self._groups():
+            self.conversational = isinstance(group.prompt, list)
+            if self._rows is None:
+                break
+            # All rows are checked before a judge is asked.
+            self.total = (self.total or 0) + args.part.takes(prompt_key(group.prompt))
+
+    def __iter__(self) -> Iterator[GivenItem]:
+        with DiskSet() as seen:
+            for group in self._groups():
+                key = digest([group.prompt, list(group.texts)])
+                if self.args.part.takes(prompt_key(group.prompt)) and self._is_new(key, seen):
+                    yield GivenItem(group.prompt, key, [], group)
+
+    def _groups(self) -> Iterator[Group]:
+        conversational = None
+        for number, group in enumerate(self._read()):
+            is_list = isinstance(group.prompt, list)
+            if conversational is None:
+                conversational = is_list
+            elif conversational is not is_list:
+                raise ValueError(
+                    f"the prompt of group {number} is {'a conversation' if is_list else 'text'}, and that of the first"
+                    " is not; give rows of one form, because trainers take only those"
+                )
+            yield group
+
+    def _read(self) -> Iterator[Group]:
+        if self._rows is not None:
+            return read_groups(self._rows, self._rows.column_names)
+        return streamed_groups(open_stream(self.args))
+
+
+def streamed_groups(rows: Iterable[dict[str, Any]]) -> Iterator[Group]:
+    """Yield the groups of a stream; the first bad row ends it with ValueError.
+
+    Logs are rejected, because rows of one prompt may be anywhere in the stream.
+    """
+    shape = None
+    for number, row in enumerate(rows):
+        shape = shape or shape_of(row, row)
+        if shape == "logs":
+            raise ValueError(
+                "streaming reads each row once, and the completions of one prompt stand in several rows; leave"
+                " streaming out, or give groups: prompt and completions"
+            )
+        try:
+            yield group_of(row, shape)
+        except Bad as bad:
+            raise ValueError(f"row {number} of the stream cannot be used: {bad}; repair or remove it") from bad
 
 
 def open_stream(args: PrefsArguments) -> Iterable[dict[str, Any]]:
@@ -296,8 +386,8 @@ def open_stream(args: PrefsArguments) -> Iterable[dict[str, Any]]:
     name = args.dataset_name
     if looks_like_path(name) and not set(name) & set("*:") and not Path(name).expanduser().exists():
         raise missing_path(name)
-    builder = BUILDERS.get(Path(args.dataset_name).suffix)
-    source: dict[str, Any] = {"path": args.dataset_name, "name": args.dataset_config}
+    builder = BUILDERS.get(Path(name).suffix)
+    source: dict[str, Any] = {"path": name, "name": args.dataset_config}
     if builder is not None:
         source = {"path": builder, "data_files": {"train": args.dataset_name}}
     try:

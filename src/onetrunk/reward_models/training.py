@@ -47,7 +47,10 @@ from onetrunk.utils.options import option, require_seed
 
 logger = logging.getLogger(__name__)
 
+NAN = float("nan")
 ENCODED = ("chosen_ids", "rejected_ids")
+# Labels of a pair in a batch.
+PAIR_LABELS = ("probability", "margin")
 # The entries of a batch that the model reads; the others are labels.
 MODEL_INPUTS = ("input_ids", "attention_mask")
 # Microbatches of a batch, per stage of a pipeline: a process is then idle for less than a fifth of a step.
@@ -88,7 +91,7 @@ class RewardModelConfig(StageTrainingConfig, CheckpointConfig, SecretFreeArgumen
 
 @dataclass
 class PairCollator:
-    """Makes a batch of encoded pairs: the chosen rows first, then the rejected ones, padded on the right.
+    """Makes a batch of encoded rows, padded on the right: all chosen completions, then the rejected ones of the pairs.
 
     Args:
         pad_token_id: pads the rows.
@@ -99,14 +102,25 @@ class PairCollator:
     pad_to_multiple_of: int | None = None
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Return input_ids and attention_mask [2B, T], and the labels [B] of the rows."""
-        rows = [f[name] for name in ENCODED for f in features]
-        labels = {
-            name: torch.tensor([f[name] for f in features], dtype=torch.float32)
-            for name in ("probability", "margin")
-            if name in features[0]
+        """Return input_ids and attention_mask [N, T]; the indices `first` and `second` [P] of the labelled pairs, with
+        their labels [P]; and for a teacher's scores `scores` [N], NaN if unknown."""
+        pairs = [index for index, f in enumerate(features) if f["rejected_ids"]]
+        rows = [f["chosen_ids"] for f in features] + [features[index]["rejected_ids"] for index in pairs]
+        batch = self.pad(rows)
+        labelled = {
+            index: len(features) + place
+            for place, index in enumerate(pairs)
+            if features[index].get("probability", 1.0) is not None
         }
-        return {**self.pad(rows), **labels}
+        batch["first"] = torch.tensor(list(labelled), dtype=torch.long)
+        batch["second"] = torch.tensor(list(labelled.values()), dtype=torch.long)
+        for name in PAIR_LABELS:
+            if name in features[0]:
+                batch[name] = torch.tensor([features[index][name] for index in labelled], dtype=torch.float32)
+        if "chosen_score" in features[0]:
+            scores = [f["chosen_score"] for f in features] + [features[index]["rejected_score"] for index in pairs]
+            batch["scores"] = torch.tensor([NAN if s is None else s for s in scores], dtype=torch.float32)
+        return batch
 
     def pad(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
         """Return input_ids and attention_mask [n, T] of n lists of token ids."""
@@ -116,19 +130,30 @@ class PairCollator:
         return {"input_ids": ids, "attention_mask": length_mask(lengths, ids.shape[1]).long()}
 
     def parts(self, batch: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
-        """Return a batch as parts, at most so many, whose losses add up to that of the batch."""
-        num_pairs = len(batch["input_ids"]) // 2
+        """Return a batch as parts, at most so many, whose losses add up to that of the batch; pairs stay whole."""
+        device, num_rows = batch["input_ids"].device, len(batch["input_ids"])
+        partner = torch.arange(num_rows, device=device)
+        partner[batch["second"]] = batch["first"]
+        leaders, group = partner.unique(return_inverse=True)
         parts = []
-        for pairs in torch.arange(num_pairs, device=batch["input_ids"].device).chunk(number):
-            labels = {name: batch[name][pairs] for name in ("probability", "margin") if name in batch}
-            labels["label_counts"] = self.denominators(batch)
-            parts.append({**self.rows_of(batch, torch.cat([pairs, pairs + num_pairs])), **labels})
+        for chosen in torch.arange(len(leaders), device=device).chunk(number):
+            indices = torch.isin(group, chosen).nonzero()[:, 0]
+            place = torch.full((num_rows,), -1, device=device)
+            place[indices] = torch.arange(len(indices), device=device)
+            is_here = place[batch["first"]] >= 0
+            part = self._rows(batch, indices)
+            part |= {name: place[batch[name][is_here]] for name in ("first", "second")}
+            part |= {name: batch[name][is_here] for name in PAIR_LABELS if name in batch}
+            part |= {"scores": batch["scores"][indices]} if "scores" in batch else {}
+            parts.append({**part, "label_counts": self.denominators(batch)})
         return parts
 
     @staticmethod
     def label_counts(batch: dict[str, Tensor]) -> Tensor:
-        """Return float32 [1]: how many pairs a batch has."""
-        return torch.full((1,), len(batch["input_ids"]) / 2, device=batch["input_ids"].device)
+        """Return float32 [2]: how many scores and how many labelled pairs a batch has."""
+        num_pairs = batch["input_ids"].new_tensor(len(batch["first"]))
+        num_scores = torch.isfinite(batch["scores"]).sum() if "scores" in batch else torch.zeros_like(num_pairs)
+        return torch.stack([num_scores, num_pairs]).float()
 
     @classmethod
     def denominators(cls, batch: dict[str, Tensor]) -> Tensor:
@@ -136,7 +161,7 @@ class PairCollator:
         counts = batch["label_counts"] if "label_counts" in batch else cls.label_counts(batch)
         return torch.where(counts > 0, counts, 1.0)
 
-    def rows_of(self, batch: dict[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
+    def _rows(self, batch: dict[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
         """Return input_ids and attention_mask of some rows of a batch, as wide as the longest of them."""
         mask = batch["attention_mask"][indices]
         width = int(mask.sum(1).max())
@@ -216,8 +241,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         ValueError: bad rows, a tokenizer that cannot pad, or a max_length above the model's limit or below every row.
     """
 
-    collator: type[PairCollator] = PairCollator
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -243,7 +266,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=self.collator(processing_class.pad_token_id, args.pad_to_multiple_of),
+            data_collator=PairCollator(processing_class.pad_token_id, args.pad_to_multiple_of),
             train_dataset=self.encode(train_dataset, processing_class, args, "sampled" if streamed else "training"),
             streamed=streamed,
             eval_dataset=self.encode(eval_dataset, processing_class, args, "held-out"),
@@ -348,7 +371,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         """
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
-            own = torch.stack([self.collator.label_counts(batch) for batch in batches]).sum(0)
+            own = torch.stack([PairCollator.label_counts(batch) for batch in batches]).sum(0)
             total = self.accelerator.reduce(torch.cat([own, own.new_tensor([len(batches)])]).to(device), "sum")
             batches = [{**batch, "label_counts": total[:-1] / total[-1]} for batch in batches]
         return batches, num_items
@@ -396,12 +419,12 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         """
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         scores = outputs.logits.squeeze(-1).float()
-        chosen, rejected = scores.chunk(2)
+        chosen, rejected = scores[inputs["first"]], scores[inputs["second"]]
         loss = bradley_terry_loss(chosen, rejected, inputs.get("probability"), inputs.get("margin"))
         if self.args.center_rewards_coefficient:
             loss = loss + self.args.center_rewards_coefficient * (chosen + rejected).square().mean()
         self.note_pairs(scores.detach(), chosen.detach(), rejected.detach(), inputs.get("probability"))
-        loss = loss * len(chosen) / self.collator.denominators(inputs)[0]
+        loss = loss * len(chosen) / PairCollator.denominators(inputs)[1]
         return (loss, outputs) if return_outputs else loss
 
     def note_pairs(self, scores: Tensor, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
