@@ -32,8 +32,8 @@ from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_par
 from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.staged import trains_in_stages, update_in_stages
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream, StreamParts

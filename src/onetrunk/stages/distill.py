@@ -20,8 +20,8 @@ from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.build import scorer_from_config, train_tokenizer
 from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
+from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
-from onetrunk.parallel.tensor import forwards_of_first
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
 from onetrunk.reward_models.metrics import (
     ScoredPairs,
