@@ -26,8 +26,8 @@ from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import equal_counts
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.async_rollouts import (
     rollout_source,
     staleness_metrics,

@@ -27,7 +27,7 @@ from onetrunk.models.adapters import POLICY
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
-from onetrunk.parallel.tensor import DataParallel
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.reward import reward_name

@@ -22,7 +22,7 @@ from typing import TypeVar
 from peft import PeftModel
 from torch import nn
 
-from onetrunk.parallel.tensor import is_first_process, on_first_process, once_per_group
+from onetrunk.parallel.groups import is_first_process, on_first_process, once_per_group
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.publishing import (
     AdapterFolder,
