@@ -24,7 +24,7 @@ def main(url: str, folder: str) -> None:
     assert rows[0] != rows[1]
     print(f"sampled from version {rollout.policy_version}", flush=True)
     # What fails on the first process fails on all of them, instead of leaving them waiting.
-    backend._load = None
+    backend._files.write = None
     try:
         backend.sync(shaken(model, 9), 9)
     except (TypeError, RuntimeError) as error:

@@ -133,11 +133,13 @@ class Fleet:
             if failed.kind in ("refused", "unread"):
                 self._note_answer(member)
                 raise failed
-            failures, timeouts = failures + 1, timeouts + failed.timed_out
             self._note_failure(member, failed)
+            if failed.kind == "stop":
+                continue  # The other servers may answer it.
+            failures, timeouts = failures + 1, timeouts + failed.timed_out
             if failures >= self.policy.max_calls or timeouts >= self.policy.max_timeouts:
                 raise self._last(failed, failures, answers_before)
-            if failed.kind == "again" and member.rests_until <= _now():
+            if member.rests_until <= _now():
                 await asyncio.sleep(self.policy.delay_s(failures))
 
     async def answer_all(self, num_items: int, work: Callable[[Connection, int], Awaitable[Any]], done: Done) -> None:
