@@ -194,7 +194,7 @@ class ColocatedBackend:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(
                 f"vLLM does not start in this process: {lines[0].rstrip('.')}. Check vllm_gpu_memory_utilization"
-                f" ({self.gpu_memory_utilization} of the GPU) and vllm_max_model_length, or set vllm_mode to 'server'"
+                f" ({self.gpu_memory_utilization} of the GPU), or set vllm_mode to 'server'"
             ) from error
         torch.set_num_threads(num_threads)
         atexit.register(self.close)
@@ -220,8 +220,7 @@ class ColocatedBackend:
         if longest_row > self._positions:
             raise RuntimeError(
                 f"{ENGINE} has {self._positions} positions, and a prompt with its completion may have"
-                f" {longest_row} tokens; set vllm_max_model_length to {longest_row} or more, or lower"
-                " max_completion_length"
+                f" {longest_row} tokens; set max_prompt_length, or lower max_completion_length"
             )
 
     # --- publishing --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The backend that the settings of a run choose (`ppo/server_settings.py`)."""
+"""The backend that the settings of a run choose (`ppo/settings.py`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class BackendSettings(ServerSettings, Protocol):
     pipeline_training: bool
     use_vllm: bool
     vllm_gpu_memory_utilization: float
-    vllm_max_model_length: int | None
     vllm_enable_sleep_mode: bool
 
     @property
@@ -90,7 +89,6 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
         return ColocatedBackend(
             Path(config.output_dir) / ADAPTERS_FOLDER,
             gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-            max_model_length=config.vllm_max_model_length,
             sleeps=config.vllm_enable_sleep_mode,
             max_rows=config.max_rollout_rows,
         )
