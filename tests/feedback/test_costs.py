@@ -14,12 +14,11 @@ import pytest
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.costs import BudgetReached, CostConfig, Costs, read_costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.chat import most_tokens
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair, Principle, Usage, Verdict
-from onetrunk.judges.server import ServerJudge
-from onetrunk.utils.calls import RetryPolicy
+from onetrunk.judges.server import ServerJudge, most_tokens
+from onetrunk.servers.fleet import RetryPolicy
 from tests.feedback.runs import in_a_process
 from tests.judges.stub_server import StubServer
 
@@ -178,8 +177,9 @@ def test_a_call_that_reaches_no_server_costs_nothing(tmp_path, stub):
     os.environ.pop("http_proxy", None)
     judge = ServerJudge("http://127.0.0.1:9/v1", "judge-1", policy=POLICY)
     costs = Costs(tmp_path, [judge], CostConfig({"judge-1": list(PRICE)}, BUDGET))
-    with pytest.raises(RuntimeError, match="does not answer"):
+    with pytest.raises(RuntimeError, match="the connection failed"):
         judge.check()
+    costs.close()
     assert costs.usd == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.rollouts.proof import PROBE_PROMPTS
+from onetrunk.rollouts.same_base import PROBE_PROMPTS
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.feedback import runs
 from tests.judges.stub_server import completion, send
