@@ -25,8 +25,8 @@ from onetrunk.models.build import attach_score_adapter, build_trunk
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.sharding import launch_layout
-from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.setup import check_launch
 from onetrunk.stages.ppo import parse_ppo
 from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter

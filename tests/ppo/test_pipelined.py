@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onetrunk.ppo.checks import check_pipeline
+from onetrunk.ppo.setup import check_pipeline
 from tests import learning
 from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, on_gpus
 from tests.ppo.launches import ALONE, Launch, Launches
@@ -129,10 +129,6 @@ def test_ppo_learns_the_tasks_with_two_stages(task, seed):
 def test_a_setting_that_does_not_fit_is_rejected_with_what_to_change(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         make_config(tmp_path, **settings)
-
-
-def test_a_split_says_how_many_stages_there_are(tmp_path):
-    assert make_config(tmp_path, rollout_backend="pipelined", pipeline_split=[2, 1, 3]).pipeline_stages == 3
 
 
 def test_one_process_is_no_pipeline(tmp_path):
@@ -262,124 +258,3 @@ def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path, script, op
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
-# 16 layers with 16 heads of 128: a token's keys and values take 256 KiB, so that 96 rows of 56 tokens need 1.3 GiB.
-WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 16, "num_attention_heads": 16}
-WIDE |= {"num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 256}
-PLAIN = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-
-
-# 12 layers of 60 MiB in float32, in a file of bfloat16, so that what a process holds is private to it.
-HEAVY = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8}
-HEAVY |= {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 256}
-# Notes the most private memory of a process, from its first rollout on: what loading needs for a moment is no plan's.
-WATCHED = """
-import json, os, runpy, sys, threading, time
-from pathlib import Path
-from onetrunk.rollouts import pipelined
-from tests.parallel.cast_on_read_worker import private_bytes
-
-peak, begun = [0], threading.Event()
-generate = pipelined.PipelinedBackend.generate
-
-def noted(*args, **keywords):
-    begun.set()
-    return generate(*args, **keywords)
-
-def watch():
-    begun.wait()
-    while True:
-        peak[0] = max(peak[0], private_bytes())
-        time.sleep(0.002)
-
-pipelined.PipelinedBackend.generate = noted
-threading.Thread(target=watch, daemon=True).start()
-sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    Path(f"private-{os.environ['RANK']}.json").write_text(json.dumps(peak[0]))
-"""
-
-
-def with_long_prompts(folder: Path) -> Path:
-    """Return the folder with prompts of 50 tokens."""
-    from tests.stages.small_runs import NOUNS
-
-    rows = [{"prompt": " ".join(["the", noun] * 24)} for noun in NOUNS]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "plain.py").write_text(PLAIN)
-    (folder / "watched.py").write_text(WATCHED)
-    return folder
-
-
-def check_on_this_machine(folder: Path, runtime_gib: float):
-    """Return the check of a run in a folder, on a CPU whose processes have `runtime_gib` before they have a model."""
-    from onetrunk.plan.check import check_run
-    from onetrunk.plan.hardware import load_catalog
-    from onetrunk.stages.options.table import load_options
-
-    own = {"is_cpu": True, "rates": {"runtime_gib": round(runtime_gib, 3)}}
-    fields = ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s", "network_gb_s", "host_gib", "usd_per_hour")
-    cpu = load_catalog().devices["CPU"]
-    own |= {name: getattr(cpu, name) for name in fields}
-    path = folder / f"machine-{runtime_gib:.3f}.yaml"
-    path.write_text(json.dumps({"devices": {"THIS-CPU": own}}))
-    defaults = {name: option.default for name, option in load_options("ppo").items()}
-    return check_run(folder / "out", defaults, load_catalog(str(path)))
-
-
-def check_stages(checked) -> list:
-    """Print the lines of the stages, hold them to 15%, and return them."""
-    stages = [line for line in checked.lines if line.what.startswith("stage")]
-    for line in stages:
-        print(f"{line.what}: predicted {line.predicted:.3f}, measured {line.measured:.3f} GiB ({line.error:+.0%})")
-    assert [line.what for line in stages] == ["stage 0", "stage 1"]
-    assert all(abs(line.error) < 0.15 for line in stages)
-    return stages
-
-
-@several
-def test_the_memory_of_each_stage_is_within_15_percent_of_the_plan(tmp_path, monkeypatch):
-    from onetrunk.plan.calibrate import _imported_gib
-    from tests.tiny import tiny_model
-
-    folder = with_long_prompts(prepared(tmp_path))
-    tiny_model("llama", **WIDE).save_pretrained(folder / "base")
-    # Five layers of sixteen on the first stage: the stages need different memory.
-    finished(folder, "plain.py", "--rollout_batch_size 96 --num_rollouts 2 --max_completion_length 6"
-             " --per_device_train_batch_size 4 --pipeline_split 5 11 --max_prompt_length 50")  # fmt: skip
-    monkeypatch.chdir(folder)
-    stages = check_stages(check_on_this_machine(folder, _imported_gib()))
-    # The second stage has more than twice the layers: 0.5 GiB more of the cache.
-    assert stages[1].measured - stages[0].measured > 0.3
-
-
-@several
-def test_the_memory_of_each_training_stage_is_within_15_percent_of_the_plan(tmp_path, monkeypatch):
-    import torch
-
-    from onetrunk.plan.calibrate import IMPORTS, _imported_gib
-    from onetrunk.plan.evaluate import stage_memory
-    from tests.tiny import tiny_model
-
-    folder = with_long_prompts(prepared(tmp_path))
-    tiny_model("llama", **HEAVY).to(torch.bfloat16).save_pretrained(folder / "base")
-    finished(folder, "watched.py", "--rollout_batch_size 12 --num_rollouts 2 --max_completion_length 6 --bf16 false"
-             " --per_device_train_batch_size 2 --pipeline_split 4 8 --max_prompt_length 50 --pipeline_training true"
-             " --num_minibatches 3 --dtype float32")  # fmt: skip
-    monkeypatch.chdir(folder)
-    # What a process uses while it samples, its share of mapped files included.
-    stages = check_stages(check_on_this_machine(folder, _imported_gib()))
-    assert stages[1].measured - stages[0].measured > 0.2
-    # At its peak, without mapped files.
-    private = "\nfrom tests.parallel.cast_on_read_worker import private_bytes; print(private_bytes())"
-    done = subprocess.run([sys.executable, "-c", IMPORTS + private], cwd=ROOT, capture_output=True, text=True)
-    checked = check_on_this_machine(folder, int(done.stdout.split()[-1]) / 2**30)
-    phases = stage_memory(checked.job, checked.plan)
-    for stage in (0, 1):
-        needs = {phase: sum(memory[stage].values()) / 2**30 for phase, memory in phases.items()}
-        measured = json.loads((folder / f"private-{stage}.json").read_text()) / 2**30
-        error = max(needs.values()) / measured - 1
-        print(f"stage {stage}, private: predicted {needs}, measured {measured:.3f} GiB at the peak ({error:+.0%})")
-        assert abs(error) < 0.15

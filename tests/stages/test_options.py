@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from onetrunk import PPOConfig, cli
-from onetrunk.ppo.foreign_keys import RENAMED
+from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval.evaluate import parse_eval
 from onetrunk.stages.judge.measure import parse_judge

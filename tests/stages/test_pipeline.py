@@ -247,7 +247,7 @@ def test_a_stage_rests_on_the_paths_in_its_config_and_not_on_what_runs_leave_bes
 def test_the_free_settings_of_ppo_are_those_of_its_trainer_that_no_file_or_model_rests_on():
     words = "--model_name_or_path base --dataset_name rows.jsonl --output_dir out --reward_funcs a.b --use_cpu true"
     free = free_settings("ppo", parse_ppo(words.split()))
-    assert {"microbatch_tokens", "num_rollouts", "alarm_kl", "checkpoint_mirror"} <= free
+    assert {"microbatch_tokens", "num_rollouts", "alarm_limits", "checkpoint_mirror"} <= free
     assert not free & {"gamma", "eval_dataset_name", "output_dir", "model_init_kwargs"}
 
 

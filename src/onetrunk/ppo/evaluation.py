@@ -20,9 +20,9 @@ from tqdm.auto import tqdm
 
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import equal_counts, reshard
 from onetrunk.parallel.staged import pack_outputs
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.metrics import rollout_metrics
 from onetrunk.ppo.rollout import (
     Sampled,
@@ -108,11 +108,10 @@ def evaluate_prompts(
 
 
 class SampleLog:
-    """Prints the first `num_rows` of a scored rollout and writes all of them into `output_dir`/completions, if on."""
+    """Prints the first rows of a scored rollout and writes all of them into `output_dir`/completions, if on."""
 
-    def __init__(self, output_dir: str | Path, num_rows: int, is_on: bool):
+    def __init__(self, output_dir: str | Path, is_on: bool):
         self.folder = Path(output_dir) / "completions"
-        self.num_rows = num_rows
         self.is_on = is_on
         self._extra: dict[str, list[Any]] = {}
 
@@ -125,15 +124,14 @@ class SampleLog:
         self._extra[column] = list(values)
 
     def record(self, name: str, scored: ScoredRollout, with_columns: bool = True) -> None:
-        """Write `name`.jsonl, and print the table if `num_rows` is above 0."""
+        """Write `name`.jsonl, and print the table."""
         if not self.is_on:
             return
         write_samples(self.folder, name, scored, self._extra if with_columns else {})
-        if self.num_rows:
-            console = table_console()
-            with console.capture() as capture:
-                console.print(sample_table(scored, name, self.num_rows))
-            tqdm.write(capture.get())  # above a running progress bar
+        console = table_console()
+        with console.capture() as capture:
+            console.print(sample_table(scored, name))
+        tqdm.write(capture.get())  # above a running progress bar
 
 
 def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: dict[str, list[Any]]) -> Path:
@@ -163,7 +161,7 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def sample_table(scored: ScoredRollout, title: str, num_rows: int) -> Table:
+def sample_table(scored: ScoredRollout, title: str, num_rows: int = 4) -> Table:
     """Return a table of the first rows of a scored rollout."""
     table = Table(title=title, show_lines=True)
     for column in ("prompt", "completion", "score"):

@@ -26,20 +26,21 @@ from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import equal_counts
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.async_rollouts import (
     rollout_source,
     staleness_metrics,
 )
-from onetrunk.ppo.checks import plan_batches
-from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.forward import Background, Forward
 from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
+from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
     RolloutPack,
+    RolloutSource,
     Sampled,
     Sampler,
     ScoredRollout,
@@ -49,7 +50,6 @@ from onetrunk.ppo.rollout import (
     with_importance,
 )
 from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, run_settings, save_buffer, save_state
-from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
@@ -126,20 +126,25 @@ class ExperienceStream:
         self.last_scored: ScoredRollout | None = None
         beat, stop = self.watch.heartbeat.beat, parts.stop_signals.poll
         self.forward = Forward(parts.model, parts.accelerator, config.temperature, parts.trunk_cache, beat, stop)
-        source = SourceParts(
-            config,
-            self.sampler,
-            self.data_parallel,
-            parts.model,
-            lambda iteration: self.prompts(iteration),
-            parts.num_rollouts,
+        self.source = self.make_source()
+        self._experiences: list[Experience] | None = None
+        self._before: tuple[StreamState, list[Experience] | None] | None = None
+
+    def make_source(self) -> RolloutSource:
+        """Return where the rollouts come from. Override it to sample in another way, such as in episodes."""
+        beat, stop = self.watch.heartbeat.beat, self.parts.stop_signals.poll
+        parts = SourceParts(
+            config=self.config,
+            sampler=self.sampler,
+            ranks=self.data_parallel,
+            model=self.parts.model,
+            prompts=lambda iteration: self.prompts(iteration),
+            num_rollouts=self.parts.num_rollouts,
             sampling=lambda is_collective: self._interruptible("generate", is_collective),
             poll=lambda: (beat(), stop()),
             reads_last=self._reads_next_values,
         )
-        self.source = rollout_source(source, self.plan.rows_per_rank)
-        self._experiences: list[Experience] | None = None
-        self._before: tuple[StreamState, list[Experience] | None] | None = None
+        return rollout_source(parts, self.plan.rows_per_rank)
 
     # --- one rollout ------------------------------------------------------------------------------------------------
 
@@ -161,7 +166,7 @@ class ExperienceStream:
         packs = self.add_rewards(packs, scores, scored)  # 4 the score at the last token, minus beta * KL
         experiences = self.add_advantages(packs, scored)  # 5 GAE
         self.log_rollout(scored, scores, packs)  # metrics, KL controller; no algorithm
-        return self.whiten(experiences)  # 6
+        return self.whiten(experiences)  # 6 advantages of mean 0 and variance 1
 
     def prompts(self, iteration: int) -> PromptBatch:
         """Return this process's prompts of a rollout, one per completion."""
@@ -220,7 +225,7 @@ class ExperienceStream:
         bootstrap = None
         if config.truncated_completions == "bootstrap":
             bootstrap = torch.where(stopped, torch.zeros_like(output.next_values), output.next_values)
-        lam_policy: float | Tensor = config.lam if config.lam_policy is None else config.lam_policy
+        lam_policy: float | Tensor = config.lam
         if config.length_adaptive_lam is not None:
             lam_policy = length_adaptive_lam(pack.completion_mask.sum(1), config.length_adaptive_lam)
         lam_value = config.lam if config.lam_value is None else config.lam_value

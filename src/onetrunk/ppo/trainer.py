@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,27 +32,26 @@ from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_par
 from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.staged import trains_in_stages, update_in_stages
-from onetrunk.parallel.tensor import DataParallel
-from onetrunk.ppo.alarms import Alarms
-from onetrunk.ppo.callbacks import RolloutProgress, StepEnd, StepGuard
-from onetrunk.ppo.checks import check_lengths, check_optimizer
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream, StreamParts
-from onetrunk.ppo.foreign_keys import explain_arguments
+from onetrunk.ppo.foreign_names import explain_arguments
 from onetrunk.ppo.metrics import MetricLog, merged_log
+from onetrunk.ppo.monitoring.alarms import Alarms
+from onetrunk.ppo.monitoring.profiling import Watch
+from onetrunk.ppo.monitoring.progress import RolloutProgress
+from onetrunk.ppo.monitoring.step_guard import StepEnd, StepGuard
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
-from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
+from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, check_optimizer, prepare_dataset, prepare_run
 from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
-from onetrunk.ppo.trl_names import with_trl_names
-from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, to_device
 
 if TYPE_CHECKING:
-    from onetrunk.ppo.tensorboard import PPOTensorBoard
+    from onetrunk.ppo.monitoring.tensorboard import PPOTensorBoard
 
 
 class PPOTrainer(ResumableTrainer):
@@ -136,7 +135,7 @@ class PPOTrainer(ResumableTrainer):
         hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
-        self.progress = RolloutProgress(run.trunk_plan.report, None if args.log_format == "auto" else args.log_format)
+        self.progress = RolloutProgress(run.trunk_plan.report)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
             lambda: self.metric_log.totals.finish(self.accelerator),
@@ -144,7 +143,7 @@ class PPOTrainer(ResumableTrainer):
             self.may_save,
         )
         is_logged = args.log_completions and args.should_save
-        self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on=is_logged)
+        self.samples = SampleLog(args.output_dir, is_on=is_logged)
         self._stream: ExperienceStream | None = None
         self._step_start = 0.0
         # Completions of `eval_dataset` "before" training and "after", at the last evaluation.
@@ -169,7 +168,7 @@ class PPOTrainer(ResumableTrainer):
         self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
-        if not args.disable_tqdm or args.log_format == "lines":
+        if not args.disable_tqdm:
             self.progress.add_to(self)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -198,7 +197,7 @@ class PPOTrainer(ResumableTrainer):
 
     def make_tensorboard(self) -> PPOTensorBoard:
         """Return the callback that writes for TensorBoard; only the first process has something to show there."""
-        from onetrunk.ppo.tensorboard import PPOTensorBoard
+        from onetrunk.ppo.monitoring.tensorboard import PPOTensorBoard
 
         board = PPOTensorBoard(self)
         self.tensorboard = board if self.is_world_process_zero() else None
@@ -288,20 +287,19 @@ class PPOTrainer(ResumableTrainer):
 
     def _run_in_stages(self, model: nn.Module, minibatch: Minibatch, total: Tensor) -> bool:
         """Run the packs through the pipeline of the model and add their losses to `total`; False if it is in none."""
-        inputs: dict[int, dict[str, Any]] = {}
+        if not trains_in_stages(model):
+            return False
+        self._poll()
+        inputs, args = [self._inputs_of(experience, minibatch) for experience in minibatch.experiences], self.args
 
         def loss_of(number: int, run: Any) -> Tensor:
             loss = self.compute_loss(run, inputs[number])
             total.add_(loss.detach() * self.data_parallel.num_processes)
             return loss
 
-        if not trains_in_stages(model):
-            return False
-        self._poll()
-        inputs |= {number: self._inputs_of(e, minibatch) for number, e in enumerate(minibatch.experiences)}
-        packs = [pack["experience"].pack for pack in inputs.values()]
-        args = self.args
-        return update_in_stages(model, packs, minibatch.roles, loss_of, args.temperature, args.entropy_coef > 0)
+        packs = [pack["experience"].pack for pack in inputs]
+        update_in_stages(model, packs, minibatch.roles, loss_of, args.temperature, args.entropy_coef > 0)
+        return True
 
     def _poll(self) -> None:
         """Renew the heartbeat, and give up the work in progress if the run is to stop."""
@@ -321,8 +319,6 @@ class PPOTrainer(ResumableTrainer):
         except StopAsked:
             model.zero_grad()
             self.metric_log.drop_step()
-            if self.tensorboard is not None:
-                self.tensorboard.forget()
             self._stream.retreat()
             raise
 
@@ -389,8 +385,6 @@ class PPOTrainer(ResumableTrainer):
             self.metric_log.add_stats(group, group_stats)
         if "policy" in stats:
             self._policy_kl += stats["policy"]["approx_kl"]
-            if self.tensorboard is not None:
-                self.tensorboard.keep(experience, output.logprobs)
 
     # --- checkpoints and the Hub ------------------------------------------------------------------------------------
 
@@ -560,14 +554,10 @@ class PPOTrainer(ResumableTrainer):
     ) -> tuple[dict[str, float], ScoredRollout]:
         """Return metrics and completions of tokenized prompts; `phase` labels the progress bar."""
         is_shown = is_shown and not self.args.disable_tqdm and self.is_world_process_zero()
-        # None: as in training.
-        truncation = {"top_p": self.args.eval_top_p, "top_k": self.args.eval_top_k}
-        truncation = {name: value for name, value in truncation.items() if value is not None}
-        sampler = replace(self.sampler, params=replace(self.sampler.params, **truncation))
         with self.progress.phase(phase, is_shown), self.watch.phase("evaluate"):
             return evaluate_prompts(
                 self.model,
-                sampler,
+                self.sampler,
                 dataset,
                 self.accelerator,
                 self.args,
@@ -593,7 +583,7 @@ class PPOTrainer(ResumableTrainer):
                 self.samples.record(f"step-{self.state.global_step:06d}", scored)
                 if self.tensorboard is not None:
                     self.tensorboard.show_rollout(scored, self.state.global_step)
-        super().log(with_trl_names(logs) if self.args.log_trl_names else logs, start_time)
+        super().log(logs, start_time)
 
 
 def split_off_value(optimizer: torch.optim.Optimizer, model: TrunkModel, learning_rate: float) -> None:

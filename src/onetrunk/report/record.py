@@ -21,7 +21,7 @@ from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from onetrunk.ppo.evaluation import write_samples
-from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.runs import FOLDER, LOG_FILE, RUN_FILE, SAMPLES, STOP, read_log
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
@@ -212,7 +212,7 @@ def _digests(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     digests = {}
     for name, value in settings.items():
         if isinstance(value, dict):
-            digests |= _digests(value, f"{prefix}{name}." if name != "told" else prefix)
+            digests |= _digests(value, f"{prefix}{name}." if name != "steering" else prefix)
         elif isinstance(value, str) and ("sha256" in value or name in ("base", "row_contents")):
             digests[f"{prefix}{name}"] = value
     return digests

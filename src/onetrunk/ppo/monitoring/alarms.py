@@ -1,0 +1,170 @@
+"""Alarms: the metrics of every rollout are compared with limits; a warning names the usual cause and what to change.
+
+An alarm is raised when its condition has held for `alarm_patience` rollouts in a row. It is over with the first
+rollout in which the condition does not hold. The alarms and their limits are in `alarm_rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import TrainerControl, TrainerState
+
+from onetrunk.checkpoints.folders import last_checkpoint
+from onetrunk.checkpoints.resume_point import EndingCallback
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.monitoring.alarm_rules import RULES
+
+logger = get_logger(__name__)
+
+# With the sampler's own probabilities, the sum of k1 over a rollout's completions falls below -x with probability
+# exp(-x) at most (Markov's inequality, because the mean of exp(-k1) is 1): 2e-9 here.
+CHANCE_NATS = 20.0
+# If a smaller share of the first completions stopped, a few more or fewer would raise length_explosion.
+LEAST_STOPPED = 0.3
+# Rollouts whose mean metrics are the reference of relative limits.
+NUM_FIRST = 3
+
+
+def find_breach(
+    name: str, limit: float, metrics: Mapping[str, float], first: Mapping[str, float], num_rows: int
+) -> tuple[float, float] | None:
+    """Return the value of an alarm's metric and the bound that it is beyond; None if it is not, or is missing.
+
+    Args:
+        name, limit: of the alarm.
+        metrics: of the rollout, which has `num_rows` completions.
+        first: means over the first rollouts; empty until they are over.
+    """
+    rule, bound = RULES[name], limit
+    if name == "negative_kl":
+        bound = -max(limit, CHANCE_NATS / num_rows)
+    elif rule.is_relative:
+        if rule.metric not in first or (name == "length_explosion" and first[rule.metric] < LEAST_STOPPED):
+            return None
+        bound = limit * first[rule.metric]
+    value = metrics.get(rule.metric)
+    if value is None or not (value > bound if rule.is_upper else value < bound):
+        return None
+    return value, bound
+
+
+class Alarms(EndingCallback):
+    """Logs `alarm/<name>`, 1 while an alarm lasts and otherwise 0, at the last step of every rollout.
+
+    Args:
+        take_totals: returns the metrics of the rollout that has just ended, and forgets them.
+        log: adds metrics to those of the next log.
+        may_save: returns whether the weights after the last step may be saved; the end of the run waits for it.
+    """
+
+    def __init__(
+        self,
+        take_totals: Callable[[], dict[str, float]],
+        log: Callable[[dict[str, float]], None],
+        may_save: Callable[[], bool],
+    ):
+        self.take_totals = take_totals
+        self.log = log
+        self.may_save = may_save
+        self._reset()
+
+    def _reset(self) -> None:
+        # For each alarm, the rollouts in a row in which its condition has held.
+        self._in_a_row = dict.fromkeys(RULES, 0)
+        # Metrics of the first rollouts, summed.
+        self._first_sums = {rule.metric: 0.0 for rule in RULES.values() if rule.is_relative}
+        self._num_first = 0
+        # Why the run will end, until `ended` says that it has.
+        self._ending: str | None = None
+        self.ended = None
+        self.explanation: str | None = None
+        # Name and explanation of the alarms that this process has raised.
+        self.raised: list[tuple[str, str]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint keeps, as JSON values."""
+        return {"in_a_row": self._in_a_row, "first_sums": self._first_sums, "num_first": self._num_first}
+
+    def load_state_dict(self, state: dict[str, Any], config: PPOConfig) -> None:
+        """Restore what `state_dict` returned. An alarm that ended the run starts counting again."""
+        self._in_a_row |= state["in_a_row"]
+        self._first_sums, self._num_first = dict(state["first_sums"]), state["num_first"]
+        for name in config.stop_on_alarm or ():
+            if self._in_a_row[name] >= config.alarm_patience:
+                self._in_a_row[name] = 0
+
+    def needed_checkpoints(self, step: int, config: PPOConfig) -> set[Path]:
+        """Return the last checkpoint from before each condition that holds at a step, whether or not it is raised."""
+        slots, output_dir = config.slots_per_rollout, Path(config.output_dir)
+        end = step - step % slots
+        # The weights that sampled the first bad rollout are bad; those that sampled the one before were not.
+        steps = {end - (count + 1) * slots for count in self._in_a_row.values() if count}
+        return {output_dir / name for name in (last_checkpoint(output_dir, good) for good in steps) if name}
+
+    # --- events of the training loop --------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The trainer restores the state from a checkpoint after this.
+        self._reset()
+
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step % args.slots_per_rollout == 0:
+            self._end_rollout(args, state)
+        if self._ending is not None and self.may_save():
+            self.ended = self._ending
+            control.should_training_stop = control.should_save = True
+
+    def _end_rollout(self, args: PPOConfig, state: TrainerState) -> None:
+        metrics = self.take_totals()
+        num_rows = args.rollout_batch_size * args.num_generations
+        first = {}
+        if self._num_first >= NUM_FIRST:
+            first = {name: total / self._num_first for name, total in self._first_sums.items()}
+        is_on: dict[str, float] = {}
+        for name, limit in args.limits.items():
+            if limit is None:
+                self._in_a_row[name] = 0
+                continue
+            breach = find_breach(name, limit, metrics, first, num_rows)
+            was_on = self._in_a_row[name] >= args.alarm_patience
+            self._in_a_row[name] = self._in_a_row[name] + 1 if breach else 0
+            is_on[f"alarm/{name}"] = float(self._in_a_row[name] >= args.alarm_patience)
+            if self._in_a_row[name] == args.alarm_patience:
+                self._raise_alarm(name, breach, args, state)
+            elif was_on and not breach:
+                logger.info(f"alarm {name} is over")
+        self.log(is_on)
+        if self._num_first < NUM_FIRST and all(name in metrics for name in self._first_sums):
+            self._num_first += 1
+            self._first_sums = {name: total + metrics[name] for name, total in self._first_sums.items()}
+
+    def _raise_alarm(self, name: str, breach: tuple[float, float], args: PPOConfig, state: TrainerState) -> None:
+        rule, num_rollouts = RULES[name], args.alarm_patience
+        # The first bad rollout was sampled by the weights at this step, the one before it by good ones.
+        begin = state.global_step - num_rollouts * args.slots_per_rollout
+        good = last_checkpoint(args.output_dir, begin - args.slots_per_rollout)
+        remedy = "No checkpoint is left from before it: start a new run, with another output_dir"
+        if good is not None:
+            remedy = (
+                f"The last checkpoint from before it is {good}: --resume {Path(args.output_dir) / good}"
+                " (resume_from_checkpoint of train) resumes there, with allow_config_change if settings change"
+            )
+        (value, bound), side = breach, "above" if rule.is_upper else "below"
+        period = f"in {num_rollouts} rollouts in a row, sampled from step {begin} on"
+        self.explanation = (
+            f"alarm {name} at step {state.global_step}: {rule.description} is {value:.4g}, {side} the limit"
+            f" {bound:.4g} (alarm_limits {name} {args.limits[name]:g}),"
+            f" {period if num_rollouts > 1 else 'in a rollout'}. The usual cause: {rule.cause}. What helps:"
+            f" {rule.change}. {remedy}"
+        )
+        self.raised.append((name, self.explanation))
+        if name in (args.stop_on_alarm or ()):
+            consequence = "Training stops"
+            self._ending = self._ending or f"alarm {name} at step {state.global_step}"
+        else:
+            consequence = f"Training continues (stop_on_alarm [{name}] would end it)"
+        logger.warning(f"{self.explanation}. {consequence}")

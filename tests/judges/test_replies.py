@@ -1,0 +1,246 @@
+"""Replies are read strictly: what is no label is none, and log probabilities count only where they are some."""
+
+import math
+
+import pytest
+
+from onetrunk.judges.replies import (
+    Vote,
+    checked_reply,
+    is_same_model,
+    label_probabilities,
+    opinion_of_probabilities,
+    opinion_of_votes,
+    read_label,
+    read_vote,
+)
+from onetrunk.servers.errors import CallError
+from tests.judges.stub_server import candidates, completion
+
+LABELS = ("A", "B")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A",
+        " A\n",
+        "A.",
+        '"A"',
+        "(A)",
+        "**A**",
+        "Answer: A",
+        "My verdict is: A",
+        "**Answer:** A",
+        '{"verdict": "A"}',
+        '```json\n{"label": "A"}\n```',
+        "```\nA\n```",
+    ],
+)
+def test_a_label_alone_is_read_in_its_usual_clothes(text):
+    assert read_label(text, LABELS) == "A"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "C",
+        "a",
+        "AB",
+        "A or B",
+        "A is better.",
+        "A\nB",
+        "The answer is clearly A",
+        "Both",
+        '{"verdict": "C"}',
+        '{"verdict": "A", "label": "B"}',
+        '{"verdict": "A", "winner": "A"}',
+        '{"verdict": ["A"]}',
+        '{"other": "A"}',
+        '{"verdict": "A"',
+        '```json\n{"verdict": "A"',
+        "[A, B]",
+        '{"verdict": ' + "[" * 100_000,
+    ],
+)
+def test_anything_else_is_no_label(text):
+    assert read_label(text, LABELS) is None
+
+
+def test_marks_are_labels_too():
+    marks = tuple(str(n) for n in range(1, 11))
+    assert read_label("10", marks) == "10" and read_label("Rating: 7", marks) == "7"
+    assert read_label('{"score": 7}', marks) == "7"
+    assert read_label("7/10", marks) is None and read_label("11", marks) is None
+
+
+def reply(text="A", positions=None, model="judge-1"):
+    return checked_reply(completion("judge-1", text, positions), model)
+
+
+def test_probabilities_are_summed_over_the_spellings_of_a_label():
+    shares = {"A": 0.5, " A": 0.2, "\u0120A": 0.05, "B": 0.1, "The": 0.1}
+    found = label_probabilities(reply("A", [candidates("A", shares)]), LABELS)
+    assert found == pytest.approx({"A": 0.75, "B": 0.1})
+    # The first token may be blank; the label's is the one after it.
+    blank = candidates("\n", {"\n": 0.9, "A": 0.05})
+    assert label_probabilities(reply("\nA", [blank, candidates("A", shares)]), LABELS) == pytest.approx(found)
+
+
+def test_a_label_below_all_candidates_counts_as_nothing():
+    assert label_probabilities(reply("A", [candidates("A", {"A": 0.99, "The": 0.005})]), LABELS) == pytest.approx(
+        {"A": 0.99, "B": 0.0}
+    )
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [],
+        [{"token": "A", "logprob": -0.1}],
+        [{"token": "A", "logprob": -0.1, "top_logprobs": []}],
+        [{"token": "A", "logprob": -0.1, "top_logprobs": [{"token": "A", "logprob": -0.1}]}],
+        [{"token": "A", "logprob": -0.1, "top_logprobs": [{"token": "A"}, {"token": "B"}]}],
+        [{"token": "A", "logprob": -0.1, "top_logprobs": "A"}],
+        # Not logarithms of probabilities: above 0, too much in all, not a number.
+        [
+            {
+                "token": "A",
+                "logprob": 0.7,
+                "top_logprobs": [{"token": "A", "logprob": 0.7}, {"token": "B", "logprob": 0.3}],
+            }
+        ],
+        [candidates("A", {"A": 0.9, "B": 0.9})],
+        [
+            {
+                "token": "A",
+                "logprob": 0,
+                "top_logprobs": [{"token": "A", "logprob": math.nan}, {"token": "B", "logprob": 0}],
+            }
+        ],
+        # Of another text.
+        [candidates("B", {"A": 0.1, "B": 0.9})],
+    ],
+)
+def test_log_probabilities_that_are_none_are_not_taken_for_some(positions):
+    assert label_probabilities(reply("A", positions), LABELS) is None
+
+
+SURE = {"A": 0.99, "B": 0.005}
+PAST_THE_END = [
+    # What vLLM answers where the server knows no stop token: the text without control tokens, the tokens with them.
+    (["A", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "Why", "?"], "A\nuser\nWhy?"),
+    (["A", "</s>", "\n", "B"], "A\nB"),
+    (["A", "<turn|>", "\n", "<|turn>", "user"], "A\nuser"),
+    (["A", "[|endofturn|]"], "A"),
+    (["A", "]~b]", "user"], "Auser"),
+    # A server that shows them.
+    (["A", "<|im_end|>", "B"], "A<|im_end|>B"),
+    # An end mark without brackets, the last token of all.
+    (["A", "EndOfText"], "A"),
+    # A letter in two tokens, of which each alone is none.
+    (["A", ".", " Ma", "\ufffd", "\ufffd", "il"], "A. Ma\u00ebil"),
+    # Log probabilities of the beginning alone.
+    (["\u2581A"], "A is better."),
+]
+
+
+@pytest.mark.parametrize(("tokens", "text"), PAST_THE_END)
+def test_log_probabilities_are_found_by_tokens_also_where_a_reply_runs_past_its_end_mark(tokens, text):
+    positions = [candidates(token, {token: 0.9, "B": 0.01} if "A" not in token else SURE) for token in tokens[1:]]
+    first = candidates(tokens[0], {tokens[0]: 0.99, "B": 0.005})
+    found = label_probabilities(reply(text, [first, *positions]), LABELS)
+    assert found == pytest.approx({"A": 0.99, "B": 0.005})
+
+
+def test_a_reply_that_begins_with_a_mark_is_measured_there():
+    # As in process: what counts is where the answer begins, whatever was drawn there.
+    begins = candidates("<|im_end|>", {"<|im_end|>": 0.7, "A": 0.2, "B": 0.05})
+    found = label_probabilities(reply("\nA", [begins, candidates("\n", SURE | {"\n": 0.001})]), LABELS)
+    assert found == pytest.approx({"A": 0.2, "B": 0.05})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        # Those of reasoning that the server has hidden.
+        (["A", " was", " longer", ".", "A"], "A"),
+        (["<think>", "B", "</think>", "A"], "A"),
+        (["Both", " are", " fine"], "A"),
+    ],
+)
+def test_log_probabilities_of_another_text_are_not_taken(tokens, text):
+    positions = [candidates(token, {token: 0.99, "C": 0.005}) for token in tokens]
+    assert label_probabilities(reply(text, positions), LABELS) is None
+
+
+def test_after_reasoning_in_the_text_the_first_token_is_not_the_verdict():
+    positions = [candidates("<think>", {"<think>": 0.9, "A": 0.05})]
+    thought = reply("<think>B was longer.</think>\n\nA", positions)
+    assert read_label(thought.text, LABELS) == "A" and label_probabilities(thought, LABELS) is None
+    assert read_label(reply("<think>A is").text, LABELS) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({}, "without choices"),
+        ({"choices": []}, "without choices"),
+        ({"choices": "A"}, "without choices"),
+        ({"choices": [{}]}, "without text"),
+        ({"choices": [{"message": {"content": None}}]}, "without text"),
+        ({"choices": [{"message": {"content": ["A"]}}]}, "without text"),
+        ({"error": {"message": "upstream"}}, "in place of a reply"),
+        ({"model": "judge-2", "choices": [{"message": {"content": "A"}}]}, "model 'judge-2'"),
+    ],
+)
+def test_a_body_that_is_no_reply_of_this_model_is_an_error(body, sentence):
+    with pytest.raises(CallError, match=sentence):
+        checked_reply(body, "judge-1")
+
+
+def test_reasoning_that_fills_the_reply_is_a_reply_without_a_label():
+    body = {"choices": [{"message": {"content": None, "reasoning": "Let me see"}, "finish_reason": "length"}]}
+    assert read_label(checked_reply(body, "judge-1").text, LABELS) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "reported", "same"),
+    [
+        ("judge", "judge", True),
+        ("owner/Judge", "judge", True),
+        ("judge", "owner/judge", True),
+        ("some/folder/judge", "judge@main", True),
+        ("judge", "judge-2026-05-13", True),
+        ("judge", "judge:latest", True),
+        ("judge", "judge-mini", False),
+        ("judge-7b", "judge-70b", False),
+        ("judge-mini", "judge", False),
+    ],
+)
+def test_a_model_is_the_same_with_owner_date_or_revision_and_no_other(asked, reported, same):
+    assert is_same_model(asked, reported) is same
+
+
+def test_opinions_add_up_to_one_or_abstain():
+    told = opinion_of_probabilities(Vote("A", {"A": 0.6, "B": 0.2}, "because"))
+    assert told.shares == pytest.approx({"A": 0.75, "B": 0.25}) and told.reason == "because"
+    assert told.details == {"method": "logprobs", "label_mass": 0.8}
+    assert opinion_of_probabilities(Vote(None, {"A": 0.2, "B": 0.1})).shares is None
+
+    votes = [Vote(label) for label in ("A", "A", None, "B")]
+    voted = opinion_of_votes(votes, LABELS)
+    assert voted.shares == pytest.approx({"A": 2 / 3, "B": 1 / 3})
+    assert voted.details == {"method": "votes", "votes": {"A": 2, "B": 1, "unread": 1}}
+    unread = opinion_of_votes([Vote(None, problem="it is empty"), Vote(None, problem="x"), Vote("A")], LABELS)
+    assert unread.shares is None and unread.reason == "2 of 3 replies are no label (one: it is empty)"
+
+
+def test_an_empty_reply_measures_nothing():
+    ends = [candidates("<|im_end|>", {"<|im_end|>": 0.8, "A": 0.1, "B": 0.05})]
+    vote = read_vote(reply("", ends), LABELS)
+    assert (vote.label, vote.probabilities, vote.problem) == (None, None, "it is empty")
+    # A text that is no label is measured, and may be an abstention.
+    both = [candidates("Both", {"Both": 0.9, "A": 0.05})]
+    assert read_vote(reply("Both", both), LABELS).probabilities == pytest.approx({"A": 0.05, "B": 0.0})
