@@ -71,6 +71,8 @@ def _run_plain(verb: str, *words: str) -> int:
     except UsageError as error:
         say(f"error: {error}", f"all options: onetrunk {verb} --help")
         return 2
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, RuntimeError) as error:
         say(f"error: {error}")
         return 1

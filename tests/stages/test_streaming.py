@@ -193,10 +193,10 @@ def test_held_out_rows_are_measured(there, tmp_path):
     ("name", "options", "code", "message"),
     [
         ("sft", ["--eval_size", "4"], 2, "eval_size holds out rows of a dataset in memory"),
-        ("sft", ["--packing", "true"], 1, "packing is true, and it joins rows"),
+        ("sft", ["--packing", "true"], 1, "packing is True, and with streaming that joins rows"),
         ("sft", ["--train_sampling_strategy", "group_by_length"], 1, "needs the lengths of all rows"),
         ("sft", ["--shuffle_window", "0"], 2, "shuffle_window is 0; set 1 row or more"),
-        ("teacher", ["--dataloader_num_workers", "1"], 1, "the teacher labels streamed rows in this process"),
+        ("teacher", ["--dataloader_num_workers", "1"], 1, "the teacher labels them in this process"),
         ("teacher", ["--unlabelled_dataset_name", "sft.jsonl"], 2, "unlabelled_dataset_name adds rows"),
         ("ppo", ["--max_prompt_length", "none"], 1, "the prompts are streamed, so the longest one is not known"),
     ],
