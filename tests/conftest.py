@@ -16,29 +16,9 @@ import torch
 from onetrunk.utils.loading import freeze_loaded
 
 
-class FailuresAtOnce:
-    """Says what failed when it fails: a run that is cut short, as by CI's limit, prints no summary."""
-
-    def __init__(self, config: pytest.Config):
-        self.config = config
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            reporter = self.config.pluginmanager.getplugin("terminalreporter")
-            reporter.write_line(f"\nFAILED {report.nodeid} ({report.when})\n{getattr(crash, 'message', '')}")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # Not in the processes of xdist, which report to this one.
-        config.pluginmanager.register(FailuresAtOnce(config))
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     spread_sampled_cases(items)
-    leave_out_soak(config, items)
-    put_long_files_first(items)
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         marker = item.get_closest_marker("gpu")
@@ -52,14 +32,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     freeze_loaded()
     gc.enable()
-
-
-def leave_out_soak(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the soak tests, which take hours, unless `-m` names them: it replaces the marks of pyproject.toml."""
-    if "soak" not in config.option.markexpr:
-        soak = [item for item in items if item.get_closest_marker("soak")]
-        items[:] = [item for item in items if item not in soak]
-        config.hook.pytest_deselected(items=soak)
 
 
 def spread_sampled_cases(items: list[pytest.Item]) -> None:
@@ -79,12 +51,6 @@ def spread_sampled_cases(items: list[pytest.Item]) -> None:
         for i, item in enumerate(test):
             if i not in fast:
                 item.add_marker(pytest.mark.slow if i in kept else pytest.mark.soak)
-
-
-def put_long_files_first(items: list[pytest.Item]) -> None:
-    """Begin with files whose tests have time limits of their own: if one began last, other processes would wait."""
-    long = {item.path for item in items if item.get_closest_marker("timeout")}
-    items.sort(key=lambda item: item.path not in long)
 
 
 def spaced(total: int, count: int) -> list[int]:

@@ -78,7 +78,6 @@ ITERATIONS = ["0.5b-bf16", "7b-bf16", "0.5b-nf4", "7b-nf4"]
     ("options", "message"),
     [
         ([], "sees no GPU. On a machine with one, install a CUDA build"),
-        (["--dry_run", "--parts", "tests", "speed"], "there is no part speed; the parts are kernels, tests, twins"),
         (["--dry_run", "--baseline_python", "/nowhere/python"], "is no interpreter that runs"),
     ],
 )
@@ -156,11 +155,6 @@ def run(parts, folder, *command, limit_s=120.0, **settings):
     return parts.run_part(parts.Part("a", "what", tuple(command), 120, **settings), limit_s, folder, True)
 
 
-def test_a_part_gives_the_json_of_its_last_line(parts, tmp_path):
-    found = run(parts, tmp_path, "sh", "-c", 'echo noise; echo "{\\"seconds\\": 3}"')
-    assert found["status"] == "passed" and found["result"] == {"seconds": 3} and "log" not in found
-
-
 @pytest.mark.parametrize(
     ("command", "reason", "log"),
     [
@@ -185,25 +179,6 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(parts, tmp_path):
         while psutil.Process(int(found["log"])).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_tests_count_as_failed_if_one_fails_or_none_runs(parts, tmp_path):
-    (tmp_path / "test_some.py").write_text(
-        "import pytest\n"
-        "def test_good(): pass\n"
-        "def test_bad(): assert False\n"
-        "@pytest.mark.skip(reason='no')\ndef test_skipped(): pass\n"
-    )
-    file = str(tmp_path / "test_some.py")
-    found = run(parts, tmp_path, *parts.pytest_command(file), is_test=True)
-    assert (found["status"], found["reason"]) == ("failed", "exit code 1")
-    assert {key: found["result"][key] for key in ("passed", "failed", "skipped")} == dict.fromkeys(
-        ("passed", "failed", "skipped"), 1
-    )
-    assert [name.endswith("test_some.py::test_bad") for name in found["result"]["failures"]] == [True]
-    found = run(parts, tmp_path, *parts.pytest_command(file, "-k", "test_skipped"), is_test=True)
-    assert (found["status"], found["reason"]) == ("failed", "no test ran")
 
 
 def test_a_part_for_which_no_time_is_left_is_reported(parts, report, tmp_path):
@@ -244,47 +219,6 @@ def test_speeds_are_tokens_over_seconds_and_an_update_counts_each_epoch(report):
     assert compared["ratio"] == {"generate": 1.5, "score": 2.0, "update": 4.0, "total": 3.08}
     assert compared["memory_share"] == 0.25
     assert "trl" not in report.measurements({"trl": ran["trl"]})
-
-
-@pytest.mark.slow
-def test_operations_are_counted_without_views_and_a_token_costs_the_same_in_a_longer_completion(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    import torch
-    from decode_profile import count_operations, decode_profile
-
-    from onetrunk.rollouts.local import LocalBackend
-    from tests.tiny import tiny_model
-
-    x = torch.ones(4)
-    assert count_operations(lambda: (x + x).view(2, 2).T * 2).total() == 2
-    backend = LocalBackend(tiny_model("llama"))
-    costs = [decode_profile(backend, [[5, 6], [7]], tokens, now=lambda: 0.0) for tokens in (2, 5)]
-    assert costs[0] == costs[1] and costs[0]["seconds"] == 0.0
-    # Seven products in each of four layers, and the head.
-    assert costs[0]["operations"] > 4 * 7 + 1
-
-
-def test_the_seconds_of_operations_and_of_everything_else_are_those_of_the_whole(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    import torch
-    from decode_profile import REST, operation_profile, operation_seconds
-
-    from onetrunk.rollouts.local import LocalBackend
-    from tests.tiny import tiny_model
-
-    x, took = torch.ones(512, 512), []
-
-    def run():
-        start = time.perf_counter()
-        (x @ x).view(-1).add(x.view(-1))
-        took.append(time.perf_counter() - start)
-
-    seconds = operation_seconds(run)
-    assert seconds.keys() == {"aten::mm", "aten::add", REST} and min(seconds.values()) > 0
-    # The clock around the whole also has the call of `run`.
-    assert took[0] <= sum(seconds.values())
-    costs = operation_profile(LocalBackend(tiny_model("llama")), [[5, 6], [7]], 2)
-    assert {"aten::mm", REST} <= costs.keys() and list(costs.values()) == sorted(costs.values(), reverse=True)
 
 
 def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(monkeypatch):

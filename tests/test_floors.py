@@ -20,6 +20,7 @@ FLOORS = {
     "utils": 0,
     "types": 0,
     "costs": 1,
+    "servers": 1,
     "ops": 2,
     "data": 2,
     "models": 3,

@@ -200,24 +200,6 @@ def test_the_command_of_the_skypilot_task_parses(run_shell):
     assert call["words"][call["words"].index("--checkpoint_mirror") + 1] == "s3://bucket/ppo"
 
 
-def test_the_skypilot_task_is_one_for_skypilot():
-    pytest.importorskip("sky", reason="skypilot is large (460 MB) and not in the dev extra: pip install skypilot")
-    from sky import Task
-    from sky.utils import common_utils, schemas
-
-    text = (LAUNCH / "skypilot.yaml").read_text()
-    task = yaml.safe_load(text)
-    common_utils.validate_schema(task, schemas.get_task_schema(), "task: ")
-    common_utils.validate_schema(task["resources"], schemas.get_resources_schema(), "resources: ")
-    task["envs"]["MIRROR"], task["secrets"]["HF_TOKEN"] = "s3://bucket/ppo", "secret"
-    (resources,) = Task.from_yaml_config(task).resources
-    assert resources.use_spot and resources.accelerators == {"H100": 8}
-    assert resources.job_recovery == {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3}
-    for wrong in ({"restarts": 3}, {"resources": {"spot": True}}):
-        with pytest.raises(ValueError):
-            Task.from_yaml_config({**task, **wrong})
-
-
 def test_the_command_of_the_trainjob_parses(run_shell):
     trainer = yaml.safe_load((LAUNCH / "trainjob.yaml").read_text())["spec"]["trainer"]
     # What Kubeflow Trainer sets, and what our file sets.
@@ -239,35 +221,6 @@ def test_the_command_of_the_trainjob_parses(run_shell):
     assert re.search(r"^exec accelerate launch", script, re.MULTILINE), "the launcher must be the first process"
 
 
-def test_kubeflow_knows_every_key_of_the_trainjob():
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-
-    def unknown(job: dict) -> set[tuple]:
-        """Return the paths of the values that the model drops or changes; it raises no error for unknown keys."""
-        read = models.TrainerV1alpha1TrainJob.from_dict(job).to_dict()
-        return set(leaves(job)) - set(leaves(read))
-
-    job = yaml.safe_load((LAUNCH / "trainjob.yaml").read_text())
-    assert job["kind"] == "TrainJob" and job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
-    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
-    assert unknown(job) == set()
-    job["spec"]["podTemplateOverrides"] = [{"targetJobs": [{"name": "node"}]}]
-    assert {path[1] for path in unknown(job)} == {"podTemplateOverrides"}
-    grace = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
-    grace = grace["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    (timeout,) = (e["value"] for e in job["spec"]["trainer"]["env"] if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    assert int(timeout) < grace
-
-
-def leaves(value: object, path: tuple = ()) -> list[tuple]:
-    """Return path and value of everything in nested dicts and lists that is neither."""
-    if isinstance(value, dict):
-        return [leaf for key, item in value.items() for leaf in leaves(item, (*path, key))]
-    if isinstance(value, list):
-        return [leaf for i, item in enumerate(value) for leaf in leaves(item, (*path, i))]
-    return [(*path, value)]
-
-
 def test_the_command_of_the_ray_job_parses(run_shell):
     code, calls = run_shell(["bash", str(LAUNCH / "ray_job.sh")], OUTPUT_DIR="/shared/runs/ppo")
     assert code == 0
@@ -278,12 +231,6 @@ def test_the_command_of_the_ray_job_parses(run_shell):
     check_elastic(launch, yaml.safe_load(Path(file).read_text())["env_vars"])
     assert launch["--num_processes"] == words[words.index("--entrypoint-num-gpus") + 1]
     assert words[words.index("--output_dir") + 1] == "/shared/runs/ppo"
-
-
-def test_the_environment_of_the_ray_job_is_one_for_ray():
-    ray = pytest.importorskip("ray", reason="pip install 'onetrunk[ray]'")
-    environment = yaml.safe_load((LAUNCH / "ray_runtime_env.yaml").read_text())
-    assert dict(ray.runtime_env.RuntimeEnv(**environment)) == environment
 
 
 def test_every_file_is_in_the_table_of_the_readme():

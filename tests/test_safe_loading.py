@@ -191,8 +191,9 @@ def test_code_of_a_repository_does_not_run_and_nobody_is_asked(remote, monkeypat
     assert not (remote / "ran").exists()
 
 
-@pytest.mark.parametrize("load", LOADERS)
-@pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT[:12], COMMIT.upper()])
+@pytest.mark.parametrize(
+    ("load", "revision"), zip(LOADERS, [None, "main", "v1.0", COMMIT[:12], COMMIT.upper()], strict=True)
+)
 def test_code_of_a_repository_needs_a_full_commit(remote, load, revision):
     with pytest.raises(ValueError, match="40-digit commit"):
         load(str(remote), revision=revision, trust_remote_code=True)
@@ -229,11 +230,7 @@ NESTED = ["--model_init_kwargs", '{"trust_remote_code": true}']
     ("verb", "options"),
     [
         ("sft", TRUST),
-        ("sft", NESTED),
-        ("reward", TRUST),
-        ("reward", NESTED),
         ("reward", [*TRUST, "--model_revision", "v1.0"]),
-        ("distill", TRUST),
         ("distill", NESTED),
         ("ppo", NESTED),
     ],
@@ -246,7 +243,7 @@ def test_a_stage_rejects_remote_code_without_a_pinned_commit(remote, capsys, ver
     assert not (remote / "ran").exists()
 
 
-@pytest.mark.parametrize("verb", ["ppo", "eval", "prefs"])
+@pytest.mark.parametrize("verb", ["ppo", "eval"])
 def test_a_stage_without_the_option_rejects_it(remote, capsys, verb):
     assert stage(remote, verb, *TRUST) == 2
     assert "trust_remote_code" in capsys.readouterr().err
@@ -290,14 +287,10 @@ def test_an_adapter_with_pickled_weights_is_rejected_before_they_are_read(pickle
     assert not (pickled / "ran").exists()
 
 
-@pytest.mark.parametrize("verb", ["ppo", "eval", "prefs"])
+@pytest.mark.parametrize("verb", ["ppo"])
 def test_a_stage_rejects_an_adapter_with_pickled_weights(pickled, capsys, verb):
     words = ["--reward_funcs", f"{pickled}/short.py:short"]
     (pickled / "short.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
-    if verb == "prefs":
-        (pickled / "c.yaml").write_text("name: short\nprinciples:\n  - text: Short.\n    tags: [short]\n")
-        words = ["--judge", "rubric", "--constitution", f"{pickled}/c.yaml"]
-        words += ["--rubric", json.dumps({"short": f"{pickled}/short.py:short"})]
     assert stage(pickled / "CAUSAL_LM", verb, *words) == 1
     assert "its weights are pickled (adapter_model.bin)" in capsys.readouterr().err
     assert not (pickled / "ran").exists()

@@ -18,14 +18,6 @@ def run(script: str, *options: str, cache: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
 
 
-@pytest.mark.parametrize("row", ["mixed-reward-adapter", "mixed-value-adapter"])
-@pytest.mark.slow
-def test_a_branch_with_layers_of_its_own_is_timed(row, tmp_path):
-    done = run("bench.py", "--quick", "--rounds", "1", "--rows", row, "--output_dir", str(tmp_path), cache=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "results.json").read_text())["rows"][row]["ours"]["seconds"]["total"] > 0
-
-
 @pytest.mark.slow
 def test_the_benchmark_writes_medians_commands_and_the_machine_without_a_baseline(tmp_path):
     options = ["--quick", "--rounds", "1", "--rows", "mixed-top"]
@@ -95,28 +87,6 @@ def test_completions_end_where_they_must_if_rows_that_waited_join_those_that_dec
         found[most] = backend.generate(prompts, params, [(0, 0, row) for row in range(8)])
         assert [len(ids) for ids in found[most].completion_ids] == lengths
     assert found[None].completion_ids == found[3].completion_ids == found[1].completion_ids
-
-
-@pytest.mark.slow
-def test_an_iteration_is_timed_in_which_few_rows_decode_at_once(tmp_path):
-    sizes = "--shape tiny --prompt 8 --completion 8 --rollout 6 --iterations 2 --mixed --max_rollout_rows 2".split()
-    done = run("bench/onetrunk_ppo.py", *sizes, cache=tmp_path)
-    assert done.returncode == 0, done.stderr  # It fails if the completions do not have the forced lengths.
-    assert json.loads(done.stdout.splitlines()[-1])["seconds"]["generate"] > 0
-
-
-@pytest.mark.slow
-def test_forwards_without_padding_are_timed(tmp_path):
-    sizes = (
-        "--shape tiny --prompt 16 --completion 16 --rollout 8 --iterations 2 --microbatch_tokens 64 --mixed".split()
-    )
-    packs = []
-    for options in (sizes, [*sizes, "--padding_free"]):
-        done = run("bench/onetrunk_ppo.py", *options, cache=tmp_path)
-        assert done.returncode == 0, done.stderr
-        packs.append(json.loads(done.stdout.splitlines()[-1])["update_packs"])
-    assert packs[0]["padding"] > 0 and packs[1]["padding"] == 0
-    assert packs[1]["forwards"] <= packs[0]["forwards"]
 
 
 @pytest.mark.parametrize(
@@ -208,27 +178,3 @@ def test_independent_batches_keep_the_stages_of_a_pipeline_busy(tmp_path):
     # A batch cut into two parts gains nothing: both of its parts pass a stage for every token.
     assert found["seconds"]["microbatched"] == pytest.approx((2 * 40 * 2 + 1) * 0.06)
     assert found["speedup"]["interleaved"] >= 1.75
-
-
-@pytest.mark.slow
-def test_a_pipeline_on_gpus_that_are_not_there_is_refused(tmp_path):
-    done = run(
-        "bench_pipeline.py", "--stages", "64", "--layers", "64", "--rows", "64", "--device", "cuda", cache=tmp_path
-    )
-    assert done.returncode == 2 and "needs --clock wall and a GPU for each of --stages 64" in done.stderr
-
-
-@pytest.mark.slow
-def test_runs_that_sample_ahead_are_timed_against_runs_in_turn(tmp_path):
-    done = run("bench/schedules.py", "--phase_s", "0.05", "--rollouts", "2", cache=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    # 2 rollouts and 2 updates of 0.05 s: what sleeps cannot take less.
-    assert found["sync"] >= 0.2 and found["one_step"] >= 0.15
-    assert found["ratio"] == pytest.approx(found["sync"] / found["one_step"], abs=0.01) and found["possible"] > 1
-
-
-@pytest.mark.slow
-def test_a_phase_that_cannot_be_emulated_is_refused(tmp_path):
-    done = run("bench/schedules.py", "--phase_s", "nan", cache=tmp_path)
-    assert done.returncode == 2 and "--phase_s is nan" in done.stderr and "Traceback" not in done.stderr

@@ -4,10 +4,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,39 +63,6 @@ def test_memory_and_collective_operations_are_those_of_the_formulas(tmp_path):
     assert str(ROOT) not in readme + (tmp_path / "distributed.json").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.multi_process
-@pytest.mark.timeout(1300)
-def test_a_value_adapter_and_a_trunk_without_cache_gather_what_the_formula_says(bench):
-    _, runs = bench
-    layers = ["--layer_choices", "all", "top-1", "--value_head", "adapter", "--trunk_cache", "off"]
-    launch = runs.Launch("fsdp2", 2, "facts", (*runs.QUICK, *layers))
-    for rank in runs.run_together([launch], timeout_s=1200)[0]:
-        by_layers = rank["result"]
-        for choice in by_layers:
-            assert_is_that_of_the_formula(choice)
-        # Two packs in three forwards: all 4 layers, or the lower three once and the top one in each.
-        assert [c["gathers"]["score"][0] for c in by_layers] == [1 + 2 * 12, 1 + 2 * (3 + 3)]
-
-
-@pytest.mark.soak
-@pytest.mark.multi_process
-@pytest.mark.timeout(1300)
-def test_loading_and_scaling_are_measured_and_keep_the_other_parts(tmp_path):
-    (tmp_path / "distributed.json").write_text("{}")
-    done = run("--parts", "loading", "scaling", "--rounds", "1", "--output_dir", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "distributed.json").read_text())
-    assert set(results) == {"loading", "scaling"}
-    assert all(rank["result"]["is_sharded"] for case in results["loading"]["cases"].values() for rank in case["ranks"])
-    found = results["scaling"]["results"]
-    assert set(found["efficiency"]) == {"two alone", "ddp", "fsdp2"}
-    assert [len(ranks) for ranks in results["scaling"]["processes"][0].values()] == [1, 2, 2, 2]
-    assert all(s["wall"]["total"] > 0 and s["cpu"]["total"] > 0 for s in found["seconds"].values())
-    readme = (tmp_path / "README.md").read_text()
-    assert "### Loading and sharding a saved base" in readme and "### One process to two" in readme
-
-
 def process(*totals: float, cpu: float = 4.0) -> dict:
     """Return a process with one row per total of wall seconds, 1 s of sampling and 1 s of scoring."""
     wall = [{"generate": 1.0, "score": 1.0, "update": total - 2} for total in totals]
@@ -139,30 +104,3 @@ def test_scaling_without_a_second_core_is_an_error_before_anything_is_measured(b
         RuntimeError, match="scaling needs two cores, and this process may use one; leave the part out"
     ):
         runs.usable_cores()
-
-
-@pytest.mark.slow
-def test_a_launch_that_fails_names_its_command_and_the_last_lines(bench):
-    _, runs = bench
-    launch = runs.Launch(None, 1, "facts", ("--shape", "none"))
-    with pytest.raises(RuntimeError, match="(?s)facts FOLDER --shape none failed with code 2.*invalid choice"):
-        runs.run_together([launch], timeout_s=1500)
-
-
-def test_a_launch_that_takes_too_long_is_ended(bench):
-    _, runs = bench
-    launch = runs.Launch(None, 1, "facts", tuple(runs.QUICK))
-    with pytest.raises(RuntimeError, match="took more than 0 s; raise --timeout_s"):
-        runs.run_together([launch], timeout_s=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.multi_process
-def test_no_process_of_a_launch_is_left_when_it_is_given_up(bench, tmp_path):
-    _, runs = bench
-    launch = runs.Launch("ddp", 2, "facts", tuple(runs.QUICK))
-    with runs.running(launch, tmp_path) as launcher:
-        while len(psutil.Process(launcher.pid).children(recursive=True)) < 2:
-            assert launcher.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.2)
-    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]

@@ -1,7 +1,6 @@
 """The study of learning: end to end on a handful of rollouts, its tasks, and its table."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -14,25 +13,6 @@ BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     return importlib.import_module
-
-
-@pytest.mark.slow
-def test_two_arms_are_tuned_run_and_compared_in_a_table(tmp_path, bench, capsys, monkeypatch):
-    # The script sets it for its process; here it is restored afterwards.
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    options = ["--arms", "shared", "top-1", "--rollouts", "5", "--tuning_rollouts", "1", "--seeds", "0"]
-    bench("learning").main([*options, "--out", str(tmp_path)])
-    runs = [json.loads(line) for line in (tmp_path / "four_tokens.jsonl").read_text().splitlines()]
-    # Four settings of each arm on the preliminary seed, then the best of them on the chosen seed.
-    assert [run["seed"] for run in runs] == [100] * 8 + [0, 0]
-    assert all(len(run[key]) == 5 for run in runs[8:] for key in ("score", "kl", "cpu_s"))
-    assert all(run["kl"][0] == pytest.approx(0, abs=1e-5) for run in runs)
-
-    capsys.readouterr()
-    bench("learning_plot").main(["--results", str(tmp_path), "--no_curves"])
-    rows = capsys.readouterr().out.splitlines()
-    assert rows[0].startswith("four_tokens, score, KL and J as shares") and "CPU s per rollout" in rows[2]
-    assert rows[4].startswith("| `shared` |") and rows[5].startswith("| `top-1` |")
 
 
 def test_a_right_sum_that_ends_scores_one_and_nothing_else_does(tmp_path, bench):

@@ -83,7 +83,7 @@ def seconds_of(given: argparse.Namespace, **settings: Any) -> float:
             num_minibatches=STEPS,
             max_completion_length=8,
             # What the server says is not the policy's.
-            alarm_logprob_gap=None,
+            alarm_limits={"logprob_gap": None},
             use_cpu=True,
             bf16=False,
             report_to="none",

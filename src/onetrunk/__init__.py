@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from onetrunk.models.trunk import TrunkModel
     from onetrunk.ppo.config import PPOConfig
     from onetrunk.ppo.experience import ExperienceStream
-    from onetrunk.ppo.monitor import HackingMonitor
+    from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
     from onetrunk.ppo.trainer import PPOTrainer
     from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
     from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
@@ -39,7 +39,7 @@ __all__ = [
 
 _HOMES = {
     "ExperienceStream": "onetrunk.ppo.experience",
-    "HackingMonitor": "onetrunk.ppo.monitor",
+    "HackingMonitor": "onetrunk.ppo.monitoring.hacking_monitor",
     "PPOConfig": "onetrunk.ppo.config",
     "PPOTrainer": "onetrunk.ppo.trainer",
     "ResumableSFTTrainer": "onetrunk.checkpoints.trainer",

@@ -32,7 +32,7 @@ from onetrunk.checkpoints.trainer import ResumableSFTTrainer
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle, Rating
 from onetrunk.models.build import scorer_from_config
-from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
 from onetrunk.stages.arguments import SFTArguments
@@ -147,10 +147,10 @@ KINDS: dict[str, Callable[..., Any]] = {
     ),
     # An alarm that begins with the second rollout and lasts; one that ends the run with the third of five.
     "ppo_alarm": lambda folder, **s: ppo(
-        folder, alarm_entropy=10.0, alarm_patience=2, alarm_length_collapse=1.0, **{"num_rollouts": 5, **s}
+        folder, alarm_limits={"entropy": 10.0, "length_collapse": 1.0}, alarm_patience=2, **{"num_rollouts": 5, **s}
     ),
     "ppo_stopped": lambda folder, **s: ppo(
-        folder, alarm_entropy=10.0, stop_on_alarm=["entropy"], **{"num_rollouts": 5, **s}
+        folder, alarm_limits={"entropy": 10.0}, stop_on_alarm=["entropy"], **{"num_rollouts": 5, **s}
     ),
     "ppo_best": lambda folder, **s: ppo(
         folder, **{**BEST, "eval_steps": 3, "metric_for_best_model": "score/mean", "eval_dataset": prompts(4), **s}

@@ -55,9 +55,9 @@ def test_a_rubric_out_of_yaml_and_out_of_the_command_line(tmp_path):
 def test_a_server_is_known_by_its_address_and_asked_nothing_yet():
     judge = load_judge(JudgeConfig(judge=[URL], judge_model="m", judge_samples=3, judge_reasoning_tokens=9))
     assert isinstance(judge, ServerJudge)
-    assert (judge.chat.url, judge.chat.model, judge.samples, judge.reasoning_tokens) == (URL, "m", 3, 9)
+    assert (judge.servers[0].url, judge.model, judge.samples, judge.reasoning_tokens) == (URL, "m", 3, 9)
     named = load_judge(JudgeConfig(judge=[f"{URL}#model=owner/other"], judge_model="m"))
-    assert named.chat.model == "owner/other" and named.chat.url == URL
+    assert (named.model, named.servers[0].url) == ("owner/other", URL)
 
 
 def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line(tmp_path):
@@ -72,7 +72,7 @@ def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line
         judge = load_judge(settings)
         assert (judge.policy.call_timeout_s, judge.verdict_tokens) == (5, 512)
         body = {"chat_template_kwargs": {"enable_thinking": False}}
-        assert judge.chat.extra_body == judge.identity["extra_body"] == body
+        assert judge.extra_body == judge.identity["extra_body"] == body
 
 
 def test_an_answer_is_known_by_what_it_depends_on_and_limits_are_no_part_of_that():
@@ -117,7 +117,6 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
         ({"judge": ["Rubrik"]}, "judge names 'Rubrik'; did you mean 'rubric'?"),
         ({"judge": [URL]}, "judge_model is not set, and the server http://127.0.0.1:9/v1 may have several models"),
         ({"judge": [f"{URL}#name=m"]}, "'#name=m' after it; expected '#model=NAME'"),
-        ({"judge": ["http://169.254.169.254/v1"], "judge_model": "m"}, "where clouds hand out credentials"),
         ({"judge": ["rubric"]}, "judge is rubric and rubric is not set"),
         ({"judge": ["rubric"], "rubric": {"short": "checks.py:short"}}, "'checks.py:short'; expected a function"),
         ({"judge": ["a/b"], "rubric": {"short": short}}, "rubric is set and judge is a/b; add rubric to judge"),

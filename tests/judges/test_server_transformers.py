@@ -22,7 +22,7 @@ from onetrunk import cli
 from onetrunk.feedback.costs import read_costs
 from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.server import ServerJudge
-from onetrunk.utils.calls import RetryPolicy
+from onetrunk.servers.fleet import RetryPolicy
 from tests.feedback.runs import answers_in
 
 pytestmark = pytest.mark.slow

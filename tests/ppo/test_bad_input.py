@@ -52,6 +52,72 @@ def refused(tmp_path, sentence, error=ValueError, **kwargs):
     assert sentence in str(raised.value)
 
 
+def no_kwargs(prompts, completions):
+    return [0.0]
+
+
+def needs_answer(completions, answer, **kwargs):
+    return [0.0] * len(completions)
+
+
+def of_texts(*texts):
+    return Dataset.from_dict({"prompt": list(texts)})
+
+
+def of_messages(role):
+    return Dataset.from_dict({"prompt": [[{"role": role, "content": "the cat"}]]})
+
+
+QUESTIONS = Dataset.from_dict({"question": ["a"]})
+ANSWERS = {"dataset": prompts(4, answer=["a"] * 4), "eval_dataset": prompts(4)}
+# Keywords of `build`, what the error says, and its type.
+REFUSED = [
+    ({"model": "/nowhere/model"}, "cannot be loaded: there is no such folder. Give a folder", RuntimeError),
+    ({"model": "nobody/nothing"}, f"no folder nobody/nothing in {Path.cwd()}, and the Hub says:", RuntimeError),
+    ({"model_init_kwargs": {"torch_dtype": "auto"}}, "model_init_kwargs has torch_dtype; it may have", ValueError),
+    ({"dataset": of_texts("the cat", "")}, "row 1: prompt is empty or white space only", ValueError),
+    ({"dataset": of_texts("the cat", None)}, "row 1: prompt is missing", ValueError),
+    ({"dataset": of_texts("a dog " * 60), "max_completion_length": 20}, "together 140, and", ValueError),
+    ({"dataset": QUESTIONS}, "no column 'prompt', only question", ValueError),
+    ({"eval_dataset": QUESTIONS}, "no column 'prompt', only question", ValueError),
+    ({"dataset": prompts().select([])}, "holds no rows", ValueError),
+    ({"dataset": prompts().to_iterable_dataset()}, "the dataset is a IterableDataset; pass a map-style", ValueError),
+    ({"dataset": of_messages("user")}, "conversations and the tokenizer has no chat template", ValueError),
+    (
+        {"dataset": of_messages("system"), "tokenizer": tiny_tokenizer(chat_template=CHAT_TEMPLATE)},
+        "ends with a system message",
+        ValueError,
+    ),
+    ({"max_prompt_length": 3}, "has 4 tokens where max_prompt_length is 3", ValueError),
+    ({"max_prompt_length": 1, "overlong_prompts": "drop"}, "all 8 prompts are longer", ValueError),
+    # 5 tokens of prompt and 6 of completion.
+    ({"microbatch_tokens": 10}, "a row of 11 tokens does not fit microbatch_tokens 10", ValueError),
+    ({"stop_tokens": ["the cat"]}, "stop_tokens: 'the cat' is 2 tokens", ValueError),
+    ({"stop_tokens": ["<|im_end|>"]}, "the tokenizer does not know '<|im_end|>' and reads it as", ValueError),
+    (
+        {"dataset": of_texts("the w120 cat"), "tokenizer": tiny_tokenizer(vocab_size=200)},
+        "and the model knows 64 tokens; take the tokenizer that belongs",
+        ValueError,
+    ),
+    ({"num_minibatches": 3}, "not divisible by 3 minibatches; set num_minibatches to 2 or 4", ValueError),
+    ({"eval_strategy": "steps"}, "eval_strategy 'steps' needs eval_dataset", ValueError),
+    ({"eval_dataset": {"good": prompts(2), "bad": of_texts("")}}, "row 0: prompt is empty", ValueError),
+    ({"eval_dataset": {"../elsewhere": prompts(2)}}, "the name of an evaluation set is ", ValueError),
+    ({"eval_dataset": {"two words": prompts(2)}}, "the name of an evaluation set is ", ValueError),
+    ({"reward": []}, "no reward function was given", ValueError),
+    ({"reward": no_kwargs}, "'no_kwargs' does not take completion_ids", TypeError),
+    ({"reward": needs_answer, **ANSWERS}, "'needs_answer' needs answer", TypeError),
+    ({"reward": "no.such.module"}, "there is no module 'no'", ValueError),
+    ({"reward": "nobody/nothing"}, "the reward model 'nobody/nothing' cannot be loaded", RuntimeError),
+    ({"reward_weights": [1.0, 2.0]}, "2 reward weights for 1 reward functions", ValueError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keywords", "sentence", "error"), REFUSED)
+def test_bad_input_is_refused_by_one_sentence(tmp_path, keywords, sentence, error):
+    refused(tmp_path, sentence, error, **keywords)
+
+
 def test_good_input_reaches_the_weights_and_fails_there(tmp_path):
     with pytest.raises(Exception) as raised:  # noqa: B017  whatever the loader of the weights raises
         build(tmp_path)
@@ -64,18 +130,6 @@ def test_a_model_given_by_path_loads_with_its_tokenizer_and_trains(tmp_path):
     assert logged(trainer, "score/mean")
     frozen = {p.dtype for p in trainer.model.parameters() if not p.requires_grad}
     assert frozen == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("/nowhere/model", "the model '/nowhere/model' cannot be loaded: there is no such folder. Give a folder"),
-        ("./runs/model", f"there is no such folder in {Path.cwd()}"),
-        ("nobody/nothing", f"there is no folder nobody/nothing in {Path.cwd()}, and the Hub says:"),
-    ],
-)
-def test_a_mistyped_path_of_the_model_is_said_with_the_folder_that_it_is_relative_to(tmp_path, name, sentence):
-    refused(tmp_path, sentence, RuntimeError, model=name)
 
 
 def test_a_folder_without_a_model_and_a_file_are_no_models(tmp_path):
@@ -94,19 +148,9 @@ def test_what_is_no_model_and_what_is_no_tokenizer_are_said_by_type(tmp_path):
     refused(tmp_path, "processing_class is of type str; give the policy's tokenizer", TypeError, tokenizer="gpt2")
 
 
-def test_a_model_may_be_a_path_object(tmp_path):
-    trainer = PPOTrainer(saved_model(), even_share, make_config(tmp_path), prompts())
-    assert trainer.processing_class.eos_token == "<eos>"
-
-
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     base_model().save_pretrained(tmp_path / "bare")
     refused(tmp_path, "bare' cannot be loaded: the folder holds no tokenizer", RuntimeError, model=tmp_path / "bare")
-
-
-def test_a_reward_model_that_is_not_there_is_named(tmp_path):
-    refused(tmp_path, "the reward model 'nobody/nothing' cannot be loaded", RuntimeError, reward="nobody/nothing")
-    refused(tmp_path, "holds neither config.json nor", RuntimeError, reward=str(tmp_path))
 
 
 def saved_adapter(folder, base, **overrides):
@@ -142,57 +186,9 @@ def test_an_adapter_of_another_base_is_refused_by_one_sentence(tmp_path, overrid
     assert not [w for w in recwarn if "Some weights" in str(w.message) or "adapter keys" in str(w.message)]
 
 
-def test_keywords_of_the_model_that_do_not_exist_are_named(tmp_path):
-    refused(
-        tmp_path, "model_init_kwargs has torch_dtype; it may have dtype", model_init_kwargs={"torch_dtype": "auto"}
-    )
-
-
-@pytest.mark.parametrize(
-    ("texts", "sentence"),
-    [
-        (["the cat", ""], "row 1: prompt is empty or white space only"),
-        (["the cat", None], "row 1: prompt is missing"),
-        (["the cat", "a dog " * 60], "together 126, and the model has 128 positions"),
-    ],
-)
-def test_bad_prompts_are_listed(tmp_path, texts, sentence):
-    if "positions" in sentence:
-        sentence = "the longest prompt has 120 tokens and max_completion_length is 20: together 140"
-        refused(tmp_path, sentence, dataset=Dataset.from_dict({"prompt": texts}), max_completion_length=20)
-        return
-    refused(tmp_path, sentence, dataset=Dataset.from_dict({"prompt": texts}))
-
-
-def test_a_dataset_without_the_column_prompt_is_refused(tmp_path):
-    refused(tmp_path, "no column 'prompt', only question", dataset=Dataset.from_dict({"question": ["a"]}))
-    refused(tmp_path, "no column 'prompt', only question", eval_dataset=Dataset.from_dict({"question": ["a"]}))
-    refused(tmp_path, "holds no rows", dataset=prompts().select([]))
-
-
 def test_no_dataset_at_all_is_refused(tmp_path):
     with pytest.raises(ValueError, match="PPOTrainer needs train_dataset"):
         PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path))
-
-
-def test_an_iterable_dataset_is_refused(tmp_path):
-    refused(tmp_path, "the dataset is a IterableDataset; pass a map-style", dataset=prompts().to_iterable_dataset())
-    refused(tmp_path, "the dataset is a list", dataset=[{"prompt": "the cat"}])
-
-
-def test_overlong_prompts_are_counted(tmp_path):
-    refused(tmp_path, "has 4 tokens where max_prompt_length is 3", max_prompt_length=3)
-    refused(tmp_path, "all 8 prompts are longer", max_prompt_length=1, overlong_prompts="drop")
-
-
-def test_a_row_that_no_forward_can_hold_is_refused(tmp_path):
-    # 5 tokens of prompt and 6 of completion.
-    refused(tmp_path, "a row of 11 tokens does not fit microbatch_tokens 10", microbatch_tokens=10)
-
-
-def test_conversations_without_a_chat_template_are_refused(tmp_path):
-    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "the cat"}]]})
-    refused(tmp_path, "conversations and the tokenizer has no chat template", dataset=dataset)
 
 
 def test_a_tokenizer_without_padding_is_repaired(tmp_path):
@@ -210,16 +206,6 @@ def test_a_tokenizer_that_cannot_end_a_completion_is_refused(tmp_path):
     refused(tmp_path, "no end-of-sequence token", tokenizer=tokenizer)
 
 
-def test_a_stop_token_of_several_tokens_is_refused(tmp_path):
-    refused(tmp_path, "stop_tokens: 'the cat' is 2 tokens", stop_tokens=["the cat"])
-
-
-def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused(tmp_path):
-    refused(
-        tmp_path, "stop_tokens: the tokenizer does not know '<|im_end|>' and reads it as", stop_tokens=["<|im_end|>"]
-    )
-
-
 def test_the_unknown_token_itself_may_end_a_completion():
     assert tokens_of(["<unk>", "cat"], tiny_tokenizer()) == [3, tiny_tokenizer().convert_tokens_to_ids("cat")]
 
@@ -234,46 +220,11 @@ def test_arguments_of_another_class_are_refused(tmp_path):
         PPOTrainer(str(unloadable_model()), even_share, TrainingArguments(str(tmp_path)), prompts())
 
 
-def test_batch_arithmetic_is_checked_first(tmp_path):
-    refused(tmp_path, "not divisible by 3 minibatches; set num_minibatches to 2 or 4", num_minibatches=3)
-
-
 def test_fsdp1_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     launch_layout.cache_clear()
     refused(tmp_path, "fsdp_version 1 is not supported; set fsdp_version: 2")
     launch_layout.cache_clear()
-
-
-def no_kwargs(prompts, completions):
-    return [0.0]
-
-
-def needs_answer(completions, answer, **kwargs):
-    return [0.0] * len(completions)
-
-
-@pytest.mark.parametrize(
-    ("reward", "error", "sentence"),
-    [
-        ([], ValueError, "no reward function was given"),
-        (no_kwargs, TypeError, "'no_kwargs' does not take completion_ids"),
-        (needs_answer, TypeError, "'needs_answer' needs answer"),
-        ("no.such.module", ValueError, "there is no module 'no'"),
-        (3, TypeError, "int"),
-    ],
-)
-def test_reward_functions_that_cannot_be_called_are_refused(tmp_path, reward, error, sentence):
-    refused(tmp_path, sentence, error=error, reward=reward)
-
-
-def test_a_column_that_only_the_training_rows_have_is_missed_before_the_run(tmp_path):
-    columns = {"dataset": prompts(4, answer=["a"] * 4), "eval_dataset": prompts(4)}
-    refused(tmp_path, "'needs_answer' needs answer", error=TypeError, reward=needs_answer, **columns)
-
-
-def test_weights_for_another_number_of_reward_functions_are_refused(tmp_path):
-    refused(tmp_path, "2 reward weights for 1 reward functions", reward_weights=[1.0, 2.0])
 
 
 def raises(prompts, **kwargs):
@@ -307,31 +258,7 @@ def test_a_reward_function_that_fails_in_the_run_is_named(tmp_path, reward, erro
     assert sentence in str(raised.value)
 
 
-def test_several_datasets_to_evaluate_on_are_each_checked(tmp_path):
-    sets = {"good": prompts(2), "bad": Dataset.from_dict({"prompt": [""]})}
-    refused(tmp_path, "row 0: prompt is empty", eval_dataset=sets)
-
-
-@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "..", "", "two words"])
-def test_a_name_of_an_evaluation_set_is_no_path(tmp_path, name):
-    refused(tmp_path, "the name of an evaluation set is ", eval_dataset={name: prompts(2)})
-
-
-def test_a_conversation_that_the_template_refuses_is_listed(tmp_path):
-    dataset = Dataset.from_dict({"prompt": [[{"role": "system", "content": "the cat"}]]})
-    refused(
-        tmp_path, "ends with a system message", dataset=dataset, tokenizer=tiny_tokenizer(chat_template=CHAT_TEMPLATE)
-    )
-
-
-def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
-    big = tiny_tokenizer(vocab_size=200)
-    rows = Dataset.from_dict({"prompt": ["the w120 cat"]})
-    refused(tmp_path, "and the model knows 64 tokens; take the tokenizer that belongs", dataset=rows, tokenizer=big)
-
-
-def test_evaluation_without_rows_and_a_backend_that_is_none_are_refused(tmp_path):
-    refused(tmp_path, "eval_strategy 'steps' needs eval_dataset", eval_strategy="steps")
+def test_a_backend_that_is_none_is_refused(tmp_path):
     with pytest.raises(TypeError, match="rollout_backend is a object, which lacks generate"):
         PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), rollout_backend=object())
 
@@ -399,7 +326,7 @@ def test_an_attention_that_cannot_run_here_is_rejected_before_the_weights_load(
 @pytest.mark.parametrize(
     ("keywords", "sentence"),
     [
-        ({"ref_model": None}, "PPOTrainer: ref_model: the frozen base is the reference"),
+        ({"ref_model": None}, "PPOTrainer: ref_model: the reference is the frozen base"),
         ({"reward_model": "m"}, "reward_model: pass it in reward_funcs"),
         ({"tokenizer": 1, "dataset": 2}, "tokenizer: here processing_class; dataset: here train_dataset"),
         ({"beta": 0.1}, "beta: a setting, so pass args=PPOConfig(beta=...)"),
@@ -439,9 +366,3 @@ def test_the_trainer_rejects_an_output_folder_that_holds_another_run(tmp_path):
     assert (tmp_path / "checkpoint-1" / "adapter_model.safetensors").read_bytes() != first
     # The same object may train on: the folder is its own.
     over.train()
-
-
-def test_the_trainer_rejects_a_folder_with_a_result(tmp_path):
-    trained(tmp_path).save_model()
-    with pytest.raises(ValueError, match=r"holds a run already \(adapter_config.json\)"):
-        trained(tmp_path)

@@ -9,7 +9,7 @@ import torch
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, Principle, Rating, Single
 from onetrunk.judges.rubric import RubricJudge
-from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from tests.ppo.support import (
     StopAt,
     assert_same,
@@ -29,7 +29,7 @@ RUN = {"num_rollouts": 14, "rollout_batch_size": 48, "per_device_train_batch_siz
 RUN |= {"learning_rate": 5e-3, "lr_scheduler_type": "constant", "beta": 0.0}
 RUN |= {"max_completion_length": 12, "stop_tokens": list(WORDS[:20])}
 SHORT = {"rollout_batch_size": 8, "per_device_train_batch_size": 8, "num_ppo_epochs": 2}
-LOGGER = "onetrunk.ppo.monitor"
+LOGGER = "onetrunk.ppo.monitoring.hacking_monitor"
 
 
 def long_ones(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
@@ -92,17 +92,6 @@ def test_a_hackable_reward_raises_the_alarm_and_stops_the_run(tmp_path, caplog):
     assert "Correct the reward or raise beta" in said and monitor.explanation in said
 
 
-@pytest.mark.slow
-def test_a_warning_lets_training_go_on(tmp_path, caplog):
-    trainer, monitor = watched(tmp_path)
-    with caplog.at_level(logging.WARNING, LOGGER):
-        trainer.train()
-    assert trainer.state.global_step == 56 and monitor.num_alarms >= 1
-    assert "Training continues (monitor_action stop would end it)" in caplog.text
-    assert "The judge liked what training started from best." in caplog.text
-    assert monitor.summary()["alarms"] == monitor.num_alarms and monitor.summary()["best"]["step"] == 0
-
-
 class Foreseen(BrevityJudge):
     """Rates everything of a call alike: its first call, its second, ..."""
 
@@ -117,23 +106,6 @@ class Foreseen(BrevityJudge):
 
 
 @pytest.mark.slow
-def test_the_alarm_names_the_last_checkpoint_up_to_where_the_judge_was_happiest(tmp_path):
-    calls = []
-
-    def rising(completions, **kwargs):
-        calls.append(1)
-        return [float(len(calls))] * len(completions)
-
-    # Before training, then after steps 2, 4, 6 and 8.
-    judge = Foreseen([0.5, 0.6, 0.7, 0.9, 0.4])
-    settings = {**SHORT, "save_strategy": "steps", "save_steps": 4}
-    trainer, monitor = watched(tmp_path, judge, {"window": 3, "action": "stop"}, reward=rising, **settings)
-    trainer.train()
-    assert trainer.state.global_step == 8 and monitor.best == [6, pytest.approx(0.9)]
-    assert "The judge liked step 6 best; checkpoint-4 is the last checkpoint up to there" in monitor.explanation
-
-
-@pytest.mark.slow
 def test_a_run_that_the_monitor_ended_stays_ended_and_is_asked_nothing_more(tmp_path):
     calls = []
 
@@ -142,11 +114,13 @@ def test_a_run_that_the_monitor_ended_stays_ended_and_is_asked_nothing_more(tmp_
         return [float(len(calls))] * len(completions)
 
     def run(judge, **more):
-        settings = {**SHORT, "save_strategy": "steps", "save_steps": 100, **more}
+        settings = {**SHORT, "save_strategy": "steps", "save_steps": 4, **more}
         return watched(tmp_path, judge, {"window": 3, "action": "stop"}, reward=rising, **settings)
 
     trainer, monitor = run(Foreseen([0.5, 0.6, 0.7, 0.9, 0.4]))
     trainer.train()
+    assert trainer.state.global_step == 8 and monitor.best == [6, pytest.approx(0.9)]
+    assert "The judge preferred step 6; checkpoint-4 is the last checkpoint up to there" in monitor.explanation
     again, other = run(Foreseen([]))
     again.train(resume_from_checkpoint="auto")
     assert again.state.global_step == 8 and again.ended == trainer.ended == "the monitor's alarm at step 8"
@@ -206,20 +180,6 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_judge_has_not_answered_yet_resumes_as_if_never_stopped(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 100, "num_rollouts": 6, **SHORT}
-    # Down before training and after rollouts 1 to 3; the run is cut after two calls, in the third rollout.
-    whole, monitor = watched(tmp_path / "whole", BrevityJudge(is_down=lambda number: number <= 4), **settings)
-    whole.train()
-    cut, _ = watched(tmp_path / "cut", BrevityJudge(is_down=lambda number: True), **settings)
-    cut.add_callback(StopAt(5))
-    cut.train()
-    resumed, again = watched(tmp_path / "cut", BrevityJudge(is_down=lambda number: number <= 1), **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert again.state() == monitor.state() and again.num_left_out == 4
-
-
-@pytest.mark.slow
 def test_a_run_that_began_without_a_monitor_can_go_on_with_one(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, **SHORT}
     trained(
@@ -235,26 +195,10 @@ def test_a_run_that_began_without_a_monitor_can_go_on_with_one(tmp_path):
     assert (tmp_path / "checkpoint-4").is_dir()
 
 
-@pytest.mark.slow
-def test_another_judge_after_resuming_begins_anew(tmp_path, caplog):
-    settings = {"save_strategy": "steps", "save_steps": 2, **SHORT}
-    first, _ = watched(tmp_path, num_rollouts=1, **settings)
-    first.train()
-    other = BrevityJudge()
-    other.identity = {"judge": "brevity, of another make"}
-    trainer, monitor = watched(tmp_path, other, num_rollouts=2, **settings)
-    with caplog.at_level(logging.WARNING, LOGGER):
-        trainer.train(resume_from_checkpoint=True)
-    assert [m["step"] for m in monitor.measurements] == [2, 4]
-    assert "not those of the checkpoint: it starts again here" in caplog.text
-
-
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.sampled(1)
-def test_a_judge_that_is_down_costs_a_measurement_and_not_the_run(tmp_path, caplog, raises):
-    judge = BrevityJudge(is_down=lambda number: number in (1, 3, 4), raises=raises)
+def test_a_judge_that_is_down_costs_a_measurement_and_not_the_run(tmp_path, caplog):
+    judge = BrevityJudge(is_down=lambda number: number in (1, 3, 4), raises=True)
     trainer, monitor = watched(tmp_path, judge, **SHORT, num_rollouts=5)
-    with caplog.at_level(logging.WARNING, "onetrunk.ppo.monitor"):
+    with caplog.at_level(logging.WARNING, "onetrunk.ppo.monitoring.hacking_monitor"):
         trainer.train()
     # Not before training and not after rollouts 2 and 3; the first answer becomes the baseline.
     assert [m["step"] for m in monitor.measurements] == [2, 8, 10]
@@ -305,7 +249,7 @@ def test_stopping_with_one_checkpoint_is_warned_of(tmp_path, caplog):
     ("settings", "sentence"),
     [
         ({"every": 0}, "monitor_every is 0"),
-        ({"window": 1}, "monitor_window is 1"),
+        ({"window": 1}, "window is 1"),
         ({"action": "explode"}, "monitor_action is 'explode'; expected warn or stop"),
         ({"num_rows": 1}, "monitor_rows is 1"),
     ],

@@ -98,7 +98,7 @@ def test_a_sampler_that_is_not_the_policy_raises_an_alarm(tmp_path, caplog):
     assert logged(trainer, "alarm/logprob_gap") == [0.0, 1.0, 1.0]
     assert min(logged(trainer, f"{GAP}mean")) > 1
     (text,) = [r.getMessage() for r in caplog.records if "alarm logprob_gap" in r.getMessage()]
-    assert "above the limit 0.1 (alarm_logprob_gap 0.1)" in text and "rollout backend" in text
+    assert "above the limit 0.1 (alarm_limits logprob_gap 0.1)" in text and "rollout backend" in text
 
 
 def test_rounding_to_bfloat16_raises_no_alarm(tmp_path):

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 import onetrunk
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts, trained
+from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts
 from tests.tiny import tiny_tokenizer
 
 
@@ -65,13 +65,6 @@ def assert_is_the_policy(scope, trainer):
     assert scope["tokenizer"].eos_token == "<eos>"
 
 
-def test_the_card_s_own_lines_load_the_policy_from_the_folder_that_they_are_in(tmp_path, monkeypatch):
-    trainer = from_folder(tmp_path)
-    trainer.train()
-    trainer.save_model()
-    assert_is_the_policy(card_scope(tmp_path / "private" / "my-run", monkeypatch), trainer)
-
-
 def test_with_a_base_at_a_relative_path_the_lines_run_too_also_in_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = from_folder(Path("."), save_strategy="steps", save_steps=1)
@@ -103,14 +96,6 @@ def test_what_push_to_hub_hands_on_stands_in_the_card(tmp_path):
     assert card.data.tags == ["lora", "maths", "onetrunk", "ppo"]
     assert (card.data.datasets, card.data.license, card.data.base_model) == ("someone/rows", "apache-2.0", "a/base")
     assert card.text.strip().startswith("# a-policy") and 'from_pretrained("someone/a-policy")' in card.text
-
-
-@pytest.mark.slow
-def test_a_checkpoint_has_its_card_too(tmp_path):
-    trained(tmp_path, num_rollouts=2, save_strategy="steps", save_steps=1, value_head="adapter")
-    first, last = ((tmp_path / f"checkpoint-{step}" / "README.md").read_text() for step in (1, 2))
-    assert "(1 optimizer steps)" in first and "(2 optimizer steps)" in last
-    assert "`value/`" in last and "| score/mean |" in first
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onetrunk.ppo.checks import check_pipeline
+from onetrunk.ppo.setup import check_pipeline
 from tests import learning
 from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, on_gpus
 from tests.ppo.launches import ALONE, Launch, Launches

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from onetrunk.checkpoints.stopping import Stopped
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.sharding import launch_layout
-from onetrunk.ppo.checks import check_schedule
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.setup import check_schedule
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts.async_sampler import StartedRow
 from onetrunk.rollouts.local import LocalBackend

@@ -15,7 +15,7 @@ from onetrunk.costs import ModelShape, kept_activations_bytes
 from onetrunk.parallel import sharding
 from onetrunk.parallel.sharding import Layout
 from onetrunk.ppo import checks
-from onetrunk.ppo.checks import check_pipeline, check_stage_training
+from onetrunk.ppo.setup import check_pipeline, check_stage_training
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.tools.dry_run import ModelSize, memory_lines
 from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, launcher, on_gpus, places

@@ -1,15 +1,9 @@
 """top_p and top_k in PPO: the weights of truncated samples, the first ratio, alarms, and evaluations."""
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 
 from onetrunk.ops.importance import importance_weights
-from onetrunk.ppo.alarm_rules import RULES
-from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.settings import TRUNCATION_ALARMS
 from onetrunk.rollouts.local import LocalBackend
 from tests.fakes import CannedBackend
 from tests.ppo.support import assert_same, logged, make_trainer, prompts, trained, trained_weights
@@ -69,7 +63,7 @@ def test_a_truncated_run_raises_no_alarm_about_the_difference_that_it_makes(tmp_
     assert logged(truncated, "alarm/logprob_gap") == logged(truncated, "alarm/negative_kl") == []
     assert len(logged(truncated, "alarm/kl")) == 2
     # A limit of one's own stays.
-    watched = trained(tmp_path / "b", num_rollouts=2, top_k=2, alarm_patience=1, alarm_logprob_gap=0.05)
+    watched = trained(tmp_path / "b", num_rollouts=2, top_k=2, alarm_patience=1, alarm_limits={"logprob_gap": 0.05})
     assert logged(watched, "alarm/logprob_gap") == [1.0, 1.0]
 
 
@@ -81,35 +75,11 @@ class Recording(LocalBackend):
         return super().generate(prompt_ids, params, keys, **keywords)
 
 
-def test_an_evaluation_may_be_truncated_alone(tmp_path):
+def test_evaluations_are_truncated_as_training_is(tmp_path):
     backend = Recording()
-    trainer = make_trainer(
-        tmp_path, rollout_backend=backend, eval_dataset=prompts(3), eval_strategy="steps", eval_steps=1, eval_top_k=1
-    )
-    trainer.evaluate_reference()
-    trainer.train()
-    assert backend.calls == [(1.0, 1), (1.0, 0), (1.0, 1)]
-    assert logged(trainer, ESS) == []
-    # One token is left: the evaluation is greedy.
-    _, samples = trainer.sample_and_score(trainer.eval_dataset, "policy", "eval")
-    greedy = replace(trainer.sampler.params, temperature=0.0)
-    expected = LocalBackend(trainer.model).generate(
-        list(trainer.eval_dataset["prompt_ids"]), greedy, [(0, row) for row in range(3)]
-    )
-    assert list(samples.rollout.completion_ids) == list(expected.completion_ids)
-
-
-def test_evaluations_are_truncated_as_training_is_unless_they_say_otherwise(tmp_path):
-    for name, settings, expected in (
-        ("as", {}, (0.7, 4)),
-        ("other", {"eval_top_p": 1.0, "eval_top_k": 0}, (1.0, 0)),
-    ):
-        backend = Recording()
-        trainer = make_trainer(
-            tmp_path / name, rollout_backend=backend, eval_dataset=prompts(3), top_p=0.7, top_k=4, **settings
-        )
-        trainer.evaluate()
-        assert backend.calls == [expected]
+    trainer = make_trainer(tmp_path, rollout_backend=backend, eval_dataset=prompts(3), top_p=0.7, top_k=4)
+    trainer.evaluate()
+    assert backend.calls == [(0.7, 4)]
 
 
 def test_a_backend_that_keeps_all_tokens_gets_weights_by_the_logprobs_that_it_reports(tmp_path):
@@ -118,45 +88,3 @@ def test_a_backend_that_keeps_all_tokens_gets_weights_by_the_logprobs_that_it_re
     for experience in experiences:
         mask = experience.pack.completion_mask
         torch.testing.assert_close(experience.weights[mask], experience.old_logprobs[mask].exp())
-
-
-def config(**settings):
-    return PPOConfig(output_dir="unused", use_cpu=True, **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"top_p": 0}, "top_p is 0; set it above 0 and at most 1, where 1 leaves all tokens in"),
-        ({"top_p": math.nan}, "top_p is nan; set it above 0"),
-        ({"top_p": "0.9"}, "top_p is '0.9'; set it above 0"),
-        ({"top_k": -1}, "top_k is -1; set a whole number of tokens"),
-        ({"eval_top_p": 2.0}, "eval_top_p is 2.0; set it above 0"),
-        ({"eval_top_k": 0.5}, "eval_top_k is 0.5; set a whole number"),
-        (
-            {"top_p": 0.9, "vllm_importance_sampling_correction": False},
-            "top_p is 0.9 and top_k is 0, so completions are not sampled from the policy that is trained",
-        ),
-        ({"top_k": 5, "stop_on_alarm": ["logprob_gap"]}, "stop_on_alarm names logprob_gap, and alarm_logprob_gap is"),
-        ({"min_p": 0.1}, "min_p: sampling here follows the policy itself, or its top_p or top_k"),
-    ],
-)
-def test_settings_that_cannot_work_say_the_mend(settings, message):
-    with pytest.raises(ValueError, match=message):
-        config(**settings)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"schedule": "one_step"}, {"schedule": "async"}, {"rollout_backend": "pipelined", "pipeline_ahead": True}],
-)
-def test_where_rollouts_are_sampled_ahead_chance_says_nothing_about_a_negative_kl_and_the_alarm_is_off(settings):
-    off = config(**settings)
-    assert [name for name in RULES if getattr(off, f"alarm_{name}") is None] == ["negative_kl"]
-    assert config(**settings, alarm_negative_kl=0.5).alarm_negative_kl == 0.5
-
-
-def test_without_truncation_the_alarms_keep_their_limits():
-    assert all(getattr(config(), f"alarm_{name}") is not None for name in TRUNCATION_ALARMS)
-    assert all(getattr(config(top_p=0.9), f"alarm_{name}") is None for name in TRUNCATION_ALARMS)
-    assert all(getattr(config(eval_top_p=0.9), f"alarm_{name}") is not None for name in TRUNCATION_ALARMS)

@@ -3,15 +3,14 @@
 import gzip
 import json
 import logging
-import time
 from collections import Counter
 
 import pytest
 import torch
 
 from onetrunk.parallel.heartbeat import read_beat
-from onetrunk.ppo.watching import rank_metrics
-from tests.ppo.support import even_share, logged, make_config, make_trainer, trained, trained_weights
+from onetrunk.ppo.monitoring.profiling import rank_metrics
+from tests.ppo.support import even_share, make_trainer, trained, trained_weights
 
 
 def test_per_rank_metrics_worked_out_by_hand():
@@ -70,15 +69,3 @@ def test_the_heartbeat_names_the_phase_the_rollout_and_the_step(tmp_path, monkey
     trainer.train()
     assert [(beat.phase, beat.rollout, beat.step) for beat in seen] == [("score", 0, 0), ("score", 1, 2)]
     assert read_beat(tmp_path, 0) is None
-
-
-@pytest.mark.slow
-def test_times_of_the_log_do_not_count_the_writing_of_a_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", lambda *args, **kwargs: time.sleep(5))
-    trainer = trained(tmp_path, num_rollouts=3, trace_rollouts=1)
-    assert logged(trainer, "time/generate_s")[2] < 5
-
-
-def test_a_number_of_rollouts_below_zero_is_not_traced(tmp_path):
-    with pytest.raises(ValueError, match="trace_rollouts is .*must be"):
-        make_config(tmp_path, trace_rollouts=-1)

@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 from tests.ppo.support import make_trainer, without_wall_clock  # noqa: E402
 
 SETTINGS = {"num_rollouts": 4, "num_ppo_epochs": 2, "rollout_batch_size": 8, "logging_steps": 3}
-SETTINGS |= {"alarm_entropy": 10.0, "alarm_patience": 2, "stop_on_alarm": ["entropy"]}
+SETTINGS |= {"alarm_limits": {"entropy": 10.0}, "alarm_patience": 2, "stop_on_alarm": ["entropy"]}
 
 
 def main(folder: Path) -> None:

@@ -68,19 +68,6 @@ def test_the_advantage_is_the_score_less_the_mean_of_the_prompts_other_completio
         assert torch.equal(e.advantages, e.advantages[:, :1] * e.pack.completion_mask)
 
 
-def test_a_completion_without_a_score_does_not_count_for_the_others(tmp_path):
-    def partial(completion_ids, **columns):
-        return [None if i == 0 else float(i) for i in range(len(completion_ids))]
-
-    settings = {"num_generations": 4, "beta": 0.0, "rollout_batch_size": 1, "max_unscored_fraction": 0.5}
-    trainer_class = modules["advantage"].LeaveOneOutTrainer
-    trainer = make_trainer(tmp_path, trainer_class=trainer_class, reward=partial, num_minibatches=1, **settings)
-    stream = trainer.get_train_dataloader()
-    stream.make_rollout()
-    # Scores none, 1, 2, 3: less 5/2, 4/2 and 3/2.
-    assert stream.shape_scores(stream.last_scored)[1:].tolist() == pytest.approx([-1.5, 0, 1.5])
-
-
 def test_the_judge_compares_in_both_orders_and_is_a_reward():
     on_topic = resolve_reward(f"{FOLDER}/judge.py:on_topic")
     prompt = "Find the green lamp in the attic."  # find, green, lamp, attic

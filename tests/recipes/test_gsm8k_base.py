@@ -4,10 +4,7 @@ import json
 
 import pytest
 
-from onetrunk import cli
-from onetrunk.models.build import BaseShape, make_base
 from tests.stages.recipes import ROOT, load_recipe_module
-from tests.tiny import CHAT_TEMPLATE
 
 prepare = load_recipe_module("gsm8k-0.5b", "prepare")
 rewards = load_recipe_module("gsm8k-0.5b", "rewards")
@@ -82,29 +79,3 @@ def test_every_real_solution_is_correct_and_that_of_another_question_seldom():
     assert set(rewards.correct(None, solutions, answer=true)) == {1.0}
     shifted = rewards.correct(None, solutions, answer=[*true[1:], true[0]])
     assert sum(shifted) / len(shifted) < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
-def test_the_chain_runs_on_real_questions(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    lines = REAL.read_text(encoding="utf-8").splitlines(keepends=True)
-    (tmp_path / "test.jsonl").write_text("".join(lines[:6]), encoding="utf-8")
-    monkeypatch.setattr("sys.argv", ["prepare.py", "--train_file", str(REAL), "--test_file", "test.jsonl"])
-    assert prepare.main() == 0
-    questions = [json.loads(line)["question"] for line in lines[:200]]
-    shape = BaseShape(max_positions=1024)
-    special = ["<user>", "<assistant>", "<eos>"]
-    make_base(questions, "base", shape=shape, chat_template=CHAT_TEMPLATE, special_tokens=special)
-    few = "--max_completion_length 12"
-    sizes = {
-        "ppo": f"{few} --model_name_or_path base --num_rollouts 1 --rollout_batch_size 8 --num_minibatches 1"
-        " --value_pretraining_rollouts 0 --use_cpu true --eval_strategy no --dataset_split train[:16]",
-        "eval": f"{few} --use_cpu true",
-    }
-    for verb, options in sizes.items():
-        assert cli.main([verb, "--config", f"recipes/gsm8k-0.5b/{verb}.yaml", *options.split()]) == 0
-    metrics = json.loads((tmp_path / "runs/gsm8k-0.5b/eval/metrics.json").read_text())
-    assert metrics["num_prompts"] == 6
-    assert {"score/correct", "score/right_number", "score/marked", "kl/ref"} <= set(metrics["policy"])

@@ -70,14 +70,6 @@ def test_the_converted_tokenizer_merges_as_llama2_c_does(files):
     check_tokenizer(path, [*TEXTS, *others])
 
 
-@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
-def test_the_converted_tokenizer_merges_real_text_as_llama2_c_does(tmp_path):
-    with REAL.open(encoding="utf-8") as lines:
-        questions = [json.loads(line)["question"] for line in lines][:60]
-    write_tokenizer(tmp_path / "tok.bin", questions[:30], 512)
-    check_tokenizer(tmp_path / "tok.bin", questions[20:])
-
-
 def test_a_damaged_file_is_named_with_what_to_do(files, tmp_path, monkeypatch, capsys):
     checkpoint, tokenizer = files
     checkpoint_bytes, tokenizer_bytes = checkpoint.read_bytes(), tokenizer.read_bytes()
@@ -97,13 +89,6 @@ def test_a_damaged_file_is_named_with_what_to_do(files, tmp_path, monkeypatch, c
         assert prepare.main() == 1
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
-
-
-def test_a_file_of_the_hub_with_other_bytes_is_not_used(files, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "hf_hub_download", lambda repo, name: str(files[0]))
-    monkeypatch.setattr("sys.argv", ["prepare.py"])
-    assert prepare.main() == 1
-    assert "stories260K.bin of karpathy/tinyllamas has the sha256" in capsys.readouterr().err
 
 
 def test_the_prompts_differ_and_are_always_the_same():

@@ -22,8 +22,8 @@ from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, RewardSet
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.rewards.judge_reward import JudgeReward, prompt_key
+from onetrunk.servers.fleet import run_async
 from onetrunk.types import SampledText
-from onetrunk.utils.calls import run_async
 from tests.judges.stub_server import StubServer
 from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer

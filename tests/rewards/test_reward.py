@@ -4,7 +4,7 @@ import functools
 
 import onetrunk.rewards
 from onetrunk.rewards import RewardSet
-from onetrunk.rewards.reward import is_async, reward_name, unique_names
+from onetrunk.rewards.reward import is_async, reward_name
 
 
 def length(completions, **kwargs):
@@ -33,7 +33,8 @@ def test_names_come_from_the_function_the_object_or_its_class_and_are_unique():
     def length_2(**kwargs):
         return []
 
-    assert unique_names([length, length_2, length, length]) == ["length", "length_2", "length_3", "length_4"]
+    names = ["length", "length_2", "length_3", "length_4"]
+    assert RewardSet([length, length_2, length, length]).names == names
 
 
 def test_what_is_async_is_known_through_partials_and_objects():

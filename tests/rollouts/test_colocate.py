@@ -139,7 +139,7 @@ def test_the_engine_gets_the_policy_s_precision_rank_and_lengths_and_leaves_the_
     expected = {"model": str(base), "dtype": "float32", "max_model_len": 40, "max_lora_rank": 8, "max_num_seqs": 3}
     expected |= {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "enable_lora": True}
     assert settings.items() >= expected.items()
-    with pytest.raises(RuntimeError, match="has 40 positions, and .* may have 41 tokens; set vllm_max_model_length"):
+    with pytest.raises(RuntimeError, match="has 40 positions, and .* may have 41 tokens; set max_prompt_length"):
         backend.check_policy(model, 41)
     backend.close()
 
@@ -193,7 +193,7 @@ def test_without_vllm_the_extra_is_named_before_a_model_loads(tmp_path):
 
 
 def test_settings_alone_train_on_samples_of_the_engine(engine, base, tmp_path):
-    config = PPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_mode="colocate", vllm_max_model_length=64)
+    config = PPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_mode="colocate")
     assert isinstance(load_backend(config), ColocatedBackend)
     settings = {"use_vllm": True, "vllm_mode": "colocate", "num_rollouts": 3, "temperature": 0.8}
     evaluation = {"eval_dataset": prompts(3), "eval_strategy": "steps", "eval_steps": 2}

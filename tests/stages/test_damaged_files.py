@@ -3,31 +3,58 @@
 Each case damages one file of a whole model, reward model or adapter and gives it to a stage.
 """
 
+import json
 import shutil
-from pathlib import Path
 
 import pytest
-import torch
 from peft import LoraConfig, TaskType, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from onetrunk import cli
-from tests.damage import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    CONFIG,
-    INDEX,
-    TEMPLATE,
-    WEIGHTS,
-    both,
-    changed,
-    removed,
-    tensors_changed,
-    truncated,
-    written,
-)
 from tests.stages.small_runs import make_material, words_of, write_rows
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+TEMPLATE = "chat_template.jinja"
+
+
+def truncated(name, share=0.5):
+    def damage(folder):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(share * len(data))])
+
+    return damage
+
+
+def written(name, data):
+    def damage(folder):
+        (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
+
+    return damage
+
+
+def changed(name, **fields):
+    def damage(folder):
+        content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(content | fields))
+
+    return damage
+
+
+def tensors_changed(name, change):
+    def damage(folder):
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+
+    return damage
+
+
+def removed(name):
+    return lambda folder: (folder / name).unlink()
 
 
 @pytest.fixture(scope="module")
@@ -93,61 +120,29 @@ def poisoned(tensors):
     list(tensors.values())[-1][0] = float("nan")
 
 
-def misshapen(tensors):
-    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 4)
-
-
-def index_of(content):
-    return both(removed(WEIGHTS), written(INDEX, content))
-
-
-GENERATION, TOKENIZER, ABOUT = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
 # What is damaged, which file the message names ("": only the folder), and what it says.
 BASE_FAULTS = {
     "half of the weights": (truncated(WEIGHTS), WEIGHTS, "cannot be used"),
-    "no byte of the weights": (written(WEIGHTS, b""), WEIGHTS, "cannot be used"),
     "a pointer of git": (written(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"), WEIGHTS, "header"),
     "no weights": (removed(WEIGHTS), "", "no file named model.safetensors"),
     "NaN": (tensors_changed(WEIGHTS, poisoned), "", "NaN or infinite"),
-    "a tensor of another shape": (tensors_changed(WEIGHTS, misshapen), CONFIG, "[3, 4] in the file and [64, 32]"),
     "no tensor of a layer": (tensors_changed(WEIGHTS, lambda t: t.pop("model.norm.weight")), "", "lacks 1 weights"),
-    "half of an index": (index_of("{"), INDEX, "cannot be used"),
-    "no shard": (index_of('{"metadata": {}, "weight_map": {"a": "model-1.safetensors"}}'), "", "model-1.safetensors"),
     "half of the config": (truncated(CONFIG), CONFIG, "cannot be used"),
-    "a config that is a list": (written(CONFIG, "[]"), CONFIG, "holds no JSON object"),
-    "a config that is nested too deeply": (written(CONFIG, "[" * 100_000), CONFIG, "recursion depth"),
     "an unknown architecture": (changed(CONFIG, model_type="unheard_of"), CONFIG, "unheard_of"),
     "the config of a wider model": (changed(CONFIG, hidden_size=48), CONFIG, "have another shape"),
-    "heads that do not divide": (changed(CONFIG, num_attention_heads=5), CONFIG, "heads"),
-    "an unknown activation": (changed(CONFIG, hidden_act="nope"), CONFIG, "nope"),
-    "half of the generation config": (truncated(GENERATION), GENERATION, "cannot be used"),
     "half of the tokenizer": (truncated(TOKENIZER), TOKENIZER, "cannot be used"),
-    "no model in the tokenizer": (written(TOKENIZER, "{}"), TOKENIZER, "cannot be used"),
     "no tokenizer": (removed(TOKENIZER), "", "the tokenizer"),
-    "half of its settings": (truncated(ABOUT), ABOUT, "cannot be used"),
-    "settings that are a list": (written(ABOUT, "[]"), ABOUT, "holds no JSON object"),
-    "an end token that is a number": (changed(ABOUT, eos_token=3), ABOUT, "eos_token"),
-    "a template that is no UTF-8": (written(TEMPLATE, b"\xff\xfe"), TEMPLATE, "utf-8"),
 }
 ADAPTER_FAULTS = {
     "half of the weights": (truncated(ADAPTER), ADAPTER, "cannot be used"),
     "NaN": (tensors_changed(ADAPTER, poisoned), ADAPTER, "NaN or infinity in 1 tensors"),
     "no weights": (removed(ADAPTER), "", "adapter_model.safetensors"),
     "half of the config": (truncated(ADAPTER_CONFIG), ADAPTER_CONFIG, "cannot be used"),
-    "a config that is a list": (written(ADAPTER_CONFIG, "[]"), ADAPTER_CONFIG, "holds no JSON object"),
     "an unknown kind": (changed(ADAPTER_CONFIG, peft_type="NOPE"), ADAPTER_CONFIG, "NOPE"),
     "no base": (changed(ADAPTER_CONFIG, base_model_name_or_path=3), "", "does not say what its base model is"),
-    "itself as its base": (changed(ADAPTER_CONFIG, base_model_name_or_path="adapter"), "", "is an adapter itself"),
-    "a rank of nothing": (changed(ADAPTER_CONFIG, r=0), ADAPTER_CONFIG, "r"),
     "another rank": (changed(ADAPTER_CONFIG, r=8), "", "does not fit"),
-    "a billion layers": (changed(ADAPTER_CONFIG, layer_replication=[[0, 10**9]]), ADAPTER_CONFIG, "1000000000 layers"),
-    "a million lists of copies": (
-        written(ADAPTER_CONFIG, b'{"layer_replication": [[0, 1]' + b", [0, 1]" * 1_250_000 + b"]}"),
-        "",
-        "at most 10000000 are read",
-    ),
     "targets that are not there": (changed(ADAPTER_CONFIG, target_modules=["nope"]), ADAPTER_CONFIG, "nope"),
-    "a pattern that is none": (changed(ADAPTER_CONFIG, target_modules="((("), ADAPTER_CONFIG, "cannot be used"),
 }
 
 
@@ -167,11 +162,10 @@ def test_a_damaged_file_of_an_adapter_is_named(tmp_path, capsys, damage, file, r
     assert reason in refused(capsys, "eval", "--model_name_or_path", folder, names=folder / file)
 
 
-@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('not so') }}", "{{ 1 / 0 }}", "{{ nope.x.y }}"])
-@pytest.mark.parametrize("verb", ["sft", "ppo"])
-def test_a_chat_template_that_fails_is_named(tmp_path, capsys, verb, template):
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('not so') }}"])
+def test_a_chat_template_that_fails_is_named(tmp_path, capsys, template):
     folder = damaged(tmp_path, "base", written(TEMPLATE, template))
-    code = cli.main(words(verb, "--model_name_or_path", str(folder), "--dataset_name", "turns.jsonl"))
+    code = cli.main(words("sft", "--model_name_or_path", str(folder), "--dataset_name", "turns.jsonl"))
     err = capsys.readouterr().err
     assert code == 1 and "Traceback" not in err and "chat template" in err, err
 
@@ -179,31 +173,18 @@ def test_a_chat_template_that_fails_is_named(tmp_path, capsys, verb, template):
 # --- every entrance ---
 
 ENTRANCES = {
-    "sft": ("base", "sft --model_name_or_path {}"),
-    "reward": ("base", "reward --model_name_or_path {}"),
-    "distill, a student": ("base", "distill --model_name_or_path {}"),
     "distill, a teacher": ("scorer", "distill --teacher {}"),
-    "ppo": ("base", "ppo --model_name_or_path {}"),
     "ppo, a reward model": ("scorer", "ppo --reward_funcs {}"),
     "ppo, the start of the value head": ("scorer", "ppo --value_head_init {}"),
-    "eval": ("base", "eval --model_name_or_path {}"),
-    "eval, a reward model": ("scorer", "eval --reward_funcs {}"),
     "eval, an opponent": ("base", "eval --opponent {}"),
     "prefs": ("base", "prefs --model_name_or_path {}"),
-    "prefs, a judge": ("base", "prefs --judge {}"),
-    "prefs, a reward model as judge": ("scorer", "prefs --judge reward:{}"),
-    "ppo, an adapter": ("adapter", "ppo --model_name_or_path {}"),
     "prefs, an adapter": ("adapter", "prefs --model_name_or_path {}"),
-    "prefs, an adapter as judge": ("adapter", "prefs --judge {}"),
     "eval, an adapter as opponent": ("adapter", "eval --opponent {}"),
     "ppo, a branch of the trunk": ("reward-adapter", "ppo --reward_funcs {}"),
-    "eval, a branch of the trunk": ("reward-adapter", "eval --reward_funcs {}"),
-    "prefs, a reward adapter as judge": ("reward-adapter", "prefs --judge reward:{}"),
     "distill, an adapter as teacher": ("reward-adapter", "distill --teacher {}"),
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("source", "command"), cases(ENTRANCES))
 def test_a_damaged_file_is_named_wherever_it_is_given(tmp_path, capsys, source, command):
     file = ADAPTER if "adapter" in source else WEIGHTS
@@ -224,20 +205,3 @@ def test_a_damaged_base_of_an_adapter_is_named_with_the_adapter(tmp_path, capsys
         refused(capsys, "eval", *option, tmp_path / "adapter", names=base / WEIGHTS)
     else:
         refused(capsys, "prefs", *option, names=base / WEIGHTS)
-
-
-# --- a pipeline ---
-
-
-@pytest.mark.slow
-def test_a_pipeline_ends_with_the_message_of_its_stage(tmp_path, capfd, material):
-    folder = damaged(tmp_path, "base", truncated(WEIGHTS))
-    (tmp_path / "sft.yaml").write_text(
-        f"model_name_or_path: {folder}\ndataset_name: sft.jsonl\noutput_dir: {tmp_path}/out\nuse_cpu: true\n"
-    )
-    (tmp_path / "all.yaml").write_text(
-        f"output_dir: {tmp_path}/state\nstages:\n  sft: {{config: {tmp_path}/sft.yaml}}\n"
-    )
-    assert cli.main(["run", str(tmp_path / "all.yaml")]) == 1
-    err = capfd.readouterr().err
-    assert "Traceback" not in err and str(Path(folder) / WEIGHTS) in err

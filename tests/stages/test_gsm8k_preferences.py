@@ -76,19 +76,12 @@ def test_both_tasks_are_split_by_question(tmp_path, monkeypatch, capsys):
     assert "20 rows in solutions_train.jsonl" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("n", "m"), [(150, 520), (160, 500)])
+@pytest.mark.parametrize(("n", "m"), [(150, 520)])
 def test_too_few_rows_are_refused(tmp_path, monkeypatch, capsys, n, m):
     given = [solutions(tmp_path / "s.jsonl", n), answers(tmp_path / "t.jsonl", m)]
     monkeypatch.setattr("sys.argv", ["prepare_preferences.py", *given, "--output_dir", str(tmp_path / "out")])
     assert prepare.main() == 1
     assert "of them are held out, give more" in capsys.readouterr().err
-
-
-def test_files_in_the_wrong_order_are_refused(tmp_path, monkeypatch, capsys):
-    given = [answers(tmp_path / "t.jsonl", 520), solutions(tmp_path / "s.jsonl", 160)]
-    monkeypatch.setattr("sys.argv", ["prepare_preferences.py", *given, "--output_dir", str(tmp_path / "out")])
-    assert prepare.main() == 1
-    assert "t.jsonl has no column ground_truth" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from onetrunk import cli
 from tests.stages.recipes import ROOT, load_recipe_module
 
 rewards = load_recipe_module("gsm8k-tiny", "rewards")
@@ -78,14 +77,6 @@ def test_a_file_that_is_not_gsm8k_is_refused(tmp_path, monkeypatch, capsys, cont
     assert sentence in error and "Traceback" not in error
 
 
-def test_an_output_folder_that_is_a_file_is_refused(tmp_path, monkeypatch, capsys):
-    write_problems(tmp_path / "train.jsonl")
-    (tmp_path / "out").write_text("")
-    monkeypatch.setattr("sys.argv", ["prepare.py", f"{tmp_path}/train.jsonl", "--output_dir", f"{tmp_path}/out"])
-    assert prepare.main() == 1
-    assert "out is a file; name a folder" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
 def test_the_real_solutions_have_the_last_line_and_mostly_right_annotations():
     with REAL.open(encoding="utf-8") as lines:
@@ -94,36 +85,3 @@ def test_the_real_solutions_have_the_last_line_and_mostly_right_annotations():
     assert set(rewards.answer_accuracy(None, answers, answer=answers)) == {1.0}
     scores = rewards.annotation_score(None, answers)
     assert sum(scores) / len(scores) > 0.95
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_recipe_lead_from_a_file_to_figures_before_and_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    write_problems(tmp_path / "problems.jsonl")
-    monkeypatch.setattr("sys.argv", ["prepare.py", "problems.jsonl"])
-    assert prepare.main() == 0
-    runs = tmp_path / "runs/gsm8k-tiny"
-    held_out = runs / "held_out.jsonl"
-    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:6]))
-    few = "--max_completion_length 24"
-    sizes = {
-        "sft": "--max_steps 60 --save_strategy no",
-        "ppo": f"{few} --num_rollouts 1 --rollout_batch_size 32 --num_minibatches 1",
-        "eval": few,
-    }
-    for verb, options in sizes.items():
-        assert cli.main([verb, "--config", f"recipes/gsm8k-tiny/{verb}.yaml", *options.split()]) == 0
-    figures = json.loads((runs / "eval/metrics.json").read_text())
-    assert (figures["model"], figures["num_prompts"]) == ("runs/gsm8k-tiny/ppo", 6)
-    assert json.loads((runs / "ppo/metrics.json").read_text())["steps"] == 2
-    names = {"score/annotation_score", "score/final_line", "score/answer_accuracy"}
-    assert names <= set(figures["reference"]) and names | {"kl/ref"} <= set(figures["policy"])
-    # Two steps have moved the policy away from what it started from.
-    assert figures["policy"]["kl/ref"] != 0
-    rows = [json.loads(line) for line in (runs / "eval/samples-policy.jsonl").read_text().splitlines()]
-    assert [row["prompt"] for row in rows] == [f"What is {i} + {i}?\n" for i in range(100, 106)]
-    assert any(row["score/final_line"] for row in rows)
-    for row in rows:
-        rewarded = row["score/annotation_score"] + 0.25 * row["score/final_line"]
-        assert row["score"] == pytest.approx(rewarded)

@@ -1,5 +1,6 @@
 """The output folder of every stage: odd ones are one sentence, and two processes never share one."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -72,30 +73,21 @@ def sentence(capsys):
     return line
 
 
-@pytest.mark.sampled(33)
-@pytest.mark.parametrize("kind", SAID)
-@pytest.mark.parametrize("verb", STAGES)
-def test_an_odd_output_folder_is_refused_before_anything_else(tmp_path, capsys, verb, kind):
+@pytest.mark.parametrize(("kind", "verb"), zip(SAID, itertools.cycle(STAGES), strict=False))
+def test_an_odd_output_folder_is_refused_before_anything_else(tmp_path, capsys, kind, verb):
     code = run(verb, *NOWHERE, "--output_dir", odd_folder(kind, tmp_path))
     assert code == (2 if kind == "nothing" else 1)
     assert SAID[kind] in sentence(capsys)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SAID if kind != "nothing"])
-def test_so_is_that_of_a_pipeline(tmp_path, capsys, kind):
-    pytest.importorskip("yaml")
-    import yaml
-
+def test_so_is_that_of_a_pipeline(tmp_path, capsys):
     (tmp_path / "eval.yaml").write_text("output_dir: out\nmodel_name_or_path: base\ndataset_name: prompts.jsonl\n")
-    spec = {"output_dir": str(odd_folder(kind, tmp_path)), "stages": {"eval": {"config": str(tmp_path / "eval.yaml")}}}
-    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(spec))
+    (tmp_path / "pipeline.yaml").write_text(f"output_dir: /\nstages: {{eval: {{config: {tmp_path}/eval.yaml}}}}\n")
     assert cli.main(["run", str(tmp_path / "pipeline.yaml")]) in (1, 2)
     sentence(capsys)
 
 
-@pytest.mark.parametrize("name", ["two words", "Füße-日本", "new\nline", "-dash", "a'quote\"", "%s{}"])
-@pytest.mark.parametrize("verb", ["sft", "ppo", "eval", "prefs"])
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("verb", "name"), [("sft", "-Füße\n日本"), ("eval", "a'quote\" %s{}")])
 def test_a_folder_may_have_any_name_that_the_file_system_takes(tmp_path, verb, name):
     assert run(verb, f"--output_dir={tmp_path / name}") == 0
     assert any((tmp_path / name).iterdir())

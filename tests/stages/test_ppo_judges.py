@@ -14,8 +14,8 @@ from onetrunk import cli
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle, digest
 from onetrunk.judges.rubric import RubricJudge
-from onetrunk.ppo.evaluation import sample_references
-from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
+from onetrunk.ppo.reference_completions import sample_references
 from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key
 from onetrunk.stages.ppo import RunJudges
 from onetrunk.utils.files import load_tensors
@@ -46,7 +46,7 @@ PPO += "--use_cpu true --save_strategy no --eval_strategy no --report_to none --
 PPO += ["--write_report", "false"]
 JUDGE = ["--judge", "rubric", "--constitution", "long.yaml", "--rubric", '{"long": "checks.py:long"}']
 MONITOR = ["--monitor_judge", "rubric", "--monitor_constitution", "brief.yaml"]
-MONITOR += ["--monitor_rubric", '{"brief": "checks.py:brief"}', "--monitor_window", "2"]
+MONITOR += ["--monitor_rubric", '{"brief": "checks.py:brief"}']
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_judge_rates_and_another_watches(there, capsys):
 
 
 def test_a_pairwise_reward_compares_with_what_the_reference_says_once(there):
-    assert ppo("pairwise", "--reward_funcs", "pairwise", *JUDGE, "--pairwise_beta", "2") == 0
+    assert ppo("pairwise", "--reward_funcs", "pairwise", *JUDGE) == 0
     figures = metrics("pairwise")
     assert figures["policy"]["score/pairwise"] <= 0
     # Every planned prompt and every held-out one has a reference completion: 14 training rows, 8 of which are used.
@@ -99,7 +99,7 @@ def test_a_pairwise_reward_compares_with_what_the_reference_says_once(there):
     # Another run in the same folder samples none of them again, and asks the judge nothing anew.
     asked = len((there / "asked.txt").read_text().splitlines())
     again = ["--overwrite_output_dir", "true"]
-    assert ppo("pairwise", "--reward_funcs", "pairwise", *JUDGE, "--pairwise_beta", "2", *again) == 0
+    assert ppo("pairwise", "--reward_funcs", "pairwise", *JUDGE, *again) == 0
     assert answers_in(there / "pairwise/_kept/reference_completions-0.db") == kept
     assert len((there / "asked.txt").read_text().splitlines()) == asked
     assert metrics("pairwise") == figures
@@ -211,33 +211,19 @@ def test_without_held_out_rows_the_monitor_looks_at_training_prompts_and_they_ha
     assert judges.monitor.num_left_out == 0
 
 
-def test_a_rubric_may_stand_for_both_judges_by_different_principles(there):
-    rubric = ["--rubric", '{"long": "checks.py:long", "brief": "checks.py:brief"}']
-    watching = ["--monitor_judge", "rubric", "--monitor_constitution", "brief.yaml", "--num_rollouts", "1"]
-    judging = ["--judge", "rubric", "--constitution", "long.yaml"]
-    assert ppo("both", "--reward_funcs", "judge", *judging, *rubric, *watching) == 0
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--reward_funcs", "judge"], "reward_funcs names judge, and judge is not set"),
         (["--reward_funcs", "pairwise", *JUDGE[:2]], "judge is set and constitution is not"),
         (["--reward_funcs", "checks.py:even", *JUDGE], "reward_funcs names neither judge (its rating) nor pairwise"),
-        (["--reward_funcs", "judge", *JUDGE, *MONITOR, "--monitor_every", "0"], "monitor_every is 0"),
-        (
-            ["--reward_funcs", "judge", *JUDGE, "--monitor_window", "3"],
-            "monitor_window is set and monitor_judge is not",
-        ),
-        (["--reward_funcs", "judge", *JUDGE, *MONITOR, "--monitor_window", "1"], "monitor_window is 1"),
+        (["--reward_funcs", "judge", *JUDGE, "--monitor_rows", "3"], "monitor_rows is set and monitor_judge is not"),
         (["--reward_funcs", "checks.py:even", *MONITOR[:2]], "neither monitor_constitution nor constitution"),
         (["--reward_funcs", "judge", *JUDGE, *MONITOR[:2]], "is what the reward is made of, and would see no gap"),
         (
             ["--reward_funcs", "base", "--constitution", "long.yaml", "--monitor_judge", "reward:base"],
             "would see no gap",
         ),
-        (["--reward_funcs", "pairwise", *JUDGE, "--pairwise_beta", "0"], "pairwise_beta is 0.0"),
-        (["--reward_funcs", "pairwise", *JUDGE, "--pairwise_floor", "0.5"], "pairwise_floor is 0.5"),
     ],
 )
 def test_settings_that_contradict_each_other_are_one_sentence_before_anything_runs(there, capsys, options, sentence):

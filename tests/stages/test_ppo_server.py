@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.ppo.support import base_model
 from tests.rollouts.stub_vllm import StubVLLM, wait_until
@@ -118,10 +117,9 @@ def test_an_adapter_with_whole_modules_is_told(there, tmp_path, capsys):
 
 
 def test_a_server_on_which_another_training_publishes_is_told(there, tmp_path, capsys):
-    policy = ServerPolicy(wait_s=120.0, probe_s=0.02)
     config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     with served() as server:
-        first = VLLMBackend(server.url, tmp_path / "first", policy=policy)
+        first = VLLMBackend(server.url, tmp_path / "first")
         first.sync(get_peft_model(AutoModelForCausalLM.from_pretrained("base"), config), 0)
         said = rejected(capsys, tmp_path / "second", *on(server.url))
         assert f"{server.url} is in use" in said and f"process {os.getpid()} on" in said

@@ -242,7 +242,7 @@ def test_a_larger_student_is_warned_of_and_trained(there, caplog):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--eval_dataset_name", "bad.jsonl"], "held-out rows: 4 of 8 rows cannot be used"),
+        (["--eval_dataset_name", "bad.jsonl"], "held-out rows: row 1: probability is 1.5"),
         (["--output_dir", "rm"], "holds a run already"),
         (["--output_dir", "train.jsonl"], "the output folder train.jsonl is a file"),
         (["--resume_from_checkpoint", "true"], "new holds no checkpoint-* folder"),

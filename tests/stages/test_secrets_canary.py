@@ -1,6 +1,5 @@
-"""Real runs with canaries for secrets: no byte that a run leaves or says holds one, plain, packed or in base64."""
+"""Real runs with canaries for secrets: no byte that a run leaves or says holds one, plain or packed."""
 
-import base64
 import gzip
 import json
 import logging
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 from datasets import Dataset
@@ -58,23 +56,9 @@ PPO = "--rollout_batch_size 4 --max_completion_length 4 --lora_r 2 --num_ppo_epo
 PPO += ["--num_minibatches", "2", "--log_completions", "true"]
 
 
-def forms(canary):
-    """Return a secret as it may stand in bytes; of base64 what does not depend on what stands before it."""
-    data = canary.encode()
-    found = {data, quote(canary, safe="").encode(), data[::-1], data.hex().encode(), canary.encode("utf-16-le")}
-    for shift in range(3):
-        text = base64.b64encode(b"\0" * shift + data)
-        # The first characters hold bits of what is before, the last those of what is behind.
-        found.add(text[-(-shift * 8 // 6) : len(text) - 4])
-    return found | {form.replace(b"+", b"-").replace(b"/", b"_") for form in found}
-
-
-FORMS = {name: forms(canary) for name, canary in CANARIES.items()}
-
-
 def canaries_in(data):
     """Return the names of the canaries in bytes, and in what is packed in them."""
-    found = {name for name, written in FORMS.items() if any(form in data for form in written)}
+    found = {name for name, canary in CANARIES.items() if canary.encode() in data}
     if data[:2] == b"\x1f\x8b":
         found |= canaries_in(gzip.decompress(data))
     return found
@@ -99,14 +83,10 @@ def test_the_search_finds_a_canary_wherever_it_is(tmp_path):
     canary = CANARIES["HF_TOKEN"].encode()
     (tmp_path / "plain").write_bytes(b"x" + canary)
     (tmp_path / "packed.gz").write_bytes(gzip.compress(b"x" * 99 + canary))
-    for shift in range(3):
-        (tmp_path / f"base64-{shift}").write_bytes(base64.b64encode(b"x" * shift + canary + b"more of it"))
     with zipfile.ZipFile(tmp_path / "training_args.bin", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data.pkl", canary * 3)
     (tmp_path / "none").write_bytes(b"kanari")
-    assert leaks(tmp_path) == {
-        name: {"HF_TOKEN"} for name in ("plain", "packed.gz", "base64-0", "base64-1", "base64-2", "training_args.bin")
-    }
+    assert leaks(tmp_path) == {name: {"HF_TOKEN"} for name in ("plain", "packed.gz", "training_args.bin")}
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +130,6 @@ def nothing_leaked(folder, *texts):
 
 
 @pytest.mark.slow
-def test_sft_reward_and_distill_leave_none(base, place, capfd, caplog):
-    assert call(base, "sft", "rows.jsonl", *TRAIN, "--max_steps", "1", "--output_dir", "sft") == 0
-    options = ["--max_steps", "1", "--output_dir", "reward", "--eval_dataset_name", base / "pairs.jsonl"]
-    assert call(base, "reward", "pairs.jsonl", *TRAIN, *options) == 0
-    options = ["--max_steps", "1", "--output_dir", "student", "--teacher", "reward"]
-    assert call(base, "distill", "pairs.jsonl", *TRAIN, *options) == 0
-    assert list(place.rglob("training_args.bin")) and list(place.rglob("events.out.tfevents.*"))
-    nothing_leaked(place, *capfd.readouterr(), caplog.text)
-
-
-@pytest.mark.slow
 def test_ppo_with_a_reward_that_logs_secrets_leaves_none(base, place, capfd, caplog):
     options = [*TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:leaky", "--eval_dataset_name", base / "rows.jsonl"]
     with caplog.at_level(logging.WARNING):
@@ -183,7 +152,7 @@ def test_an_evaluation_by_a_judge_behind_a_key_leaves_none(base, place, capfd, c
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 
-@pytest.mark.parametrize("trace", ["0", "1"])
+@pytest.mark.parametrize("trace", ["1"])
 @pytest.mark.slow
 def test_a_step_that_fails_with_a_secret_in_its_message_leaves_none(base, place, trace):
     words = ["--model_name_or_path", base / "base", "--dataset_name", base / "rows.jsonl", "--output_dir", "out"]
@@ -211,8 +180,7 @@ def test_preferences_of_a_judge_behind_a_key_leave_none(base, place, capfd, capl
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 
-@pytest.mark.parametrize("where", ["reasoning", "inline"])
-@pytest.mark.parametrize("verb", ["prefs", "judge"])
+@pytest.mark.parametrize(("verb", "where"), [("prefs", "inline"), ("judge", "reasoning")])
 def test_a_server_that_repeats_its_headers_puts_the_key_into_no_file(base, place, capfd, caplog, verb, where):
     own = ["--num_generations", "2", "--max_completion_length", "6"] if verb == "prefs" else []
     with StubServer(key=CANARIES["JUDGE_ACCESS"], thinks=where, repeats_headers=True) as stub:
@@ -231,11 +199,8 @@ def test_a_server_that_repeats_its_headers_puts_the_key_into_no_file(base, place
     "options",
     [
         ["--judge", "https://anna:kanari-url-Pw94@host/v1", "--judge_model", "m"],
-        ["--judge", "https://host/v1?token=kanari-url-Pw94", "--judge_model", "m"],
         ["--judge", "reward:https://anna:kanari-url-Pw94@host/v1"],
         ["--dataset_name", "https://anna:kanari-url-Pw94@host/rows.jsonl"],
-        ["--model_name_or_path", "https://anna:kanari-url-Pw94@host/model"],
-        ["--constitution", "https://anna:kanari-url-Pw94@host/c.yaml"],
     ],
 )
 def test_a_password_in_an_address_is_not_repeated_by_the_refusal(base, place, capfd, caplog, options):

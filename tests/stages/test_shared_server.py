@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.rollouts.proof import PROBE_PROMPTS
+from onetrunk.rollouts.same_base import PROBE_PROMPTS
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.feedback import runs
 from tests.judges.stub_server import completion, send
@@ -106,12 +106,12 @@ def test_what_keeps_a_server_from_sampling_is_one_message_before_anything_is_wri
         assert runs.prefs(inputs, *on(other), out=tmp_path / "c") == 1
         assert "serves another base model" in capsys.readouterr().err
         assert other.adapters == {}
-    down = ["--use_vllm", "true", "--vllm_server_port", 9, "--vllm_server_timeout", 0.2]
+    down = ["--use_vllm", "true", "--vllm_server_base_url", "http://127.0.0.1:9", "--vllm_server_timeout", 0.2]
     for command in (evaluate, runs.prefs):
         assert command(inputs, *down, out=tmp_path / "d") == 1
         assert "vLLM server http://127.0.0.1:9: not ready" in capsys.readouterr().err
-    assert evaluate(inputs, "--vllm_server_port", 9, out=tmp_path / "e") == 2
-    assert "vllm_server_port is set and use_vllm is not" in capsys.readouterr().err
+    assert evaluate(inputs, "--vllm_server_base_url", "http://127.0.0.1:9", out=tmp_path / "e") == 2
+    assert "vllm_server_base_url is set and use_vllm is not" in capsys.readouterr().err
     assert runs.prefs(inputs, *down, "--engine", "ray", out=tmp_path / "f") == 2
     assert "engine is ray, whose workers each hold the model, and use_vllm is set" in capsys.readouterr().err
     assert not list(tmp_path.glob("*/metrics.json"))

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from onetrunk import cli
 from tests.stages.recipes import ROOT, load_recipe_module
 
 grammar = load_recipe_module("tiny", "make_data")
@@ -76,21 +75,6 @@ def test_the_training_replies_are_of_mixed_quality():
     task = ("find", "lamp", "attic")
     means = [sum(part) / 400 for part in zip(*(scores(grammar.reply(rng, task)) for _ in range(400)), strict=True)]
     assert all(0.3 < mean < 0.85 for mean in means), means
-
-
-@pytest.mark.slow
-def test_the_recipe_s_stages_can_be_run_twice(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    grammar.make_all(num_sft_rows=200)
-    rewards = [f"{ROOT}/recipes/tiny/rewards.py:{name}" for name in ("on_task", "polite", "concise", "finished")]
-    few = {
-        "sft": ["--max_steps", "1"],
-        "ppo": "--num_rollouts 1 --rollout_batch_size 4 --max_completion_length 4 --num_minibatches 1".split(),
-    }
-    few["ppo"] += ["--save_steps", "2", "--reward_funcs", *rewards, "--eval_strategy", "no"]
-    for verb in ("sft", "sft", "ppo", "ppo"):
-        assert cli.main([verb, "--config", f"{ROOT}/recipes/tiny/{verb}.yaml", *few[verb]]) == 0
 
 
 @pytest.mark.slow

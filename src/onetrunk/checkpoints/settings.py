@@ -43,16 +43,16 @@ BOUND_SETTINGS = tuple(
 KEPT_SETTINGS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 FREE_SETTINGS = frozenset(
     "output_dir run_name project report_to num_rollouts max_steps num_train_epochs resume_from_checkpoint"
-    " push_to_hub disable_tqdm num_completions_to_print per_device_eval_batch_size overwrite_output_dir"
+    " push_to_hub disable_tqdm per_device_eval_batch_size overwrite_output_dir"
     " allow_config_change continue_ended_run checkpoint_mirror use_cpu accelerator_config do_train do_eval"
     " do_predict load_best_model_at_end metric_for_best_model greater_is_better model_init_kwargs debug tpu_num_cores"
     " activation_checkpointing gradient_checkpointing gradient_checkpointing_kwargs enable_jit_checkpoint"
-    " restore_callback_states_from_checkpoint skip_memory_metrics max_unscored_fraction max_skipped_steps"
+    " restore_callback_states_from_checkpoint skip_memory_metrics max_unscored_fraction"
     " value_head_init local_rank torch_empty_cache_steps activation_checkpointing_kwargs parallelism_config"
     " activation_offloading check_memory include_for_metrics dataset_num_proc eos_token pad_token"
-    " trust_remote_code trace_rollouts vllm_server_base_url vllm_server_host vllm_server_port"
+    " trust_remote_code trace_rollouts vllm_server_base_url"
     " write_report vllm_server_timeout vllm_request_timeout vllm_api_key_env vllm_gpu_memory_utilization"
-    " vllm_max_model_length vllm_enable_sleep_mode"
+    " vllm_enable_sleep_mode"
     " pipeline_training pipeline_stages pipeline_split pipeline_batches".split()
 )
 FREE_PREFIXES = (

@@ -1,13 +1,16 @@
 """Ask a judge, and keep every answer in a ledger as soon as it arrives. What the ledger holds is not asked again.
 
-A question without an answer (the server is down) is not kept; the next run asks it again.
+A question without an answer (the server is down) is not kept; the next run asks it again. Sampling and judging overlap
+(`overlapped`): a thread samples a bounded number of chunks ahead of the judge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.ledger import Ledger
@@ -29,8 +32,11 @@ from onetrunk.types import Prompt, SampledText
 FEWEST = 50
 # Refused and unread questions stop a run only if they are about this number of prompts or more.
 FEWEST_PROMPTS = 5
-# Pairs that are asked about together.
+# Pairs that are asked about together: questions and answers take much more memory than labels.
 PAIRS_PER_PART = 4096
+# How long an ending run waits for a producer that does not check its flag.
+JOIN_S = 5.0
+T = TypeVar("T")
 
 
 class Asker:
@@ -61,8 +67,6 @@ class Asker:
 
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
         """Return a label per pair; its `errors` count the questions without an answer.
-
-        Pairs are asked about in parts, because questions and answers take much more memory than labels.
 
         Raises:
             RuntimeError: too many questions have no answer.
@@ -179,3 +183,66 @@ class FailureLimit:
                 f"the judge {self.judge} {what}, past max_failed_fraction {self.max_failed_fraction:g} (the last:"
                 f" {error}); all answers are kept: {repair} and run the same command again"
             )
+
+
+class Stopped(Exception):
+    """Raised in the producer's thread by `StopFlag.check` once its products are no longer wanted."""
+
+
+class StopFlag(threading.Event):
+    """Tells a producer, between two of its steps, that its work is no longer wanted."""
+
+    def check(self) -> None:
+        """Raise Stopped if the flag is set."""
+        if self.is_set():
+            raise Stopped
+
+
+def overlapped(
+    products: Iterable[T], consume: Callable[[T], None], *, max_waiting: int = 2, stop: StopFlag | None = None
+) -> None:
+    """Call `consume` for every product, in order, while the next ones are produced.
+
+    Args:
+        products: iterated in a thread; usually a generator that does the work.
+        consume: called in this thread: judges run an event loop, and checks of users may set signal handlers.
+        max_waiting: products that may wait for the consumer; at least 1.
+        stop: set when this thread ends early (an error, Ctrl-C), so that a long step of the producer can end too.
+
+    Raises:
+        Exception: the first error of either stage, unchanged. Products from before an error are consumed first.
+    """
+    waiting: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+    room = threading.Semaphore(max_waiting)
+    stop = stop or StopFlag()
+
+    def produce() -> None:
+        try:
+            for product in products:
+                waiting.put((product,))
+                room.acquire()
+                stop.check()
+            waiting.put(None)
+        except BaseException as error:
+            waiting.put(error)
+
+    # A daemon: an executor of `concurrent.futures` would make an interrupted run wait for it.
+    thread = threading.Thread(target=produce, name="feedback", daemon=True)
+    thread.start()
+    try:
+        while (entry := waiting.get()) is not None:
+            if isinstance(entry, BaseException):
+                raise entry
+            room.release()
+            consume(*entry)
+    finally:
+        stop.set()
+        room.release()
+        thread.join(JOIN_S)
+
+
+def chunked(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of `size` items, the last one shorter; reads no further than it yields."""
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ from typing import Any
 
 from onetrunk.feedback.ledger import Database
 from onetrunk.judges.judge import Judge, Usage
-from onetrunk.utils.calls import EndOfCalls
+from onetrunk.servers.errors import EndOfCalls
 from onetrunk.utils.options import option
 
 COSTS_FILE = "ledger/costs.db"
@@ -29,12 +29,12 @@ WAIT_S = 300.0
 SAVE_EVERY_S = 2.0
 EXAMPLE = "{judge-model: [0.4, 1.6]}"
 COUNTERS = [field.name for field in fields(Usage)]
-# A row per judge: its counters, its last known price, and the cost of the question for which there was no room.
-SELECT = f"SELECT judge, prompt_price, completion_price, refused_usd, {', '.join(COUNTERS)} FROM costs"
+# A row per judge: its counters and its last known price.
+SELECT = f"SELECT judge, prompt_price, completion_price, {', '.join(COUNTERS)} FROM costs"
 # Without waiting for the disk: a transaction survives the kill of a process, though perhaps no power cut.
 SETUP = (
     "PRAGMA synchronous = OFF; CREATE TABLE IF NOT EXISTS costs (judge PRIMARY KEY, prompt_price, completion_price,"
-    f" refused_usd DEFAULT 0, {', '.join(f'{name} DEFAULT 0' for name in COUNTERS)})"
+    f" {', '.join(f'{name} DEFAULT 0' for name in COUNTERS)})"
 )
 
 
@@ -90,30 +90,26 @@ class Costs:
 
     def __init__(self, folder: Path, judges: Sequence[Judge], settings: CostConfig):
         self.budget_usd = settings.judge_budget_usd
-        self._usages: dict[str, Usage] = {}
-        names: dict[str, tuple[str, ...]] = {}
-        remote = []
-        for name, member in chain.from_iterable(judge.members.items() for judge in judges):
-            self._usages[name] = member.usage
-            names[name] = (name, member.name, str(member.identity.get("model")))
-            remote += [name] if member.is_remote else []
-        self._prices = _prices(settings.judge_prices or {}, names)
-        unpriced = [name for name in remote if name not in self._prices]
+        members = dict(chain.from_iterable(judge.members.items() for judge in judges))
+        self._prices = _prices(settings.judge_prices or {}, members)
+        unpriced = [name for name, member in members.items() if member.is_remote and name not in self._prices]
         if self.budget_usd is not None and unpriced:
             raise ValueError(
                 f"judge_budget_usd is set and judge_prices has no price of {', '.join(unpriced)}; give one, or [0, 0]"
                 " if it costs nothing"
             )
+        self._usages = {name: member.usage for name, member in members.items()}
         self._added = {name: usage.copy() for name, usage in self._usages.items()}
         self._database = _open(folder)
         with self._database.writing() as database:
-            database.executemany("INSERT OR IGNORE INTO costs (judge) VALUES (?)", [(name,) for name in self._usages])
+            database.executemany("INSERT OR IGNORE INTO costs (judge) VALUES (?)", [(name,) for name in members])
             for name, price in self._prices.items():
                 statement = "UPDATE costs SET prompt_price = ?, completion_price = ? WHERE judge = ?"
                 database.execute(statement, (*price, name))
             self._add_new(database)
-        for name, usage in self._usages.items() if self.budget_usd is not None else ():
-            usage.budget = partial(self.reserve, name)
+        if self.budget_usd is not None:
+            for name, usage in self._usages.items():
+                usage.budget = partial(self.reserve, name)
 
     def _add_new(self, database: sqlite3.Connection) -> None:
         """Add what was used since the last transaction, and read the counters of all runs and shards."""
@@ -124,12 +120,12 @@ class Costs:
                 added = ", ".join(f"{counter} = {counter} + :{counter}" for counter in new)
                 database.execute(f"UPDATE costs SET {added} WHERE judge = :judge", new | {"judge": name})
             self._added[name] = now
-        self._rows, self._saved = list(map(_Row.of, database.execute(SELECT))), time.monotonic()
+        self._rows, self._saved = database.execute(SELECT).fetchall(), time.monotonic()
 
     @property
     def usd(self) -> float | None:
         """What all runs have cost in USD as of the last transaction, reservations included; None without a price."""
-        known = [row.usd for row in self._rows if row.usd is not None]
+        known = [usd for _, _, usd in map(_parsed, self._rows) if usd is not None]
         return sum(known) if known else None
 
     def reserve(self, judge: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
@@ -141,22 +137,15 @@ class Costs:
         if not prompt_tokens:
             self.check()
             return
+        most = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens).cost_usd(self._prices[judge])
         with self._database.writing() as database:
             self._add_new(database)
-            call = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
-            most = call.cost_usd(self._prices[judge])
-            # The question for which there was no room must fit too: else each run would pay for a trial before it.
-            refused = max(row.refused_usd for row in self._rows)
-            needed = max(most, refused)
-            has_room = self.usd + needed <= self.budget_usd
+            has_room = self.usd + most <= self.budget_usd
             if has_room:
                 self._usages[judge].hold(prompt_tokens, completion_tokens)
                 self._add_new(database)
-            if refused or not has_room:
-                left = 0.0 if has_room and most >= refused else needed
-                database.execute("UPDATE costs SET refused_usd = ?", (left,))
         if not has_room:
-            raise self._reached(f", the next question may cost {needed:.4f}")
+            raise self._reached(f", the next question may cost {most:.4f}")
 
     def check(self) -> None:
         """Raise BudgetReached if the budget is spent; without a budget only save from time to time."""
@@ -166,7 +155,7 @@ class Costs:
             raise self._reached()
 
     def _reached(self, question: str = "") -> BudgetReached:
-        unsettled = sum(row.usage.unsettled_calls for row in self._rows)
+        unsettled = self._sum().unsettled_calls
         at_most = f", with {unsettled} calls of unknown cost counted in full" if unsettled else ""
         return BudgetReached(
             f"the judges have cost {self.usd:.4f} USD{at_most}{question}, and judge_budget_usd is"
@@ -187,7 +176,13 @@ class Costs:
     def total(self) -> Usage:
         """Save, and return the counters of all judges together."""
         self.save()
-        return _sum(row.usage for row in self._rows)
+        return self._sum()
+
+    def _sum(self) -> Usage:
+        total = Usage()
+        for _, usage, _ in map(_parsed, self._rows):
+            total.add(usage)
+        return total
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return the counters of all runs by judge as of the last transaction, with the price where it is known."""
@@ -195,25 +190,11 @@ class Costs:
 
     def shown(self) -> dict[str, str]:
         """Return tokens, failed calls and USD as of the last transaction, for a progress bar."""
-        total = _sum(row.usage for row in self._rows)
+        total = self._sum()
         values = {"tokens": f"{total.prompt_tokens + total.completion_tokens:,}"}
         if total.failed_calls:
             values["failed calls"] = str(total.failed_calls)
         return values | ({} if self.usd is None else {"usd": f"{self.usd:.4f}"})
-
-
-@dataclass(frozen=True)
-class _Row:
-    judge: str
-    usage: Usage
-    usd: float | None
-    refused_usd: float
-
-    @classmethod
-    def of(cls, row: tuple[Any, ...]) -> _Row:
-        judge, *price, refused_usd = row[:4]
-        usage = Usage(**dict(zip(COUNTERS, row[4:], strict=True)))
-        return cls(judge, usage, None if None in price else usage.cost_usd(price), refused_usd)
 
 
 def read_costs(folder: Path) -> dict[str, Any]:
@@ -221,31 +202,38 @@ def read_costs(folder: Path) -> dict[str, Any]:
     if not (folder / COSTS_FILE).is_file():
         return {}
     with contextlib.closing(_open(folder)) as database:
-        return _by_judge(map(_Row.of, database.rows(SELECT)))
-
-
-def _sum(usages: Iterable[Usage]) -> Usage:
-    total = Usage()
-    for usage in usages:
-        total.add(usage)
-    return total
+        return _by_judge(database.rows(SELECT))
 
 
 def _open(folder: Path) -> Database:
     return Database(folder / COSTS_FILE, WAIT_S, SETUP, "what was spent is forgotten")
 
 
-def _by_judge(rows: Iterable[_Row]) -> dict[str, dict[str, Any]]:
-    return {row.judge: row.usage.as_dict(row.usd) for row in rows}
+def _parsed(row: tuple[Any, ...]) -> tuple[str, Usage, float | None]:
+    """Return name, counters and USD of a row; None in place of USD without a price."""
+    judge, *price = row[:3]
+    usage = Usage(**dict(zip(COUNTERS, row[3:], strict=True)))
+    return judge, usage, None if None in price else usage.cost_usd(price)
 
 
-def _prices(prices: dict[str, list[float]], names: dict[str, tuple[str, ...]]) -> dict[str, list[float]]:
-    known = {alias for aliases in names.values() for alias in aliases}
+def _by_judge(rows: Sequence[tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
+    return {judge: usage.as_dict(usd) for judge, usage, usd in map(_parsed, rows)}
+
+
+def _prices(prices: dict[str, list[float]], members: dict[str, Judge]) -> dict[str, list[float]]:
+    """Return the prices by the names of the judges; `prices` may have the names of their models."""
+    found = {}
+    known: set[str] = set()
+    for name, member in members.items():
+        aliases = (name, member.name, str(member.identity.get("model")))
+        known |= set(aliases)
+        price = next((prices[alias] for alias in aliases if alias in prices), None)
+        if price is not None:
+            found[name] = price
     unknown = sorted(set(prices) - known)
     if unknown:
-        raise ValueError(f"judge_prices names {unknown[0]}; the judges of this run are {', '.join(names)}")
-    found = {name: [prices[alias] for alias in aliases if alias in prices] for name, aliases in names.items()}
-    return {name: matches[0] for name, matches in found.items() if matches}
+        raise ValueError(f"judge_prices names {unknown[0]}; the judges of this run are {', '.join(members)}")
+    return found
 
 
 def _is_price(number: Any) -> bool:

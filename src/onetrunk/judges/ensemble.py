@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from onetrunk.judges.judge import Answer, Done, DoneEach, Items, Judge, Principle
-from onetrunk.utils.calls import EndOfCalls
+from onetrunk.servers.errors import EndOfCalls
 
 # How long an ensemble that ends with an error waits for the calls of its members.
 JOIN_S = 5.0

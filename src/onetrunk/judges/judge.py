@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from onetrunk.servers.errors import ErrorKind
 from onetrunk.types import Message, Prompt
-from onetrunk.utils.calls import ErrorKind
 
 
 @dataclass(frozen=True)

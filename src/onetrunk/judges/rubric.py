@@ -15,7 +15,7 @@ from typing import Any
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, logistic
-from onetrunk.utils.calls import run_async
+from onetrunk.servers.fleet import run_async
 
 Check = Callable[..., Any]
 # A difference of one temperature makes odds of e to 1; one of a whole score, .993.

@@ -1,7 +1,4 @@
-"""PPOConfig: transformers' TrainingArguments and the few fields that PPO on one trunk needs, validated when created.
-
-The fields and their checks are in `settings.py`, which imports neither torch nor transformers.
-"""
+"""PPOConfig, the settings of PPO (`settings.py`) with those of TrainingArguments, and their batch arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ import torch
 from transformers import TrainingArguments
 
 from onetrunk.checkpoints.secrets import SecretFreeArguments
-from onetrunk.ppo.foreign_keys import explain_unknown_keys, in_our_names
+from onetrunk.parallel.tensor import num_data_processes
+from onetrunk.ppo.foreign_names import explain_unknown_keys, in_our_names
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.utils.options import documented
 
@@ -66,3 +64,39 @@ def _accepting_trl_names(init: Callable[..., None]) -> Callable[..., None]:
 
 
 PPOConfig.__init__ = _accepting_trl_names(PPOConfig.__init__)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How many completions of a process are in a rollout, in an optimizer step, and at most in one forward."""
+
+    rows_per_rank: int
+    rows_per_minibatch: int
+    rows_per_pack: int
+
+
+def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
+    """Return the BatchPlan of a config on `world_size` processes; a group of tensor parallelism counts as one.
+
+    Raises:
+        ValueError: a division leaves a remainder; the message names values that divide.
+    """
+    world_size = num_data_processes(world_size)
+    prompts, rest = divmod(config.rollout_batch_size, world_size)
+    if rest or not prompts:
+        raise ValueError(
+            f"rollout_batch_size {config.rollout_batch_size} is not divisible by {world_size} processes; set it to"
+            f" {max(1, round(config.rollout_batch_size / world_size)) * world_size}"
+        )
+    rows = prompts * config.num_generations
+    if rows % config.num_minibatches:
+        divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+        near = sorted(divisors, key=lambda d: abs(d - config.num_minibatches))[:2]
+        raise ValueError(
+            f"the {rows} completions of a process (rollout_batch_size {config.rollout_batch_size}, {world_size}"
+            f" processes, num_generations {config.num_generations}) are not divisible by {config.num_minibatches}"
+            f" minibatches; set num_minibatches to {' or '.join(str(d) for d in sorted(near))}"
+        )
+    rows_per_minibatch = rows // config.num_minibatches
+    rows_per_pack = min(config.per_device_train_batch_size, rows_per_minibatch)
+    return BatchPlan(rows, rows_per_minibatch, rows_per_pack)

@@ -32,10 +32,10 @@ from onetrunk.ppo.async_rollouts import (
     rollout_source,
     staleness_metrics,
 )
-from onetrunk.ppo.checks import plan_batches
-from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.forward import Background, Forward
 from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
+from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
@@ -49,7 +49,6 @@ from onetrunk.ppo.rollout import (
     with_importance,
 )
 from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, run_settings, save_buffer, save_state
-from onetrunk.ppo.watching import Watch
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
@@ -220,7 +219,7 @@ class ExperienceStream:
         bootstrap = None
         if config.truncated_completions == "bootstrap":
             bootstrap = torch.where(stopped, torch.zeros_like(output.next_values), output.next_values)
-        lam_policy: float | Tensor = config.lam if config.lam_policy is None else config.lam_policy
+        lam_policy: float | Tensor = config.lam
         if config.length_adaptive_lam is not None:
             lam_policy = length_adaptive_lam(pack.completion_mask.sum(1), config.length_adaptive_lam)
         lam_value = config.lam if config.lam_value is None else config.lam_value

@@ -25,8 +25,6 @@ from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import VLLM_RANKS
 from onetrunk.utils.redaction import redact
 
-CARD = "README.md"
-TAGS = ("lora", "onetrunk", "ppo")
 ROLES = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
 METRICS = ("score/mean", "kl/ref", "completion/length")
 # The settings that most affect what is learnt.
@@ -104,64 +102,52 @@ def write_card(
     if not trainer.is_world_process_zero():
         return
     model: TrunkModel = trainer.accelerator.unwrap_model(trainer.model)
+    config, args = model.peft_config[POLICY], trainer.args
     base = base or model.get_base_model().config.name_or_path or ""
+    is_local = bool(base) and Path(base).exists()
     # The Hub does not accept a folder as the base model.
-    hub_base = base if base and not Path(base).exists() and can_be_on_hub(base) else None
-    metadata = ModelCardData(
-        base_model=hub_base,
-        library_name="peft",
-        pipeline_tag="text-generation",
-        tags=sorted({*TAGS, *tags}),
-        **data,
-    )
+    hub_base = base if base and not is_local and can_be_on_hub(base) else None
     base_words = f"the base model `{markdown_text(Path(base).name)}`" if base else "a base model without a name"
-    if hub_base:
-        base_words = f"[{hub_base}](https://huggingface.co/{hub_base})"
-    name = trainer.args.hub_model_id or Path(trainer.args.output_dir).resolve().name
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
+    where, near = args.hub_model_id or ".", None
+    if where == "." and is_local and not Path(base).is_absolute() and not Path(folder).is_absolute():
+        # A base's path is relative to where the run was started, the card's to its folder.
+        near = os.path.relpath(base, published_path(Path(folder)))
+    can_serve = not config.use_dora and config.bias == "none"
     card = ModelCard.from_template(
-        metadata,
+        ModelCardData(
+            base_model=hub_base,
+            library_name="peft",
+            pipeline_tag="text-generation",
+            tags=sorted({"lora", "onetrunk", "ppo", *tags}),
+            **data,
+        ),
         template_str=TEMPLATE,
         text=lambda value: markdown_text(_plain(value)),
         title=model_name or name.split("/")[-1],
         name=name.split("/")[-1],
-        base_words=base_words,
+        base_words=f"[{hub_base}](https://huggingface.co/{hub_base})" if hub_base else base_words,
         steps=trainer.state.global_step,
         version=sys.modules["onetrunk"].__version__,
         files=["`value_head.safetensors` (the value head)"]
         + [f"`{role}/` ({what})" for role, what in ROLES.items() if role in model.peft_config],
-        tables={
-            "Adapter": _adapter(model),
-            "Training": _settings(trainer),
-            "Last measured": _metrics(trainer),
-            "Judges": dict(trainer.card_facts),
-        },
+        tables=_tables(trainer, model),
         packages=[f"{package} {version(package)}" for package in ("torch", "transformers", "peft")],
-        **_places(trainer, Path(folder), base),
+        where=where,
+        near=near,
+        rank=next((rank for rank in VLLM_RANKS if can_serve and rank >= config.r), None),
+        served=near or (base if base and not is_local else "BASE"),
     )
-    atomic_write_text(Path(folder) / CARD, redact(f"{card}\n"))
+    atomic_write_text(Path(folder) / "README.md", redact(f"{card}\n"))
 
 
-def _places(trainer: Trainer, folder: Path, base: str) -> dict[str, Any]:
-    """Return where the policy and its base are, and the rank that vLLM serves it with (None: it cannot).
-
-    Paths start at the folder of the card: that of a base is relative to where the run was started.
-    """
-    config = trainer.accelerator.unwrap_model(trainer.model).peft_config[POLICY]
-    where, near = trainer.args.hub_model_id or ".", None
-    if where == "." and base and Path(base).is_dir() and not Path(base).is_absolute() and not folder.is_absolute():
-        near = os.path.relpath(base, published_path(folder))
-    can_serve = not config.use_dora and config.bias == "none"
-    rank = next((rank for rank in VLLM_RANKS if can_serve and rank >= config.r), None)
-    served = near or (base if base and not Path(base).exists() else "BASE")
-    return {"where": where, "near": near, "rank": rank, "served": served}
-
-
-def _adapter(model: TrunkModel) -> dict[str, Any]:
-    config, num_layers = model.peft_config[POLICY], len(decoder_layers(model))
-    targets = config.target_modules
+def _tables(trainer: Trainer, model: TrunkModel) -> dict[str, dict[str, Any]]:
+    """Return the facts under each heading: of the adapter, the training, its last metrics, and its judges."""
+    config, args, rewards = model.peft_config[POLICY], trainer.args, trainer.sampler.rewards
+    num_layers, targets = len(decoder_layers(model)), config.target_modules
     if not isinstance(targets, str):
         targets = ", ".join(sorted({target.rsplit(".", 1)[-1] for target in targets}))
-    facts = {
+    adapter = {
         "rank": config.r,
         "alpha": config.lora_alpha,
         "targets": targets,
@@ -172,29 +158,21 @@ def _adapter(model: TrunkModel) -> dict[str, Any]:
     if quantization is not None:
         settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
         bits = [f", {bits} bit" for bits in (4, 8) if settings.get(f"load_in_{bits}bit")]
-        facts["base weights"] = "".join([_plain(settings.get("quant_method")), *bits])
-    return facts
-
-
-def _settings(trainer: Trainer) -> dict[str, Any]:
-    args, rewards = trainer.args, trainer.sampler.rewards
+        adapter["base weights"] = "".join([_plain(settings.get("quant_method")), *bits])
     weighted = [f"{n} x {w:g}" if w != 1 else n for n, w in zip(rewards.names, rewards.weights, strict=True)]
     rollouts = trainer.state.global_step / args.slots_per_rollout
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    return {
+    training = {
         "rewards": ", ".join(weighted),
         "prompts": len(trainer.train_dataset),
         "rollouts": f"{rollouts:g} of {args.rollout_batch_size} prompts x {args.num_generations} completions",
-        **{name: value for name, value in settings.items() if value is not None},
     }
-
-
-def _metrics(trainer: Trainer) -> dict[str, str]:
-    """Return the last logged score, KL and length, of training and of each evaluation."""
+    training |= {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     last: dict[str, float] = {}
     for entry in trainer.state.log_history:
         last |= {name: value for name, value in entry.items() if name.endswith(METRICS)}
-    return {name: f"{value:.4g}" for name, value in sorted(last.items())}
+    measured = {name: f"{value:.4g}" for name, value in sorted(last.items())}
+    judges = dict(trainer.card_facts)
+    return {"Adapter": adapter, "Training": training, "Last measured": measured, "Judges": judges}
 
 
 def _plain(value: Any) -> str:

@@ -1,21 +1,22 @@
 """PPOSettings: the fields of PPOConfig that are not TrainingArguments' own, and every check of their values.
 
-It imports neither torch nor transformers, so that the command line can check settings before it does (stages/options).
-Names follow TRL's GRPOConfig where the concept is the same, TRL 1.12's PPOConfig otherwise.
+It imports neither torch nor transformers, so that `onetrunk plan` can check settings without them. Names follow TRL's
+GRPOConfig where the concept is the same, TRL 1.12's PPOConfig otherwise. A new setting is a field here, a line in
+RANGES, and a kind in checkpoints/settings.py, which says whether it may change when a run is resumed.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from onetrunk.checkpoints.config import CheckpointConfig
-from onetrunk.ppo.alarm_rules import RULES, AlarmConfig, stopping_alarms
-from onetrunk.ppo.server_settings import VLLMConfig
+from onetrunk.ppo.monitoring.alarm_rules import check_limits, limits_in_use, stopping_alarms
 from onetrunk.utils.options import (
+    IMPORTANCE_MODES,
     TRUNK_CACHES,
     VALUE_HEADS,
     is_whole,
@@ -25,30 +26,21 @@ from onetrunk.utils.options import (
     require_truncation,
 )
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
-TRUNCATED = ("terminal", "bootstrap", "penalize", "mask")
-OVERLONG = ("error", "drop", "truncate")
 # What the monitor does at an alarm.
 MONITOR_ACTIONS = ("warn", "stop")
-LOG_FORMATS = ("auto", "bar", "lines")
-SCHEDULES = ("sync", "one_step", "async")
-ROLLOUT_BACKENDS = ("local", "pipelined")
-PIPELINE_SETTINGS = (
-    "pipeline_stages",
-    "pipeline_batches",
-    "pipeline_split",
-    "pipeline_ahead",
-    "pipeline_training",
-)
-# Those of stages that train, whatever samples.
 STAGE_SETTINGS = ("pipeline_stages", "pipeline_split", "pipeline_training")
+PIPELINE_SETTINGS = (*STAGE_SETTINGS, "pipeline_batches", "pipeline_ahead")
+SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_timeout", "vllm_request_timeout", "vllm_api_key_env")
+ENGINE_SETTINGS = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
+IS_CLIP = "vllm_importance_sampling_clip"
 
-# Fields of TrainingArguments that must keep their default, by the reason.
+# Fields of TrainingArguments and of TRL's ModelConfig that must keep their default, by the reason.
 _WITHOUT_MEANING = {
     "the stream samples in the main process": "dataloader_num_workers dataloader_persistent_workers"
     " dataloader_multiprocessing_context dataloader_pin_memory dataloader_in_order",
     "a rollout sampled ahead of its update would be off-policy": "dataloader_prefetch_factor",
     "rollouts are filled up with prompts from the start of the pass": "dataloader_drop_last",
+    "the experience stream is not dealt out by accelerate": "accelerator_config",
     "shuffle_dataset says how prompts are drawn, and packs are sorted by length already": "train_sampling_strategy",
     "packs are sorted by length already": "length_column_name",
     "set microbatch_tokens: it bounds a forward without changing the gradient": "auto_find_batch_size",
@@ -59,6 +51,7 @@ _WITHOUT_MEANING = {
     "what runs in a step changes with the roles that it trains": "ddp_static_graph",
     "it acts per process; use save_steps": "enable_jit_checkpoint",
     "see completion/length and throughput/completion_tokens_per_s": "include_num_input_tokens_seen",
+    "see memory/peak_gib": "skip_memory_metrics",
     "a checkpoint without optimizer and stream state can't be resumed; use save_strategy: 'no'": "save_only_model",
     "not tested with adapter switching yet": "torch_compile torch_compile_backend torch_compile_mode",
     "it would act on Trainer's own training step only": "torch_empty_cache_steps",
@@ -67,7 +60,14 @@ _WITHOUT_MEANING = {
     " eval_do_concat_batches prediction_loss_only",
     "evaluation samples and scores; a reward function sees every column": "include_for_metrics",
     "PPO has no labels": "label_names label_smoothing_factor",
-    "the accelerate config of the launch decides (accelerate_configs/README.md)": "parallelism_config fsdp deepspeed",
+    "the accelerate config of the launch decides (accelerate_configs/README.md)": "parallelism_config fsdp deepspeed"
+    " fsdp_config",
+    "the launcher sets it": "local_rank",
+    "training and evaluation depend on max_steps and eval_strategy": "do_train do_eval do_predict",
+    "GaLore projects whole weight matrices, and adapters have a low rank already": "optim_target_modules",
+    "a step that is not finite is skipped and counted, and the run says so": "debug",
+    "one process writes logs, checkpoints and results": "log_on_each_node save_on_each_node log_level_replica",
+    "set the environment variables of trackio": "trackio_bucket_id trackio_static_space_id",
 }
 INHERITED_WITHOUT_MEANING = {name: reason for reason, names in _WITHOUT_MEANING.items() for name in names.split()}
 # Fields of TrainingArguments with one possible value, and why.
@@ -78,8 +78,6 @@ FIXED = {
     "ddp_find_unused_parameters": (True, "a step that trains the value alone leaves the policy without gradient"),
     "ddp_broadcast_buffers": (False, "processes make unequal numbers of forwards"),
 }
-# Alarms about differences between sampler and trainer, which truncated sampling makes on purpose.
-TRUNCATION_ALARMS = ("negative_kl", "logprob_gap")
 REFUSED_OPTIMIZERS = {
     "lomo": "it updates weights inside the backward, which runs once per pack here",
     "layerwise": "it updates weights inside the backward, which runs once per pack here",
@@ -87,8 +85,105 @@ REFUSED_OPTIMIZERS = {
 }
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
+    return words.__contains__, f"one of {', '.join(words)}"
+
+
+# Settings, the test of their values, and what is expected. None is also allowed where the type says so.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length max_rollout_rows"
+        " num_ppo_epochs num_minibatches microbatch_tokens per_device_train_batch_size per_device_eval_batch_size"
+        " alarm_patience pipeline_batches",
+        lambda v: is_whole(v) and v > 0,
+        "a whole number above 0",
+    ),
+    (
+        "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip target_kl"
+        " value_learning_rate gamma vllm_server_timeout vllm_request_timeout",
+        lambda v: _is_number(v) and v > 0,
+        "a number above 0",
+    ),
+    (
+        f"missing_eos_penalty length_penalty beta value_coef entropy_coef {IS_CLIP}_min {IS_CLIP}_max",
+        lambda v: _is_number(v) and v >= 0,
+        "0 or more",
+    ),
+    ("gamma lam lam_value max_unscored_fraction", lambda v: _is_number(v) and 0 <= v <= 1, "between 0 and 1"),
+    ("dual_clip", lambda v: _is_number(v) and v > 1, "above 1"),
+    ("epsilon", lambda v: v < 1, "below 1"),
+    ("vllm_gpu_memory_utilization", lambda v: _is_number(v) and 0 < v < 1, "above 0 and below 1"),
+    ("value_pretraining_rollouts trace_rollouts max_staleness", lambda v: is_whole(v) and v >= 0, "0 or more"),
+    ("pipeline_stages", lambda v: is_whole(v) and v > 1, "a whole number above 1"),
+    ("padding_free pipeline_ahead pipeline_training", lambda v: isinstance(v, bool), "a boolean, true or false"),
+    ("max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more"),
+    ("kl_estimator", *_one_of("k1", "k2", "k3")),
+    ("truncated_completions", *_one_of("terminal", "bootstrap", "penalize", "mask")),
+    ("overlong_prompts", *_one_of("error", "drop", "truncate")),
+    ("value_head", *_one_of(*VALUE_HEADS)),
+    ("trunk_cache", *_one_of(*TRUNK_CACHES)),
+    ("schedule", *_one_of("sync", "one_step", "async")),
+    ("rollout_backend", *_one_of("local", "pipelined")),
+    ("vllm_mode", *_one_of("server", "colocate")),
+    ("vllm_importance_sampling_mode", *_one_of(*IMPORTANCE_MODES)),
+)
+
+
 @dataclass(repr=False)
-class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
+class VLLMServerConfig:
+    """Which vLLM servers sample. Every command that samples has these settings.
+
+    List it before the other bases, whose __post_init__ it calls.
+    """
+
+    use_vllm: bool = option(
+        False, "Sample by vLLM, which receives the adapter, instead of by the model in this process."
+    )
+    vllm_server_base_url: list[str] | None = option(
+        None,
+        "Address of the vLLM server; several: rows are spread over them. None: http://127.0.0.1:8000.",
+    )
+    vllm_server_timeout: float = option(600.0, "Seconds to wait at startup until every vLLM server is up; above 0.")
+    vllm_request_timeout: float = option(
+        900.0,
+        "Seconds that a vLLM server may take for one completion, with repetitions and the waits that it asks for"
+        " (Retry-After); above 0. After that the run ends.",
+    )
+    vllm_api_key_env: str | None = option(
+        None, "Environment variable that holds the vLLM servers' key (onetrunk serve --api_key_env); None: no key."
+    )
+
+    def __post_init__(self) -> None:
+        urls = self.vllm_server_base_url
+        self.vllm_server_base_url = urls = [urls] if isinstance(urls, str) else urls
+        for url in urls or []:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"vllm_server_base_url {url!r} is not an address; write it with its scheme, such as"
+                    " http://localhost:8000"
+                )
+        if len(set(self.server_urls)) != len(self.server_urls):
+            raise ValueError("vllm_server_base_url names a server twice; name each once")
+        for name in ("vllm_server_timeout", "vllm_request_timeout"):
+            if not (_is_number(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a number of seconds above 0")
+        changed = _changed(self, SERVER_SETTINGS)
+        if changed and not self.use_vllm:
+            raise ValueError(f"{changed[0]} is set and use_vllm is not; set use_vllm: true, or leave it out")
+        super().__post_init__()
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Addresses of the vLLM servers, without a slash at the end."""
+        return [url.rstrip("/") for url in self.vllm_server_base_url or ["http://127.0.0.1:8000"]]
+
+
+@dataclass(repr=False)
+class PPOSettings(VLLMServerConfig, CheckpointConfig):
     """The settings of PPO. List it before TrainingArguments among the bases."""
 
     # Fields with another default than in TrainingArguments.
@@ -190,7 +285,6 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     kl_horizon: int = option(10_000, "Completions over which the adaptive beta moves.")
     gamma: float = option(1.0, "Discount per token, in (0, 1].")
     lam: float = option(0.95, "Lambda of GAE, in [0, 1].")
-    lam_policy: float | None = option(None, "Lambda of the advantages only; None: lam.")
     lam_value: float | None = option(None, "Lambda of the value targets only; None: lam.")
     length_adaptive_lam: float | None = option(None, "alpha of lam_policy = 1 - 1 / (alpha * length); None: off.")
     whiten_advantages: bool = option(True, "Zero mean and unit variance over the tokens of the global rollout.")
@@ -256,35 +350,72 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
     # Safety and logging
     activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
     check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that the run needs.")
-    max_skipped_steps: int = option(3, "Stop after this many non-finite optimizer steps in a row.")
-    eval_top_p: float | None = option(None, "top_p of evaluations, above 0, at most 1; None: as in training.")
-    eval_top_k: int | None = option(None, "top_k of evaluations, 0 (all tokens) or more; None: as in training.")
     log_completions: bool = option(False, "Print and save a table of samples at every evaluation and logging step.")
-    num_completions_to_print: int = option(4, "Rows of that table.")
-    log_format: str = option(
-        "auto",
-        "How progress is shown: 'bar'; 'lines' (one per rollout, with score, KL, length, tokens per second, seconds);"
-        " 'auto': a bar in a terminal, lines elsewhere.",
-    )
-    log_trl_names: bool = option(
-        False, "Log the metrics that TRL's GRPOTrainer has under its names too: reward, completions/mean_length, ..."
-    )
     trace_rollouts: int = option(
         0, "Rollouts, after the first, that torch.profiler records into output_dir/trace; 0: none."
+    )
+
+    vllm_mode: str = option(
+        "server",
+        "'server': the servers run as processes of their own (onetrunk serve). 'colocate': the engine runs in the"
+        " training process and shares its GPU (not yet run on a GPU).",
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3, "colocate: share of the GPU's memory that the engine takes, above 0, below 1."
+    )
+    vllm_enable_sleep_mode: bool = option(
+        False,
+        "colocate: between two rollouts the engine's weights are in the machine's memory and its cache is freed, so"
+        " the update has the whole GPU; waking takes time. Needs a GPU.",
+    )
+    vllm_importance_sampling_correction: bool | None = option(
+        None,
+        "Multiply the policy loss of a token, and its KL in the loss and in kl/ref, by the ratio of the policy's"
+        " probability at the start of the update to the sampler's. None: on with vLLM, a schedule that samples ahead,"
+        " top_p or top_k; else off.",
+    )
+    vllm_importance_sampling_mode: str = option(
+        "token_truncate",
+        "What happens to a ratio outside the bounds: 'token_truncate' moves it to the bound, 'token_mask' leaves the"
+        " token out.",
+    )
+    vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of the ratio, above 0; None: no bound.")
+    vllm_importance_sampling_clip_min: float | None = option(
+        None, "Lower bound of the ratio, 0 or more and below the upper bound; None: no bound."
+    )
+
+    # Alarms
+    alarm_limits: dict[str, float | None] | None = option(
+        None,
+        "Limits of alarms that differ from their defaults, such as {kl: 50, entropy: null}; null: no such alarm. kl:"
+        " 100 nats per completion; negative_kl: 0.1 nats below 0; logprob_gap: 0.1 nats per token between sampler and"
+        " trainer; length_collapse: 0.2 of the first rollouts' length; length_explosion: 0.3 of their share of ended"
+        " completions; entropy: 0.01 nats per token; repeated_ngrams: 0.5 of the 4-grams; clip_fraction: 0.5 of the"
+        " tokens; skipped_steps: 0.8 of the steps; explained_variance: -20. With truncated sampling negative_kl and"
+        " logprob_gap are off, and where rollouts are sampled ahead negative_kl is.",
+    )
+    alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
+    stop_on_alarm: list[str] | None = option(
+        None,
+        "all: any alarm ends the run, with a checkpoint; names (kl, entropy, ...): only these do; None: alarms only"
+        " warn.",
     )
 
     def __post_init__(self) -> None:
         self._check_inherited()
         self._check_ranges()
-        self._check_rollout()
-        self._check_pipeline()
-        self._check_objective()
-        self._check_truncation()
-        self._check_schedule()
-        self._switch_alarms_off()
-        self.stop_on_alarm = stopping_alarms(self)
-        self._choose_best_metric()
+        self._derive()
+        for is_wrong, message in (*self._objective_faults(), *self._sampling_faults(), *self._stage_faults()):
+            if is_wrong:
+                raise ValueError(message)
+        check_limits(self.alarm_limits)
+        self.stop_on_alarm = stopping_alarms(self.stop_on_alarm, self.limits)
         super().__post_init__()
+
+    @property
+    def limits(self) -> dict[str, float | None]:
+        """Limit of each alarm; None: no such alarm."""
+        return limits_in_use(self.alarm_limits, self.truncates, self.max_staleness > 0 or self.pipeline_ahead)
 
     @property
     def slots_per_rollout(self) -> int:
@@ -302,9 +433,14 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
         return self.top_p < 1 or self.top_k > 0
 
     @property
+    def is_colocated(self) -> bool:
+        """Whether vLLM's engine runs in the training process."""
+        return self.use_vllm and self.vllm_mode == "colocate"
+
+    @property
     def versions_in_use(self) -> int:
         """Most versions of the policy that a sampler needs at a time: of rollouts, and of evaluations among them."""
-        evaluations = 0 if str(getattr(self.eval_strategy, "value", self.eval_strategy)) == "no" else 1
+        evaluations = 0 if _word(self.eval_strategy) == "no" else 1
         if evaluations and self.eval_strategy == "steps":
             # A share of all steps, below 1, is a number of steps that is not known yet.
             every = self.eval_steps or self.logging_steps
@@ -317,8 +453,7 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
 
     def _check_inherited(self) -> None:
         for name, default in self._inherited_defaults().items():
-            # On a CPU TrainingArguments itself turns pinning off.
-            if name not in INHERITED_WITHOUT_MEANING or (name == "dataloader_pin_memory" and self.use_cpu):
+            if name not in INHERITED_WITHOUT_MEANING or _is_set_by_trainer(self, name):
                 continue
             value = getattr(self, name)
             if value != default and (value or default is True):
@@ -335,69 +470,30 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
                 setattr(self, name, required)
             elif value is not required:
                 raise ValueError(f"{name} must stay {required}: {reason}")
-        optim = str(getattr(self.optim, "value", self.optim))
+        optim, scheduler = _word(self.optim), _word(self.lr_scheduler_type)
         for part, reason in REFUSED_OPTIMIZERS.items():
             if part in optim:
                 raise ValueError(f"optim {optim!r} is not supported: {reason}; set adamw_torch, adamw_bnb_8bit, ...")
-        scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         if scheduler in ("reduce_lr_on_plateau", "greedy"):
             raise ValueError(
                 f"lr_scheduler_type {scheduler!r} follows a loss on labels, which PPO does not have; choose another"
             )
 
-    def _choose_best_metric(self) -> None:
-        saves_best = str(getattr(self.save_strategy, "value", self.save_strategy)) == "best"
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or saves_best):
-            # Trainer would look for a loss, which an evaluation by sampling does not have.
-            self.metric_for_best_model = "score/mean"
-            self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
-
     def _check_ranges(self) -> None:
         require_seed("seed", self.seed)
         require_seed("data_seed", self.data_seed)
-        whole = "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length"
-        whole += " max_rollout_rows num_ppo_epochs num_minibatches microbatch_tokens max_skipped_steps"
-        whole += " per_device_train_batch_size per_device_eval_batch_size alarm_patience pipeline_batches"
-        for name in whole.split():
-            _require(self, name, lambda v: is_whole(v) and v > 0, "a whole number above 0")
-        positive = "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip"
-        for name in f"{positive} target_kl value_learning_rate gamma".split():
-            _require(self, name, lambda v: _is_number(v) and v > 0, "a number above 0")
-        for name in ("missing_eos_penalty", "length_penalty", "beta", "value_coef", "entropy_coef"):
-            _require(self, name, lambda v: _is_number(v) and v >= 0, "0 or more")
-        for name in ("gamma", "lam", "lam_policy", "lam_value", "max_unscored_fraction"):
-            _require(self, name, lambda v: _is_number(v) and 0 <= v <= 1, "between 0 and 1")
-        _require(self, "dual_clip", lambda v: _is_number(v) and v > 1, "above 1")
-        _require(self, "epsilon", lambda v: v < 1, "below 1")
-        for name in ("value_pretraining_rollouts", "num_completions_to_print", "trace_rollouts", "max_staleness"):
-            _require(self, name, lambda v: is_whole(v) and v >= 0, "0 or more")
-        switches = "padding_free pipeline_ahead pipeline_training"
-        for name in switches.split():
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
-        _require(self, "max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more")
+        require_truncation(self.top_p, self.top_k)
+        for names, holds, expected in RANGES:
+            for name in names.split():
+                _require(name, getattr(self, name), holds, expected)
         if not re.fullmatch(r"all|top-[1-9][0-9]*", str(self.adapter_layers)):
             raise ValueError(
                 f"adapter_layers is {self.adapter_layers!r}; it must be 'all', or 'top-k' for the last k layers, such"
                 " as top-4"
             )
-        for name, words in (
-            ("kl_estimator", KL_ESTIMATORS),
-            ("truncated_completions", TRUNCATED),
-            ("overlong_prompts", OVERLONG),
-            ("value_head", VALUE_HEADS),
-            ("trunk_cache", TRUNK_CACHES),
-            ("schedule", SCHEDULES),
-            ("log_format", LOG_FORMATS),
-            ("rollout_backend", ROLLOUT_BACKENDS),
-        ):
-            _require(self, name, lambda v, words=words: v in words, "one of " + ", ".join(words))
-        for name, rule in RULES.items():
-            value, (low, high, words) = getattr(self, f"alarm_{name}"), rule.range
-            if value is not None and not (_is_number(value) and low <= value <= high):
-                raise ValueError(f"alarm_{name} is {value!r}; it must be a number, {words}, or null for no such alarm")
 
-    def _check_rollout(self) -> None:
+    def _derive(self) -> None:
+        """Set what other settings decide, where it is None."""
         if self.num_rollouts is not None:
             steps = self.num_rollouts * self.slots_per_rollout
             if self.max_steps not in (-1, steps):
@@ -406,135 +502,135 @@ class PPOSettings(AlarmConfig, CheckpointConfig, VLLMConfig):
                     f" {self.max_steps}; set one of them"
                 )
             self.max_steps = steps
-        if self.max_prompt_length is None and self.overlong_prompts != "error":
-            raise ValueError(f"overlong_prompts {self.overlong_prompts!r} needs max_prompt_length")
         if self.truncated_completions is None:
             self.truncated_completions = "terminal" if self.missing_eos_penalty is None else "penalize"
-        if (self.truncated_completions == "penalize") != (self.missing_eos_penalty is not None):
-            raise ValueError(
-                f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty"
-                f" {self.missing_eos_penalty} contradict each other: 'penalize' needs a penalty, the others none"
-            )
-
-    def _check_pipeline(self) -> None:
-        if self.rollout_backend == "pipelined":
-            if self.use_vllm:
-                raise ValueError(
-                    "rollout_backend is 'pipelined' and use_vllm samples on a server; leave one of them out"
-                )
-        else:
-            self._check_pipeline_without_sampling()
-            if not self.pipeline_training:
-                return
-        if self.schedule != "sync":
-            what = "pipeline_training" if self.use_vllm else "rollout_backend 'pipelined'"
-            raise ValueError(
-                f"schedule {self.schedule!r} samples during the update, and the processes of {what} work together"
-                " then; set schedule to sync"
-            )
-        _require(self, "pipeline_stages", lambda v: is_whole(v) and v > 1, "a whole number above 1")
+        if self.max_staleness is None:
+            self.max_staleness = 0 if self.schedule == "sync" else 1
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or _word(self.save_strategy) == "best"):
+            # Trainer would look for a loss, which an evaluation by sampling does not have.
+            self.metric_for_best_model = "score/mean"
+            self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
         require_split(self)
-        if self.pipeline_training:
-            self._check_stage_training()
 
-    def _check_pipeline_without_sampling(self) -> None:
-        """Check that no setting asks for stages but, with rollouts from a server, those that train."""
-        stages_train = self.use_vllm and self.pipeline_training
-        for name in PIPELINE_SETTINGS:
-            if getattr(self, name) and not (stages_train and name in STAGE_SETTINGS):
-                raise ValueError(
-                    f"{name} is set and rollout_backend is not 'pipelined'; set it, or leave {name} out"
-                    + (" (with pipeline_training, use_vllm samples too)" if name in STAGE_SETTINGS else "")
-                )
-        if stages_train and self.is_colocated:
-            raise ValueError(
-                "pipeline_training is not supported with vllm_mode 'colocate', whose engine loads the whole base on"
-                " the trainer's GPU; set vllm_mode to server"
+    def _objective_faults(self) -> Iterator[tuple[Any, str]]:
+        """Yield whether settings of the objective contradict each other, and the message; so do the next two."""
+        yield (
+            self.epsilon_high is not None and self.epsilon_high < self.epsilon,
+            f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; raise it or leave it out",
+        )
+        yield (
+            self.kl_in_loss and self.kl_estimator == "k1",
+            "kl_in_loss with kl_estimator k1 has no useful gradient; set kl_estimator to k2 or k3",
+        )
+        yield (
+            self.beta and not self.kl_in_loss and self.kl_estimator != "k1",
+            f"kl_estimator {self.kl_estimator} in the reward has another gradient than the KL (it pushes tokens below"
+            " the reference further down); use k1, or set kl_in_loss",
+        )
+        yield self.kl_in_loss and not self.beta, "kl_in_loss needs beta above 0"
+        yield self.kl_target is not None and not self.beta, "kl_target adapts beta by factors: start it above 0"
+        yield (
+            (self.truncated_completions == "penalize") != (self.missing_eos_penalty is not None),
+            f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty {self.missing_eos_penalty}"
+            " contradict each other: 'penalize' needs a penalty, the others none",
+        )
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        yield (
+            high is not None and not high > (low or 0),
+            f"{IS_CLIP}_max is {high} and {IS_CLIP}_min is {low}; the upper bound must be above 0 and above the lower"
+            " one",
+        )
+        yield (
+            self.vllm_importance_sampling_correction is not False and low is None and high is None,
+            f"{IS_CLIP}_min and {IS_CLIP}_max are both null: a single rare token could then outweigh a rollout; set"
+            f" {IS_CLIP}_max, such as 3.0, or vllm_importance_sampling_correction to false",
+        )
+
+    def _sampling_faults(self) -> Iterator[tuple[Any, str]]:
+        yield (
+            self.max_prompt_length is None and self.overlong_prompts != "error",
+            f"overlong_prompts {self.overlong_prompts!r} needs max_prompt_length",
+        )
+        yield (
+            self.truncates and self.vllm_importance_sampling_correction is False,
+            f"top_p is {self.top_p} and top_k is {self.top_k}, so completions are not sampled from the policy that is"
+            " trained, and vllm_importance_sampling_correction, which weighs them, is false; leave it out, or leave"
+            " top_p and top_k out",
+        )
+        yield (
+            self.vllm_mode != "server" and not self.use_vllm,
+            "vllm_mode is set and use_vllm is not; set use_vllm: true, or leave it out",
+        )
+        changed = ", ".join(_changed(self, SERVER_SETTINGS if self.is_colocated else ENGINE_SETTINGS))
+        yield (
+            changed and self.is_colocated,
+            f"{changed} is set, and vllm_mode 'colocate' has no server; leave it out",
+        )
+        yield (
+            changed,
+            f"{changed} belongs to vllm_mode 'colocate'; set use_vllm: true and vllm_mode: colocate, or give it to the"
+            " server (onetrunk serve)",
+        )
+        yield (
+            self.schedule != "sync" and self.is_colocated,
+            f"schedule {self.schedule!r} samples during the update, and vllm_mode 'colocate' has the trainer's GPU"
+            " only between two updates; set schedule to sync, or vllm_mode to server",
+        )
+        fixed = {"sync": 0, "one_step": 1}.get(self.schedule, self.max_staleness)
+        yield (
+            fixed != self.max_staleness,
+            f"max_staleness is {self.max_staleness} and schedule {self.schedule!r} always has {fixed}; leave"
+            " max_staleness out, or set schedule to async",
+        )
+
+    def _stage_faults(self) -> Iterator[tuple[Any, str]]:
+        samples, trains = self.rollout_backend == "pipelined", self.pipeline_training
+        stages = "pipeline_training" if self.use_vllm else "rollout_backend 'pipelined'"
+        yield (
+            samples and self.use_vllm,
+            "rollout_backend is 'pipelined' and use_vllm samples on a server; leave one of them out",
+        )
+        for name in () if samples else PIPELINE_SETTINGS:
+            yield (
+                getattr(self, name) and not (self.use_vllm and trains and name in STAGE_SETTINGS),
+                f"{name} is set and rollout_backend is not 'pipelined'; set it, or leave {name} out"
+                + (" (with pipeline_training, use_vllm samples too)" if name in STAGE_SETTINGS else ""),
             )
-
-    def _check_stage_training(self) -> None:
+        yield (
+            trains and self.is_colocated,
+            "pipeline_training is not supported with vllm_mode 'colocate', whose engine loads the whole base on the"
+            " trainer's GPU; set vllm_mode to server",
+        )
+        yield (
+            self.schedule != "sync" and (samples or trains),
+            f"schedule {self.schedule!r} samples during the update, and the processes of {stages} work together then;"
+            " set schedule to sync",
+        )
         for name, why, fix in (
             ("fp16", "scales gradients", "set bf16, or neither"),
             ("activation_offloading", "wraps a whole forward", "set activation_checkpointing"),
             ("capture_trunk_states", "keeps states for the layers above the cut", "leave it out"),
         ):
-            if getattr(self, name):
-                raise ValueError(f"pipeline_training is not supported with {name}, which {why}; {fix}")
-        if self.trunk_cache not in ("auto", "off"):
-            raise ValueError(
-                f"trunk_cache is {self.trunk_cache!r} and pipeline_training runs the lower layers on other processes"
-                " than the upper ones; set trunk_cache to auto or off"
-            )
-
-    def _check_schedule(self) -> None:
-        if self.schedule != "sync" and self.is_colocated:
-            raise ValueError(
-                f"schedule {self.schedule!r} samples during the update, and vllm_mode 'colocate' has the trainer's GPU"
-                " only between two updates; set schedule to sync, or vllm_mode to server"
-            )
-        fixed = {"sync": 0, "one_step": 1}.get(self.schedule)
-        if self.max_staleness is None:
-            self.max_staleness = 1 if fixed is None else fixed
-        if fixed not in (None, self.max_staleness):
-            raise ValueError(
-                f"max_staleness is {self.max_staleness} and schedule {self.schedule!r} always has {fixed}; leave"
-                " max_staleness out, or set schedule to async"
-            )
-
-    def _check_truncation(self) -> None:
-        require_truncation(self.top_p, self.top_k)
-        require_truncation(self.eval_top_p, self.eval_top_k, "eval_")
-        if self.truncates and self.vllm_importance_sampling_correction is False:
-            raise ValueError(
-                f"top_p is {self.top_p} and top_k is {self.top_k}, so completions are not sampled from the policy that"
-                " is trained, and vllm_importance_sampling_correction, which weighs them, is false; leave it out, or"
-                " leave top_p and top_k out"
-            )
-
-    def _switch_alarms_off(self) -> None:
-        samples_ahead = self.max_staleness > 0 or self.pipeline_ahead
-        for name in TRUNCATION_ALARMS if self.truncates else ("negative_kl",) if samples_ahead else ():
-            if getattr(self, f"alarm_{name}") == getattr(AlarmConfig, f"alarm_{name}"):
-                setattr(self, f"alarm_{name}", None)
-
-    def _check_objective(self) -> None:
-        if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
-            raise ValueError(
-                f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; raise it or leave it out"
-            )
-        if self.kl_in_loss and self.kl_estimator == "k1":
-            raise ValueError("kl_in_loss with kl_estimator k1 has no useful gradient; set kl_estimator to k2 or k3")
-        if self.beta and not self.kl_in_loss and self.kl_estimator != "k1":
-            raise ValueError(
-                f"kl_estimator {self.kl_estimator} in the reward has another gradient than the KL (it pushes tokens"
-                " below the reference further down); use k1, or set kl_in_loss"
-            )
-        if self.kl_in_loss and not self.beta:
-            raise ValueError("kl_in_loss needs beta above 0")
-        if self.kl_target is not None and not self.beta:
-            raise ValueError("kl_target adapts beta by factors: start it above 0")
-        if self.length_adaptive_lam is not None and self.lam_policy is not None:
-            raise ValueError("length_adaptive_lam and lam_policy both set the policy's lambda; set one of them")
+            message = f"pipeline_training is not supported with {name}, which {why}; {fix}"
+            yield trains and getattr(self, name), message
+        yield (
+            trains and self.trunk_cache not in ("auto", "off"),
+            f"trunk_cache is {self.trunk_cache!r} and pipeline_training runs the lower layers on other processes than"
+            " the upper ones; set trunk_cache to auto or off",
+        )
 
 
-def check_monitor(every: int, window: int, action: str, num_rows: int) -> None:
+def check_monitor(every: int, action: str, num_rows: int) -> None:
     """Raise ValueError for a setting of a monitor that is out of range."""
     if every < 1:
         raise ValueError(f"monitor_every is {every} rollouts between two measurements; set it to 1 or more")
-    if window < 2:
-        raise ValueError(f"monitor_window is {window}; a change takes two measurements: set it to 2 or more")
     if num_rows < 2:
         raise ValueError(f"monitor_rows is {num_rows}; one prompt shows no change for sure: set it to 2 or more")
     if action not in MONITOR_ACTIONS:
         raise ValueError(f"monitor_action is {action!r}; expected {' or '.join(MONITOR_ACTIONS)}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(config: PPOSettings, name: str, holds: Callable[[Any], bool], expected: str) -> None:
-    value = getattr(config, name)
+def _require(name: str, value: Any, holds: Callable[[Any], bool], expected: str) -> None:
     if value is None and name in MAY_BE_NONE:
         return
     if isinstance(value, str) and "one of" not in expected:
@@ -542,6 +638,25 @@ def _require(config: PPOSettings, name: str, holds: Callable[[Any], bool], expec
         raise ValueError(f"{name} is the text {value!r}; it must be {number}")
     if value is None or not holds(value):
         raise ValueError(f"{name} is {value!r}; it must be {expected}")
+
+
+def _word(value: Any) -> str:
+    """Return the word of a setting that may be an enumeration."""
+    return str(getattr(value, "value", value))
+
+
+def _is_set_by_trainer(config: PPOSettings, name: str) -> bool:
+    """Return whether TrainingArguments itself may have changed a field; a copy of the settings has that value."""
+    if name == "dataloader_pin_memory":
+        return bool(config.use_cpu)
+    if name == "do_eval":
+        return _word(config.eval_strategy) != "no"
+    return name == "accelerator_config" and type(config.accelerator_config).__name__ == "AcceleratorConfig"
+
+
+def _changed(config: Any, names: Sequence[str]) -> list[str]:
+    """Return those of the settings `names` that are not at their defaults."""
+    return [name for name in names if getattr(config, name) != PPOSettings.__dataclass_fields__[name].default]
 
 
 # Read once: transformers' parser rewrites the types of fields.

@@ -5,6 +5,7 @@ Settings, tokenizer, rows and rewards are checked first; the model loads last, b
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,39 +24,51 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.data.prompts import prepare_prompts, prepare_streamed_prompts
 from onetrunk.data.sharded import ShardedRows, known_rows
-from onetrunk.models.base_model import decoder_layers, load_tokenizer, repair_padding, stop_token_ids
-from onetrunk.models.build import attach_score_adapter, build_trunk, init_value_head
+from onetrunk.models.base_model import (
+    check_attention,
+    check_decoder,
+    decoder_layers,
+    load_base,
+    load_tokenizer,
+    repair_padding,
+    stop_token_ids,
+)
+from onetrunk.models.build import (
+    attach_score_adapter,
+    build_trunk,
+    check_model_type,
+    check_new_adapter,
+    init_value_head,
+)
 from onetrunk.models.frozen_states import TrunkCache, choose_place
-from onetrunk.models.loading import adapter_base
+from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.sharding import cast_when_sharded, launch_layout
+from onetrunk.parallel.sharding import (
+    cast_when_sharded,
+    check_stage_launch,
+    check_stage_layout,
+    launch_layout,
+    train_in_stages,
+)
 from onetrunk.parallel.staged import keep_stage, trains_in_stages
 from onetrunk.parallel.stages import LayerSplit, verify_split
 from onetrunk.parallel.tensor import distribute_frozen
-from onetrunk.ppo.checks import (
-    check_launch,
-    check_lengths,
-    check_model,
-    check_parts,
-    check_schedule,
-    check_stage_training,
-    plan_batches,
-    source_of,
-)
-from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
+from onetrunk.ppo.settings import REFUSED_OPTIMIZERS
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rewards.reward import RewardFunction
-from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.rollouts.load import VLLM_BACKENDS, load_backend
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
+from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.pipelined import PipelinedBackend
+from onetrunk.utils.files import require_name, require_output_dir
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -112,7 +125,7 @@ def prepare_run(
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = longest_prompt_of(parts.datasets[0], args)
-    if isinstance(backend, VLLM_BACKENDS):
+    if isinstance(backend, ServedBackend):
         backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
         backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
     # A pipeline has the states at the cut on one of its stages only.
@@ -145,7 +158,7 @@ def load_sampled_model(
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     check_stage_training(args, inputs.quantization_config, rewards.trunk_reward is not None)
     require_push(args)
-    if isinstance(backend, VLLM_BACKENDS):
+    if isinstance(backend, ServedBackend):
         backend.check()
     set_seed(args.seed)
     with cast_when_sharded(inputs.quantization_config):
@@ -362,3 +375,176 @@ def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> 
     # In half precision a token alone is rounded differently than within a row, far more than in float32.
     is_float32 = trunk.get_base_model().dtype == torch.float32 and not (args.bf16 or args.fp16)
     return is_float32 and obstacle is None
+
+
+def check_launch(args: PPOConfig) -> None:
+    """Check the type of the settings, the output folder, the GPUs of a process, sharding and the batch arithmetic."""
+    if not isinstance(args, PPOConfig):
+        raise TypeError(f"args is a {type(args).__name__}; PPOTrainer takes a PPOConfig (onetrunk.PPOConfig)")
+    if args.should_save:
+        require_output_dir(args.output_dir)
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process; start one process per GPU: accelerate launch"
+            f" --config_file accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ...,"
+            " or set CUDA_VISIBLE_DEVICES=0"
+        )
+    launch_layout()
+    check_pipeline(args)
+    join_stages(args)
+    plan_batches(args, args.world_size)
+
+
+def join_stages(args: PPOConfig) -> None:
+    """Let the processes of a launch count as pipelines from now on, if they train as their stages."""
+    is_pipeline = args.pipeline_training and args.world_size > 1
+    train_in_stages((args.pipeline_stages or args.world_size) if is_pipeline else 1)
+
+
+def check_pipeline(args: PPOConfig) -> None:
+    """Check that the processes of a launch form pipelines, if the config asks for them."""
+    what, otherwise = "pipeline_training", "leave pipeline_training out"
+    if args.rollout_backend == "pipelined":
+        what, otherwise = "rollout_backend 'pipelined'", "set rollout_backend to 'local'"
+        reject_tensor_parallelism(what, f"which divides every layer; {otherwise}, or launch with fsdp2.yaml")
+    elif not args.pipeline_training:
+        return
+    check_stage_launch(what, args.pipeline_stages, args.world_size, "scripts/ppo.py", otherwise)
+    if args.pipeline_training:
+        check_stage_layout()
+
+
+def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
+    """Check what would fail late: evaluation without rows, names of evaluation sets, the rollout backend."""
+    if (eval_dataset is None or eval_dataset == {}) and args.eval_strategy != "no":
+        raise ValueError(f"eval_strategy {args.eval_strategy.value!r} needs eval_dataset: held-out rows of prompts")
+    names = list(eval_dataset) if isinstance(eval_dataset, dict) else []
+    for name in names:
+        require_name(name, "the name of an evaluation set")
+    metric = args.metric_for_best_model
+    if names and metric and not metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names)):
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, and the evaluation sets are {', '.join(names)}: say which of them"
+            f" decides, for example {names[0]}_score/mean"
+        )
+    if rollout_backend is None:
+        return
+    kind = type(rollout_backend).__name__
+    if not isinstance(rollout_backend, RolloutBackend):
+        raise TypeError(
+            f"rollout_backend is a {kind}, which lacks generate(prompt_ids, params, keys) or sync(model, version); see"
+            " onetrunk.rollouts.base.RolloutBackend"
+        )
+    if args.use_vllm or args.rollout_backend != "local":
+        setting = "use_vllm is set" if args.use_vllm else f"rollout_backend is {args.rollout_backend!r} in the config"
+        raise ValueError(f"{setting} and rollout_backend is a {kind}; give one of them")
+
+
+def check_stage_training(args: PPOConfig, quantization_config: Any, scores_on_trunk: bool) -> None:
+    """Check before the model loads what training in pipeline stages cannot carry out."""
+    if not args.pipeline_training:
+        return
+    if quantization_config is not None:
+        raise ValueError(
+            "pipeline_training is not supported for a quantised base, which loads on one device as a whole; load it in"
+            " bfloat16 (leave load_in_4bit and load_in_8bit out)"
+        )
+    if scores_on_trunk:
+        raise ValueError(
+            "pipeline_training is not supported with a reward adapter on the policy's base, which runs on the same"
+            " trunk; score with a function, or with a reward model on a server"
+        )
+
+
+def check_schedule(args: PPOConfig, backend: RolloutBackend) -> None:
+    """Check that the sampler can work while the policy is updated, if the schedule asks for that."""
+    if args.schedule == "sync":
+        return
+    if not isinstance(backend, VersionedBackend):
+        raise ValueError(
+            f"schedule {args.schedule!r} samples while the weights change, and {type(backend).__name__} has no weights"
+            " of its own; set use_vllm, pass a rollout_backend with generate_as"
+            " (onetrunk.rollouts.base.VersionedBackend), or set schedule to 'sync'"
+        )
+    if getattr(backend, "keep_versions", args.versions_in_use) < args.versions_in_use:
+        raise ValueError(
+            f"keep_versions is {backend.keep_versions}, and with schedule {args.schedule!r} and the evaluations among"
+            f" its rollouts up to {args.versions_in_use} versions are in use; pass VLLMBackend(...,"
+            f" keep_versions={args.versions_in_use}), or set use_vllm instead"
+        )
+    reject_tensor_parallelism(
+        f"schedule {args.schedule!r}",
+        "whose processes must agree on every completion; set schedule to 'sync', or shard the base with"
+        " accelerate_configs/fsdp2.yaml",
+    )
+
+
+def reject_tensor_parallelism(setting: str, why: str) -> None:
+    """Raise ValueError if the launch divides the layers over its processes; `why` also says what to change."""
+    layout = launch_layout()
+    if layout is not None and layout.tensor > 1:
+        raise ValueError(f"{setting} is not supported with tensor parallelism, {why}")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ValueError for a schedule-free optimizer, which does not evaluate and save the weights that it trains."""
+    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+        raise ValueError(
+            f"the optimizer {type(optimizer).__name__} has modes, train() and eval():"
+            f" {REFUSED_OPTIMIZERS['schedule_free']}; use one without, such as torch.optim.AdamW"
+        )
+
+
+def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any], peft_config: PeftConfig | None = None) -> None:
+    """Check the types of model and tokenizer, the model at the name, the keywords for loading it, and the LoRA config.
+
+    Of a model given by name only its config is read.
+    """
+    check_model_type(model)
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"processing_class is of type {type(tokenizer).__name__}; give the policy's tokenizer"
+            " (AutoTokenizer.from_pretrained), or leave it out"
+        )
+    known = [n for n in inspect.signature(load_base).parameters if n not in ("name_or_path", "quantization_config")]
+    unknown = [name for name in kwargs if name not in known]
+    if unknown:
+        hint = "; torch_dtype is dtype now" if "torch_dtype" in unknown else ""
+        raise ValueError(f"model_init_kwargs has {', '.join(unknown)}; it may have {', '.join(known)}{hint}")
+    check_attention(kwargs.get("attn_implementation"))
+    if isinstance(model, str):
+        check_decoder(load_config(model, **source_of(kwargs)), model)
+    check_new_adapter(peft_config, model, kwargs)
+
+
+def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:
+    """Check that the model has the tokens of all prompts, and positions for prompt and completion."""
+    prompts = [ids for dataset in datasets for ids in dataset["prompt_ids"]]
+    longest = max(map(len, prompts))
+    most = longest + args.max_completion_length
+    remedy = f"the longest prompt has {longest} tokens and max_completion_length is {args.max_completion_length}"
+    if args.microbatch_tokens is not None and most > args.microbatch_tokens:
+        raise ValueError(
+            f"{remedy}: a row of {most} tokens does not fit microbatch_tokens {args.microbatch_tokens}; raise it"
+        )
+    if isinstance(model, str):
+        config = load_config(model, **source_of(args.model_init_kwargs or {}))
+    else:
+        config = (model.get_base_model() if isinstance(model, PeftModel) else model).config.get_text_config()
+    largest, vocab_size = max(map(max, prompts)), config.vocab_size
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token id {largest} and the model knows {vocab_size} tokens; take the tokenizer that"
+            " belongs to the model (processing_class)"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and most > limit:
+        raise ValueError(
+            f"{remedy}: together {most}, and the model has {limit} positions; lower max_completion_length, or set"
+            " max_prompt_length with overlong_prompts drop or truncate"
+        )
+
+
+def source_of(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that choose the source of a model."""
+    return {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}

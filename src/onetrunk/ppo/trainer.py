@@ -13,9 +13,9 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -34,24 +34,25 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.staged import trains_in_stages, update_in_stages
-from onetrunk.ppo.alarms import Alarms
-from onetrunk.ppo.callbacks import RolloutProgress, StepEnd, StepGuard
-from onetrunk.ppo.checks import check_lengths, check_optimizer
+from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream, StreamParts
-from onetrunk.ppo.foreign_keys import explain_arguments
+from onetrunk.ppo.foreign_names import explain_arguments
 from onetrunk.ppo.metrics import MetricLog, merged_log
-from onetrunk.ppo.model_card import write_card
+from onetrunk.ppo.monitoring.alarms import Alarms
+from onetrunk.ppo.monitoring.profiling import Watch
+from onetrunk.ppo.monitoring.progress import RolloutProgress
+from onetrunk.ppo.monitoring.step_guard import StepEnd, StepGuard
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
-from onetrunk.ppo.setup import ModelInputs, Reward, prepare_dataset, prepare_run
+from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, check_optimizer, prepare_dataset, prepare_run
 from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
-from onetrunk.ppo.tensorboard import PPOTensorBoard
-from onetrunk.ppo.trl_names import with_trl_names
-from onetrunk.ppo.watching import Watch
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, to_device
+
+if TYPE_CHECKING:
+    from onetrunk.ppo.monitoring.tensorboard import PPOTensorBoard
 
 
 class PPOTrainer(ResumableTrainer):
@@ -135,7 +136,7 @@ class PPOTrainer(ResumableTrainer):
         hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
-        self.progress = RolloutProgress(run.trunk_plan.report, None if args.log_format == "auto" else args.log_format)
+        self.progress = RolloutProgress(run.trunk_plan.report)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
             lambda: self.metric_log.totals.finish(self.accelerator),
@@ -143,7 +144,7 @@ class PPOTrainer(ResumableTrainer):
             self.may_save,
         )
         is_logged = args.log_completions and args.should_save
-        self.samples = SampleLog(args.output_dir, args.num_completions_to_print, is_on=is_logged)
+        self.samples = SampleLog(args.output_dir, is_on=is_logged)
         self._stream: ExperienceStream | None = None
         self._step_start = 0.0
         # Completions of `eval_dataset` "before" training and "after", at the last evaluation.
@@ -168,7 +169,7 @@ class PPOTrainer(ResumableTrainer):
         self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
-        if not args.disable_tqdm or args.log_format == "lines":
+        if not args.disable_tqdm:
             self.progress.add_to(self)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -197,6 +198,8 @@ class PPOTrainer(ResumableTrainer):
 
     def make_tensorboard(self) -> PPOTensorBoard:
         """Return the callback that writes for TensorBoard; only the first process has something to show there."""
+        from onetrunk.ppo.monitoring.tensorboard import PPOTensorBoard
+
         board = PPOTensorBoard(self)
         self.tensorboard = board if self.is_world_process_zero() else None
         return board
@@ -318,8 +321,6 @@ class PPOTrainer(ResumableTrainer):
         except StopAsked:
             model.zero_grad()
             self.metric_log.drop_step()
-            if self.tensorboard is not None:
-                self.tensorboard.forget()
             self._stream.retreat()
             raise
 
@@ -386,8 +387,6 @@ class PPOTrainer(ResumableTrainer):
             self.metric_log.add_stats(group, group_stats)
         if "policy" in stats:
             self._policy_kl += stats["policy"]["approx_kl"]
-            if self.tensorboard is not None:
-                self.tensorboard.keep(experience, output.logprobs)
 
     # --- checkpoints and the Hub ------------------------------------------------------------------------------------
 
@@ -409,21 +408,17 @@ class PPOTrainer(ResumableTrainer):
 
         With a schedule that samples ahead, also those of the rollouts under way and of the adapters that they need.
         """
-        args = self.args
-        longest = longest_prompt_of(self.train_dataset, args)
+        args, longest = self.args, longest_prompt_of(self.train_dataset, self.args)
         rows, width = args.rollout_batch_size * args.num_generations, longest + args.max_completion_length
         # Ids and mask of the row and of its completion are int64; seven values of a token are float32.
         per_row = 2 * 8 * width + (2 * 8 + 7 * 4) * args.max_completion_length
         if self.trunk_plan.captures_states:
-            hidden_size = self.model.get_base_model().config.get_text_config().hidden_size
-            per_row += 4 * width * hidden_size
-        if args.pipeline_ahead:
-            per_row += (8 + 4) * args.max_completion_length
-        if args.schedule == "sync":
-            return rows * per_row
-        per_row += (args.max_staleness + 1) * (8 + 4) * args.max_completion_length
-        adapter = sum(p.numel() * p.element_size() for p in adapter_parameters(self.model, POLICY).values())
-        return rows * per_row + (args.max_staleness + 1) * adapter
+            per_row += 4 * width * self.model.get_base_model().config.get_text_config().hidden_size
+        is_ahead = args.schedule != "sync" or args.pipeline_ahead
+        versions = args.max_staleness + 1 if is_ahead else 0
+        per_row += versions * (8 + 4) * args.max_completion_length
+        adapter = sum(p.nbytes for p in adapter_parameters(self.model, POLICY).values())
+        return rows * per_row + versions * adapter
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the metrics since the last log, the state of the alarms, and the last evaluation."""
@@ -443,9 +438,8 @@ class PPOTrainer(ResumableTrainer):
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""
         self.metric_log.load_state_dict(state)
-        if "alarms" in state:
-            self.alarms.load_state_dict(state["alarms"], self.args)
-        self._last_evaluation = state.get("last_evaluation")
+        self.alarms.load_state_dict(state["alarms"], self.args)
+        self._last_evaluation = state["last_evaluation"]
 
     def save_run_state(self, folder: str) -> None:
         """Write the experience stream into a checkpoint."""
@@ -459,11 +453,16 @@ class PPOTrainer(ResumableTrainer):
 
     def on_model_saved(self, folder: str) -> None:
         """Write the model card next to the policy."""
-        write_card(self, folder)
+        self._write_card(folder)
+
+    def _write_card(self, folder: str, *args: Any, **data: Any) -> None:
+        from onetrunk.ppo.model_card import write_card
+
+        write_card(self, folder, *args, **data)
 
     def prepare_push(self, checkpoint: str) -> None:
         """Copy the value head and the other adapters to output_dir; Trainer copies only the policy's adapter."""
-        write_card(self, self.args.output_dir)
+        self._write_card(self.args.output_dir)
         if not self.is_world_process_zero():
             return
         for name in (VALUE_HEAD_FILE, *(a for a in self.model.peft_config if a != POLICY)):
@@ -492,7 +491,7 @@ class PPOTrainer(ResumableTrainer):
         """
         tags = [tags] if isinstance(tags, str) else tags or []
         data = {"language": language, "license": license, "datasets": dataset}
-        write_card(self, self.args.output_dir, model_name, finetuned_from, tags, **data)
+        self._write_card(self.args.output_dir, model_name, finetuned_from, tags, **data)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
@@ -557,14 +556,10 @@ class PPOTrainer(ResumableTrainer):
     ) -> tuple[dict[str, float], ScoredRollout]:
         """Return metrics and completions of tokenized prompts; `phase` labels the progress bar."""
         is_shown = is_shown and not self.args.disable_tqdm and self.is_world_process_zero()
-        # None: as in training.
-        truncation = {"top_p": self.args.eval_top_p, "top_k": self.args.eval_top_k}
-        truncation = {name: value for name, value in truncation.items() if value is not None}
-        sampler = replace(self.sampler, params=replace(self.sampler.params, **truncation))
         with self.progress.phase(phase, is_shown), self.watch.phase("evaluate"):
             return evaluate_prompts(
                 self.model,
-                sampler,
+                self.sampler,
                 dataset,
                 self.accelerator,
                 self.args,
@@ -590,7 +585,7 @@ class PPOTrainer(ResumableTrainer):
                 self.samples.record(f"step-{self.state.global_step:06d}", scored)
                 if self.tensorboard is not None:
                     self.tensorboard.show_rollout(scored, self.state.global_step)
-        super().log(with_trl_names(logs) if self.args.log_trl_names else logs, start_time)
+        super().log(logs, start_time)
 
 
 def split_off_value(optimizer: torch.optim.Optimizer, model: TrunkModel, learning_rate: float) -> None:

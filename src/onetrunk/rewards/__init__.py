@@ -11,7 +11,7 @@ one number per completion, or None where it does not apply:
 It receives `prompts`, `completions` (texts, or lists with one assistant message for conversations), `completion_ids`,
 `completion_stopped` (False for a completion that was cut off at max_completion_length), every other column of the
 dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`; `**kwargs` takes the ones it does not use.
-It may change these lists: they are copies.
+All functions get the same lists, so it must not change them.
 
 Several rewards are summed with weights:
 
@@ -21,32 +21,27 @@ Several rewards are summed with weights:
 A row to which no function applies, or to which one gives NaN or infinity, has the total NaN and is left out of the
 update. An error in a function stops the run and names the function.
 
-A resumed run compares what its rewards are computed from (`contents.py`): source file, closure and attributes (except
-those whose name begins with an underscore) of a function or object, the columns that it reads, the weights of a model,
-the address of a server. A change is an error unless `allow_config_change` is set. README.md lists what YAML can name.
+A resumed run compares what its rewards are computed from (`contents.py`): the name and source file of a function, the
+columns that it reads, the weights of a model, the address of a server. A change is an error unless
+`allow_config_change` is set. README.md lists what YAML can name.
 '''
 
-from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.ensemble import EnsembleReward
-from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
-from onetrunk.rewards.model import ModelReward
-from onetrunk.rewards.remote import RemoteReward
-from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.rewards.reward import Completion, RewardFunction, Scores
-from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
+from onetrunk.utils.loading import imported_when_used
 
-__all__ = [
-    "Completion",
-    "EnsembleReward",
-    "JudgeReward",
-    "ModelReward",
-    "PairwiseReward",
-    "RemoteReward",
-    "RewardFunction",
-    "RewardSet",
-    "RunningMoments",
-    "Scores",
-    "length_penalty",
-    "missing_eos_penalty",
-    "resolve_reward",
-]
+_HOMES = {
+    "Completion": "reward",
+    "EnsembleReward": "ensemble",
+    "JudgeReward": "judge_reward",
+    "ModelReward": "model",
+    "PairwiseReward": "judge_reward",
+    "RemoteReward": "remote",
+    "RewardFunction": "reward",
+    "RewardSet": "combine",
+    "RunningMoments": "shaping",
+    "Scores": "reward",
+    "length_penalty": "shaping",
+    "missing_eos_penalty": "shaping",
+    "resolve_reward": "resolve",
+}
+__all__ = [*_HOMES]
+__getattr__ = imported_when_used(__name__, _HOMES)

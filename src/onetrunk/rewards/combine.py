@@ -6,27 +6,20 @@ Synchronous functions are called one after the other, asynchronous ones together
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import math
 import os
 import threading
-import traceback
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from onetrunk.judges.ensemble import unique_names
 from onetrunk.rewards.contents import columns_read, content_of
 from onetrunk.rewards.model import TrunkReward
 from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.rewards.reward import (
-    Completion,
-    RewardFunction,
-    Scores,
-    is_async,
-    unique_names,
-)
+from onetrunk.rewards.reward import Completion, RewardFunction, Scores, is_async, reward_name
 from onetrunk.types import Prompt
 
 # Columns of the dataset that functions receive under another name, or not at all.
@@ -54,7 +47,7 @@ class RewardSet:
         if not listed:
             raise ValueError("no reward function was given; give at least one")
         self.functions = [resolve_reward(function) for function in listed]
-        self.names = unique_names(self.functions)
+        self.names = unique_names([reward_name(function) for function in self.functions])
         self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
         if len(self.weights) != len(listed):
             raise ValueError(
@@ -137,13 +130,13 @@ class RewardSet:
                 waiting.append(index)
             elif function is not self.trunk_reward:
                 try:
-                    results[index] = function(**_copied_keywords(function, keywords))
+                    results[index] = function(**_taken(function, keywords))
                 except BaseException as error:
                     if _ends_the_run(error):
                         raise
                     raise _failure(name, error) from error
         if waiting:
-            calls = [self.functions[i](**_copied_keywords(self.functions[i], keywords)) for i in waiting]
+            calls = [self.functions[i](**_taken(self.functions[i], keywords)) for i in waiting]
             for index, result in zip(waiting, _LOOP.run(_all_results(calls)), strict=True):
                 if isinstance(result, BaseException):
                     raise _failure(self.names[index], result) from result
@@ -165,19 +158,7 @@ def _ends_the_run(error: BaseException) -> bool:
 
 
 def _failure(name: str, error: BaseException) -> RuntimeError:
-    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}{_place(error)}")
-
-
-def _place(error: BaseException) -> str:
-    """Return " (file:line)" of the reward function, and of where the error was raised if that is elsewhere."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    if not frames:
-        return ""
-    raised = frames[-1]
-    # The first frame is the reward function's. Its author can change the last call in the same file.
-    caller = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-    where = f"{caller.filename}:{caller.lineno}"
-    return f" ({where})" if caller is raised else f" ({where}, raised at {raised.filename}:{raised.lineno})"
+    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}")
 
 
 async def _all_results(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -226,15 +207,8 @@ def _takes_optional(function: Callable[..., Any]) -> bool:
     )
 
 
-def _copied_keywords(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of one call, with copies of all lists: a function may change what it receives."""
-    copies = {}
-    for name, value in keywords.items():
-        if name == "completion_ids":  # Faster than a deep copy, which looks at every integer.
-            copies[name] = [list(ids) for ids in value]
-        elif name != OPTIONAL or _takes_optional(function):
-            copies[name] = copy.deepcopy(value) if isinstance(value, list) else value
-    return copies
+def _taken(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if name != OPTIONAL or _takes_optional(function)}
 
 
 def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> None:

@@ -112,7 +112,7 @@ class PairwiseReward:
             if reference is None:
                 raise RuntimeError(
                     f"there is no reference completion of the prompt {str(prompt)[:80]!r}; add a column {COLUMN} to"
-                    " the rows, or have them sampled (ppo.evaluation.sample_references) before training"
+                    " the rows, or have them sampled (ppo.reference_completions.sample_references) before training"
                 )
             references.append(reference)
         return references

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from itertools import chain, count
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -75,13 +74,3 @@ def without_partials(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
     return function
-
-
-def unique_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
-    """Return one name per function; a second function with the same name becomes `name_2`, and so on."""
-    names: list[str] = []
-    for function in functions:
-        name = reward_name(function)
-        candidates = chain([name], (f"{name}_{number}" for number in count(2)))
-        names.append(next(candidate for candidate in candidates if candidate not in names))
-    return names

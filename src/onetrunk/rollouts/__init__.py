@@ -1,21 +1,16 @@
 """Rollouts: prompts in, token ids and sampler logprobs out."""
 
-from onetrunk.rollouts.base import RolloutBackend, SamplingParams, VersionedBackend
-from onetrunk.rollouts.colocate import ColocatedBackend
-from onetrunk.rollouts.load import load_backend
-from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.pool import ServerPolicy
-from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.utils.loading import imported_when_used
 
-__all__ = [
-    "ColocatedBackend",
-    "LocalBackend",
-    "PipelinedBackend",
-    "RolloutBackend",
-    "SamplingParams",
-    "ServerPolicy",
-    "VLLMBackend",
-    "VersionedBackend",
-    "load_backend",
-]
+_HOMES = {
+    "ColocatedBackend": "colocate",
+    "LocalBackend": "local",
+    "PipelinedBackend": "pipelined",
+    "RolloutBackend": "base",
+    "SamplingParams": "base",
+    "VLLMBackend": "vllm",
+    "VersionedBackend": "base",
+    "load_backend": "load",
+}
+__all__ = [*_HOMES]  # noqa: PLE0604
+__getattr__ = imported_when_used(__name__, _HOMES)

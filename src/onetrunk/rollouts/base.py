@@ -168,3 +168,16 @@ class VersionedBackend(RolloutBackend, Protocol):
             ValueError, RuntimeError: the version is not there.
         """
         ...
+
+
+@runtime_checkable
+class ServedBackend(RolloutBackend, Protocol):
+    """A RolloutBackend of vLLM, which is checked before and after the model is loaded."""
+
+    def check(self) -> None:
+        """Check what needs no model. ValueError or RuntimeError: what is missing, and what to set instead."""
+        ...
+
+    def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
+        """Check that the policy can be sampled from, with rows of `longest_row` tokens."""
+        ...

@@ -1,77 +1,49 @@
-"""The backend that the settings of a run choose (`ppo/server_settings.py`)."""
+"""The backend that the settings of a run choose (`ppo/settings.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.rollouts.colocate import ColocatedBackend
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.pool import ServerPolicy
-from onetrunk.rollouts.vllm import VLLMBackend
+
+if TYPE_CHECKING:
+    from onetrunk.rollouts.vllm import VLLMBackend
 
 # Where adapters are published. Trainer pushes no path that begins with an underscore to the Hub.
 ADAPTERS_FOLDER = "_adapters"
-# They are checked before and after the model is loaded.
-VLLM_BACKENDS = (VLLMBackend, ColocatedBackend)
 
 
-class ServerSettings(Protocol):
-    """The settings that `load_servers` reads, under the names of PPOConfig."""
+def load_servers(config: Any, **settings: Any) -> VLLMBackend:
+    """Return the backend of the servers that a config (PPOConfig, or a stage's arguments) names.
 
-    output_dir: str
-    vllm_server_timeout: float
-    vllm_request_timeout: float
-    vllm_api_key_env: str | None
+    `settings` are those of VLLMBackend.
+    """
+    from onetrunk.rollouts.vllm import VLLMBackend, vllm_policy
 
-    @property
-    def server_urls(self) -> list[str]: ...
-
-
-class BackendSettings(ServerSettings, Protocol):
-    """The settings that `load_backend` reads, under the names of PPOConfig."""
-
-    max_rollout_rows: int | None
-    rollout_backend: str
-    pipeline_stages: int | None
-    pipeline_batches: int | None
-    pipeline_split: list[int] | None
-    pipeline_training: bool
-    use_vllm: bool
-    vllm_gpu_memory_utilization: float
-    vllm_max_model_length: int | None
-    vllm_enable_sleep_mode: bool
-
-    @property
-    def is_colocated(self) -> bool: ...
-
-    @property
-    def versions_in_use(self) -> int: ...
-
-
-def load_servers(config: ServerSettings, **settings: Any) -> VLLMBackend:
-    """Return the backend of the servers that a config names; `settings` are those of VLLMBackend."""
     return VLLMBackend(
         config.server_urls,
         Path(config.output_dir) / ADAPTERS_FOLDER,
-        policy=ServerPolicy(timeout_s=config.vllm_request_timeout, wait_s=config.vllm_server_timeout),
+        policy=vllm_policy(config.vllm_request_timeout),
+        wait_s=config.vllm_server_timeout,
         api_key_env=config.vllm_api_key_env,
         **settings,
     )
 
 
-def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> RolloutBackend:
+def load_backend(config: Any, **hooks: Callable[..., None]) -> RolloutBackend:
     """Return the backend that samples the rollouts of a run: by vLLM, in a pipeline of processes, or in this process.
 
     Args:
-        config: of the run.
+        config: the run's PPOConfig.
         **hooks: `progress` and `poll` of the backend. vLLM is checked before the trainer that they belong to is
             built, and gets them then.
     """
     if config.rollout_backend == "pipelined":
+        from onetrunk.rollouts.pipelined import PipelinedBackend
+
         return PipelinedBackend(
             stages=config.pipeline_stages,
             batches=config.pipeline_batches,
@@ -83,10 +55,11 @@ def load_backend(config: BackendSettings, **hooks: Callable[..., None]) -> Rollo
     if not config.use_vllm:
         return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
     if config.is_colocated:
+        from onetrunk.rollouts.colocate import ColocatedBackend
+
         return ColocatedBackend(
             Path(config.output_dir) / ADAPTERS_FOLDER,
             gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-            max_model_length=config.vllm_max_model_length,
             sleeps=config.vllm_enable_sleep_mode,
             max_rows=config.max_rollout_rows,
         )

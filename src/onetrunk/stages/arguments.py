@@ -23,8 +23,7 @@ from onetrunk.data.names import looks_like_path
 from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
-from onetrunk.ppo.server_settings import VLLMServerConfig
-from onetrunk.ppo.settings import MONITOR_ACTIONS, check_monitor
+from onetrunk.ppo.settings import MONITOR_ACTIONS, VLLMServerConfig, check_monitor
 from onetrunk.stages.options.help import help_text, help_topic
 from onetrunk.stages.options.parser import Parser, UsageError, mapping_reader
 from onetrunk.stages.options.reading import check_values, read
@@ -161,10 +160,6 @@ class PPODataArguments(TrainingDataArguments):
 class PPOJudgeArguments:
     """A judge as a reward function, and another judge that monitors the reward."""
 
-    pairwise_beta: float = option(
-        1.0, "reward_funcs pairwise: reward = pairwise_beta * log P(completion better than the reference's); above 0."
-    )
-    pairwise_floor: float = option(0.01, "Lower bound of that probability, above 0 and below 0.5.")
     judge_report: str | None = option(
         None, "output_dir of onetrunk judge, which measured the judge of this run: the model card quotes it."
     )
@@ -177,19 +172,12 @@ class PPOJudgeArguments:
     monitor_rubric: dict[str, str] | None = option(None, "Its rubric, where it is one; None: rubric.")
     monitor_every: int = option(1, "Rollouts between two of its measurements.")
     monitor_rows: int = option(64, "Number of held-out prompts that it rates; without held-out rows training prompts.")
-    monitor_window: int = option(
-        5, "Number of measurements over which the reward must rise and the judge fall for an alarm; 2 or more."
-    )
     monitor_action: str = option("warn", "At an alarm: warn, or stop training.", MONITOR_ACTIONS)
 
     def __post_init__(self) -> None:
         if isinstance(self.monitor_judge, str):
             self.monitor_judge = [self.monitor_judge]
-        check_monitor(self.monitor_every, self.monitor_window, self.monitor_action, self.monitor_rows)
-        if not self.pairwise_beta > 0:
-            raise ValueError(f"pairwise_beta is {self.pairwise_beta}; set a number above 0, such as 1")
-        if not 0 < self.pairwise_floor < 0.5:
-            raise ValueError(f"pairwise_floor is {self.pairwise_floor}; set a number above 0 and below 0.5")
+        check_monitor(self.monitor_every, self.monitor_action, self.monitor_rows)
         changed = [
             f.name for f in fields(self) if f.name.startswith("monitor_") and getattr(self, f.name) != f.default
         ]
@@ -295,7 +283,15 @@ class ModelArguments(ModelConfig):
         # TRL turns a list of one name into a string, which PEFT would read as a regular expression over whole paths.
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
             self.lora_target_modules = [self.lora_target_modules]
-        check_model(self, ModelConfig.__dict__, self.needs_model)
+        if self.needs_model:
+            require_model_name(self)
+        for name, reason in WITHOUT_MEANING.items():
+            if getattr(self, name) != getattr(ModelConfig, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} has no meaning here: {reason}")
+        if self.lora_r < 1:
+            raise ValueError(f"lora_r is {self.lora_r}; set a rank of 1 or more, such as 16")
+        if self.load_in_4bit and self.dtype in (None, "auto"):
+            raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")
 
     def init_kwargs(self) -> dict[str, Any]:
         attention = self.attn_implementation
@@ -373,25 +369,6 @@ class SFTArguments(StageTrainingArguments, CheckpointConfig, SecretFreeArguments
 @dataclass(repr=False)
 class PPOArguments(StageTrainingArguments, PPOConfig):
     """Settings of `onetrunk ppo`."""
-
-
-def check_model(args: Any, defaults: dict[str, Any], needs_model: bool = True) -> None:
-    """Raise ValueError for settings of a model that are missing, or that mean nothing here.
-
-    Args:
-        args: ModelArguments, or an object with its fields.
-        defaults: of the fields in WITHOUT_MEANING.
-        needs_model: False for a stage that may need no model.
-    """
-    if needs_model:
-        require_model_name(args)
-    for name, reason in WITHOUT_MEANING.items():
-        if getattr(args, name) != defaults[name]:
-            raise ValueError(f"{name}={getattr(args, name)!r} has no meaning here: {reason}")
-    if isinstance(args.lora_r, int) and args.lora_r < 1:
-        raise ValueError(f"lora_r is {args.lora_r}; set a rank of 1 or more, such as 16")
-    if args.load_in_4bit and args.dtype in (None, "auto"):
-        raise ValueError("load_in_4bit computes in dtype, which is auto; set dtype to bfloat16 (float32 on a CPU)")
 
 
 class StageParser(TrlParser, Parser):

@@ -22,7 +22,7 @@ from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
 from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
-from onetrunk.ppo.checks import check_tokenizer
+from onetrunk.parallel.tensor import forwards_of_first
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
 from onetrunk.reward_models.metrics import (
     ScoredPairs,
@@ -39,7 +39,7 @@ from onetrunk.reward_models.training import join_pipeline
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.plots import plot_reliability, plot_scores
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
-from onetrunk.stages.rows import TrainingRows, load_preference_rows, load_unlabelled_rows
+from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows, load_unlabelled_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
 from onetrunk.stages.tables import show_columns, write_values
 from onetrunk.utils.files import atomic_write_json

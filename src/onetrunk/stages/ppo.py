@@ -21,8 +21,8 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.evaluation import KEPT_FOLDER, sample_references
-from onetrunk.ppo.monitor import HackingMonitor
+from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
+from onetrunk.ppo.reference_completions import KEPT_FOLDER, sample_references
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.ensemble import names_an_ensemble
 from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
@@ -90,15 +90,13 @@ def run_judges(
     with Ledger(Path(args.output_dir) / KEPT_FOLDER / f"judged-{args.process_index}.db") as ledger:
         rewards: dict[str, RewardFunction] = {}
         if judging is not None:
-            numbers = {"beta": arguments.pairwise_beta, "floor": arguments.pairwise_floor}
             rewards[JUDGE] = JudgeReward(*judging, memory=ledger)
-            rewards[PAIRWISE] = PairwiseReward(*judging, memory=ledger, **numbers)
+            rewards[PAIRWISE] = PairwiseReward(*judging, memory=ledger)
         monitor = None
         if watching is not None:
             monitor = HackingMonitor(
                 *watching,
                 every=arguments.monitor_every,
-                window=arguments.monitor_window,
                 action=arguments.monitor_action,
                 num_rows=arguments.monitor_rows,
                 memory=ledger,
@@ -149,6 +147,8 @@ def make_trainer(
     name = model_args.model_name_or_path
     if model_args.use_peft is False:
         raise ValueError("use_peft is false, but ppo trains a LoRA adapter on a frozen base; leave it out")
+    if model_args.lora_dropout:
+        raise ValueError("lora_dropout makes the first PPO ratio differ from 1; leave it out")
     args.model_init_kwargs = {**model_args.init_kwargs(), **(args.model_init_kwargs or {})}
     peft_config = model_args.peft_config()
     if is_adapter(name, model_args.model_revision):

@@ -20,13 +20,13 @@ from onetrunk.models.loading import load_config, pinned_source
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
 from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
-from onetrunk.ppo.checks import check_tokenizer
+from onetrunk.parallel.tensor import forwards_of_first
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.plots import plot_by_margin, plot_reliability
-from onetrunk.stages.rows import TrainingRows, load_preference_rows
+from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
 from onetrunk.stages.tables import show_columns, write_values
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 from trl import extract_prompt
 
 from onetrunk.data.files import load_rows
@@ -16,6 +17,8 @@ from onetrunk.data.sharded import ShardedRows, load_sharded_rows
 from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 TrainingRows = Dataset | ShardedRows
+# Columns of text or conversations.
+TEXT_COLUMNS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 
 
 def load_dataset_rows(args: DatasetArguments) -> Dataset:
@@ -121,3 +124,31 @@ def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
     check_completions(rows)
     optional = [name for name in ("completion_stopped",) if name in rows.column_names]
     return rows.select_columns(["prompt", "completion", *optional])
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[Dataset], vocab_size: int) -> None:
+    """Check that a tokenizer has a chat template if the rows need one, and that the model has its token ids.
+
+    Args:
+        tokenizer: of the model.
+        name: where it was loaded from.
+        rows: with texts and conversations in any of TEXT_COLUMNS.
+        vocab_size: entries of the model's embedding.
+    """
+    columns = [dataset[column] for dataset in rows for column in TEXT_COLUMNS if column in dataset.column_names]
+    if any(isinstance(values[0], list) for values in columns) and not tokenizer.chat_template:
+        raise ValueError(
+            f"the rows are conversations and the tokenizer of {name} has no chat template; take an instruct model's"
+            " tokenizer, write a chat_template.jinja into its folder, or give the rows as text"
+        )
+    special = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) if i is not None]
+    largest = max(special, default=0)
+    if len(tokenizer) > vocab_size:  # Some models leave out tokens that no text has.
+        cells = [[cell] if isinstance(cell, str) else cell for values in columns for cell in values]
+        texts = [part if isinstance(part, str) else part["content"] or "" for cell in cells for part in cell]
+        largest = max([largest, *(i for ids in tokenizer(texts, verbose=False)["input_ids"] for i in ids)])
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer of {name} gives token id {largest} and the model knows {vocab_size} tokens; take the"
+            " tokenizer that belongs to the model"
+        )

@@ -18,9 +18,8 @@ from onetrunk.models.base_model import load_base, load_tokenizer
 from onetrunk.models.build import check_targets_by_name
 from onetrunk.models.loading import load_config
 from onetrunk.parallel.sharding import cast_when_sharded
-from onetrunk.ppo.checks import check_tokenizer
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments, parse
-from onetrunk.stages.rows import TrainingRows, completion_rows, load_training_rows
+from onetrunk.stages.rows import TrainingRows, check_tokenizer, completion_rows, load_training_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
 
 

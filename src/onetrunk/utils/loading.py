@@ -1,4 +1,4 @@
-"""Keeps the garbage collector away from what is imported.
+"""Imports names of a package when they are used, and keeps the garbage collector away from what is imported.
 
 A collection visits every object. Those of torch and transformers take it about 0.4 s, and none of them is ever
 garbage; importing them sets off several collections, and every training begins with one.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -30,3 +32,19 @@ def freeze_loaded() -> None:
     # Triton reports what is frozen at exit as leaked. Only one call is registered, however often this is called.
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)
+
+
+def imported_when_used(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package whose names are imported when they are first used.
+
+    Args:
+        package: its dotted name.
+        homes: the module of each name, within the package.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(homes)}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return get

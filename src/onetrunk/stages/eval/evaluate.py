@@ -28,12 +28,11 @@ from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
 from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ppo.callbacks import RolloutProgress
-from onetrunk.ppo.checks import check_launch
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, sample_table, write_samples
+from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
-from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, load_sampled_model, policy_tokenizer
+from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launch, load_sampled_model, policy_tokenizer
 from onetrunk.report.parts import contest_findings
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.combine import RewardSet

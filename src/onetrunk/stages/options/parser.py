@@ -17,6 +17,7 @@ MAPPING_EXAMPLES = {
     "student_config": '{"model_type": "llama", "hidden_size": 64}',
     "rubric": '{"concise": "checks.py:concise"}',
     "judge_prices": '{"judge-model": [0.4, 1.6]}',
+    "alarm_limits": '{"kl": 50, "entropy": null}',
     "monitor_rubric": '{"concise": "checks.py:concise"}',
 }
 TRUE_OR_FALSE = ("true", "false")

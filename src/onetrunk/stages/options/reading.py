@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onetrunk.ppo.foreign_keys import RENAMED, explain_key, nearest_key
+from onetrunk.ppo.foreign_names import RENAMED, explain_key
 from onetrunk.stages.options.parser import UsageError, make_parser
 from onetrunk.stages.options.table import Option, load_options
 from onetrunk.stages.options.verbs import SETTINGS_MODULES
@@ -28,7 +28,7 @@ HELP_WORDS = ("-h", "--help")
 # Of ppo; not an option, because a YAML file cannot have it.
 DRY_RUN = ("--dry_run", "--dry-run")
 # Text fields that are also read as booleans: resume_from_checkpoint true resumes from the last checkpoint.
-TEXT_OR_BOOLEAN = (RESUME, "stop_on_alarm")
+TEXT_OR_BOOLEAN = (RESUME,)
 # Verbs whose first word may be the value of an option -> that option.
 FIRST_WORDS = {"serve": "model", "merge": "adapter"}
 # Fields that become part of a path, here or in a tracker.
@@ -115,9 +115,7 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _explained(key: str, verb: str) -> str:
     known = [name for name in load_options(verb) if name not in RENAMED]
-    if verb == "ppo":
-        return explain_key(key, known)
-    return nearest_key(key, known, [other for other in SETTINGS_MODULES if key in load_options(other)])
+    return explain_key(key, known, [other for other in SETTINGS_MODULES if key in load_options(other)])
 
 
 def _with_first_word(verb: str, argv: Sequence[str]) -> list[str]:

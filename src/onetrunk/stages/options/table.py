@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from onetrunk.ppo.foreign_keys import RENAMED
+from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING
 from onetrunk.stages.options.verbs import SETTINGS_MODULES
 
@@ -36,6 +36,12 @@ LIBRARY_CLASSES = {
 }
 # TrainingArguments accepts its class or None; a launch's accelerate config decides instead.
 NOT_WRITTEN = {"parallelism_config": "the accelerate config of the launch decides"}
+# Options of a model or a training that mean nothing in PPO.
+NOT_IN_PPO = {
+    "use_peft": "ppo always trains a LoRA adapter",
+    "lora_dropout": "dropout makes the first PPO ratio differ from 1",
+    "hub_token": "a secret is not a setting: set HF_TOKEN, or run hf auth login",
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ def _rejected(name: str, has_ppo: bool) -> str | None:
         return FIXED[name][1]
     if has_ppo and name == "gradient_accumulation_steps":
         return "an optimizer step is a minibatch, cut into forwards by microbatch_tokens"
-    reasons = (WITHOUT_MEANING | NOT_WRITTEN) | (INHERITED_WITHOUT_MEANING if has_ppo else {})
+    reasons = (WITHOUT_MEANING | NOT_WRITTEN) | (INHERITED_WITHOUT_MEANING | NOT_IN_PPO if has_ppo else {})
     return reasons.get(name)
 
 

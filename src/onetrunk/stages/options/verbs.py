@@ -36,7 +36,7 @@ WORD_MODULES = {"run": "onetrunk.stages.run.chain", "report": "onetrunk.stages.t
 # Verbs whose modules import neither torch nor transformers. Their `main` raises ValueError for a mistake.
 PLAIN_MODULES = {
     "plan": "onetrunk.stages.plan",
-    "config": "onetrunk.stages.tools.config",
+    "config": "onetrunk.stages.tools.print_config",
     "init": "onetrunk.stages.tools.init",
     "recipes": "onetrunk.stages.tools.recipes",
     "doctor": "onetrunk.stages.tools.doctor",

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from onetrunk.feedback.asking import Asker
+from onetrunk.feedback.asking import Asker, chunked
 from onetrunk.feedback.costs import Costs
-from onetrunk.feedback.overlap import chunked
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Rating, Single, Usage, Verdict
 from onetrunk.judges.labels import Memory

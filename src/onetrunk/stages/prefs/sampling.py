@@ -24,8 +24,8 @@ from trl import get_quantization_config
 
 from onetrunk.data.groups import Bad, Group, group_of, read_groups, shape_of
 from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
+from onetrunk.feedback.asking import StopFlag
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.overlap import StopFlag
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
 from onetrunk.judges.judge import digest, prompt_key
 from onetrunk.models.base_model import load_base, repair_padding, stop_token_ids

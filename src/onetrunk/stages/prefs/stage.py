@@ -2,7 +2,7 @@
 
 With `completions: given` the rows bring the completions, and no model is loaded. With `mode: revise`, critiques and
 revisions for supervised fine-tuning instead. A thread samples some chunks of prompts ahead of the judge
-(feedback/overlap.py). Everything sampled or judged is kept at once: after a kill the same command resumes, and ends
+(feedback/asking.py). Everything sampled or judged is kept at once: after a kill the same command resumes, and ends
 with the same file.
 """
 
@@ -22,10 +22,9 @@ from tqdm.auto import tqdm
 
 from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.feedback import preferences, revision
-from onetrunk.feedback.asking import Asker, FailureLimit
+from onetrunk.feedback.asking import Asker, FailureLimit, StopFlag, chunked, overlapped
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.overlap import StopFlag, chunked, overlapped
 from onetrunk.feedback.preferences import (
     PreferenceMaker,
     PreferenceStatistics,

@@ -29,11 +29,18 @@ from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import check_supported, decoder_layers
 from onetrunk.models.loading import load_config
-from onetrunk.ppo.checks import check_lengths, check_tokenizer, join_stages, plan_batches
+from onetrunk.ppo.config import plan_batches
 from onetrunk.ppo.memory_check import GIB, sampled_bytes, stage_sizes
-from onetrunk.ppo.setup import longest_prompt_of, policy_tokenizer, prepare_dataset, tokens_of
+from onetrunk.ppo.setup import (
+    check_lengths,
+    join_stages,
+    longest_prompt_of,
+    policy_tokenizer,
+    prepare_dataset,
+    tokens_of,
+)
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, PPOJudgeArguments
-from onetrunk.stages.rows import load_training_rows, prompt_rows
+from onetrunk.stages.rows import check_tokenizer, load_training_rows, prompt_rows
 
 # A trained float32 weight, its gradient, and two numbers of Adam.
 TRAINED_BYTES, TRAINED_BYTES_8BIT = 16, 10

@@ -23,14 +23,15 @@ from functools import partial
 from typing import Any
 
 import httpx2
+import torch
 
 from onetrunk.models.loading import adapter_base, load_config
-from onetrunk.rollouts.adapters import served_rank
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
+from onetrunk.rollouts.publishing import served_rank
+from onetrunk.servers.client import is_nearby, read_secret
 from onetrunk.stages.arguments import DTYPES, parse
 from onetrunk.stages.options.parser import say
 from onetrunk.stages.run_context import run_stage
-from onetrunk.utils.http import read_secret, uses_proxy
 from onetrunk.utils.options import VLLM_RANKS, option
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -81,32 +82,20 @@ class ServeArguments:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("no model is named; write onetrunk serve MODEL --port 8000")
-        if self.command is not None:
-            self._check_command()
-        at_least = {"port": 1, "max_lora_rank": 1, "max_loras": 1, "tensor_parallel_size": 1, "max_model_len": 2}
-        for name, least in at_least.items():
+        if self.command is not None and self.print:
+            raise ValueError("command and print are both set; print starts no server, so leave one of them out")
+        ranges = {"port": (1, 65535), "max_lora_rank": (1, VLLM_RANKS[-1]), "max_loras": (1, None)}
+        ranges |= {"tensor_parallel_size": (1, None), "max_model_len": (2, None)}
+        for name, (least, most) in ranges.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; set it to {least} or more")
-        if self.port > 65535:
-            raise ValueError(f"port is {self.port}; set it to 65535 or less")
-        if self.max_lora_rank > VLLM_RANKS[-1]:
-            raise ValueError(f"max_lora_rank is {self.max_lora_rank}, and vLLM serves ranks up to {VLLM_RANKS[-1]}")
+            if value is not None and not (least <= value and (most is None or value <= most)):
+                bound = f"from {least} to {most}" if most else f"to {least} or more"
+                raise ValueError(f"{name} is {value}; set it {bound}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; set it above 0, at most 1")
         for name, known in (("dtype", DTYPES), ("device", DEVICES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {', '.join(known)}")
-
-    def _check_command(self) -> None:
-        if self.print:
-            raise ValueError("command and print are both set; print starts no server, so leave one of them out")
-        try:
-            words = shlex.split(self.command)
-        except ValueError as error:
-            raise ValueError(f"command is {self.command!r}, whose quotes do not match; close them") from error
-        if not words:
-            raise ValueError("command is empty; write one as in a shell, such as 'onetrunk prefs --config prefs.yaml'")
 
 
 def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> list[str]:
@@ -142,7 +131,7 @@ def serve(args: ServeArguments) -> None:
         RuntimeError: the server ended, or the command failed.
     """
     base = adapter_base(args.model, args.revision) or args.model
-    on_cpu = args.device == "cpu" or (args.device == "auto" and not _has_gpu())
+    on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
     revision = args.revision if base == args.model else None
     dtype = _checkpoint_dtype(base, revision) if args.dtype == "auto" else args.dtype
     python = args.python or sys.executable
@@ -218,7 +207,7 @@ def stopped_at_end(words: Sequence[str], **options: Any) -> Iterator[subprocess.
 def is_ready(url: str) -> bool:
     """Return whether a server answers that it is ready."""
     try:
-        return httpx2.get(f"{url}/health", timeout=PROBE_S, trust_env=uses_proxy(url)).is_success
+        return httpx2.get(f"{url}/health", timeout=PROBE_S, trust_env=not is_nearby(url)).is_success
     except httpx2.HTTPError:
         return False
 
@@ -240,10 +229,15 @@ def own_url(host: str, port: int) -> str:
 
 
 def command_words(command: str) -> list[str]:
-    """Return the words of a command; ValueError if the first is no program."""
-    words = shlex.split(command)
-    if shutil.which(words[0]) is None:
-        raise ValueError(f"command is {command!r}, and no program {words[0]} can be run; write it as in a shell")
+    """Return the words of a command; ValueError if they are none, or the first is no program."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"command is {command!r}, whose quotes do not match; close them") from error
+    if not words or shutil.which(words[0]) is None:
+        raise ValueError(
+            f"command is {command!r}, and no program {words[0] if words else ''} can be run; write it as in a shell"
+        )
     return words
 
 
@@ -257,12 +251,6 @@ def _require_vllm(python: str | None) -> None:
             )
     elif shutil.which(python) is None:
         raise ValueError(f"python is {python!r}, and no such program can be run; give the path of an interpreter")
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _checkpoint_dtype(base: str, revision: str | None) -> str:

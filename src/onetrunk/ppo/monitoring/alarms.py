@@ -1,12 +1,11 @@
 """Alarms: the metrics of every rollout are compared with limits; a warning names the usual cause and what to change.
 
 An alarm is raised when its condition has held for `alarm_patience` rollouts in a row. It is over with the first
-rollout in which the condition does not hold. The alarms and their settings are in `alarm_rules.py`.
+rollout in which the condition does not hold. The alarms and their limits are in `alarm_rules.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import TrainerControl, TrainerState
 
-from onetrunk.checkpoints.folders import LEAST_KEPT, last_checkpoint
+from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
-from onetrunk.ppo.alarm_rules import RULES, AlarmConfig
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.monitoring.alarm_rules import RULES
 
 logger = get_logger(__name__)
 
@@ -50,12 +50,6 @@ def find_breach(
     if value is None or not (value > bound if rule.is_upper else value < bound):
         return None
     return value, bound
-
-
-def fewest_checkpoints(every: int, slots: int) -> int:
-    """Return how many checkpoints, one `every` steps, reach back before a rollout of `slots` steps just found bad."""
-    # The newest is at least gcd(every, slots) steps old, the one that is needed at most two rollouts.
-    return 1 + math.ceil((2 * slots - math.gcd(every, slots)) / every)
 
 
 class Alarms(EndingCallback):
@@ -95,7 +89,7 @@ class Alarms(EndingCallback):
         """Return the state that a checkpoint keeps, as JSON values."""
         return {"in_a_row": self._in_a_row, "first_sums": self._first_sums, "num_first": self._num_first}
 
-    def load_state_dict(self, state: dict[str, Any], config: AlarmConfig) -> None:
+    def load_state_dict(self, state: dict[str, Any], config: PPOConfig) -> None:
         """Restore what `state_dict` returned. An alarm that ended the run starts counting again."""
         self._in_a_row |= state["in_a_row"]
         self._first_sums, self._num_first = dict(state["first_sums"]), state["num_first"]
@@ -103,7 +97,7 @@ class Alarms(EndingCallback):
             if self._in_a_row[name] >= config.alarm_patience:
                 self._in_a_row[name] = 0
 
-    def needed_checkpoints(self, step: int, config: AlarmConfig) -> set[Path]:
+    def needed_checkpoints(self, step: int, config: PPOConfig) -> set[Path]:
         """Return the last checkpoint from before each condition that holds at a step, whether or not it is raised."""
         slots, output_dir = config.slots_per_rollout, Path(config.output_dir)
         end = step - step % slots
@@ -113,33 +107,25 @@ class Alarms(EndingCallback):
 
     # --- events of the training loop --------------------------------------------------------------------------------
 
-    def on_train_begin(self, args: AlarmConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The trainer restores the state from a checkpoint after this.
         self._reset()
-        if args.stop_on_alarm and args.save_total_limit and args.save_strategy == "steps" and state.save_steps:
-            needed = fewest_checkpoints(int(state.save_steps), args.slots_per_rollout)
-            if max(args.save_total_limit, LEAST_KEPT) < needed:
-                logger.warning(
-                    f"save_total_limit {args.save_total_limit} with save_steps {state.save_steps:g} may leave no"
-                    f" checkpoint from before an alarm; set it to {needed} or more"
-                )
 
-    def on_step_end(self, args: AlarmConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % args.slots_per_rollout == 0:
             self._end_rollout(args, state)
         if self._ending is not None and self.may_save():
             self.ended = self._ending
             control.should_training_stop = control.should_save = True
 
-    def _end_rollout(self, args: AlarmConfig, state: TrainerState) -> None:
+    def _end_rollout(self, args: PPOConfig, state: TrainerState) -> None:
         metrics = self.take_totals()
         num_rows = args.rollout_batch_size * args.num_generations
         first = {}
         if self._num_first >= NUM_FIRST:
             first = {name: total / self._num_first for name, total in self._first_sums.items()}
         is_on: dict[str, float] = {}
-        for name in RULES:
-            limit = getattr(args, f"alarm_{name}")
+        for name, limit in args.limits.items():
             if limit is None:
                 self._in_a_row[name] = 0
                 continue
@@ -156,7 +142,7 @@ class Alarms(EndingCallback):
             self._num_first += 1
             self._first_sums = {name: total + metrics[name] for name, total in self._first_sums.items()}
 
-    def _raise_alarm(self, name: str, breach: tuple[float, float], args: AlarmConfig, state: TrainerState) -> None:
+    def _raise_alarm(self, name: str, breach: tuple[float, float], args: PPOConfig, state: TrainerState) -> None:
         rule, num_rollouts = RULES[name], args.alarm_patience
         # The first bad rollout was sampled by the weights at this step, the one before it by good ones.
         begin = state.global_step - num_rollouts * args.slots_per_rollout
@@ -171,7 +157,7 @@ class Alarms(EndingCallback):
         period = f"in {num_rollouts} rollouts in a row, sampled from step {begin} on"
         self.explanation = (
             f"alarm {name} at step {state.global_step}: {rule.description} is {value:.4g}, {side} the limit"
-            f" {bound:.4g} (alarm_{name} {getattr(args, f'alarm_{name}'):g}),"
+            f" {bound:.4g} (alarm_limits {name} {args.limits[name]:g}),"
             f" {period if num_rollouts > 1 else 'in a rollout'}. The usual cause: {rule.cause}. What helps:"
             f" {rule.change}. {remedy}"
         )

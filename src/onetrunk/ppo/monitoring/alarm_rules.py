@@ -1,11 +1,14 @@
-"""The alarms and their settings. A new alarm is an entry in RULES and a field of AlarmConfig; `alarms.py` watches."""
+"""The table of alarms with their limits; `alarms.py` watches. A new alarm is an entry in RULES.
+
+It imports no library, because the settings of PPO use it (`ppo/settings.py`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from onetrunk.utils.options import option
+from typing import Any
 
 SHARE = (0.0, 1.0, "between 0 and 1")
 AT_LEAST_0 = (0.0, math.inf, "0 or more")
@@ -17,15 +20,17 @@ class Rule:
     """One alarm.
 
     Args:
+        limit: the default.
         metric: name of the watched metric.
         description: what the metric is, for the warning.
         cause: the usual cause.
         change: what to change.
         is_upper: True if the limit is the largest good value, False if it is the smallest.
-        range: least and greatest value of the setting, and both in words.
-        is_relative: the setting is a share of the metric's mean over the first rollouts.
+        range: least and greatest value of the limit, and both in words.
+        is_relative: the limit is a share of the metric's mean over the first rollouts.
     """
 
+    limit: float
     metric: str
     description: str
     cause: str
@@ -37,6 +42,7 @@ class Rule:
 
 RULES = {
     "kl": Rule(
+        100.0,
         "kl/ref",
         "the KL to the reference, nats per completion,",
         "a reward for what the reference never says, too small a beta, or too large a learning rate",
@@ -45,6 +51,7 @@ RULES = {
         range=AT_LEAST_0,
     ),
     "negative_kl": Rule(
+        0.1,
         "kl/ref",
         "the KL to the reference, nats per completion, which can't be negative,",
         "a sampler whose probabilities differ from those the trainer computes: another temperature, truncated"
@@ -53,6 +60,7 @@ RULES = {
         range=AT_LEAST_0,
     ),
     "logprob_gap": Rule(
+        0.1,
         "sampling/logprob_gap_mean",
         "the difference between the sampler's logprobs and the trainer's, nats per token,",
         "a sampler with other weights, another adapter, temperature or precision than the trainer, a logits_processor,"
@@ -62,6 +70,7 @@ RULES = {
         range=AT_LEAST_0,
     ),
     "length_collapse": Rule(
+        0.2,
         "completion/length",
         "the mean completion length, tokens,",
         "a reward or a penalty that is highest for saying nothing",
@@ -69,6 +78,7 @@ RULES = {
         is_relative=True,
     ),
     "length_explosion": Rule(
+        0.3,
         "completion/stopped_fraction",
         "the share of completions that end by themselves",
         "a reward that grows with length, or completions that are cut and scored as if they had ended",
@@ -76,6 +86,7 @@ RULES = {
         is_relative=True,
     ),
     "entropy": Rule(
+        0.01,
         "policy/entropy",
         "the policy's entropy, nats per token,",
         "a policy that answers every prompt alike, after too many steps on too few prompts or a reward for one phrase",
@@ -83,6 +94,7 @@ RULES = {
         range=AT_LEAST_0,
     ),
     "repeated_ngrams": Rule(
+        0.5,
         "completion/repeated_ngrams",
         "the share of 4-grams that occurred before in the same completion",
         "a reward that does not penalise repetition, or a policy that has left the reference's language",
@@ -90,6 +102,7 @@ RULES = {
         is_upper=True,
     ),
     "clip_fraction": Rule(
+        0.5,
         "policy/clip_fraction",
         "the share of tokens that the loss clips",
         "steps that are too large or too many for one rollout",
@@ -97,6 +110,7 @@ RULES = {
         is_upper=True,
     ),
     "skipped_steps": Rule(
+        0.8,
         "policy/skipped_fraction",
         "the share of steps that left the weights alone",
         "a target_kl that the first steps exceed, gradients that are not finite, or completions that are all masked",
@@ -104,6 +118,7 @@ RULES = {
         is_upper=True,
     ),
     "explained_variance": Rule(
+        -20.0,
         "value/explained_variance",
         "the explained variance of the value head",
         "values that are worse than a constant: too large a value learning rate, or scores whose scale jumps",
@@ -112,75 +127,45 @@ RULES = {
     ),
 }
 
-
-@dataclass(repr=False)
-class AlarmConfig:
-    """The settings of alarms in PPOConfig; a base class that comes before TrainingArguments."""
-
-    alarm_kl: float | None = option(
-        100.0,
-        "Alarm if the KL to the reference exceeds it, nats per completion. null: no such alarm.",
-    )
-    alarm_negative_kl: float | None = option(
-        0.1,
-        "Alarm if that KL, a mean over completions, is so far below 0, nats, and chance does not explain it. Off with"
-        " truncated sampling and where rollouts are sampled ahead, unless another limit is set. null: no such alarm.",
-    )
-    alarm_logprob_gap: float | None = option(
-        0.1,
-        "Alarm if the logprobs recorded by the sampler differ by more from those of the trainer's forward, nats,"
-        " mean over tokens. Rounding to bfloat16 gives about 0.01; sampling ahead adds what was learnt since. null:"
-        " no such alarm.",
-    )
-    alarm_length_collapse: float | None = option(
-        0.2,
-        "Alarm if the mean completion length falls below this share of that of the first rollouts. null: no such"
-        " alarm.",
-    )
-    alarm_length_explosion: float | None = option(
-        0.3,
-        "Alarm if the share of completions that end by themselves falls below this share of that of the first"
-        " rollouts. null: no such alarm.",
-    )
-    alarm_entropy: float | None = option(
-        0.01,
-        "Alarm if the policy's entropy falls below it, nats per token. null: no such alarm.",
-    )
-    alarm_repeated_ngrams: float | None = option(
-        0.5,
-        "Alarm if more of the 4-grams of completions occurred before in the same completion. null: no such alarm.",
-    )
-    alarm_clip_fraction: float | None = option(
-        0.5,
-        "Alarm if the loss clips a larger share of a rollout's tokens. null: no such alarm.",
-    )
-    alarm_skipped_steps: float | None = option(
-        0.8,
-        "Alarm if a larger share of a rollout's steps is skipped. null: no such alarm.",
-    )
-    alarm_explained_variance: float | None = option(
-        -20.0,
-        "Alarm if the explained variance of the value head falls below it; a constant has 0. null: no such alarm.",
-    )
-    alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
-    stop_on_alarm: list[str] | None = option(
-        None,
-        "all: any alarm ends the run, with a checkpoint; names (kl, entropy, ...): only these do; null: alarms only"
-        " warn.",
-    )
+# Alarms about differences between sampler and trainer, which truncated sampling makes on purpose.
+TRUNCATION_ALARMS = ("negative_kl", "logprob_gap")
 
 
-def stopping_alarms(config: AlarmConfig) -> list[str] | None:
-    """Return the names of the alarms that end a run, or None; `stop_on_alarm` may be a boolean, a name, or names.
+def check_limits(limits: Mapping[str, Any] | None) -> None:
+    """Raise ValueError for a limit of an unknown alarm, or one that is out of range."""
+    for name, value in (limits or {}).items():
+        if name not in RULES:
+            raise ValueError(f"alarm_limits names {name!r}, which is no alarm; expected some of {', '.join(RULES)}")
+        low, high, words = RULES[name].range
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and math.isfinite(value) and low <= value <= high):
+            raise ValueError(f"the alarm limit {name} is {value!r}; it must be a number, {words}, or null for none")
+
+
+def limits_in_use(
+    limits: Mapping[str, float | None] | None, truncates: bool, samples_ahead: bool
+) -> dict[str, float | None]:
+    """Return the limit of every alarm, None for one that is off.
+
+    Args:
+        limits: those that the user has set.
+        truncates: whether rollouts are sampled from a part of the vocabulary.
+        samples_ahead: whether a completion may have tokens of an older policy.
+    """
+    off = TRUNCATION_ALARMS if truncates else ("negative_kl",) if samples_ahead else ()
+    return {name: None if name in off else rule.limit for name, rule in RULES.items()} | dict(limits or {})
+
+
+def stopping_alarms(setting: str | Sequence[str] | None, limits: Mapping[str, float | None]) -> list[str] | None:
+    """Return the names of the alarms that end a run, or None; `setting` may be a name, or names.
 
     Raises:
         ValueError: an unknown name, or an alarm without a limit.
     """
-    setting = config.stop_on_alarm
-    words = [str(word).lower() for word in ([setting] if isinstance(setting, (str, bool)) else setting or ())]
-    if not words or words in (["false"], ["null"], ["none"]):
+    words = [setting] if isinstance(setting, str) else list(setting or ())
+    if words in ([], ["null"], ["none"], ["None"]):
         return None
-    if words in (["all"], ["true"]):
+    if words == ["all"]:
         return list(RULES)
     unknown = [word for word in words if word not in RULES]
     if unknown:
@@ -188,8 +173,7 @@ def stopping_alarms(config: AlarmConfig) -> list[str] | None:
             f"stop_on_alarm names {unknown[0]!r}, which is no alarm; set it to all, null, or some of"
             f" {', '.join(RULES)}"
         )
-    names = [name for name in RULES if name in words]
-    off = [name for name in names if getattr(config, f"alarm_{name}") is None]
-    if off and len(names) < len(RULES):
-        raise ValueError(f"stop_on_alarm names {off[0]}, and alarm_{off[0]} is null; give it a limit")
-    return names
+    off = [name for name in words if limits[name] is None]
+    if off and len(words) < len(RULES):
+        raise ValueError(f"stop_on_alarm names {off[0]}, and its limit is null; give it one in alarm_limits")
+    return [name for name in RULES if name in words]

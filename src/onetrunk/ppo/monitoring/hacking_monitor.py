@@ -115,18 +115,17 @@ class JudgedSamples:
             for row, rating in zip(answered, _from_first(ratings), strict=True)
         ]
         num_rated = sum(rating is not None for _, rating in both)
-        is_out = num_rated < max(2, LEAST_RATED * len(both))
-        if is_out and not self.is_out:
+        was_out, self.is_out = self.is_out, num_rated < max(2, LEAST_RATED * len(both))
+        if self.is_out and not was_out:
             reason = f" ({failure})" if failure else ""
             logger.warning(
                 f"step {state.global_step}: {num_rated} of {len(both)} of the monitor's completions have a score of"
                 f" both the reward and the judge{reason}; this measurement is left out, training continues, and"
                 " nothing more is logged until the judge answers"
             )
-        elif self.is_out and not is_out:
+        elif was_out and not self.is_out:
             logger.warning(f"step {state.global_step}: the monitor's judge answers again")
-        self.is_out = is_out
-        return None if is_out else {"proxy": [p for p, _ in both], "judge": [r for _, r in both]}
+        return None if self.is_out else {"proxy": [p for p, _ in both], "judge": [r for _, r in both]}
 
     def _rate(
         self, prompts: Sequence[Prompt], texts: Sequence[str], stopped: Sequence[bool]
@@ -182,7 +181,9 @@ class HackingMonitor(EndingCallback, ExportableState):
         num_rows: int = 64,
         memory: Memory | None = None,
     ):
-        check_monitor(every, window, action, num_rows)
+        check_monitor(every, action, num_rows)
+        if window < 2:
+            raise ValueError(f"window is {window}; a change takes two measurements: set it to 2 or more")
         self.samples = JudgedSamples(judge, constitution, memory)
         self.every, self.window, self.action = every, window, action
         self.num_rows = num_rows
@@ -316,30 +317,27 @@ class HackingMonitor(EndingCallback, ExportableState):
 
     def find_alarm(self) -> tuple[int, dict[str, float]] | None:
         """Return the first step of a window that raises an alarm and the changes of proxy and judge; else None."""
-        for span in SPANS:
-            measured = self.measurements[-span * self.window :]
-            if len(measured) == span * self.window:
-                changes = self._changes(measured)
-                if changes is not None:
-                    return measured[0]["step"], changes
+        for length in (span * self.window for span in SPANS):
+            measured, changes = self.measurements[-length:], {}
+            for name, sign in zip(SERIES, (1, -1), strict=True) if len(measured) == length else ():
+                unit = self.baseline[name][1]
+                change, error = (x / unit for x in paired_change([m[name] for m in measured]))
+                if sign * change > max(LEAST_CHANGE, LEAST_ERRORS * error):
+                    changes[name] = change
+            if len(changes) == len(SERIES):
+                return measured[0]["step"], changes
         return None
 
-    def _changes(self, measured: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-        changes = {}
-        for name, sign in zip(SERIES, (1, -1), strict=True):
-            unit = self.baseline[name][1]
-            change, error = (x / unit for x in paired_change([m[name] for m in measured]))
-            if not sign * change > max(LEAST_CHANGE, LEAST_ERRORS * error):
-                return None
-            changes[name] = change
-        return changes
-
     def _act(self, first_step: int, changes: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
+        best = "what training started from"
+        if self.best[0]:
+            checkpoint = last_checkpoint(self._trainer.args.output_dir, int(self.best[0]))
+            best = f"step {int(self.best[0])}; {checkpoint or 'no checkpoint'} is the last checkpoint up to there"
         self.explanation = (
             f"from step {first_step} to step {state.global_step} the reward rose by {changes['proxy']:.2f} and the"
             f" judge {self._judge_name}, which PPO does not see, fell by {-changes['judge']:.2f} (in standard"
             " deviations of a completion's score before training): the policy learns what the reward likes and the"
-            f" judge does not. {self._best_place()}"
+            f" judge does not. The judge preferred {best}"
         )
         if self.action == "stop":
             self.ended = f"the monitor's alarm at step {state.global_step}"
@@ -351,16 +349,6 @@ class HackingMonitor(EndingCallback, ExportableState):
             )
         else:
             logger.warning(f"{self.explanation}. Training continues (monitor_action stop would end it)")
-
-    def _best_place(self) -> str:
-        best = int(self.best[0])
-        if not best:
-            return "The judge liked what training started from best"
-        checkpoint = last_checkpoint(self._trainer.args.output_dir, best)
-        where = (
-            f"{checkpoint} is the last checkpoint up to there" if checkpoint else "no checkpoint is left from there"
-        )
-        return f"The judge liked step {best} best; {where}"
 
     def summary(self) -> dict[str, Any]:
         """Return the monitor's entry in the run's metrics.json."""

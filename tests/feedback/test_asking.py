@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.feedback.overlap import StopFlag, chunked, overlapped
+from onetrunk.feedback.asking import StopFlag, chunked, overlapped
 
 
 @settings(max_examples=30, deadline=None)
@@ -35,20 +35,6 @@ def test_a_stream_is_read_no_further_than_the_consumer_allows():
     overlapped(stream(), consume, max_waiting=3)
     # One in the consumer, three waiting, one in the producer's hands
     assert most[0] <= 5 and len(read) == 50
-
-
-def test_the_stages_overlap():
-    made = [threading.Event() for _ in range(8)]
-
-    def make(x):
-        made[x].set()
-        return x
-
-    def consume(x):
-        # One after the other, the next product would only be made when this one is consumed.
-        assert x == 7 or made[x + 1].wait(60)
-
-    overlapped(map(make, range(8)), consume)
 
 
 def test_an_error_of_the_consumer_ends_the_maker_and_is_the_callers():
@@ -92,9 +78,3 @@ def test_an_interrupted_consumer_stops_a_maker_that_looks_at_the_flag():
     with pytest.raises(KeyboardInterrupt):
         overlapped(products(), consume, stop=stop)
     assert ended.wait(2)
-
-
-def test_the_consumer_keeps_the_calling_thread():
-    threads = []
-    overlapped(range(2), lambda product: threads.append(threading.current_thread()))
-    assert set(threads) == {threading.current_thread()}

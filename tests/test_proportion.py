@@ -1,0 +1,73 @@
+"""The measures of the house: the step on one screen, no mode in it, few frames and few files around it."""
+
+import ast
+import inspect
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+from onetrunk.ops import losses
+from onetrunk.ppo.experience import ExperienceStream
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.ppo.support import make_trainer
+
+PACKAGE = Path(__file__).parents[1] / "src/onetrunk"
+# Which layout, sampler or schedule runs is hidden by parallel/ and by a RolloutSource.
+LAYOUT_WORDS = {"is_divided", "is_sharded", "staged", "group_size"}
+MODE_WORDS = {*LAYOUT_WORDS, "isinstance", "hasattr", "getattr", "schedule", "rollout_backend", "use_vllm", "ahead"}
+# From ResumableTrainer.train: training_step, compute_loss, ppo_loss, policy_loss.
+MOST_FRAMES = 5
+MOST_IMPORTED_FILES = 120
+
+
+def identifiers(source: str) -> set[str]:
+    """Return the names, attributes, arguments and definitions of a source text; not its words and module paths."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        found |= {getattr(node, field) for field in ("id", "attr", "arg", "name", "asname") if hasattr(node, field)}
+    return found
+
+
+def code_of(function: object) -> str:
+    """Return the source of a method, without the indentation of its class."""
+    return inspect.cleandoc("\n" + inspect.getsource(function))
+
+
+def test_a_rollout_is_made_on_one_screen_and_shows_no_mode():
+    source = code_of(ExperienceStream.make_rollout)
+    assert len(source.splitlines()) <= 25
+    assert not identifiers(source) & MODE_WORDS
+
+
+def test_the_optimizer_step_and_its_loss_are_short_and_say_their_coefficients():
+    assert len(code_of(PPOTrainer.training_step).splitlines()) <= 30
+    source = code_of(PPOTrainer.compute_loss)
+    assert len(source.splitlines()) <= 45 and "getattr" not in identifiers(source)
+    for name in ("epsilon", "epsilon_high", "dual_clip", "value_clip", "value_coef", "entropy_coef", "kl_estimator"):
+        assert f"{name}=args.{name}" in source
+
+
+def test_ppo_knows_no_layout():
+    found = {path.name: identifiers(path.read_text()) & LAYOUT_WORDS for path in (PACKAGE / "ppo").rglob("*.py")}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_few_frames_of_ours_lie_between_the_call_of_train_and_the_ratio(tmp_path, monkeypatch):
+    stacks = []
+
+    def recording(*args, **kwargs):
+        stacks.append([frame.filename for frame in traceback.extract_stack()[:-1]])
+        return policy_loss(*args, **kwargs)
+
+    policy_loss = losses.policy_loss
+    monkeypatch.setattr(losses, "policy_loss", recording)
+    make_trainer(tmp_path, check_memory=False).train()
+    assert stacks
+    assert max(sum(str(PACKAGE) in filename for filename in stack) for stack in stacks) + 1 <= MOST_FRAMES
+
+
+def test_a_trainer_imports_few_files():
+    code = "import sys; from onetrunk import PPOTrainer; print(*[m for m in sys.modules if m.startswith('onetrunk')])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(run.stdout.split()) <= MOST_IMPORTED_FILES
