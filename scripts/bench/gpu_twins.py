@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from ops_cases import seconds
 
-from onetrunk.ops import fused_token_logprobs, token_logprobs
+from onetrunk.ops import Head, fused_token_logprobs, token_logprobs
 from onetrunk.ops.kernels import SWITCH
 
 # Each with the setting of the switch that selects it.
@@ -67,7 +67,7 @@ def logprobs_case(given: argparse.Namespace, hidden: int, trains: bool) -> dict[
         function = token_logprobs if variant == "naive" else fused_token_logprobs
 
         def run(function: Any = function) -> torch.Tensor:
-            logprobs, _ = function(states, weight, targets)
+            logprobs, _ = function(states, Head(weight), targets)
             if trains:
                 states.grad = None
                 logprobs.sum().backward()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from onetrunk.ops import fused_token_logprobs, gae, token_logprobs
+from onetrunk.ops import Head, fused_token_logprobs, gae, token_logprobs
 from onetrunk.ops.advantages import gae_reference
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import make_pack
@@ -47,7 +47,7 @@ def logprobs_run(
     function = {"naive": token_logprobs, "fused": fused_token_logprobs}[variant]
 
     def run() -> None:
-        logprobs, _ = function(states, weight, targets)
+        logprobs, _ = function(states, Head(weight), targets)
         if trains:
             states.grad = None
             logprobs.sum().backward()

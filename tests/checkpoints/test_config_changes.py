@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from onetrunk.checkpoints.settings import is_free
-from onetrunk.parallel.tensor import DataParallel
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo import stream_state as rules
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import RewardSet

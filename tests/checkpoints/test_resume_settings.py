@@ -150,7 +150,7 @@ def test_resuming_elsewhere_and_for_longer_is_no_change(tmp_path, checkpoint, ca
 def test_a_setting_that_an_older_version_did_not_write_is_no_change(tmp_path, checkpoint, caplog):
     older = tmp_path / "checkpoint-4"
     shutil.copytree(checkpoint, older)
-    change_json(older / "experience_stream.json", lambda content: content["settings"]["told"].pop("dual_clip"))
+    change_json(older / "experience_stream.json", lambda content: content["settings"]["steering"].pop("dual_clip"))
     resume(tmp_path / "out", older)
     assert "changed since" not in caplog.text
 

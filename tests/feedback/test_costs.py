@@ -4,7 +4,6 @@ The server counts what it was asked, and so what is paid: `billed`.
 """
 
 import json
-import os
 import random
 import signal
 import threading
@@ -14,12 +13,11 @@ import pytest
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.costs import BudgetReached, CostConfig, Costs, read_costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.chat import most_tokens
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair, Principle, Usage, Verdict
-from onetrunk.judges.server import ServerJudge
-from onetrunk.utils.calls import RetryPolicy
+from onetrunk.judges.server import ServerJudge, most_tokens
+from onetrunk.servers.fleet import RetryPolicy
 from tests.feedback.runs import in_a_process
 from tests.judges.stub_server import StubServer
 
@@ -174,15 +172,6 @@ def test_a_call_that_may_be_paid_keeps_its_reservation_and_a_rejected_one_does_n
     assert failed >= 2 and counters["unsettled_calls"] == (failed if stays else 0)
 
 
-def test_a_call_that_reaches_no_server_costs_nothing(tmp_path, stub):
-    os.environ.pop("http_proxy", None)
-    judge = ServerJudge("http://127.0.0.1:9/v1", "judge-1", policy=POLICY)
-    costs = Costs(tmp_path, [judge], CostConfig({"judge-1": list(PRICE)}, BUDGET))
-    with pytest.raises(RuntimeError, match="does not answer"):
-        judge.check()
-    assert costs.usd == 0
-
-
 def test_the_runs_of_a_folder_add_up_and_a_later_price_counts_for_earlier_tokens(tmp_path):
     judge = Served()
     judge.usage.prompt_tokens += 5  # Before the run began.
@@ -216,10 +205,3 @@ def test_a_budget_needs_the_price_of_every_judge_on_a_server(tmp_path):
         Costs(tmp_path, [both], PRICED)
     free = CostConfig(judge_prices={"served": [2.0, 10.0], "other": [0, 0]}, judge_budget_usd=1.0)
     assert Costs(tmp_path, [both], free).usd == 0
-
-
-def test_a_damaged_file_of_costs_is_named_with_what_to_do(tmp_path):
-    (tmp_path / "ledger").mkdir()
-    (tmp_path / "ledger/costs.db").write_text("not a database\n" * 100)
-    with pytest.raises(RuntimeError, match="costs.db cannot be used .*or delete it, and what was spent is forgotten"):
-        Costs(tmp_path, [Served()], PRICED)

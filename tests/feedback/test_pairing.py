@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onetrunk.feedback.pairings import check_pairing
-from onetrunk.feedback.preferences import all_pairs, best_worst_pair, distinct, random_pairs
+from onetrunk.feedback.preferences import all_pairs, best_worst_pair, distinct
 
 texts = st.lists(st.sampled_from(["a", "b", " a ", "c", "", "  ", "d"]), max_size=7)
 words = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
@@ -24,16 +24,16 @@ def test_all_pairs_cover_each_pair_of_different_texts_once(completions, words):
 
 @given(texts, words, st.integers(1, 10))
 def test_random_pairs_are_some_of_all_pairs_each_at_most_once(completions, words, count):
-    pairs = random_pairs(completions, words, count)
+    pairs = all_pairs(completions, words, count)
     every = [frozenset(pair) for pair in all_pairs(completions, words)]
     assert len({frozenset(pair) for pair in pairs}) == len(pairs) == min(count, len(every))
     assert {frozenset(pair) for pair in pairs} <= set(every)
-    assert pairs == random_pairs(completions, words, count)
+    assert pairs == all_pairs(completions, words, count)
 
 
 def test_random_pairs_and_their_order_differ_between_seeds_and_prompts():
     completions = [f"text {i}" for i in range(10)]
-    assert len({tuple(random_pairs(completions, (seed, 5), 3)) for seed in range(20)}) > 15
+    assert len({tuple(all_pairs(completions, (seed, 5), 3)) for seed in range(20)}) > 15
     # Either of two comes first about as often: 500 coins, 6 standard deviations
     first = sum(all_pairs(["a", "b"], (0, prompt)) == [(0, 1)] for prompt in range(500))
     assert 180 < first < 320

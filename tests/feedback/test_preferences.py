@@ -12,7 +12,7 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, logit
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.judges.constitution import load_constitution
-from onetrunk.judges.judge import Pair, Principle, prompt_key
+from onetrunk.judges.judge import Pair, prompt_key
 from onetrunk.types import SampledText
 from tests.judges.fakes import ToldJudge
 
@@ -109,14 +109,6 @@ def test_a_pair_with_one_question_unanswered_is_unjudged_and_one_without_an_opin
     assert (maker.counts["unjudged"], none.counts["abstained"]) == (1, 1)
 
 
-def test_only_what_failed_is_asked_again(make):
-    _, maker = make(both(0.9, 0.9, heavy_flipped="timeout"))
-    maker.rows([item()], [sampled("a", "b")])
-    judge, again = make(both(0.9, 0.9))
-    assert len(again.rows([item()], [sampled("a", "b")])) == 1
-    assert [(text, pair.first, pair.second) for text, pair in judge.asked] == [("heavy", "b", "a")]
-
-
 def test_best_and_worst_are_found_by_the_mean_rating_and_alike_texts_are_rated_once(make):
     ratings = {
         ("heavy", "a"): 0.2, ("light", "a"): 1.0,  # (0.6 + 1) / 4 = 0.4
@@ -174,16 +166,6 @@ def test_statistics_of_rows():
     assert PreferenceStatistics().as_dict()["mean_probability"] is None
 
 
-def test_a_principle_is_known_by_its_text_not_its_weight(make):
-    judge, maker = make(both(0.9, 0.9))
-    maker.rows([item()], [sampled("a", "b")])
-    constitution = maker.asker.constitution
-    lighter = type(constitution)(constitution.name, (Principle("heavy", 1.0), Principle("light", 5.0)))
-    maker.asker.constitution = lighter
-    maker.rows([item()], [sampled("a", "b")])
-    assert len(judge.asked) == 4
-
-
 @pytest.mark.parametrize(("limit", "outcomes", "stops_at"), [
     (0.1, "f" * 10, 6),  # more than a tenth of 50
     (0.0, "aaaaaf", 6),
@@ -219,11 +201,3 @@ def test_all_questions_on_a_few_prompts_may_be_refused_or_unread_and_on_several_
         RuntimeError, match="refused 1 of 112 questions, and gave 11 of them a reply that is no verdict"
     ):
         failures.note("HTTP 400: blocked", "refused", prompt=[{"role": "user", "content": "p"}])
-
-
-def test_failures_of_the_judge_and_of_questions_do_not_add_up():
-    failures = FailureLimit(0.1, "j")
-    for number in range(5):
-        failures.note("down")
-        failures.note("HTTP 400: blocked", "refused", prompt=f"prompt {number}")
-    assert (failures.failed, failures.refused) == (5, 5)

@@ -11,7 +11,6 @@ from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.types import SampledText
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 PROMPTS = ["the cat", "a dog runs", "the sun and the moon", "please", "old house"]
@@ -55,13 +54,6 @@ def test_what_the_ledger_holds_is_not_sampled_again(ledger):
     assert sampler(ledger, seed=1).sample(items(again), 2) != texts
 
 
-def test_the_ledger_remembers_which_completions_were_cut_off(ledger):
-    first, again = sampler(ledger), sampler(ledger)
-    sampled = [text for row in first.sample(items(first), 6) for text in row]
-    assert {text.stopped for text in sampled} == {True, False}
-    assert [text for row in again.sample(items(again), 6) for text in row] == sampled and again.num_sampled == 0
-
-
 def test_another_policy_or_another_length_is_another_completion(ledger):
     one = sampler(ledger)
     item = items(one)[0]
@@ -100,12 +92,6 @@ def test_revisions_keep_their_trail_and_are_written_once(ledger, conversational)
     assert reviser.rows(given, completions) == rows and policy.num_sampled == before
 
 
-def test_a_blank_completion_is_not_revised(ledger):
-    policy = sampler(ledger)
-    rows = Reviser(policy, policy, PRINCIPLES).rows(items(policy, ["the cat"]), [[SampledText("  ")]])
-    assert rows == [None] and policy.num_sampled == 0
-
-
 def test_principles_are_drawn_by_weight_and_each_once_while_there_are_any(ledger):
     policy = sampler(ledger)
     reviser = Reviser(policy, policy, PRINCIPLES, num_revisions=3)
@@ -127,26 +113,3 @@ def test_what_a_critic_is_asked_holds_request_reply_and_rule_in_the_form_of_the_
     assert [turn["role"] for turn in turns][-2:] == ["assistant", "user"] and turns[-2]["content"] == "It is curt."
     begun = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Be"}]
     assert critique_prompt(begun, "cause.", "Be kind.")[1]["content"] == "Because."
-
-
-class Writes:
-    """A sampler that writes one text to every prompt, and keeps the prompts."""
-
-    def __init__(self, text):
-        self.text, self.seed, self.prompts = text, 0, []
-
-    def items(self, prompts, max_prompt_length):
-        self.prompts += prompts
-        return prompts
-
-    def sample(self, items, count):
-        return [[SampledText(self.text)] for _ in items]
-
-
-def test_a_nul_in_a_critique_does_not_reach_the_prompt_of_the_revision():
-    policy, critic = Writes("better"), Writes("too\0 long")
-    question = [{"role": "user", "content": "the cat"}]
-    reviser = Reviser(policy, critic, PRINCIPLES[:1])
-    (row,) = reviser.rows([PromptItem(question, prompt_key(question), [1])], [[SampledText("a cat")]])
-    assert json.loads(row["trail"])[0]["critique"] == "too long"
-    assert policy.prompts[0][-2] == {"role": "assistant", "content": "too long"}

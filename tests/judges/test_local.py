@@ -12,7 +12,7 @@ from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.local import CausalJudge, Reader, label_shares, load_causal_judge
 from onetrunk.judges.template import LABELS, RATINGS, nonce_of, question_messages
 from onetrunk.models.build import train_tokenizer
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model
 
 PRINCIPLE = Principle("Which completion is kinder?")
 ROLES = ("<system>", "<user>", "<assistant>")
@@ -95,14 +95,6 @@ def test_the_label_of_a_flipped_pair_is_the_rest_to_one(tokenizer, prompt, first
     assert one.probability == pytest.approx(1 - other.probability, abs=1e-9)
 
 
-def test_answers_are_told_as_they_come_and_batches_change_nothing(tokenizer):
-    told = {}
-    whole = make_judge(tokenizer, batch_size=3).compare(PAIRS, PRINCIPLE, told.__setitem__)
-    assert told == dict(enumerate(whole))
-    single = make_judge(tokenizer, batch_size=1).compare(PAIRS, PRINCIPLE)
-    assert [v.probability for v in single] == pytest.approx([v.probability for v in whole], abs=2e-4)
-
-
 def test_a_model_that_does_not_answer_abstains_and_says_how_little_it_meant_the_labels(tokenizer):
     (verdict,) = make_judge(tokenizer, min_label_mass=0.9).compare(PAIRS[:1], PRINCIPLE)
     assert verdict.probability is None and verdict.error is None
@@ -130,12 +122,6 @@ def test_long_texts_are_cut_alike_until_the_question_fits(tokenizer):
         make_judge(tokenizer, positions=100)
 
 
-def test_labels_that_are_not_single_tokens_are_refused():
-    # A word tokenizer that knows neither A nor B: both become the unknown token.
-    with pytest.raises(ValueError, match="the labels A, B are not single tokens of the judge's tokenizer"):
-        CausalJudge(tiny_model("llama"), tiny_tokenizer(chat_template=CHAT_TEMPLATE))
-
-
 def test_logits_that_are_not_finite_stop_the_run(tokenizer):
     judge = make_judge(tokenizer)
     with torch.no_grad():
@@ -154,11 +140,6 @@ def test_the_identity_changes_with_whatever_changes_an_answer(tokenizer):
     ]
     assert make_judge(tokenizer).identity == base
     assert all(other.identity != base for other in others)
-
-
-def test_without_a_chat_template_the_text_ends_with_a_cue(tokenizer):
-    tokenizer.chat_template = None
-    assert Reader(tokenizer).text([{"role": "user", "content": "A or B?"}]) == "A or B?\n\nAnswer:"
 
 
 def test_a_judge_is_loaded_by_name_and_an_adapter_counts(tokenizer, tmp_path):

@@ -91,13 +91,6 @@ def test_an_adapter_is_a_judge_of_its_own_and_known_by_its_weights(folder):
     assert one.identity == load_reward_judge(str(folder / "adapter")).identity
 
 
-def test_verdicts_are_told_one_by_one_and_nothing_is_asked_of_nothing(judge):
-    told = []
-    verdicts = judge.compare([Pair("the ", "cat", "dog")] * 2, PRINCIPLE, lambda i, v: told.append((i, v)))
-    assert told == list(enumerate(verdicts))
-    assert judge.compare([], PRINCIPLE) == [] and judge.rate([], [], PRINCIPLE) == []
-
-
 def test_a_score_that_is_not_finite_is_an_abstention(folder):
     broken = load_reward_judge(str(folder / "model"))
     with torch.no_grad():

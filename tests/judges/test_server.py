@@ -1,7 +1,5 @@
 """A judge behind a server: what it asks, what it believes, and what it says to a wrong address, model or key."""
 
-import logging
-
 import pytest
 
 from onetrunk.judges.judge import Judge, Pair, Principle
@@ -9,7 +7,7 @@ from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import LABELS, RATINGS, Marks
 from onetrunk.models.build import train_tokenizer
-from onetrunk.utils.calls import RetryPolicy
+from onetrunk.servers.fleet import RetryPolicy
 from tests.judges.stub_server import StubServer, candidates, completion, first_probability
 
 KIND = Principle("Which completion is kinder?")
@@ -37,11 +35,11 @@ def test_one_call_gives_the_probability_that_the_server_believes():
     assert len(stub.bodies) == 5
 
 
-@pytest.mark.parametrize("method", ["auto", "votes"])
-def test_without_log_probabilities_votes_are_sampled_with_a_seed_each(method):
-    with StubServer(logprobs=method == "votes") as stub:
-        judge = judge_of(stub, samples=40, method=method)
-        assert judge.check().top_logprobs == 0
+def test_without_log_probabilities_votes_are_sampled_with_a_seed_each():
+    with StubServer(logprobs=False) as stub:
+        judge = judge_of(stub, samples=40)
+        judge.check()
+        assert judge.top_logprobs == 0
         stub.bodies.clear()
         verdicts = judge.compare(pairs(3), KIND)
     assert len(stub.bodies) == 3 * 40 == len({(str(b["messages"]), b["seed"]) for b in stub.bodies})
@@ -53,29 +51,22 @@ def test_without_log_probabilities_votes_are_sampled_with_a_seed_each(method):
     assert all(v.details["votes"]["unread"] == 0 for v in verdicts)
 
 
-def test_a_server_that_leaves_log_probabilities_out_is_noticed_and_may_be_refused():
-    with StubServer(logprobs=False) as stub:
-        assert judge_of(stub).compare(pairs(2), KIND)[0].details["method"] == "votes"
-        with pytest.raises(RuntimeError, match="returns no log probabilities of the labels though it is asked"):
-            judge_of(stub, method="logprobs").check()
+def test_a_reply_that_leaves_log_probabilities_out_is_a_vote_and_the_others_are_bought_at_once():
+    with StubServer() as stub:
+        judge = judge_of(stub)
+        judge.check()
+        stub.logprobs = False
+        stub.bodies.clear()
+        verdicts = judge.compare(pairs(3), KIND)
+    assert len(stub.bodies) == 3 * 5 and all(sum(v.details["votes"].values()) == 5 for v in verdicts)
 
 
 def test_a_server_that_takes_few_candidates_is_asked_for_few():
     with StubServer(logprobs="top5") as stub:
         judge = judge_of(stub)
-        assert judge.check().top_logprobs == 5
+        judge.check()
+        assert judge.top_logprobs == 5
         assert judge.compare(pairs(2), KIND)[1].details["method"] == "logprobs"
-
-
-def test_a_server_that_does_not_sample_is_asked_once_a_question(caplog):
-    with StubServer(logprobs=False, samples=False) as stub:
-        judge = judge_of(stub)
-        with caplog.at_level(logging.WARNING):
-            assert judge.check().samples is False
-        stub.bodies.clear()
-        verdicts = judge.compare(pairs(4), KIND)
-    assert "does not sample" in caplog.text
-    assert len(stub.bodies) == 4 and all(v.probability in (0.0, 1.0) for v in verdicts)
 
 
 def test_the_same_question_twice_is_bought_once_and_answered_twice():
@@ -125,7 +116,7 @@ def test_reasoning_comes_first_and_is_shown_with_the_verdict():
         return 200, completion("thinker", "A", [candidates("A", shares)])
 
     with StubServer("thinker", routes={"/v1/chat/completions": answer}) as stub:
-        judge = ServerJudge(stub.url, "thinker", reasoning_tokens=64, policy=QUICK)
+        judge = ServerJudge(stub.url, "thinker", reasoning_tokens=64, samples=1, policy=QUICK)
         judge.check()
         stub.bodies.clear()
         verdict = judge.compare(pairs(1), KIND)[0]
@@ -134,23 +125,6 @@ def test_reasoning_comes_first_and_is_shown_with_the_verdict():
     assert first["max_tokens"] == 64 and second["messages"][: len(first["messages"])] == first["messages"]
     assert second["messages"][-2]["content"] == "The first one is kinder."
     assert all(label in second["messages"][-1]["content"] for label in LABELS)
-
-
-def test_reasoning_that_was_bought_is_used_when_its_verdict_fails():
-    verdicts_asked = []
-
-    def answer(body):
-        if body["messages"][-1]["role"] == "user" and body["max_tokens"] == 64:
-            return 200, completion("thinker", "Hm.")
-        verdicts_asked.append(body)
-        return (503, {}) if len(verdicts_asked) in (2, 3) else (200, completion("thinker", "A"))
-
-    with StubServer("thinker", routes={"/v1/chat/completions": answer}) as stub:
-        judge = ServerJudge(stub.url, "thinker", reasoning_tokens=64, samples=1, policy=QUICK)
-        judge.check()
-        stub.bodies.clear()
-        assert judge.compare(pairs(1), KIND)[0].probability == 1.0
-    assert [body["max_tokens"] == 64 for body in stub.bodies] == [True, False, False, False]
 
 
 ODD = ("~turn of the user~", "~turn of the judge~", "~end~")
@@ -192,30 +166,6 @@ def test_control_tokens_of_a_judge_whose_tokenizer_is_named_do_not_reach_its_ser
     assert judge.identity != unknown.identity
 
 
-def test_a_server_that_shows_its_template_is_asked_for_its_marks():
-    tokenizer = odd_tokenizer()
-
-    def tokenize(body):
-        ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
-        assert body["return_token_strs"]
-        return 200, {"count": len(ids), "tokens": ids, "token_strs": tokenizer.convert_ids_to_tokens(ids)}
-
-    routes = {"/tokenize": tokenize, "/detokenize": lambda body: (200, {"prompt": tokenizer.decode(body["tokens"])})}
-    with StubServer(routes=routes) as stub:
-        judge = judge_of(stub)
-        judge.compare([ODD_PAIR], KIND)
-        assert controls_sent(stub, tokenizer) == [] and set(ODD) <= set(judge.marks.words)
-
-
-@pytest.mark.parametrize("answer", [(200, {"tokens": "x"}), (200, []), (500, {}), (200, {"tokens": [1]})])
-def test_a_server_that_shows_no_template_judges_by_the_general_rule(answer):
-    routes = {"/tokenize": lambda body: answer, "/detokenize": lambda body: (200, {"prompt": "Hello <b>"})}
-    with StubServer(routes=routes) as stub:
-        judge = judge_of(stub)
-        (verdict,) = judge.compare([Pair("Why?", "a<|turn>b", "c")], KIND)
-    assert verdict.probability is not None and judge.marks.words == ()
-
-
 def test_a_question_that_the_server_refuses_is_an_error_and_no_label():
     def answer(body):
         if "prompt 1<" in str(body) or "prompt 1\\n" in str(body) or "first 1" in str(body):
@@ -234,24 +184,6 @@ def test_who_a_judge_is_does_not_depend_on_where_it_is():
     assert ServerJudge("http://127.0.0.1:1", "owner/judge 7b", samples=3).identity != here.identity
 
 
-@pytest.mark.parametrize(
-    ("url", "settings", "message"),
-    [
-        ("http://169.254.169.254/v1", {}, "credentials"),
-        ("https://me:hunter2@host/v1", {}, "api_key_env"),
-        ("http://8.8.8.8/v1", {}, "plain http"),
-        ("http://127.0.0.1/v1", {"api_key_env": "NO_SUCH_KEY_HERE"}, "not set"),
-        ("http://127.0.0.1/v1", {"max_concurrency": 0}, "max_concurrency is 0"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused_before_any_call(url, settings, message):
-    with pytest.raises(ValueError, match=message) as error:
-        ServerJudge(url, "judge-1", **settings)
-    assert "hunter2" not in str(error.value)
-    with pytest.raises(ValueError, match="judge_model is not set"):
-        ServerJudge("http://127.0.0.1/v1", "")
-
-
 def message_of_check(url, model="judge-1", **settings):
     judge = ServerJudge(url, model, policy=QUICK, **settings)
     with pytest.raises(RuntimeError) as error:
@@ -261,44 +193,18 @@ def message_of_check(url, model="judge-1", **settings):
     return text
 
 
-def test_an_address_without_a_server_is_said_to_be_one():
-    assert "start it, or correct its address" in message_of_check("http://127.0.0.1:9/v1")
-
-
-def page(body):
-    return 200, "<!DOCTYPE html><html><body>Welcome</body></html>"
-
-
-def test_an_address_of_pages_for_people_is_said_to_be_one():
-    with StubServer(routes={"/models": page, "/chat/completions": page, "/v1/chat/completions": page}) as stub:
-        assert "answers an HTML page where JSON was expected" in message_of_check(stub.root)
-        assert "often ends in /v1" in message_of_check(stub.root)
-
-
-def test_a_wrong_path_is_said_to_be_one():
+def test_what_is_wrong_with_an_address_or_a_model_is_said_by_the_check():
+    assert "the connection failed" in message_of_check("http://127.0.0.1:9/v1")
     with StubServer() as stub:
         assert "HTTP 404: Not Found; check the URL's path" in message_of_check(f"{stub.root}/api/v2/x")
+        assert "HTTP 404: The model `judge-2` does not exist.; check" in message_of_check(stub.url, "judge-2")
         # The root and the whole path are as good as the path that ends in /v1.
         for url in (stub.root, f"{stub.root}/", f"{stub.url}/chat/completions"):
-            assert ServerJudge(url, "judge-1", policy=QUICK).check().top_logprobs == 20
-
-
-def test_an_unknown_model_is_named_with_those_that_are_served():
-    with StubServer() as stub:
-        text = message_of_check(stub.url, "judge-2")
-    assert "does not serve the model 'judge-2'" in text and "it lists judge-1: set judge_model" in text
-
-
-def test_another_model_in_the_reply_is_refused():
+            ServerJudge(url, "judge-1", policy=QUICK).check()
     with StubServer(fault="other_model") as stub:
-        text = message_of_check(stub.url)
-    assert "a reply of model 'another-model', where 'judge-1' was asked; set judge_model" in text
-
-
-def test_a_redirect_is_refused_by_the_check():
-    with StubServer(fault="redirect", redirect_to="https://elsewhere.example/v1/chat/completions") as stub:
-        text = message_of_check(stub.url)
-    assert "a redirect to https://elsewhere.example/v1/chat/completions" in text
+        assert "a reply of model 'another-model', where 'judge-1' was asked" in message_of_check(stub.url)
+    with pytest.raises(ValueError, match="judge_model is not set"):
+        ServerJudge("http://127.0.0.1/v1", "")
 
 
 def test_a_wrong_key_is_said_to_be_one_and_not_repeated(monkeypatch):
@@ -307,19 +213,4 @@ def test_a_wrong_key_is_said_to_be_one_and_not_repeated(monkeypatch):
         text = message_of_check(stub.url, api_key_env="JUDGE_KEY")
         assert "HTTP 401" in text and "api_key_env" in text and "tok-123" not in text
         judge = ServerJudge(stub.url, "judge-1", api_key_env="JUDGE_KEY")
-    assert "tok-123" not in repr(vars(judge)) + repr(judge.identity) + repr(vars(judge.chat))
-
-
-def test_a_key_that_is_withdrawn_ends_the_run_at_once(monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "tok-123")
-    with StubServer(key="tok-123", latency_s=0.01) as stub:
-        judge = judge_of(stub, api_key_env="JUDGE_KEY", max_concurrency=2)
-        told = []
-
-        def withdraw(index, verdict):
-            told.append(index)
-            stub.key = "another" if len(told) == 5 else stub.key
-
-        with pytest.raises(RuntimeError, match="HTTP 401") as error:
-            judge.compare(pairs(30), KIND, withdraw)
-    assert 5 <= len(told) < 10 and "tok-123" not in str(error.value)
+    assert "tok-123" not in repr(vars(judge)) + repr(judge.identity)

@@ -1,4 +1,4 @@
-"""A judge whose model reasons on its own before it answers, behind a server that tells so in one of three ways."""
+"""A judge whose model reasons before it answers: on its own, as servers tell in three ways, or asked to."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 
 from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.server import ServerJudge
-from onetrunk.utils.calls import RetryPolicy
+from onetrunk.servers.fleet import RetryPolicy
 from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion, first_probability
 
 KIND = Principle("Which completion is kinder?")
@@ -25,72 +25,76 @@ def test_a_reply_that_is_all_reasoning_is_found_by_the_check_and_named_with_the_
         judge_of(stub).check()
     said = str(error.value)
     assert "all 16 tokens of a reply went to the model's reasoning" in said and "\n" not in said
-    assert (
-        "raise judge_verdict_tokens" in said
-        and "judge_extra_body {chat_template_kwargs: {enable_thinking: false}}" in said
-    )
+    assert "raise judge_verdict_tokens" in said and "{chat_template_kwargs: {enable_thinking: false}}" in said
 
 
 @THINKS
-def test_with_room_for_the_reasoning_the_verdict_behind_it_is_read_as_a_vote(thinks, caplog):
+def test_with_room_for_the_reasoning_the_verdict_behind_it_is_read_as_a_vote_and_the_thoughts_are_kept(thinks, caplog):
     with StubServer(thinks=thinks) as stub:
         judge = judge_of(stub, verdict_tokens=THOUGHT_TOKENS + 1, samples=30)
         with caplog.at_level(logging.WARNING):
-            abilities = judge.check()
+            judge.check()
         # The first token is the reasoning's, so its log probabilities are not the verdict's.
-        assert abilities.top_logprobs == 0 and abilities.samples and not caplog.text
+        assert judge.top_logprobs == 0 and not caplog.text
         stub.bodies.clear()
         verdicts = judge.compare(PAIRS, KIND)
     believed = sorted(first_probability(body["messages"]) for body in stub.bodies)[::30]
     for verdict, p in zip(sorted(v.probability for v in verdicts), believed, strict=True):
         # Three standard deviations of 30 votes.
         assert abs(verdict - p) < 0.28
-    assert all(v.details["method"] == "votes" and v.details["votes"]["unread"] == 0 for v in verdicts)
+    for verdict in verdicts:
+        thoughts = [verdict.reason, *verdict.details["thoughts"]]
+        assert len(thoughts) == 30 and all("let me see" in thought for thought in thoughts)
 
 
 def test_with_the_reasoning_turned_off_one_call_gives_a_probability():
     with StubServer(thinks="reasoning_content") as stub:
         judge = judge_of(stub, extra_body=OFF)
-        assert judge.check().top_logprobs == 20
+        judge.check()
         stub.bodies.clear()
         verdicts = judge.compare(PAIRS, KIND)
         assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in stub.bodies)
     assert len(stub.bodies) == 4 and all(v.details["method"] == "logprobs" for v in verdicts)
 
 
-def test_log_probabilities_that_are_insisted_on_are_refused_with_the_reason():
-    with StubServer(thinks="reasoning") as stub, pytest.raises(RuntimeError) as error:
-        judge_of(stub, method="logprobs", verdict_tokens=THOUGHT_TOKENS + 1).check()
-    assert "reasons before its verdict" in str(error.value) and "turn the reasoning off" in str(error.value)
+def cut(text, **message):
+    reply = completion("judge-1", text)
+    reply["choices"][0]["message"] |= message
+    reply["choices"][0]["finish_reason"] = "length"
+    return reply
 
 
-def test_a_question_that_takes_all_tokens_for_reasoning_is_an_error_that_names_the_cause():
-    def endless(body):
-        reply = completion(stub.model, None)
-        reply["choices"][0]["message"]["reasoning_content"] = "On the one hand,"
-        reply["choices"][0]["finish_reason"] = "length"
-        return reply if "> prompt 1" in str(body["messages"]) else None
-
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (cut(None, reasoning_content="On the one hand,"), "all its tokens went to the model's reasoning"),
+        (cut("Okay, the user wants"), 'it reached the token limit and begins "Okay, the user'),
+    ],
+)
+def test_a_question_without_room_for_its_verdict_is_an_error_that_names_the_setting(reply, problem):
     with StubServer(thinks="reasoning_content") as stub:
         judge = judge_of(stub, verdict_tokens=THOUGHT_TOKENS + 1)
         judge.check()
-        stub.replies_instead = endless
+        stub.replies_instead = lambda body: reply if "> prompt 1" in str(body["messages"]) else None
         verdicts = judge.compare(PAIRS, KIND)
     assert [v.error_kind for v in verdicts if v.error] == ["unread"] and verdicts[1].probability is None
-    assert "5 of 5 replies are no label (one: all its tokens went to the model's reasoning" in verdicts[1].error
+    assert f"5 of 5 replies are no label (one: {problem}" in verdicts[1].error
     assert "raise judge_verdict_tokens" in verdicts[1].error
 
 
-def test_a_reply_cut_before_a_label_names_the_setting_too(caplog):
-    def answer(body):
-        reply = completion("m", "Okay, the user wants me to compare two")
-        reply["choices"][0]["finish_reason"] = "length"
-        return 200, reply
+def test_reasoning_that_was_bought_is_used_when_its_verdict_fails():
+    verdicts_asked = []
 
-    with StubServer("m", routes={"/v1/chat/completions": answer}) as stub:
-        judge = ServerJudge(stub.url, "m", samples=1)
-        with caplog.at_level(logging.WARNING):
-            (verdict,) = judge.compare(PAIRS[:1], KIND)
-    assert 'it reached the token limit and begins "Okay, the user' in verdict.error
-    assert "raise judge_verdict_tokens" in verdict.error
-    assert "answers a simple question with a reply that is no verdict" in caplog.text
+    def answer(body):
+        if body["messages"][-1]["role"] == "user" and body["max_tokens"] == 64:
+            return 200, completion("thinker", "x" * 9000)
+        verdicts_asked.append(body)
+        return (503, {}) if len(verdicts_asked) in (2, 3) else (200, completion("thinker", "A"))
+
+    with StubServer("thinker", routes={"/v1/chat/completions": answer}) as stub:
+        judge = judge_of(stub, reasoning_tokens=64, samples=1)
+        judge.check()
+        stub.bodies.clear()
+        verdict = judge.compare(PAIRS[:1], KIND)[0]
+    assert verdict.probability == 1.0 and len(verdict.reason) == 4000
+    assert [body["max_tokens"] == 64 for body in stub.bodies] == [True, False, False, False]

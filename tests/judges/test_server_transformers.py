@@ -22,7 +22,7 @@ from onetrunk import cli
 from onetrunk.feedback.costs import read_costs
 from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.server import ServerJudge
-from onetrunk.utils.calls import RetryPolicy
+from onetrunk.servers.fleet import RetryPolicy
 from tests.feedback.runs import answers_in
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ PROBABILITY = 0.6
 PATIENT = RetryPolicy(call_timeout_s=60.0)
 
 
-def two_word_model(folder: Path, do_sample: bool) -> Path:
+def two_word_model(folder: Path) -> Path:
     """Save a Llama whose layers add nothing: the next token depends on the last one alone, by its head."""
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -65,7 +65,7 @@ def two_word_model(folder: Path, do_sample: bool) -> Path:
         model.model.embed_tokens.weight.copy_(torch.eye(len(WORDS), 8))
         # A unit vector comes out of the norm as long as the square root of its 8 entries.
         model.lm_head.weight.copy_(torch.nn.functional.pad(shares.log().T, (0, 2)) / 8**0.5)
-    model.generation_config.do_sample = do_sample
+    model.generation_config.do_sample = True
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
     model.save_pretrained(folder)
     return folder
@@ -119,7 +119,7 @@ def serve(tmp_path):
 
 
 def test_what_it_leaves_out_is_noticed_and_votes_estimate_the_probability(serve, tmp_path):
-    model = two_word_model(tmp_path / "judge", do_sample=True)
+    model = two_word_model(tmp_path / "judge")
     url = serve(model)
     # It says 200 and nothing of what it did not do.
     asked = {"model": str(model), "messages": [{"role": "user", "content": "A"}], "logprobs": True, "top_logprobs": 5}
@@ -130,26 +130,16 @@ def test_what_it_leaves_out_is_noticed_and_votes_estimate_the_probability(serve,
         assert not json.load(response)["choices"][0].get("logprobs")
 
     judge = ServerJudge(url, str(model), samples=50, max_concurrency=4, policy=PATIENT)
-    abilities = judge.check()
-    assert abilities.top_logprobs == 0 and abilities.samples
+    judge.check()
+    assert judge.top_logprobs == 0
     pairs = [Pair(f"Say hello {i}.", "Hello.", "No.") for i in range(4)]
     verdicts = judge.compare(pairs, Principle("Which completion is kinder?"))
     assert all(v.error is None and v.details["method"] == "votes" for v in verdicts)
     assert all(v.details["votes"]["unread"] == 0 for v in verdicts)
     # Four standard deviations of 200 votes.
     assert sum(v.probability for v in verdicts) / 4 == pytest.approx(PROBABILITY, abs=0.14)
-    with pytest.raises(RuntimeError, match="returns no log probabilities"):
-        ServerJudge(url, str(model), method="logprobs", policy=PATIENT).check()
     with pytest.raises(RuntimeError, match="Server is pinned to"):
         ServerJudge(url, "another-model", policy=PATIENT).check()
-
-
-def test_a_model_that_it_does_not_sample_from_gets_one_vote(serve, tmp_path):
-    model = two_word_model(tmp_path / "judge", do_sample=False)
-    judge = ServerJudge(serve(model), str(model), policy=PATIENT)
-    assert judge.check().samples is False
-    verdict = judge.compare([Pair("Say hello.", "Hello.", "No.")], Principle("Which completion is kinder?"))[0]
-    assert verdict.probability == 1.0 and verdict.details["votes"] == {"A": 1, "B": 0, "unread": 0}
 
 
 CONSTITUTION = "name: kind\nprinciples:\n  - text: Which completion is kinder?\n"
@@ -160,7 +150,7 @@ def test_two_servers_share_the_labels_and_the_death_of_one_loses_none_and_buys_n
     serve, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    model = two_word_model(tmp_path / "judge", do_sample=True)
+    model = two_word_model(tmp_path / "judge")
     urls = [serve(model), serve(model)]
     rows = [{"prompt": f"Say hello {i}.", "chosen": "Hello.", "rejected": "No."} for i in range(NUM_ROWS)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -10,12 +10,17 @@ from transformers import AddedToken
 
 from onetrunk.judges.judge import Pair
 from onetrunk.judges.local import Reader
-from onetrunk.judges.template import MAX_CHARACTERS, PLACES, Marks, ShownMarks, nonce_of, question_messages, sanitized
+from onetrunk.judges.template import MAX_CHARACTERS, Marks, nonce_of, question_messages, sanitized
 from onetrunk.models.build import train_tokenizer
 from tests.judges.injections import ATTACKS, GOOD, PRINCIPLE, PROMPT, defended_messages
-from tests.judges.trained_judge import CHATML, MARKS
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKS = ("<|im_start|>", "<|im_end|>")
 VICUNA = (
     "A chat between a user and an assistant.\n{% for message in messages %}"
     "{{ 'USER: ' if message['role'] == 'user' else 'ASSISTANT: ' }}{{ message['content'] + '\n' }}{% endfor %}"
@@ -124,17 +129,6 @@ def test_no_mosaic_of_a_family_passes_either(name, data):
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
     tokenizer, ids = family(name), set(family(name).convert_tokens_to_ids(list(FAMILIES[name])))
     assert not ids & set(tokenizer(sanitized(text), add_special_tokens=False)["input_ids"])
-
-
-def test_marks_of_a_server_are_what_its_template_shows():
-    user, reply, again, system = PLACES
-    rendered = (
-        f"<s>[unused9]system: {system}[unused10]\n[unused9]user: {user}[unused10]\n[unused9]bot: {reply}[unused10]\n"
-        f"!!ask!!{again}"
-    )
-    words = ShownMarks([(rendered, ["!!ask!!", ":", "user", "!!as", "\u2581us"])]).words
-    assert {"<s>", "[unused9]", "[unused10]", "!!ask!!"} <= set(words) and not {":", "user", "\u2581us"} & set(words)
-    assert ShownMarks().words == ()
 
 
 def test_marks_are_what_the_tokenizer_and_its_template_write():

@@ -1,6 +1,7 @@
 """Switching roles, the reference, what trains and what never does; and adapters that the trunk can't carry."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from tests.models.branches import (
     loss_of,
     move,
     same,
-    step_gradients,
     weights_of,
 )
 from tests.tiny import FAMILIES, tiny_model
@@ -56,8 +56,8 @@ def test_the_reference_of_a_new_adapter_is_the_base_model_bit_for_bit(family):
     head, found = output_head(base), trunk(pack=pack, roles=("reference",)).ref_logprobs
     rows, columns = pack.completion_mask.nonzero(as_tuple=True)
     states = hidden[rows, pack.prompt_lengths[rows] - 1 + columns].detach()
-    more = {"softcap": head.softcap, "logit_scale": head.logit_scale}
-    expected, _ = fused_token_logprobs(states, head.weight.detach(), pack.completion_ids[rows, columns], **more)
+    frozen = replace(head, weight=head.weight.detach())
+    expected, _ = fused_token_logprobs(states, frozen, pack.completion_ids[rows, columns])
     assert same(found[rows, columns], expected) and not found.requires_grad
 
 
@@ -100,16 +100,6 @@ def test_the_reference_of_a_continued_adapter_is_a_frozen_copy_of_it(value_head,
     assert same(frozen, weights_of(trunk, "reference"))
     with role(trunk, None):
         assert same(logits(trunk), base_logits)
-
-
-def test_a_continued_dora_adapter_starts_without_divergence():
-    trunk = build_trunk(an_sft_model(use_dora=True), value_head="adapter")
-    names = adapter_parameters(trunk, "reference")
-    assert sum("magnitude" in name for name in names) == 28
-    start = trunk(pack=a_pack(), roles=BOTH)
-    assert same(start.logprobs, start.ref_logprobs)
-    move(trunk)
-    assert same(trunk(pack=a_pack(), roles=BOTH).ref_logprobs, start.ref_logprobs)
 
 
 @pytest.mark.parametrize("continued", [False, True])
@@ -180,24 +170,6 @@ def test_roles_nest():
                     assert same(logits(trunk), expected[inner])
                 assert same(logits(trunk), expected[outer])
     assert same(logits(trunk), expected["policy"])
-
-
-def test_an_exception_inside_a_role_leaves_the_policy_active():
-    trunk = a_trunk(value_head="adapter")
-    before, expected, gradient = flags(trunk), logits(trunk), step_gradients(trunk, a_pack())[1]
-    for name in ("value", "reference"):
-        with pytest.raises(ZeroDivisionError), trunk.as_role(name), trunk.as_role("policy"), trunk.as_role(name):
-            raise ZeroDivisionError
-    assert flags(trunk) == before and same(logits(trunk), expected)
-    assert same(step_gradients(trunk, a_pack())[1], gradient)
-
-
-def test_the_value_role_of_a_shared_head_is_the_policy_and_other_names_are_refused():
-    trunk = a_trunk(value_head="shared")
-    with trunk.as_role("value"):
-        assert same(logits(trunk), logits(a_trunk()))
-    with pytest.raises(ValueError, match="'critic' is none of policy, value, reference"), trunk.as_role("critic"):
-        pass
 
 
 def test_an_adapter_is_told_from_a_module_of_the_same_name():

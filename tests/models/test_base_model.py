@@ -1,7 +1,6 @@
 """The base model over all families: head formula, layers, dropout, padding; and what is refused."""
 
 import dataclasses
-import logging
 import re
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, BitsAndByt
 from transformers import T5ForConditionalGeneration as T5
 
 from onetrunk.models import base_model as bb
-from tests.tiny import CHAT_TEMPLATE, FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 IDS = torch.arange(4, 44).reshape(2, 20)
@@ -44,20 +43,9 @@ def test_the_head_formula_is_what_the_model_computes(family):
     with torch.no_grad():
         hidden = bb.backbone(model)(input_ids=IDS, attention_mask=torch.ones_like(IDS)).last_hidden_state
     # 1e-5: the same products in fp32, at logits of up to 5.
-    torch.testing.assert_close(bb.output_head(model).logits(hidden), logits(model), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_formula_holds_in_bfloat16_and_under_peft(family):
-    bb.verify_head(lora(tiny_model(family)).to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_layers_are_found(family):
-    model = tiny_model(family, **{"num_hidden_layers": 3})
-    layers = bb.decoder_layers(model)
-    assert len(layers) == 3
-    assert layers is bb.decoder_layers(lora(model))
+    head = bb.output_head(model)
+    found = head.transform(torch.nn.functional.linear(hidden, head.weight, head.bias))
+    torch.testing.assert_close(found, logits(model), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -79,29 +67,6 @@ def test_a_wrong_head_formula_is_caught(family, field, value, monkeypatch):
     monkeypatch.setattr(bb, "output_head", lambda _: wrong)
     with pytest.raises(ValueError, match="head of .* is not supported"):
         bb.verify_head(model)
-
-
-def test_a_body_that_is_not_what_the_head_reads_is_caught(monkeypatch):
-    model = tiny_model("llama")
-    monkeypatch.setattr(bb, "backbone", lambda model: model.model.layers[-1])
-    with pytest.raises(ValueError, match="is not supported"):
-        bb.verify_head(model)
-
-
-def test_verifying_leaves_no_trace():
-    model = tiny_model("gpt2").train()
-    before = torch.random.get_rng_state()
-    bb.disable_dropout(model)
-    bb.verify_head(model)
-    assert model.training and not bb.backbone(model)._forward_hooks
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_a_head_with_a_bias_is_read():
-    model = tiny_model("llama")
-    model.lm_head = nn.Linear(32, 64)
-    bb.verify_head(model)
-    assert bb.output_head(model).bias is model.lm_head.bias
 
 
 def test_unsupported_heads_are_refused():
@@ -170,13 +135,6 @@ def test_remote_code_needs_a_pinned_commit(load, revision):
         load("some/model", trust_remote_code=True, revision=revision)
 
 
-def test_remote_code_at_a_pinned_commit_loads(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    bb.load_base(str(tmp_path), trust_remote_code=True, revision=COMMIT)
-    bb.load_tokenizer(str(tmp_path), trust_remote_code=True, revision=COMMIT)
-
-
 @pytest.mark.parametrize("load", [bb.load_base, bb.load_tokenizer])
 def test_what_cannot_be_loaded_is_named_with_what_to_do(load, tmp_path):
     with pytest.raises(RuntimeError, match=f"{re.escape(str(tmp_path / 'gone'))}.*no such folder.*Give a folder"):
@@ -210,23 +168,6 @@ def test_encoders_and_encoder_decoders_are_refused(tmp_path):
     BertModel(config).save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="lacks .* weights"):
         bb.load_base(str(tmp_path / "bert"))
-
-
-def test_a_tokenizer_is_loaded_with_its_template_and_own_padding(tmp_path):
-    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(tmp_path)
-    tokenizer = bb.load_tokenizer(str(tmp_path))
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 2)
-    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sings"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<user> the cat <assistant> sings <eos> "
-
-
-def test_missing_padding_becomes_the_end_token_and_is_logged_once(tmp_path, caplog):
-    tiny_tokenizer(pad=False).save_pretrained(tmp_path)
-    with caplog.at_level(logging.INFO, logger="onetrunk.models.base_model"):
-        tokenizer = bb.load_tokenizer(str(tmp_path))
-        bb.repair_padding(tokenizer)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
-    assert [record.name for record in caplog.records].count("onetrunk.models.base_model") == 1
 
 
 def test_padding_outside_the_vocabulary_is_repaired_and_told_to_the_config():

@@ -1,12 +1,10 @@
 """From what a user hands over to a trunk, and from a trunk to files and back."""
 
-import json
 import logging
-import warnings
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
@@ -106,16 +104,6 @@ def test_a_merged_or_doubly_active_adapter_is_refused():
         build_trunk(sft)
 
 
-def test_the_active_adapter_is_the_one_that_goes_on():
-    sft = an_sft_model()
-    sft.add_adapter("other", lora(r=2, init_lora_weights=False))
-    sft.set_adapter("other")
-    expected = logits(sft)
-    trunk = build_trunk(sft)
-    assert same(logits(trunk), expected) and trunk.peft_config["default"].r == 2
-    assert set(trunk.peft_config) == {"default", "reference"}
-
-
 def test_settings_that_exclude_each_other_are_refused(tmp_path):
     sft = an_sft_model()
     with pytest.raises(ValueError, match="carries an adapter already.*leave peft_config out"):
@@ -200,33 +188,6 @@ def test_a_continued_adapter_is_saved_whole_also_below_the_cut(tmp_path):
     assert same(logits(plain), logits(trunk))
 
 
-def test_a_module_named_value_does_not_confuse_the_files(tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = AutoConfig.for_model("gpt_neox", intermediate_size=64, **sizes)
-    trunk = a_trunk(base=AutoModelForCausalLM.from_config(config), value_head="adapter")  # has query_key_value
-    trunk.save_pretrained(tmp_path)
-    before = branches(trunk)
-    move(trunk, seed=5)
-    trunk.load_branches(tmp_path)
-    assert same(before, branches(trunk))
-    assert len(load_file(tmp_path / ADAPTER_FILE)) == len(load_file(tmp_path / "value" / ADAPTER_FILE)) == 16
-
-
-def test_the_saved_config_names_the_base(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-    build_trunk(tmp_path / "base").save_pretrained(tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(tmp_path / "base") and config["task_type"] == "CAUSAL_LM"
-    assert build_trunk(tmp_path / "run").has_reference_adapter
-
-
-def test_only_the_main_process_writes(tmp_path):
-    a_trunk(value_head="adapter").save_pretrained(tmp_path / "run", is_main_process=False)
-    assert not list(tmp_path.rglob("*.safetensors"))
-
-
 def saved(folder, **settings):
     trunk = build_trunk(an_sft_model(), value_head="adapter", **settings)
     move(trunk)
@@ -265,14 +226,6 @@ def test_a_file_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path, file,
     assert same(branches(trunk), before)
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    trunk = saved(tmp_path)
-    path = tmp_path / "value" / ADAPTER_FILE
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(RuntimeError, match=f"{path} is damaged"):
-        trunk.load_branches(tmp_path)
-
-
 def test_branches_that_this_trunk_has_not_are_refused(tmp_path):
     saved(tmp_path)
     fresh = TrunkModel(tiny_model("llama"), lora(), value_head="adapter")
@@ -282,13 +235,6 @@ def test_branches_that_this_trunk_has_not_are_refused(tmp_path):
     a_trunk().save_pretrained(tmp_path / "wide")
     with pytest.raises(ValueError, match=f"{tmp_path / 'wide' / ADAPTER_FILE} does not fit adapter 'default'"):
         narrow.load_branches(tmp_path / "wide")
-
-
-def test_a_head_that_does_more_than_we_know_is_refused_in_building():
-    base = tiny_model("llama")
-    base.lm_head.register_forward_hook(lambda _head, _args, logits: logits * 2)
-    with pytest.raises(ValueError, match="head of LlamaForCausalLM computes something else"):
-        build_trunk(base, lora())
 
 
 def test_building_says_nothing_alarming(caplog, recwarn, tmp_path):
@@ -302,15 +248,6 @@ def test_building_says_nothing_alarming(caplog, recwarn, tmp_path):
         build_trunk(tmp_path / "run")
     assert not caplog.records
     assert not [str(w.message) for w in recwarn]
-
-
-def test_only_the_words_of_peft_are_dropped_and_only_while_it_is_called():
-    with warnings.catch_warnings(record=True) as kept:
-        warnings.simplefilter("always")
-        build_trunk(tiny_model("llama"), lora())
-        assert not kept
-        _ = tiny_model("llama").is_gradient_checkpointing
-    assert [w.category for w in kept] == [FutureWarning]
 
 
 def a_mixture(model_type, **settings):
@@ -332,12 +269,3 @@ def test_architectures_that_cannot_be_a_trunk_are_rejected_by_name(tmp_path, mod
     base.config.save_pretrained(tmp_path)  # Before any weights are read.
     with pytest.raises(ValueError, match=f"the architecture {model_type} is not supported"):
         build_trunk(str(tmp_path), lora())
-
-
-def test_an_adapter_that_is_not_lora_is_rejected_before_its_base_is_loaded(tmp_path):
-    config = AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9, tinit=1, tfinal=1, deltaT=1)
-    get_peft_model(tiny_model("llama"), config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"the adapter .* is of the kind ADALORA \(AdaLoraConfig\), and only LORA is"):
-        build_trunk(str(tmp_path))
-    with pytest.raises(ValueError, match="peft_config is of the kind ADALORA"):
-        build_trunk("no/such-model", config)

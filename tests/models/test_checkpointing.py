@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointError
 
 from onetrunk.models.base_model import decoder_layers
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, gradients, lora, loss_of, same, step_gradients
@@ -36,13 +35,6 @@ def test_without_our_context_the_gradients_would_be_wrong():
     output, found = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     assert same(output, plain[0])  # silently: the outputs don't show it
     assert set(found) != set(plain[1]) or not same(found, plain[1])
-
-
-def test_without_our_context_the_recompute_would_not_know_the_positions_of_the_pack():
-    trunk = a_trunk().train()
-    trunk.get_base_model().activation_checkpointing_enable()
-    with pytest.raises(CheckpointError):
-        step_gradients(trunk, a_pack())
 
 
 def test_layers_are_really_recomputed():
@@ -81,37 +73,7 @@ def test_the_backward_leaves_the_role_as_it_was():
     assert torch.equal(off, tiny_model("llama")(input_ids=ids).logits)
 
 
-def test_the_base_model_s_own_checkpointing_is_replaced_by_ours():
-    expected = step_gradients(a_trunk(value_head="adapter"), a_pack())[1]
-    base = tiny_model("llama")
-    base.activation_checkpointing_enable()
-    for trunk in (a_trunk(base=base, value_head="adapter"), a_trunk(value_head="adapter")):
-        if trunk.get_base_model() is not base:
-            trunk.gradient_checkpointing_enable()  # the older name, which PEFT would pass on to the base model
-        trunk.train()
-        with counted(decoder_layers(trunk)) as counts:
-            assert same(step_gradients(trunk, a_pack())[1], expected)
-        assert counts == [4] * 4
-
-
 @pytest.mark.parametrize("setting", [{"use_reentrant": True}, {"context_fn": contextlib.nullcontext}])
 def test_settings_that_recompute_under_the_wrong_adapter_are_refused(setting):
     with pytest.raises(ValueError, match="under the wrong adapter; leave both out"):
         a_trunk(config=lora()).activation_checkpointing_enable(activation_checkpointing_kwargs=setting)
-
-
-def test_settings_of_transformers_pass_through():
-    trunk = a_trunk(value_head="adapter")
-    kwargs = {"use_reentrant": False, "preserve_rng_state": False}
-    plain, checkpointed = checkpointed_step(trunk, activation_checkpointing_kwargs=kwargs, every_n_layers=2)
-    assert same(plain, checkpointed)
-    with counted(decoder_layers(trunk)) as counts:
-        step_gradients(trunk, a_pack(), roles=("policy",))
-    assert sorted(counts) == [1, 1, 2, 2]
-
-
-def test_checkpointing_under_autocast_changes_no_bit():
-    trunk = a_trunk("qwen2", value_head="adapter", adapter_layers="top-3")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        plain, checkpointed = checkpointed_step(trunk)
-    assert same(plain, checkpointed)

@@ -36,11 +36,6 @@ def test_every_text_decodes_to_itself(text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_merges_are_learned_from_the_texts():
-    tokenizer = train_tokenizer(TEXTS, 300)
-    assert len(tokenizer(" kitchen")["input_ids"]) < len(tokenizer(" nehctik")["input_ids"])
-
-
 def test_the_seed_decides_the_weights_and_nothing_else_is_touched(tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(1)
@@ -55,8 +50,3 @@ def test_the_seed_decides_the_weights_and_nothing_else_is_touched(tmp_path):
 def test_a_vocabulary_without_room_for_a_merge_is_refused(tmp_path):
     with pytest.raises(ValueError, match="vocab_size 258 is too small: 256 bytes and 3 special tokens"):
         make(tmp_path, shape=BaseShape(vocab_size=258))
-
-
-def test_no_texts_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no texts"):
-        make_base([], tmp_path)

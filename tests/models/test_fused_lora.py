@@ -50,17 +50,6 @@ def test_other_adapters_and_precisions_run_as_peft_has_them(settings, fused_call
     assert not fused_calls
 
 
-def test_autocast_and_the_reference_run_as_peft_has_them(fused_calls):
-    trunk = a_trunk()
-    fused_calls.clear()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        trunk(pack=a_pack())
-    trunk(pack=a_pack(), roles=("reference",))
-    assert not fused_calls
-    trunk(pack=a_pack(), roles=("policy",))
-    assert fused_calls
-
-
 def test_a_copy_of_a_trunk_runs_on_its_own_weights():
     trunk = a_trunk()
     copied = copy.deepcopy(trunk)

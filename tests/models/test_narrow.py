@@ -53,22 +53,6 @@ def test_outputs_and_gradients_are_those_of_blocks_that_run_everywhere(family, l
         torch.testing.assert_close(narrow_gradients[name], gradient, atol=1e-4, rtol=1e-4)
 
 
-def test_a_pack_without_padding_narrows_the_last_layer_alone():
-    trunk = a_trunk()
-    with block_tokens(trunk) as tokens:
-        trunk(pack=a_pack(rows=slice(0, 1)))
-    length = len(PROMPTS[0]) + len(COMPLETIONS[0])
-    assert tokens == [[length]] * 3 + [[len(COMPLETIONS[0]) + 1]]
-
-
-def test_a_call_without_a_pack_runs_everywhere():
-    trunk = a_trunk()
-    ids = torch.arange(4, 12).view(1, 8)
-    with block_tokens(trunk) as tokens:
-        trunk(input_ids=ids)
-    assert tokens == [[8]] * 4 and trunk.narrow.positions is None
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mistral"])
 def test_prefill_runs_the_prompts_alone_and_samples_the_same(family):
     trunk = a_trunk(family, base=tiny(family))
@@ -108,12 +92,3 @@ def test_a_block_that_mixes_positions_is_found_out_and_runs_everywhere():
     layer.mlp = Mixing(layer.mlp)
     assert not narrow_blocks(model).handles
     assert not torch.equal(model(a_pack().input_ids).logits, whole)
-
-
-def test_layers_without_a_block_by_a_known_name_run_everywhere():
-    model = tiny_model("llama")
-    layer = decoder_layers(model)[2]
-    layer.blk = layer.mlp
-    del layer.mlp
-    layer.forward = lambda hidden, *args, **kwargs: hidden + layer.blk(hidden)
-    assert not narrow_blocks(model).handles

@@ -81,40 +81,6 @@ def test_packed_weights_take_the_place_of_merged_ones_and_everything_is_restored
         assert parameter.data_ptr() == pointer and torch.equal(parameter, value)
 
 
-def test_a_policy_that_has_changed_is_packed_again(monkeypatch):
-    trunk = trunk_of()
-    first = sample(trunk, monkeypatch, temperature=0)
-    move(trunk, seed=7)
-    changed = sample(trunk, monkeypatch, temperature=0)
-    assert changed.completion_ids == sample(trunk, monkeypatch, packs=False, temperature=0).completion_ids
-    move(trunk)
-    assert sample(trunk, monkeypatch, temperature=0).completion_ids == first.completion_ids != changed.completion_ids
-
-
-def test_an_exception_inside_leaves_no_packed_layer():
-    trunk = a_trunk()
-    before = {name: p.clone() for name, p in trunk.named_parameters()}
-    with pytest.raises(KeyError), torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
-        trunk(input_ids=torch.tensor([[5, 6, 7]]))
-        raise KeyError
-    assert not packed_layers(trunk)
-    assert all(torch.equal(p, before[name]) for name, p in trunk.named_parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_nothing_is_packed_where_nothing_is_merged(dtype):
-    for model in (a_trunk(dtype=dtype), tiny()):
-        with torch.no_grad(), merged_policy(model), packed_weights(model):
-            assert not packed_layers(model)
-
-
-def test_small_matrices_are_not_packed(monkeypatch):
-    trunk = a_trunk()
-    monkeypatch.setattr(packed, "LEAST_NUMBERS", 10**6)
-    with torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
-        assert not packed_layers(trunk)
-
-
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_a_build_whose_packed_products_are_wrong_or_fail_takes_the_usual_way(fault, monkeypatch):
     def faulty(x, weight, bias):

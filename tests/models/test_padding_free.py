@@ -13,7 +13,6 @@ from onetrunk.models.base_model import backbone, load_base
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.speedups.padding_free import TokenGrid, packing_obstacle
-from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
 from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
@@ -87,16 +86,6 @@ def test_heads_cuts_and_variants_of_lora_do_not_see_the_difference(family, setti
     check(functools.partial(a_trunk, family, dtype=torch.float64, **settings), torch.float64)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_both_attentions_of_transformers_keep_rows_apart(implementation):
-    def build():
-        base = tiny_model("mistral")
-        base.set_attn_implementation(implementation)
-        return a_trunk(base=base, dtype=torch.float64)
-
-    check(build, torch.float64)
-
-
 def test_activation_checkpointing_recomputes_the_same_sequence():
     def build(checkpointing=True):
         trunk = a_trunk("gemma3", value_head="adapter", adapter_layers="top-3").train()
@@ -133,11 +122,6 @@ def test_a_reward_adapter_scores_the_same(tmp_path, layers):
     torch.testing.assert_close(scores[1], scores[0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_pack_of_one_row_gives_the_same_bits_both_ways():
-    pack = a_pack(rows=slice(0, 1))
-    assert same(step(a_trunk(), True, pack)[0], step(a_trunk(), False, pack)[0])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bfloat16_the_policy_scores_itself_with_a_ratio_of_exactly_one(family):
     trunk = a_trunk(family, value_head="adapter", dtype=torch.bfloat16)
@@ -172,15 +156,6 @@ def test_the_grid_by_hand():
     }
     assert packed.arguments["cu_seq_lens_q"].dtype == torch.int32
     assert set(TokenGrid.in_one_sequence(pack, is_flash=False).arguments) == {"position_ids"}
-
-
-def test_states_lose_their_padding_and_get_it_back():
-    pack = make_pack([[1, 2], [3]], [[4], [5, 6, 7, 8]], pad_id=9)
-    states = torch.arange(1.0, 17.0).view(8, 2)
-    for grid in (TokenGrid.padded(pack), TokenGrid.in_one_sequence(pack, is_flash=False)):
-        spread = grid.with_padding(states)
-        assert spread.shape == (*grid.input_ids.shape, 2) and torch.equal(grid.without_padding(spread), states)
-    assert TokenGrid.padded(pack).with_padding(states)[0].tolist() == [[1, 2], [3, 4], [5, 6], [0, 0], [0, 0]]
 
 
 # --- flash attention ------------------------------------------------------------------------------------------------
@@ -293,39 +268,8 @@ def test_a_model_in_which_a_row_sees_others_is_found_out(name, dtype):
     assert ("its layers of the type conv pass a state" in obstacle) == (name == "lfm2")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_families_keep_their_rows_apart(family, dtype):
-    assert packing_obstacle(tiny_model(family).to(dtype)) is None
-
-
-def test_an_attention_mask_that_a_model_makes_itself_is_found_out():
-    # The silent error: transformers looks at the positions only if there is no mask.
-    trunk = a_trunk()
-
-    def with_mask(_module, args, kwargs):
-        return args, kwargs | {"attention_mask": torch.ones_like(kwargs["input_ids"])}
-
-    backbone(trunk).register_forward_pre_hook(with_mask, with_kwargs=True)
-    with pytest.raises(ValueError, match="LlamaForCausalLM and the attention 'sdpa': a row sees the rows .* Leave"):
-        trunk.use_padding_free()
-    assert not trunk.padding_free
-
-
 def test_a_model_whose_positions_do_not_restart_is_found_out():
     model = tiny_model("gpt2")
     embedding = model.transformer.wpe
     embedding.register_forward_pre_hook(lambda _module, args: torch.arange(args[0].shape[1])[None])
     assert "so its positions do not count from 0" in packing_obstacle(model)
-
-
-def test_a_model_that_does_not_take_positions_is_named():
-    trunk = a_trunk()
-    run = backbone(trunk).forward
-    backbone(trunk).forward = lambda input_ids, use_cache: run(input_ids=input_ids, use_cache=use_cache)
-    with pytest.raises(ValueError, match="several rows in one sequence raise TypeError: .*position_ids"):
-        trunk.use_padding_free()
-
-
-def test_a_new_trunk_pads():
-    assert not TrunkModel(tiny_model("llama"), lora()).padding_free

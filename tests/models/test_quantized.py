@@ -125,16 +125,6 @@ def test_a_model_whose_weights_were_repacked_for_inference_is_refused(folder):
     assert not unused.training
 
 
-@pytest.mark.parametrize("kind", ["nf4-float32", "nf4-bfloat16", "int8"])
-def test_the_same_pack_gives_the_same_bits_over_a_quantized_base(folder, kind):
-    trunk = quantized_trunk(folder, kind, value_head="adapter")
-    move(trunk)
-    with_grad = trunk.train()(pack=a_pack(), roles=("policy", "value", "reference"))
-    with torch.no_grad():
-        without = trunk.eval()(pack=a_pack(), roles=("policy", "value", "reference"))
-    assert same(with_grad, without)
-
-
 @pytest.mark.parametrize("kind", ["nf4-float32", "int8"])
 def test_the_cut_and_checkpointing_change_no_bit_over_a_quantized_base(folder, kind):
     trunk = quantized_trunk(folder, kind, value_head="adapter", adapter_layers="top-2").train()

@@ -7,13 +7,13 @@ import pytest
 import torch
 from peft import AdaLoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
+from transformers import AutoModelForSequenceClassification
 
 from onetrunk.models.adapters import REWARD, adapter_parameters, role
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.models.build import attach_score_adapter, build_trunk, lowest_layer
+from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.reward_model import is_adapter_name, read_score_adapter
+from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, lora, move, same, step_gradients, weights_of
@@ -88,13 +88,6 @@ def test_an_adapter_below_the_cut_runs_whole_whatever_the_states(places):
     torch.testing.assert_close(given, scores_of_a_separate_model(places("llama", 1), places(), a_pack()))
 
 
-def test_without_a_cut_it_runs_whole(places):
-    trunk = a_reward_trunk("llama", places(), places("llama", 2))
-    assert "so there is no cut" in trunk.reward_branch.obstacle
-    expected = scores_of_a_separate_model(places("llama", 2), places(), a_pack())
-    torch.testing.assert_close(scores(trunk), expected, atol=1e-5, rtol=1e-5)
-
-
 def test_under_a_continued_policy_it_runs_whole_with_its_own_adapter_alone(places):
     model = get_peft_model(tiny_model("llama"), lora(task_type="CAUSAL_LM"))
     with torch.no_grad():
@@ -110,14 +103,6 @@ def test_under_a_continued_policy_it_runs_whole_with_its_own_adapter_alone(place
     assert same(together, scores(trunk))
 
 
-@pytest.mark.parametrize("settings", [{"use_dora": True}, {"use_rslora": True}, {"bias": "none", "lora_dropout": 0.5}])
-def test_variants_of_lora_score_as_on_a_separate_model(settings, places):
-    folder = places("llama", 2, **settings)
-    trunk = a_reward_trunk("llama", places(), folder, adapter_layers="top-2").train()
-    expected = scores_of_a_separate_model(folder, places(), a_pack())
-    torch.testing.assert_close(scores(trunk), expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("pad_token_id", [0, 1, None])
 def test_the_score_is_read_at_the_last_token_that_is_not_the_pad_token(pad_token_id, places):
     """Rows that end with 1: where it pads too, the model was trained to read the token before."""
@@ -126,29 +111,6 @@ def test_the_score_is_read_at_the_last_token_that_is_not_the_pad_token(pad_token
     expected = scores_of_a_separate_model(places("llama", 2), places(), pack, pad_token_id)
     torch.testing.assert_close(scores(trunk, pack), expected, atol=1e-5, rtol=1e-5)
     assert trunk.reward_branch.last_tokens(pack).tolist() == {1: [4, 3, 0]}.get(pad_token_id, [5, 3, 2])
-
-
-def test_in_half_precision_kept_states_give_the_bits_of_a_whole_run(places):
-    trunk = a_reward_trunk("qwen3", places("qwen3"), places("qwen3", 2), adapter_layers="top-2", dtype=torch.bfloat16)
-    states = trunk(pack=a_pack(), roles=("trunk",)).states
-    kept, whole = scores(trunk, states=states), scores(trunk)
-    assert states.dtype == torch.bfloat16 and kept.dtype == torch.float32 and same(kept, whole)
-    exact = scores_of_a_separate_model(places("qwen3", 2), places("qwen3"), a_pack())
-    # bfloat16 has 8 bits; scores are sums over 32 states of up to 3.
-    torch.testing.assert_close(kept, exact, atol=0.2, rtol=0.1)
-
-
-@pytest.mark.parametrize("first", [0, 2])
-def test_a_quantised_trunk_carries_it(first, tmp_path):
-    base = saved_base(tmp_path / "base", hidden_size=64, intermediate_size=128)
-    layers = list(range(first, 4)) if first else None
-    folder = saved_reward_adapter(tmp_path / "reward", base, layers=layers)
-    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
-    trunk = build_trunk(base, lora(), adapter_layers="top-2", quantization_config=BitsAndBytesConfig(**nf4))
-    move(trunk)
-    attach_score_adapter(trunk, read_score_adapter(str(folder)))
-    states = trunk(pack=a_pack(), roles=("trunk",)).states
-    assert scores(trunk).isfinite().all() and same(scores(trunk), scores(trunk, states=states))
 
 
 @contextmanager
@@ -188,17 +150,6 @@ def test_attaching_and_scoring_leave_flags_branches_and_gradients_as_they_were(s
     assert base_fingerprint(plain.get_base_model()) == base_fingerprint(trunk.get_base_model())
 
 
-def test_a_second_reward_adapter_takes_the_place_of_the_first(places, tmp_path):
-    other = saved_reward_adapter(tmp_path, places(), layers=[3], seed=6)
-    trunk = a_reward_trunk("llama", places(), places("llama", 0), adapter_layers="top-2")
-    with unchanged(trunk):
-        pass
-    attach_score_adapter(trunk, read_score_adapter(str(other)))
-    assert trunk.reward_branch.from_states and lowest_layer(trunk, REWARD) == 3
-    expected = scores_of_a_separate_model(other, places(), a_pack())
-    torch.testing.assert_close(scores(trunk), expected, atol=1e-5, rtol=1e-5)
-
-
 def test_a_saved_policy_holds_no_reward_adapter_and_loads_into_a_trunk_with_one(places, tmp_path):
     trunk = a_reward_trunk("llama", places(), places("llama", 2), value_head="adapter", adapter_layers="top-2")
     plain = a_trunk(value_head="adapter", adapter_layers="top-2")
@@ -214,17 +165,6 @@ def test_a_saved_policy_holds_no_reward_adapter_and_loads_into_a_trunk_with_one(
     trunk.load_branches(tmp_path / "without")
     assert same(trunk(pack=a_pack(), roles=WITH_REWARD)._replace(scores=None), plain(pack=a_pack(), roles=ALL_ROLES))
     assert same(scores(trunk), expected)
-
-
-def test_a_trunk_without_one_has_no_such_role(places):
-    for arguments in ({}, {"states": torch.zeros(35, 32)}):
-        with pytest.raises(ValueError, match="role 'reward' is none of policy, value, reference"):
-            scores(a_trunk(adapter_layers="top-2"), **arguments)
-
-
-def test_a_name_is_that_of_an_adapter_or_not(places, tmp_path):
-    assert is_adapter_name(str(places("llama", 2)))
-    assert not is_adapter_name(str(places())) and not is_adapter_name(str(tmp_path / "nothing"))
 
 
 def edited(source, target, change):

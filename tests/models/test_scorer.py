@@ -86,20 +86,6 @@ def test_a_long_text_keeps_its_first_special_token_and_its_end():
         encode_texts(tokenizer, ["a", ""], None)
 
 
-def test_nothing_to_score_gives_no_scores():
-    assert score_token_ids(scorer(), [], 4).shape == (0,)
-
-
-def test_a_saved_scorer_loads_as_it_was(tmp_path):
-    model = scorer()
-    model.save_pretrained(tmp_path)
-    loaded = load_scorer(tmp_path)
-    assert not loaded.training and not any(parameter.requires_grad for parameter in loaded.parameters())
-    for name, weight in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], weight)
-    assert load_scorer(tmp_path, dtype=torch.float64).dtype == torch.float64
-
-
 def test_a_checkpoint_whose_head_would_be_random_is_refused_with_the_missing_keys(tmp_path):
     LlamaForCausalLM(config()).save_pretrained(tmp_path / "language_model")
     LlamaForCausalLM(config(num_labels=2)).save_pretrained(tmp_path / "default_labels")

@@ -79,31 +79,6 @@ def test_asked_alone_the_value_leaves_the_policy_without_gradient(value_head):
     assert trunk(pack=a_pack(), roles=("value",)).logprobs is None
 
 
-def test_a_detached_head_says_what_a_shared_one_says():
-    shared, detached = a_trunk(value_head="shared"), a_trunk(value_head="detached")
-    assert same(shared(pack=a_pack()), detached(pack=a_pack()))
-
-
-def test_value_training_moves_the_values_towards_their_targets():
-    trunk = a_trunk(value_head="adapter", adapter_layers="top-2").train()
-    start = trunk(pack=a_pack()).logprobs
-    optimizer = torch.optim.Adam([p for p in trunk.parameters() if p.requires_grad], lr=0.02)
-    mask, losses = a_pack().completion_mask, []
-    for _ in range(30):
-        values = trunk(pack=a_pack(), roles=("value",)).values
-        losses.append(((values - 1) ** 2)[mask].mean())
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    assert losses[-1] < 0.05 * losses[0]
-    assert same(trunk(pack=a_pack()).logprobs, start)
-
-
-def test_an_unknown_kind_of_head_is_refused():
-    with pytest.raises(ValueError, match="value_head 'critic' is none of shared, detached, adapter"):
-        TrunkModel(tiny_model("llama"), lora(), value_head="critic")
-
-
 def test_a_head_comes_back_from_its_file_bit_for_bit(tmp_path):
     head, other = ValueHead(8), ValueHead(8)
     torch.nn.init.normal_(head.linear.weight)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from onetrunk.ops import fused_token_logprobs
+from onetrunk.ops import Head, fused_token_logprobs
 from onetrunk.ops.kernels import SWITCH
 from onetrunk.ops.kernels import logprob as logprob_kernel
 
@@ -32,7 +32,7 @@ def head_case(dtype, seed=0, **options):
     options = {name: bias if name == "bias" else value for name, value in options.items()}
     options = {name: x.to(DEVICE, dtype) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     targets = torch.randint(50, (5,), generator=generator)
-    return hidden.to(DEVICE, dtype).requires_grad_(), weight.to(DEVICE, dtype), targets.to(DEVICE), options
+    return hidden.to(DEVICE, dtype).requires_grad_(), Head(weight.to(DEVICE, dtype), **options), targets.to(DEVICE)
 
 
 def both_ways(monkeypatch, function):
@@ -44,8 +44,8 @@ def both_ways(monkeypatch, function):
     return results
 
 
-def logprobs_and_gradients(hidden, weight, targets, entropy_grad, options):
-    logprobs, entropy = fused_token_logprobs(hidden, weight, targets, entropy_grad=entropy_grad, **TILE, **options)
+def logprobs_and_gradients(hidden, head, targets, entropy_grad):
+    logprobs, entropy = fused_token_logprobs(hidden, head, targets, entropy_grad=entropy_grad, **TILE)
     upstream = torch.linspace(-1, 2, len(hidden), device=DEVICE, dtype=logprobs.dtype)
     objective = (upstream * logprobs).sum() + ((upstream.flip(0) * entropy).sum() if entropy_grad else 0)
     return logprobs.detach(), entropy.detach(), torch.autograd.grad(objective, hidden)[0]
@@ -57,15 +57,13 @@ def logprobs_and_gradients(hidden, weight, targets, entropy_grad, options):
 @pytest.mark.parametrize("block", [8, 4096])
 def test_the_kernel_of_a_tile_is_its_torch_twin(monkeypatch, block, dtype, entropy_grad, options):
     monkeypatch.setattr(logprob_kernel, "BLOCK", block)  # 8: rows of 20 and 40 logits are read in several blocks
-    hidden, weight, targets, options = head_case(dtype, **options)
-    case = (hidden, weight, targets, entropy_grad, options)
+    case = (*head_case(dtype, **options), entropy_grad)
     ours, theirs = both_ways(monkeypatch, lambda: logprobs_and_gradients(*case))
     assert_close(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_the_kernel_of_a_tile_takes_bfloat16_logits(monkeypatch):
-    hidden, weight, targets, options = head_case(torch.bfloat16, softcap=2.0)
-    case = (hidden, weight, targets, True, options)
+    case = (*head_case(torch.bfloat16, softcap=2.0), True)
     ours, theirs = both_ways(monkeypatch, lambda: logprobs_and_gradients(*case))
     # The same bfloat16 logits, and float32 after them; the weights of the rows may round to a neighbour, 2^-8
     assert_close(ours[:2], theirs[:2], rtol=2e-5, atol=2e-5)
@@ -75,8 +73,8 @@ def test_the_kernel_of_a_tile_takes_bfloat16_logits(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_gives_logprobs_bitwise_the_same_with_and_without_gradients(monkeypatch, dtype):
     monkeypatch.setenv(SWITCH, "on")
-    hidden, weight, targets, options = head_case(dtype, softcap=2.0)
-    scored = fused_token_logprobs(hidden.detach(), weight, targets, **TILE, **options)
+    hidden, head, targets = head_case(dtype, softcap=2.0)
+    scored = fused_token_logprobs(hidden.detach(), head, targets, **TILE)
     for entropy_grad in (False, True):
-        trained = fused_token_logprobs(hidden, weight, targets, entropy_grad=entropy_grad, **TILE, **options)
+        trained = fused_token_logprobs(hidden, head, targets, entropy_grad=entropy_grad, **TILE)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(trained, scored, strict=True))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onetrunk.ops import fused_token_logprobs
+from onetrunk.ops import Head, fused_token_logprobs
 from onetrunk.ops.kernels import SWITCH, runs_kernels
 
 HERE = Path(__file__).parent
@@ -24,17 +24,8 @@ def run(*command, **environment):
 
 
 def theorems(**environment):
-    done = run(
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        str(HERE / "kernel_theorems.py"),
-        **environment,
-    )
+    plain = ["-p", "no:xdist", "-p", "no:cacheprovider"]
+    done = run("-m", "pytest", "-q", *plain, str(HERE / "kernel_theorems.py"), **environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
@@ -92,13 +83,13 @@ def test_kernels_run_where_the_switch_says_and_otherwise_on_a_gpu(monkeypatch):
         assert runs_kernels(torch.zeros(1)) is expected
     monkeypatch.setenv(SWITCH, "maybe")
     with pytest.raises(ValueError, match="ONETRUNK_KERNELS is 'maybe'; set it to on or off"):
-        fused_token_logprobs(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
+        fused_token_logprobs(torch.zeros(1, 1), Head(torch.zeros(1, 1)), torch.zeros(1, dtype=torch.int64))
 
 
 def test_the_room_needs_no_triton_where_no_kernel_runs():
     code = "import sys; sys.modules['triton'] = None\n"
-    code += "import torch; from onetrunk.ops import fused_token_logprobs\n"
+    code += "import torch; from onetrunk.ops import Head, fused_token_logprobs\n"
     code += "x = torch.zeros(2, 1); y = torch.zeros(2, dtype=torch.int64)\n"
-    code += "print(fused_token_logprobs(x, x, y)[0].sum())"
+    code += "print(fused_token_logprobs(x, Head(x), y)[0].sum())"
     done = run("-c", code)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from onetrunk.ops import (
     AdaptiveKLController,
+    Head,
     bradley_terry_loss,
     fused_token_logprobs,
     kl_estimate,
@@ -57,8 +58,8 @@ def test_at_the_start_the_ratio_is_exactly_one_and_the_gradient_is_that_of_the_p
     advantages = torch.randn(1, n, generator=generator)
     mask = torch.rand(1, n, generator=generator) < 0.7
     mask[0, 0] = True
-    old_logprobs = fused_token_logprobs(hidden, weight, targets)[0][None].detach()
-    logprobs = fused_token_logprobs(hidden, weight, targets)[0][None].detach().requires_grad_()
+    old_logprobs = fused_token_logprobs(hidden, Head(weight), targets)[0][None].detach()
+    logprobs = fused_token_logprobs(hidden, Head(weight), targets)[0][None].detach().requires_grad_()
     loss, stats = policy_loss(logprobs, old_logprobs, advantages, mask, clip, dual_clip=dual_clip)
     loss.backward()
     assert stats["ratio_max"] == 1 and abs(stats["ratio_mean"].item() - 1) < 1e-6
@@ -230,7 +231,7 @@ def test_the_step_of_fused_logprobs_is_that_of_naive_ones(seed, n, vocab, chunk_
     results = []
     for function, options in ((fused_token_logprobs, tile), (token_logprobs, {})):
         leaf = hidden.clone().requires_grad_()
-        logprobs, _ = function(leaf, weight, targets, **options)
+        logprobs, _ = function(leaf, Head(weight), targets, **options)
         loss, _ = policy_loss(logprobs[None], old_logprobs, advantages, mask, clip)
         loss.backward()
         results.append((loss.detach(), leaf.grad))

@@ -46,8 +46,5 @@ def test_nothing_depends_on_the_vocabulary_and_the_backward_exchanges_nothing(ra
         assert facts["update"]["in_backward"] == facts["with entropy"]["in_backward"] == 0
 
 
-def test_no_tokens_are_fine_and_bad_settings_are_named(ranks):
-    for facts in ranks:
-        assert facts["no tokens"] == 0
-        temperature, softcap = facts["messages"]
-        assert "temperature is 0.0" in temperature and "softcap is -1.0" in softcap
+def test_no_tokens_are_fine(ranks):
+    assert all(facts["no tokens"] == 0 for facts in ranks)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from onetrunk.ops import fused_token_logprobs, token_logprobs
-from onetrunk.ops.vocab_parallel import VocabShard, logprobs_and_top1, vocab_parallel_logprobs
+from onetrunk.ops import Head, fused_token_logprobs, token_logprobs
+from onetrunk.ops.logprobs import fused_logprobs_and_top1
+from onetrunk.ops.running_softmax import VocabShard
 from tests.ops.test_logprobs import WAYS, case
 
 # Vocabularies of even shares, of a short last share, and (with 4 processes) of an empty last share.
@@ -18,16 +21,19 @@ VOCABS = (12, 11, 5)
 TOKENS, WIDTH = 7, 5
 
 
-def share(vocab: int, rank: int, world_size: int) -> slice:
-    """Return the rows of a process, as torch.chunk divides them."""
+def share(head: Head, rank: int, world_size: int) -> Head:
+    """Return a head with the rows of a process, as torch.chunk divides them."""
+    vocab = len(head.weight)
     size = -(-vocab // world_size)
-    return slice(min(rank * size, vocab), min((rank + 1) * size, vocab))
+    rows = slice(min(rank * size, vocab), min((rank + 1) * size, vocab))
+    bias = None if head.bias is None else head.bias[rows]
+    return replace(head, weight=head.weight[rows], bias=bias, shard=VocabShard(rows.start, vocab))
 
 
-def results(function: Any, case_of: tuple, with_entropy: bool, **more: Any) -> list[torch.Tensor]:
+def results(function: Any, operands: tuple, with_entropy: bool, **sizes: Any) -> list[torch.Tensor]:
     """Return logprobs, entropies, and the gradient of an objective of them."""
-    hidden, weight, targets, options = case_of
-    logprobs, entropy = function(hidden, weight, targets, **options, **more)
+    hidden, head, targets = operands
+    logprobs, entropy = function(hidden, head, targets, **sizes)
     objective = (torch.linspace(-1, 2, len(targets), dtype=logprobs.dtype) * logprobs).sum()
     if with_entropy:
         objective = objective + (torch.linspace(1, -0.5, len(targets), dtype=logprobs.dtype) * entropy).sum()
@@ -42,28 +48,20 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def largest_error(rank: int, world_size: int, dtype: torch.dtype) -> float:
     """Return the largest error against the whole head, over all options, vocabularies and tile sizes."""
     errors = [0.0]
-    for vocab in VOCABS:
-        rows = share(vocab, rank, world_size)
-        for way in WAYS:
-            for with_entropy in (False, True):
-                whole = case(TOKENS, WIDTH, vocab, dtype=dtype, **way)
-                expected = results(token_logprobs, whole, with_entropy)
-                hidden, weight, targets, options = case(TOKENS, WIDTH, vocab, dtype=dtype, **way)
-                if "bias" in options:
-                    options["bias"] = options["bias"][rows]
-                own = (hidden, weight[rows], targets, options)
-                shard = VocabShard(rows.start, vocab)
-                for sizes in ({}, {"chunk_size": 3, "chunk_bytes": 3 * 8 * 2}):
-                    kwargs = {"shard": shard, "entropy_grad": with_entropy, **sizes}
-                    found = results(vocab_parallel_logprobs, own, with_entropy, **kwargs)
-                    errors += [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
+    for vocab, way, with_entropy in itertools.product(VOCABS, WAYS, (False, True)):
+        hidden, head, targets = case(TOKENS, WIDTH, vocab, dtype=dtype, **way)
+        expected = results(token_logprobs, (hidden, head, targets), with_entropy)
+        for sizes in ({}, {"chunk_size": 3, "chunk_bytes": 3 * 8 * 2}):
+            own = (hidden, share(head, rank, world_size), targets)
+            found = results(fused_token_logprobs, own, with_entropy, entropy_grad=with_entropy, **sizes)
+            errors += [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
     return max(errors)
 
 
 def traffic(rank: int, world_size: int, vocab: int, with_grad: bool, entropy_grad: bool) -> dict[str, Any]:
     """Return the collectives of a forward and backward in float32: their names and elements."""
-    hidden, weight, targets, _ = case(TOKENS, WIDTH, vocab, dtype=torch.float32)
-    rows, seen, original = share(vocab, rank, world_size), [], dist.all_reduce
+    hidden, head, targets = case(TOKENS, WIDTH, vocab, dtype=torch.float32)
+    own, seen, original = share(head, rank, world_size), [], dist.all_reduce
 
     def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(list(tensor.shape))
@@ -72,10 +70,7 @@ def traffic(rank: int, world_size: int, vocab: int, with_grad: bool, entropy_gra
     dist.all_reduce = counting
     try:
         with torch.set_grad_enabled(with_grad):
-            shard = VocabShard(rows.start, vocab)
-            logprobs, entropy = vocab_parallel_logprobs(
-                hidden, weight[rows], targets, shard, entropy_grad=entropy_grad
-            )
+            logprobs, entropy = fused_token_logprobs(hidden, own, targets, entropy_grad=entropy_grad)
         in_forward = len(seen)
         if with_grad:
             (logprobs.sum() + entropy.sum() * entropy_grad).backward()
@@ -86,41 +81,28 @@ def traffic(rank: int, world_size: int, vocab: int, with_grad: bool, entropy_gra
 
 def half_precision_error(rank: int, world_size: int) -> float:
     """Return the largest difference of logprobs from a whole bfloat16 head."""
-    hidden, weight, targets, _ = case(64, 32, 256, dtype=torch.bfloat16)
-    rows = share(256, rank, world_size)
-    expected, _ = fused_token_logprobs(hidden, weight, targets)
-    found, _ = vocab_parallel_logprobs(hidden, weight[rows], targets, VocabShard(rows.start, 256))
+    hidden, head, targets = case(64, 32, 256, dtype=torch.bfloat16)
+    expected, _ = fused_token_logprobs(hidden, head, targets)
+    found, _ = fused_token_logprobs(hidden, share(head, rank, world_size), targets)
     return (found - expected).abs().max().item()
-
-
-def message_of(rank: int, world_size: int, **changes: Any) -> str:
-    hidden, weight, targets, _ = case()
-    rows = share(11, rank, world_size)
-    try:
-        vocab_parallel_logprobs(hidden, weight[rows], targets, VocabShard(rows.start, 11), **changes)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def work(rank: int, folder: str, world_size: int) -> None:
     """Write what differs from one process into `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    hidden, weight, targets, _ = case()
-    rows = share(11, rank, world_size)
-    shard = VocabShard(rows.start, 11)
-    no_tokens, _ = vocab_parallel_logprobs(hidden[:0], weight[rows], targets[:0], shard)
+    hidden, head, targets = case()
+    own = share(head, rank, world_size)
+    no_tokens, _ = fused_token_logprobs(hidden[:0], own, targets[:0])
     with torch.no_grad():
-        scored, _ = vocab_parallel_logprobs(hidden, weight[rows], targets, shard)
-    trained, _ = vocab_parallel_logprobs(hidden, weight[rows], targets, shard)
+        scored, _ = fused_token_logprobs(hidden, own, targets)
+    trained, _ = fused_token_logprobs(hidden, own, targets)
     gathered = [torch.empty_like(scored) for _ in range(world_size)]
     dist.all_gather(gathered, scored)
-    _, _, is_top1 = logprobs_and_top1(hidden, weight[rows], targets, shard)
     # The target is the token with the highest logit in every second row.
-    highest = (hidden @ weight.T).argmax(dim=1)
+    highest = (hidden @ head.weight.T).argmax(dim=1)
     chosen = torch.where(torch.arange(len(targets)) % 2 == 0, highest, (highest + 1) % 11)
-    top1 = [found.tolist() for found in (is_top1, logprobs_and_top1(hidden, weight[rows], chosen, shard)[2])]
+    top1 = [fused_logprobs_and_top1(hidden, own, ids)[2].tolist() for ids in (targets, chosen)]
     facts = {
         "top1": [top1[0] == (targets == highest).tolist(), top1[1] == [i % 2 == 0 for i in range(len(targets))]],
         "float64": largest_error(rank, world_size, torch.float64),
@@ -133,10 +115,6 @@ def work(rank: int, folder: str, world_size: int) -> None:
         "no tokens": len(no_tokens),
         "ratio is 1": torch.equal(scored, trained.detach()),
         "ranks agree": all(torch.equal(other, scored) for other in gathered),
-        "messages": [
-            message_of(rank, world_size, temperature=0.0),
-            message_of(rank, world_size, softcap=-1.0),
-        ],
     }
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()

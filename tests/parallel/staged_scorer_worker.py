@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,18 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.reward_model import load_with_new_head
 from onetrunk.ops.losses import bradley_terry_loss
-from onetrunk.parallel.cast_on_read import casting_later
 from onetrunk.parallel.sharding import local_bytes, whole_size
-from onetrunk.parallel.staged_scorer import keep_scorer_stage
+from onetrunk.parallel.staged import keep_scorer_stage, reduce_gradients, staged
 from onetrunk.parallel.stages import LayerSplit
-from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.reward_models.training import MODEL_INPUTS, PairCollator
 from tests.models.branches import gradients
-from tests.parallel.cast_on_read_worker import highest, private_bytes
-from tests.parallel.staged_worker import compare_memory, noted_schedules
-from tests.parallel.tensor_worker import relative_difference, stored_bytes
+from tests.parallel.split_worker import relative_difference, stored_bytes
+from tests.parallel.staged_worker import noted_schedules
 from tests.places import CPU, join_group
 from tests.tiny import tiny_model
 
@@ -157,31 +150,3 @@ def work(rank: int, folder: str, world_size: int, stages: int, names: list[str])
     results = {name: compare(rank, world_size, stages, every[name]) for name in names}
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
-
-
-def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
-    """Load a base, whole or one stage, and train on pairs; return private bytes in shares of the base in float32."""
-    gc.collect()
-    before = private_bytes()
-    batch = a_batch()
-    torch.manual_seed(0)  # The new head must be that of all processes.
-    with highest() as peak:
-        with casting_later() if split else contextlib.nullcontext():
-            model = with_adapter(load_with_new_head(name, dtype="float32"), r=1)
-        model.config.pad_token_id = 0
-        whole = sum(math.prod(tensor.shape) * 4 for tensor in model.get_base_model().parameters())
-        if split is None:
-            loss_of(model, batch).backward()
-        else:
-            keep_scorer_stage(model, split, torch.device(CPU))
-            parts = PairCollator(0).parts(batch, 5)
-            rows = [{name: part[name] for name in MODEL_INPUTS} for part in parts]
-            staged(model).update(rows, lambda number, run: loss_of(run, parts[number]))
-            reduce_gradients(model)
-    gc.collect()
-    return {"peak": (peak[0] - before) / whole, "end": (private_bytes() - before) / whole, "whole": whole / 2**20}
-
-
-def work_on_memory(rank: int, folder: str, name: str) -> None:
-    """Write what this process needs for a stage of a reward adapter, and for a whole one, into `folder`."""
-    compare_memory(rank, folder, partial(measure, name))

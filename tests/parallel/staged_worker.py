@@ -24,17 +24,15 @@ from onetrunk.models.loading import base_fingerprint, base_marks
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.packing import make_pack
-from onetrunk.parallel import training_stage
+from onetrunk.parallel import staged as staged_module
 from onetrunk.parallel.cast_on_read import casting_later
 from onetrunk.parallel.sharding import local_bytes
-from onetrunk.parallel.staged import keep_stage, pack_outputs
+from onetrunk.parallel.staged import keep_stage, pack_outputs, reduce_gradients, staged
 from onetrunk.parallel.stages import LayerSplit
-from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.types import Experience, LossCoefficients, Pack, to_device
 from tests.models.branches import COMPLETIONS, PROMPTS, a_trunk, gradients, lora, loss_of
 from tests.parallel.cast_on_read_worker import M_MMAP_THRESHOLD, highest, private_bytes
-from tests.parallel.sharding_worker import continued, packed
-from tests.parallel.tensor_worker import relative_difference, stored_bytes
+from tests.parallel.split_worker import continued, packed, relative_difference, stored_bytes
 from tests.places import CPU, join_group
 
 TEMPERATURE = 0.8
@@ -105,11 +103,11 @@ def noted_schedules() -> Iterator[list[str]]:
                 names.append(type(self).__bases__[0].__name__)
                 return super().step(*args, **keywords)
 
-        setattr(training_stage, schedule.__name__, Noted)
+        setattr(staged_module, schedule.__name__, Noted)
     try:
         yield names
     finally:
-        training_stage.Schedule1F1B, training_stage.ScheduleGPipe = Schedule1F1B, ScheduleGPipe
+        staged_module.Schedule1F1B, staged_module.ScheduleGPipe = Schedule1F1B, ScheduleGPipe
 
 
 def compare(rank: int, world_size: int, stages: int, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:

@@ -7,16 +7,13 @@ import json
 import pytest
 import torch
 import torch.multiprocessing
-from peft import get_peft_model
 from transformers import core_model_loading
 
 from onetrunk.models.base_model import load_base
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, base_marks
-from onetrunk.models.reward_model import load_with_new_head
 from onetrunk.parallel.cast_on_read import READER, LateCast, cast_now, casting_later
 from onetrunk.parallel.sharding import cast_when_sharded, launch_layout
-from tests.models.branches import lora
 from tests.parallel import cast_on_read_worker
 from tests.tiny import tiny_model
 
@@ -65,22 +62,6 @@ def test_the_stored_numbers_are_those_of_the_file_until_they_are_cast(tmp_path):
     matrices = [p for p in model.parameters() if isinstance(p, LateCast)]
     assert all(p.stored.dtype == torch.bfloat16 and p.stored.shape == p.shape for p in matrices)
     assert sum(p.stored.nbytes for p in matrices) == sum(p.nbytes for p in matrices) / 2
-
-
-def test_a_reward_model_and_an_adapter_on_it_start_as_on_a_copy(tmp_path):
-    name = saved(tmp_path)
-    make = lambda: get_peft_model(load_with_new_head(name, dtype="float32"), lora(task_type="SEQ_CLS"))  # noqa: E731
-    whole, found = both(make)
-    for one, other in zip(whole.parameters(), found.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(found(input_ids=IDS).logits, whole(input_ids=IDS).logits)
-
-
-def test_a_weight_is_loaded_plainly_where_nothing_is_cast(tmp_path):
-    name = saved(tmp_path)
-    for dtype in ("bfloat16", None):
-        assert not late(both(lambda dtype=dtype: load_base(name, dtype=dtype))[1])
-    assert not late(load_base(name, dtype="float32"))
 
 
 def test_a_late_cast_can_be_written_to_and_copied_without_a_change_of_the_file():

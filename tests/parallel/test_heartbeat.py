@@ -2,7 +2,7 @@
 
 import json
 import os
-import signal
+import re
 import socket
 import subprocess
 import sys
@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from onetrunk.parallel.heartbeat import (
-    GONE,
-    STOPPED,
     Beat,
     Heartbeat,
     LostRanks,
@@ -40,14 +38,6 @@ def ended_pid() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
-
-
-@pytest.fixture
-def sleeper():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
-    process.kill()
-    process.wait()
 
 
 @pytest.fixture
@@ -93,15 +83,6 @@ def test_between_two_writes_progress_is_not_written(tmp_path, monkeypatch):
         assert (read_beat(tmp_path, 0).phase, read_beat(tmp_path, 0).time) == ("gather", 103.5)
 
 
-def test_a_heartbeat_before_and_after_a_run_writes_nothing(tmp_path):
-    heartbeat = Heartbeat(tmp_path, 0)
-    heartbeat.enter("score", is_due=True)
-    with heartbeat.running(1):
-        pass
-    heartbeat.enter("score", is_due=True)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_stage_and_its_trainer_share_a_heartbeat_which_the_outer_one_ends(tmp_path):
     stage, trainer = Heartbeat.of(tmp_path, 0), Heartbeat.of(tmp_path, 0)
     assert stage is trainer
@@ -121,26 +102,6 @@ def test_the_first_rank_deletes_what_ranks_left_that_do_not_run_now(tmp_path):
         assert names == ["_heartbeat-0.json", "_heartbeat-1.json", "_heartbeat-of-mine.json"]
 
 
-@pytest.mark.parametrize("name", ["_heartbeat-0.json", "._heartbeat-0.json.tmp"])
-def test_a_heartbeat_is_not_written_through_a_link(tmp_path, name):
-    other = tmp_path / "other"
-    other.write_text("mine")
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / name).symlink_to(other)
-    with Heartbeat(folder, 0).running(world_size=1):
-        assert read_beat(folder, 0) and not heartbeat_file(folder, 0).is_symlink()
-    assert other.read_text() == "mine"
-
-
-def test_the_end_of_a_run_deletes_the_temporary_files_that_killed_processes_left(tmp_path):
-    left = tmp_path / f"._heartbeat-0.json.{'0a' * 8}.tmp"
-    left.touch()
-    with Heartbeat(tmp_path, 0).running(world_size=1):
-        pass
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_heartbeat_that_cannot_be_written_warns_once_and_ends_no_run(tmp_path, caplog):
     heartbeat = Heartbeat(tmp_path, 0)
     (tmp_path / "_heartbeat-0.json").mkdir()
@@ -150,12 +111,9 @@ def test_a_heartbeat_that_cannot_be_written_warns_once_and_ends_no_run(tmp_path,
     assert caplog.text.count("the run continues without heartbeats") == 1
 
 
-def test_the_fate_of_a_process_is_known_on_this_machine_only(tmp_path, sleeper):
-    assert put(tmp_path, 1, pid=sleeper.pid).fate is None
-    sleeper.send_signal(signal.SIGSTOP)
-    while put(tmp_path, 1, pid=sleeper.pid).fate != STOPPED:
-        time.sleep(0.05)
-    assert put(tmp_path, 1, pid=ended_pid()).fate == GONE
+def test_the_fate_of_a_process_is_known_on_this_machine_only(tmp_path):
+    assert put(tmp_path, 1).fate is None
+    assert put(tmp_path, 1, pid=ended_pid()).fate == "was killed or crashed"
     assert put(tmp_path, 1, pid=ended_pid(), host="elsewhere").fate is None
 
 
@@ -174,29 +132,28 @@ def test_a_process_that_failed_with_an_error_is_named_with_it(tmp_path):
     assert lost.endswith("failed: ValueError: no such file")
 
 
-def test_of_silent_processes_on_other_machines_a_busy_one_is_named(tmp_path):
-    """Rank 1 waits as this process does; rank 2 has been scoring for minutes."""
-    now = time.time()
-    put(tmp_path, 1, host="a", time=now - 400, phase="gather")
-    put(tmp_path, 2, host="b", time=now - 300, phase="score")
-    lost = describe_lost(tmp_path, rank=0, world_size=3, grace_s=0.0)
-    assert lost.startswith("rank 2 (") and lost.endswith("is silent in phase score; its last sign was 300 s ago")
-
-
-def test_if_all_are_in_the_same_phase_the_one_that_is_silent_longest_is_named(tmp_path):
-    now = time.time()
-    put(tmp_path, 1, host="a", time=now - 30, phase="update")
-    put(tmp_path, 2, host="b", time=now - 31, phase="update")
-    assert describe_lost(tmp_path, rank=0, world_size=3, grace_s=0.0).startswith("rank 2 (")
-
-
-def test_if_all_others_only_lost_a_connection_the_network_is_named(tmp_path):
-    put(tmp_path, 1, phase="failed", error="")
-    assert "look at the network" in describe_lost(tmp_path, rank=0, world_size=2, grace_s=0.0)
-
-
-def test_a_process_without_a_heartbeat_is_named(tmp_path):
-    assert describe_lost(tmp_path, rank=0, world_size=2, grace_s=0.0).startswith("rank 1 (without a heartbeat")
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        # Rank 1 waits as this process does; rank 2 has been scoring for minutes.
+        (
+            [{"age": 400, "phase": "gather"}, {"age": 300, "phase": "score"}],
+            "rank 2 .*silent in phase score.* 300 s",
+        ),
+        (
+            [{"age": 30, "phase": "update"}, {"age": 31, "phase": "update"}],
+            "rank 2 .*silent in phase update.* 31 s",
+        ),
+        ([{"age": 0, "phase": "failed", "error": ""}], ".*look at the network"),
+        ([None], "rank 1 .without a heartbeat"),
+    ],
+)
+def test_without_a_certain_sign_the_most_likely_process_is_named(tmp_path, others, named):
+    for rank, beat in enumerate(others, start=1):
+        if beat is not None:
+            put(tmp_path, rank, host=f"host-{rank}", time=time.time() - beat.pop("age"), **beat)
+    lost = describe_lost(tmp_path, rank=0, world_size=len(others) + 1, grace_s=0.0)
+    assert re.match(named, lost), lost
 
 
 def test_an_error_of_the_connection_becomes_a_message_that_names_the_rank(tmp_path, connected):
@@ -225,46 +182,3 @@ def test_what_is_an_error_of_the_connection(connected):
     assert is_connection_error(torch.distributed.DistStoreError("wait timeout"))
     assert not is_connection_error(RuntimeError("CUDA out of memory"))
     assert not is_connection_error(ValueError(BROKEN))
-
-
-def test_with_one_process_no_error_is_one_of_the_connection():
-    assert not is_connection_error(RuntimeError("server: Connection reset by peer"))
-
-
-@pytest.fixture
-def waiting(tmp_path, monkeypatch):
-    """The heartbeat of a rank that has been waiting since second 0, and a clock."""
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    heartbeat = Heartbeat(tmp_path, 0)
-    heartbeat.world_size = 2
-    heartbeat.enter("gather")
-    return heartbeat, now
-
-
-def test_a_process_that_is_gone_is_named_at_the_second_look(tmp_path, waiting):
-    heartbeat, now = waiting
-    put(tmp_path, 1, pid=ended_pid())
-    now[0] = 6.0
-    assert heartbeat.check(limit_s=570.0) is None
-    assert "rank 1 " in heartbeat.check(limit_s=570.0)
-
-
-def test_a_stopped_process_is_waited_for_until_the_limit(tmp_path, waiting, sleeper):
-    heartbeat, now = waiting
-    sleeper.send_signal(signal.SIGSTOP)
-    while put(tmp_path, 1, pid=sleeper.pid).fate != STOPPED:
-        time.sleep(0.05)
-    for second in (6.0, 300.0, 569.0):
-        now[0] = second
-        assert heartbeat.check(limit_s=570.0) is None
-    now[0] = 570.0
-    assert "is stopped (SIGSTOP or a debugger)" in heartbeat.check(limit_s=570.0)
-
-
-def test_a_process_that_is_busy_with_its_own_work_is_never_ended(tmp_path, waiting):
-    heartbeat, now = waiting
-    put(tmp_path, 1, pid=ended_pid())
-    heartbeat.enter("score")
-    now[0] = 10_000.0
-    assert heartbeat.check(limit_s=570.0) is None and heartbeat.check(limit_s=570.0) is None

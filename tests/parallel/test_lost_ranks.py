@@ -1,4 +1,4 @@
-"""One of two processes is killed or stopped: the other names it, ends with exit code 1, and the run can be resumed."""
+"""One of two processes is killed: the other names it, ends with exit code 1, and the run can be resumed."""
 
 import os
 import signal
@@ -16,13 +16,11 @@ from tests.stages.small_runs import make_material
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
-TIMEOUT_S = 20
 # Two rollouts follow the first checkpoint, so the run has a rollout to lose.
 OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:dying"
 OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 4"
 OPTIONS += " --lora_r 2 --save_steps 2 --use_cpu true --report_to none --disable_tqdm true --resume auto"
-OPTIONS += f" --ddp_timeout {TIMEOUT_S}"
-# Rank 1 sends itself the signal that the file `fate` names, once, while it scores the third rollout.
+# Rank 1 kills itself if the file `fate` exists, once, while it scores the third rollout.
 REWARD = """
 import os, signal
 from pathlib import Path
@@ -30,9 +28,8 @@ from pathlib import Path
 def dying(completions, trainer_state, **kwargs):
     fate = Path("fate")
     if os.environ["RANK"] == "1" and trainer_state.global_step == 2 and fate.exists():
-        number = int(fate.read_text())
         fate.unlink()
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGKILL)
     return [-float(len(c)) for c in completions]
 """
 
@@ -71,16 +68,11 @@ def uninterrupted() -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("number", "fate"),
-    [(signal.SIGKILL, "was killed or crashed"), (signal.SIGSTOP, "is stopped (SIGSTOP or a debugger)")],
-)
-def test_the_other_process_names_the_lost_one_and_the_run_resumes(tmp_path, number, fate):
+def test_the_other_process_names_the_lost_one_and_the_run_resumes(tmp_path):
     folder = prepared(tmp_path)
-    (folder / "fate").write_text(str(int(number)))
+    (folder / "fate").touch()
     first, second = started(folder)
     try:
-        # A run that hangs is ended by the time limit of the test; without ddp_timeout it would hang for 30 minutes.
         assert first.wait() == 1
     finally:
         first.kill()
@@ -88,7 +80,7 @@ def test_the_other_process_names_the_lost_one_and_the_run_resumes(tmp_path, numb
     assert second.wait() == -signal.SIGKILL
     log = (folder / "log-0.txt").read_text()
     (message,) = [line for line in log.splitlines() if "lost the connection to another process" in line]
-    assert f"rank 1 (process {second.pid} on {socket.gethostname()}) {fate} in phase " in message
+    assert f"rank 1 (process {second.pid} on {socket.gethostname()}) was killed or crashed in phase " in message
     assert "--resume auto" in message
     assert "Traceback" not in log and "gloo" not in message
     assert read_beat(folder / "out", 1).pid == second.pid

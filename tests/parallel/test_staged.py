@@ -12,9 +12,8 @@ import torch.multiprocessing
 from peft import LoraConfig, get_peft_model
 
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.parallel.staged import _Call, _StageModule, keep_stage, training_obstacle
-from onetrunk.parallel.stages import LayerSplit
-from onetrunk.parallel.training_stage import drop_frozen, staged
+from onetrunk.parallel.staged import _Packs, _StageModule, keep_stage, staged, training_obstacle
+from onetrunk.parallel.stages import LayerSplit, drop_frozen
 from tests.models.branches import a_pack, a_trunk, loss_of, same
 from tests.parallel import cast_on_read_worker, staged_worker
 from tests.places import CPU, found_by_ranks, places
@@ -108,8 +107,7 @@ def test_a_process_needs_the_memory_of_its_own_layers(tmp_path):
 def one_stage(trunk, pack, loss_of):
     """Return the module of a stage that is the first and the last."""
     stage = SimpleNamespace(trunk=trunk, layers=range(4), is_first=True, is_last=True, device=torch.device(CPU))
-    call = _Call([pack], ("policy", "value"), 0.5, False, [int(pack.attention_mask.sum())])
-    return _StageModule(stage, call, loss_of)
+    return _StageModule(stage, _Packs(stage, [pack], ("policy", "value"), 0.5), loss_of)
 
 
 def test_a_loss_of_ones_own_continues_the_forward_of_the_stages_before():
@@ -117,7 +115,7 @@ def test_a_loss_of_ones_own_continues_the_forward_of_the_stages_before():
     expected = loss_of(trunk(pack=pack, temperature=0.5))
     module = one_stage(trunk, pack, lambda _, model: loss_of(model(pack=pack, states=None, temperature=0.5)))
     assert module(torch.zeros(1)) == expected
-    assert same(module.outputs[0].logprobs, trunk(pack=pack, temperature=0.5).logprobs.detach())
+    assert same(module.outputs[0]["logprobs"], trunk(pack=pack, temperature=0.5).logprobs.detach())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.forward import Background
 from tests.ppo.support import assert_same, even_share, make_trainer, trained, trained_weights
-from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -71,12 +69,3 @@ sys.exit(3)
 def test_a_process_that_ends_on_an_error_keeps_its_exit_code_while_the_thread_is_at_work():
     run = subprocess.run([sys.executable, "-c", ABANDONED], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (3, "")
-
-
-def test_the_time_of_both_is_counted_once(tmp_path):
-    def slow(completion_ids, **kwargs):
-        time.sleep(0.2)
-        return even_share(None, None, completion_ids)
-
-    trainer = trained(tmp_path, reward=slow, model=tiny_model("llama", num_hidden_layers=2))
-    assert trainer.state.log_history[0]["time/score_s"] >= 0.2

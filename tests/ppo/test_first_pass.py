@@ -9,9 +9,7 @@ from tests.ppo.support import logged, make_trainer, sft_model, trained
 FAMILIES = ("llama", "gpt2")
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "bf16"), [("gemma2", False), ("llama", True)])
 def test_the_first_pass_over_a_rollout_has_ratio_one_and_no_kl(tmp_path, family, bf16):
     trainer = trained(
         tmp_path, model=family, bf16=bf16, num_rollouts=3, num_ppo_epochs=2, rollout_batch_size=6, learning_rate=3e-2
@@ -20,18 +18,6 @@ def test_the_first_pass_over_a_rollout_has_ratio_one_and_no_kl(tmp_path, family,
     assert (ratio[0::2], kl[0::2], clipped[0::2]) == ([1.0] * 3, [0.0] * 3, [0.0] * 3)
     # The second pass follows an update: the figures can move.
     assert min(ratio[1::2]) > 1.01 and min(kl[1::2]) > 0
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_minibatch_has_ratio_one_where_nothing_is_updated(tmp_path, family, bf16):
-    # No learning rate: all passes are "before an update"; the adapter starts away from zero, so it takes part.
-    settings = {"num_minibatches": 3, "num_ppo_epochs": 2, "rollout_batch_size": 6, "num_rollouts": 2}
-    trainer = trained(tmp_path, model=sft_model(family), bf16=bf16, learning_rate=0.0, **settings)
-    assert logged(trainer, "policy/ratio_max") == [1.0] * 12
-    assert logged(trainer, "kl/approx") == [0.0] * 12
-    assert logged(trainer, "policy/clip_fraction") == [0.0] * 12
 
 
 class Hooked(PPOTrainer):
@@ -54,9 +40,7 @@ def test_the_first_of_several_minibatches_sees_the_logprobs_of_the_rollout_bit_b
     assert all((old != 0).any() for old, _ in trainer.pairs)
 
 
-@pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("value_head", "bf16"), [("shared", True), ("adapter", False)])
 def test_a_fresh_adapter_starts_at_kl_zero(tmp_path, value_head, bf16):
     trainer = trained(tmp_path, num_rollouts=2, value_head=value_head, bf16=bf16)
     kl = logged(trainer, "kl/ref")

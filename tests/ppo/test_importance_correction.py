@@ -13,7 +13,7 @@ from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.local import LocalBackend
 from tests.fakes import CannedBackend, CopyBackend
-from tests.ppo.support import assert_same, base_model, logged, lora, make_trainer, prompts, trained, trained_weights
+from tests.ppo.support import assert_same, base_model, logged, lora, make_trainer, prompts, trained_weights
 from tests.ppo.test_shaping import moved_policy
 from tests.tiny import tiny_tokenizer
 
@@ -102,42 +102,6 @@ def test_the_correction_is_on_for_a_sampler_with_weights_of_its_own_and_can_be_t
         assert bool(logged(trainer, ESS)) == is_on, label
 
 
-def test_a_sampler_in_this_process_gets_weights_of_1(tmp_path):
-    trainer, experiences = recorded(tmp_path, None, vllm_importance_sampling_correction=True, num_rollouts=2)
-    for experience in experiences:
-        mask = experience.pack.completion_mask
-        torch.testing.assert_close(experience.weights, 1.0 * mask, atol=1e-4, rtol=0)
-
-
-class HalfLikely(CannedBackend):
-    """Says that its first token had probability 1/2."""
-
-    def generate(self, prompt_ids, params, keys):
-        rows = super().generate(prompt_ids, params, keys)
-        return replace(rows, sampler_logprobs=[torch.tensor([math.log(0.5), 0.0]) for _ in rows.completion_ids])
-
-
-def test_the_weights_reach_the_loss(tmp_path):
-    on = {"vllm_importance_sampling_correction": True}
-    backend = {"rollout_backend": HalfLikely([[5, 1], [6, 1]])}
-    plain = trained(tmp_path / "plain", **backend)
-    weighted = trained(tmp_path / "weighted", **backend, **on)
-    assert any(
-        not torch.equal(a, b)
-        for a, b in zip(trained_weights(plain.model).values(), trained_weights(weighted.model).values(), strict=True)
-    )
-
-
-def test_logprobs_that_are_not_finite_are_an_error_that_names_the_backend(tmp_path):
-    class NotFinite(CannedBackend):
-        def generate(self, prompt_ids, params, keys):
-            rows = super().generate(prompt_ids, params, keys)
-            return replace(rows, sampler_logprobs=[x - float("inf") for x in rows.sampler_logprobs])
-
-    with pytest.raises(RuntimeError, match="NotFinite.generate returned sampler_logprobs that are not finite"):
-        make_trainer(tmp_path, rollout_backend=NotFinite([[5, 1]])).train()
-
-
 class EvenDraws(CannedBackend):
     """Draws each of some tokens once, as completions of one token, and says that all were equally likely."""
 
@@ -209,15 +173,6 @@ def test_a_versioned_backend_is_asked_by_role_and_version(tmp_path):
     local.train()
     assert local.evaluate()["eval_score/mean"] == pytest.approx(after["eval_score/mean"], abs=0.05)
     assert after["eval_sampling/logprob_gap_max"] < 1e-4
-
-
-def test_a_versioned_backend_trains_as_the_local_one_does(tmp_path):
-    off = {"vllm_importance_sampling_correction": False}
-    runs = [
-        trained(tmp_path / name, rollout_backend=backend, num_rollouts=3, num_ppo_epochs=2, **off)
-        for name, backend in (("local", None), ("copy", Shifted(0.0)))
-    ]
-    assert_same(*(trained_weights(run.model) for run in runs))
 
 
 def test_the_best_weights_are_evaluated_under_the_version_that_they_are(tmp_path):

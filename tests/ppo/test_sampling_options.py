@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from tests.ppo.support import make_trainer, prompts, trained
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.tiny import tiny_tokenizer
 
 
 class Seen:
@@ -38,28 +37,6 @@ def test_every_prompt_is_sampled_num_generations_times_with_draws_of_its_own(tmp
         assert all(len({tuple(ids) for ids in call["completion_ids"][i : i + 3]}) > 1 for i in range(0, 12, 3))
 
 
-def test_without_shuffling_prompts_come_in_their_order_in_every_pass(tmp_path):
-    seen = Seen()
-    trained(tmp_path, reward=seen, dataset=prompts(6), shuffle_dataset=False, num_rollouts=3)
-    texts = prompts(6)["prompt"]
-    assert [c["prompts"] for c in seen.calls] == [texts[:4], [*texts[4:], *texts[:2]], texts[:4]]
-
-
-@pytest.mark.slow
-def test_shuffled_prompts_follow_data_seed_and_completions_follow_seed(tmp_path):
-    def calls(folder, **seeds):
-        seen = Seen()
-        trained(tmp_path / folder, reward=seen, num_rollouts=2, learning_rate=0.0, **seeds)
-        return [c["prompts"] for c in seen.calls], [c["completion_ids"] for c in seen.calls]
-
-    order, tokens = calls("a", seed=1)
-    assert calls("b", seed=1) == (order, tokens)
-    assert calls("c", seed=1, data_seed=9)[0] != order
-    other_order, other_tokens = calls("d", seed=2, data_seed=1)
-    assert other_order == order and other_tokens != tokens
-    assert order[0] != order[1] and sorted(order[0] + order[1]) == sorted(prompts()["prompt"])
-
-
 def test_a_stop_token_ends_a_completion_and_is_not_part_of_its_text(tmp_path):
     seen, plain = Seen(), Seen()
     word = tiny_tokenizer().decode([20])
@@ -74,35 +51,6 @@ def test_a_stop_token_ends_a_completion_and_is_not_part_of_its_text(tmp_path):
     assert all(word not in text.split() for text in seen.calls[0]["completions"])
 
 
-def test_max_rollout_rows_bounds_the_rows_that_decode_at_once_and_changes_no_completion(tmp_path):
-    def run(folder, rows):
-        seen, widths = Seen(), []
-        trainer = make_trainer(tmp_path / folder, reward=seen, rollout_batch_size=6, max_rollout_rows=rows)
-        embedding = trainer.model.get_base_model().get_input_embeddings()
-        hook = embedding.register_forward_pre_hook(lambda module, inputs: widths.append(len(inputs[0])))
-        trainer.sampler.backend.sync(trainer.model, 0)
-        batch = trainer.get_train_dataloader().prompts(0)
-        rollout = trainer.sampler.generate(batch)
-        hook.remove()
-        return rollout.completion_ids, max(widths)
-
-    whole, all_rows = run("whole", None)
-    parts, two = run("parts", 2)
-    assert (all_rows, two) == (6, 2)
-    assert parts == whole
-
-
-def test_overlong_prompts_are_dropped_or_cut_to_their_last_tokens(tmp_path):
-    lengths = [len(t.split()) for t in prompts()["prompt"]]
-    assert max(lengths) == 5
-    dropped = make_trainer(tmp_path / "d", max_prompt_length=3, overlong_prompts="drop").train_dataset
-    assert len(dropped) == sum(n <= 3 for n in lengths)
-    cut = make_trainer(tmp_path / "t", max_prompt_length=3, overlong_prompts="truncate").train_dataset
-    whole = make_trainer(tmp_path / "w").train_dataset
-    assert [ids[-3:] for ids in whole["prompt_ids"]] == cut["prompt_ids"][:]
-    assert cut["prompt"][:] == whole["prompt"][:]
-
-
 def test_temperature_divides_the_logits_of_sampler_and_policy_alike(tmp_path):
     for temperature in (0.5, 2.0):
         trainer = make_trainer(tmp_path / str(temperature), temperature=temperature)
@@ -115,17 +63,6 @@ def test_temperature_divides_the_logits_of_sampler_and_policy_alike(tmp_path):
                 sampled = by_ids[tuple(e.pack.completion_ids[i, :length].tolist())]
                 # One forward over the whole row against one per token: float32 rounding.
                 torch.testing.assert_close(e.old_logprobs[i, :length], sampled, atol=2e-5, rtol=0)
-
-
-def test_conversations_go_through_the_chat_template_with_its_keywords(tmp_path):
-    template = "{% if loud %}{{ 'big ' }}{% endif %}" + CHAT_TEMPLATE
-    tokenizer = tiny_tokenizer(chat_template=template)
-    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"the {w}"}] for w in ("cat", "dog")]})
-    settings = {"dataset": dataset, "tokenizer": tokenizer, "rollout_batch_size": 2}
-    plain = make_trainer(tmp_path / "a", **settings).train_dataset
-    loud = make_trainer(tmp_path / "b", chat_template_kwargs={"loud": True}, **settings).train_dataset
-    assert tokenizer.decode(plain["prompt_ids"][0]) == "<user> the cat <assistant>"
-    assert tokenizer.decode(loud["prompt_ids"][0]) == "big <user> the cat <assistant>"
 
 
 ORDERS = {

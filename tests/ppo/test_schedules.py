@@ -3,8 +3,6 @@
 The sampler has a copy of the trunk, as a server would. SLOTS optimizer steps belong to a rollout.
 """
 
-import os
-import signal
 import threading
 import time
 
@@ -12,14 +10,12 @@ import pytest
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from onetrunk.checkpoints.stopping import Stopped
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.sharding import launch_layout
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.setup import check_schedule
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts.async_sampler import StartedRow
-from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.randomness import EVALUATION_STREAM
 from tests import learning
 from tests.fakes import CannedBackend, CopyBackend
@@ -109,9 +105,7 @@ class StartsUpdate(TrainerCallback):
         self.event.set()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", ["one_step", "async"])
-def test_the_next_rollout_is_sampled_during_the_update(tmp_path, schedule):
+def test_the_next_rollout_is_sampled_during_the_update(tmp_path):
     updates, samples = threading.Event(), threading.Event()
 
     class Waiting(CopyBackend):
@@ -128,7 +122,7 @@ def test_the_next_rollout_is_sampled_during_the_update(tmp_path, schedule):
             self.event.set()
 
     backend = Waiting(TrunkModel(base_model(), lora()))
-    trainer = ahead(tmp_path, backend, schedule, num_rollouts=2)
+    trainer = ahead(tmp_path, backend, num_rollouts=2)
     trainer.add_callback(Update(updates))
     trainer.train()
     assert trainer.state.global_step == 2 * SLOTS
@@ -239,32 +233,6 @@ def test_rows_that_run_at_a_checkpoint_are_sampled_again_from_the_version_that_t
     assert_same(trained_weights(resumed.model), trained_weights(whole.model))
 
 
-@pytest.mark.slow
-def test_a_signal_while_waiting_for_a_rollout_stops_the_run_which_resumes_exactly(tmp_path):
-    whole = ahead(tmp_path / "whole", sampler())
-    whole.train()
-    first = Blocked(2)
-
-    class Signal(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2 * SLOTS - 1:
-                # Comes while the trainer waits for rollout 2, or just before.
-                assert first.asked.wait(LONG_S)
-                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-
-    stopped = ahead(tmp_path / "cut", first, callbacks=[Signal()])
-    began = time.monotonic()
-    with pytest.raises(Stopped) as reason:
-        stopped.train()
-    assert time.monotonic() - began < LONG_S  # It did not wait for the call that runs.
-    assert reason.value.code == 0
-    first.gate.set()
-    assert first.calls[-1][1] <= 4 and max(key[1] for _, _, keys in first.calls for key in keys) < 3
-    resumed = ahead(tmp_path / "cut", sampler())
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
-
-
 def test_an_error_of_the_sampler_ends_the_run(tmp_path):
     class Broken(CopyBackend):
         def generate_as(self, role, version, prompt_ids, params, keys):
@@ -304,10 +272,6 @@ def test_a_sampler_without_weights_of_its_own_is_rejected(tmp_path, schedule, ba
     name = "LocalBackend" if backend is None else "CannedBackend"
     with pytest.raises(ValueError, match=f"schedule '{schedule}' .* {name} has no weights of its own; set use_vllm"):
         make_trainer(tmp_path, rollout_backend=backend, schedule=schedule)
-
-
-def test_sync_takes_any_sampler(tmp_path):
-    check_schedule(make_config(tmp_path), LocalBackend())
 
 
 def test_groups_of_tensor_parallelism_are_rejected(tmp_path, monkeypatch):
@@ -356,11 +320,8 @@ def test_a_sampler_keeps_the_versions_of_the_rollouts_and_evaluations_under_way(
 # --- learning ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("task", [TASK_A, TASK_B], ids=["one token", "four tokens"])
-@pytest.mark.parametrize(
-    ("schedule", "staleness"), [("one_step", None), ("async", 1), ("async", 2)], ids=["one step", "1", "2"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "schedule", "staleness"), [(TASK_A, "one_step", None), (TASK_B, "async", 2)])
 def test_stale_samples_reach_the_optimum_within_10_percent(tmp_path, task, schedule, staleness):
     backend = CopyBackend(TrunkModel(learning.reference_model(task, 0), LoraConfig(**learning.LORA)))
     settings = {"schedule": schedule, "max_staleness": staleness, "rollout_backend": backend}

@@ -4,8 +4,6 @@ Two processes are one pipeline, which trains on all rows; four are two, which tr
 """
 
 import json
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +16,11 @@ from onetrunk.ppo import setup
 from onetrunk.ppo.setup import check_pipeline, check_stage_training
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.tools.dry_run import ModelSize, memory_lines
-from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, launcher, on_gpus, places
+from tests.places import BACKENDS, CPU, GPU, REPEATED, on_gpus, places
 from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.staged_runs import CASES
 from tests.ppo.support import assert_same, base_model, make_config
 from tests.rollouts.stub_vllm import StubVLLM
-from tests.stages.small_runs import make_material
 from tests.tiny import tiny_model
 
 # By the number of processes.
@@ -126,9 +123,8 @@ def test_rows_sampled_ahead_are_those_of_the_pipeline_and_are_resumed(place):
     assert first == 0 and all(0 <= share < 1 for share in later) and max(later) > 0
 
 
-@pytest.mark.sampled(0, slow=1)
 @launches
-@pytest.mark.parametrize("name", ["served", "continued"])
+@pytest.mark.parametrize("name", ["continued"])
 def test_stages_train_on_rows_of_a_server_as_one_process_does(name):
     logs, found = [], []
     for processes in (1, 2):
@@ -158,31 +154,6 @@ REWARD = """
 def shortest(completions, **kwargs):
     return [-float(len(c)) for c in completions]
 """
-
-
-def commanded(folder: Path, processes: int, *options: str) -> subprocess.CompletedProcess:
-    """Run the script of PPO on small files, alone or launched."""
-    folder.mkdir()
-    make_material(folder)
-    (folder / "reward.py").write_text(REWARD)
-    command = [*launcher("pipelined", processes), str(ROOT / "scripts/ppo.py"), *OPTIONS.split(), *options]
-    env = launch_environment(CPU, processes)
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-
-
-@launches
-def test_the_command_trains_in_stages_and_saves_what_one_process_saves(tmp_path):
-    staged = ("--rollout_backend", "pipelined", "--pipeline_training", "true")
-    for name, processes, options in (("one", 1, ()), ("two", 2, staged)):
-        done = commanded(tmp_path / name, processes, *options)
-        assert done.returncode == 0, done.stderr[-4000:]
-    one, two = (tmp_path / name / "out" for name in ("one", "two"))
-    for name in ("adapter_model.safetensors", "value_head.safetensors", "value/adapter_model.safetensors"):
-        assert_same(load_file(two / name), load_file(one / name), atol=1e-4, rtol=1e-3)
-    metrics, expected = (json.loads((folder / "metrics.json").read_text()) for folder in (two, one))
-    assert metrics["policy"] == pytest.approx(expected["policy"], rel=1e-2, abs=1e-3)
-    done = commanded(tmp_path / "dry", 1, *staged, "--pipeline_stages", "2", "--dry_run")
-    assert done.returncode == 0 and "dry run: nothing is trained" in done.stdout, done.stdout + done.stderr
 
 
 # --- settings ------------------------------------------------------------------------------------------------------

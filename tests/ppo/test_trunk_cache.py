@@ -10,9 +10,7 @@ from tests.ppo.support import (
     Recorder,
     StopAt,
     assert_same,
-    logged,
     make_trainer,
-    sft_model,
     trained,
     trained_weights,
     without_wall_clock,
@@ -41,9 +39,7 @@ def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
     return seen
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
-@pytest.mark.parametrize("place", ["device", "cpu", "disk", "auto"])
+@pytest.mark.parametrize(("place", "value_head"), [("disk", "adapter"), ("auto", "shared")])
 def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, place, value_head):
     runs = []
     for name, trunk_cache in (("kept", place), ("off", "off")):
@@ -58,9 +54,9 @@ def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, p
     assert len(kept_steps.gradients) == 2 * 3 * 2
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen2"])
-@pytest.mark.parametrize("precision", [{"bf16": True}, {"activation_checkpointing": True}, {}])
+@pytest.mark.parametrize(
+    ("family", "precision"), [("gemma3", {"bf16": True}), ("gpt2", {"activation_checkpointing": True})]
+)
 def test_the_bits_hold_for_other_decoders_half_precision_and_checkpointing(tmp_path, family, precision):
     ends = [
         trained_weights(
@@ -102,15 +98,6 @@ def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tm
     assert not [f for f in (tmp_path / "cut").rglob("*") if "trunk-states" in f.name]
 
 
-@pytest.mark.slow
-def test_a_continued_adapter_on_all_layers_is_frozen_below_the_cut_and_reused(tmp_path):
-    ends = [
-        trained_weights(trained(tmp_path / place, model=sft_model(), **TOP, trunk_cache=place).model)
-        for place in ("cpu", "off")
-    ]
-    assert_same(*ends)
-
-
 @pytest.mark.parametrize("place", ["device", "cpu", "disk"])
 def test_a_place_without_anything_to_keep_is_refused(tmp_path, place):
     with pytest.raises(ValueError, match=f"trunk_cache '{place}' has nothing to keep: .* adapter_layers to top-k"):
@@ -136,10 +123,9 @@ def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
     assert "nothing to reuse" in make_trainer(tmp_path / "all").trunk_plan.report
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("truncated", ["terminal", "bootstrap"])
-@pytest.mark.parametrize("value_head", ["shared", "adapter"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "value_head", "truncated"), [("gemma2", "shared", "bootstrap"), ("gpt2", "adapter", "terminal")]
+)
 def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp_path, family, value_head, truncated):
     recorders = []
     for captures in (True, False):
@@ -149,13 +135,6 @@ def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp
         trained(tmp_path / str(captures), model=family, callbacks=[recorders[-1]], max_rollout_rows=3, **settings)
     # float32 rounds a token alone otherwise than within a row; Adam would turn that into steps of any size.
     assert_same(recorders[0].gradients[0], recorders[1].gradients[0], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_first_ratio_is_one_on_captured_states(tmp_path, family):
-    trainer = trained(tmp_path, model=family, **{**CAPTURED, "num_ppo_epochs": 1, "num_minibatches": 1})
-    assert logged(trainer, "kl/approx") == [0, 0]
-    assert logged(trainer, "policy/ratio_max") == [1, 1]
 
 
 def test_float32_captures_by_itself_and_half_precision_does_not(tmp_path):

@@ -47,36 +47,6 @@ def test_value_learning_rate_is_that_of_head_and_value_adapter_alone(tmp_path, v
     assert sum(len(g["params"]) for g in groups) == len(first)
 
 
-@pytest.mark.slow
-def test_a_value_learning_rate_equal_to_the_other_changes_no_bit(tmp_path):
-    settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "value_head": "adapter", "weight_decay": 0.1}
-    one = trained(tmp_path / "one", learning_rate=1e-2, **settings)
-    two = trained(tmp_path / "two", learning_rate=1e-2, value_learning_rate=1e-2, **settings)
-    assert_same(trained_weights(two.model), trained_weights(one.model))
-
-
-def test_both_learning_rates_follow_the_schedule(tmp_path):
-    trainer = trained(tmp_path, value_learning_rate=5e-2, num_rollouts=2)
-    assert set(trainer.lr_scheduler.get_last_lr()) == {0.0}
-    assert {g["initial_lr"] for g in trainer.optimizer.param_groups if g["params"]} == {1e-2, 5e-2}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("value_learning_rate", [None, 5e-2])
-@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "adamw_bnb_8bit"])
-def test_optimizers_of_transformers_train_all_branches(tmp_path, optim, value_learning_rate):
-    if "bnb" in optim:
-        pytest.importorskip("bitsandbytes")
-    # Three steps until the gradient has passed the zeros of head and LoRA, to every part of the value adapter.
-    settings = {"num_ppo_epochs": 4, "value_head": "adapter", "value_learning_rate": value_learning_rate}
-    trainer = make_trainer(tmp_path, optim=optim, **settings)
-    before = trained_weights(trainer.model)
-    trainer.train()
-    after = trained_weights(trainer.model)
-    assert differ(after, before) == set(before)
-    assert all(torch.isfinite(w).all() for w in after.values())
-
-
 def test_without_value_coef_the_value_head_stays_where_it_was(tmp_path):
     trainer = make_trainer(tmp_path, value_coef=0.0)
     before = {n: w for n, w in trained_weights(trainer.model).items() if "value_head" in n}

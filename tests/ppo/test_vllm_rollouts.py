@@ -8,7 +8,6 @@ import threading
 import pytest
 from transformers import TrainerCallback
 
-from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.ppo.support import (
     Recorder,
@@ -21,8 +20,6 @@ from tests.ppo.support import (
     trained_weights,
 )
 from tests.rollouts.stub_vllm import StubVLLM, wait_until
-
-POLICY = ServerPolicy(wait_s=120.0, probe_s=0.02)
 
 
 @pytest.fixture
@@ -38,7 +35,7 @@ def stub():
     ids=["all layers", "top layer", "continued adapter"],
 )
 def test_ppo_trains_on_samples_of_the_server_without_any_other_change(stub, tmp_path, model, settings):
-    recorder, backend = Recorder(), VLLMBackend(stub.url, tmp_path / "adapters", policy=POLICY)
+    recorder, backend = Recorder(), VLLMBackend(stub.url, tmp_path / "adapters")
     run = {"num_rollouts": 3, "temperature": 0.8, "logging_steps": 1, **settings}
     trainer = make_trainer(
         tmp_path / "run", model=model or sft_model(), rollout_backend=backend, callbacks=[recorder], **run
@@ -56,7 +53,7 @@ def test_ppo_trains_on_samples_of_the_server_without_any_other_change(stub, tmp_
 
 
 def test_an_evaluation_inside_training_samples_from_the_policy_of_that_step(stub, tmp_path):
-    backend = VLLMBackend(stub.url, tmp_path / "adapters", policy=POLICY)
+    backend = VLLMBackend(stub.url, tmp_path / "adapters")
     trainer = make_trainer(
         tmp_path / "run",
         rollout_backend=backend,
@@ -75,26 +72,26 @@ def test_an_evaluation_inside_training_samples_from_the_policy_of_that_step(stub
 
 
 def test_a_server_that_is_down_is_told_before_the_model_loads(tmp_path):
-    backend = VLLMBackend("http://127.0.0.1:9", tmp_path, policy=ServerPolicy(wait_s=0.2, probe_s=0.05))
+    backend = VLLMBackend("http://127.0.0.1:9", tmp_path, wait_s=0.2)
     with pytest.raises(RuntimeError, match="vLLM server http://127.0.0.1:9: not ready .*onetrunk serve"):
         make_trainer(tmp_path / "run", rollout_backend=backend)
 
 
 def test_another_base_and_too_few_positions_are_told_before_training(tmp_path):
     with StubVLLM(base_model(seed=1)) as other, pytest.raises(RuntimeError, match="serves another base model"):
-        make_trainer(tmp_path / "run", rollout_backend=VLLMBackend(other.url, tmp_path, policy=POLICY))
+        make_trainer(tmp_path / "run", rollout_backend=VLLMBackend(other.url, tmp_path))
     with (
         StubVLLM(base_model(), max_length=30) as short,
         pytest.raises(RuntimeError, match="start it with --max-model"),
     ):
         settings = {"max_completion_length": 26}
-        make_trainer(tmp_path / "run", rollout_backend=VLLMBackend(short.url, tmp_path, policy=POLICY), **settings)
+        make_trainer(tmp_path / "run", rollout_backend=VLLMBackend(short.url, tmp_path), **settings)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_publishes_under_new_names_and_ends_as_the_uninterrupted_one(stub, tmp_path):
     def run(folder, *callbacks, resume=None):
-        backend = VLLMBackend(stub.url, folder / "adapters", policy=POLICY)
+        backend = VLLMBackend(stub.url, folder / "adapters")
         trainer = make_trainer(folder, rollout_backend=backend, num_rollouts=4, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=resume)
         backend.close()
@@ -164,7 +161,7 @@ class HangsAfterStep(TrainerCallback):
 
 
 def test_a_signal_ends_a_rollout_that_waits_for_the_server(stub, tmp_path):
-    backend = VLLMBackend(stub.url, tmp_path / "adapters", policy=POLICY)
+    backend = VLLMBackend(stub.url, tmp_path / "adapters")
     trainer = make_trainer(tmp_path / "run", rollout_backend=backend, num_rollouts=3, callbacks=[HangsAfterStep(stub)])
     with pytest.raises(SystemExit) as stopped:
         trainer.train()

@@ -80,27 +80,6 @@ def test_the_scores_of_a_rollout_are_those_of_a_separate_model(tmp_path, first, 
     assert scored.scores.by_function.keys() == {"judge"} and scored.scores.total.std() > 1e-2
 
 
-def halves(completions, **kwargs):
-    """Score every second row, one of them with infinity."""
-    return [[None, 0.5, None, math.inf][i % 4] for i in range(len(completions))]
-
-
-async def waits(completions, **kwargs):
-    return [0.25] * len(completions)
-
-
-def test_several_functions_are_summed_with_their_weights_and_left_out_where_they_do_not_apply(tmp_path):
-    settings = {"reward_weights": [1.0, 2.0, 4.0], "max_unscored_fraction": 0.5}
-    trainer = run(tmp_path, [halves, adapter(), waits], trains=False, **settings)
-    scored = first_rollout(trainer)
-    own = expected_scores(scored)
-    torch.testing.assert_close(scored.scores.by_function["judge"], own, atol=1e-5, rtol=1e-5)
-    found = scored.scores.total
-    expected = 2 * own + 1.0 + torch.tensor([0.0, 0.5, 0.0, math.nan])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5, equal_nan=True)
-    assert list(scored.scores.by_function) == ["halves", "judge", "waits"]
-
-
 def test_a_score_that_is_not_finite_leaves_out_its_row_and_stops_no_run(tmp_path):
     trainer = run(tmp_path, [adapter(), even_share], trains=False, max_unscored_fraction=1.0)
     with torch.no_grad():
@@ -192,15 +171,6 @@ def test_a_tokenizer_with_other_tokens_is_rejected(tmp_path):
     folder = saved_reward_adapter(tmp_path / "judge", base(), tokenizer=tiny_tokenizer(vocab_size=60))
     with pytest.raises(ValueError, match=r"tokenizer of reward adapter .*judge is not the policy's \(token '!' is in"):
         run(tmp_path / "out", str(folder), trains=False)
-
-
-def test_the_pad_token_comes_from_the_tokenizer_and_without_one_from_the_base(tmp_path):
-    ends = tiny_tokenizer()
-    ends.pad_token = ends.eos_token
-    for tokenizer, expected in ((ends, 1), (None, 0)):
-        folder = saved_reward_adapter(tmp_path / f"judge{expected}", base(), layers=[1], tokenizer=tokenizer)
-        trainer = run(tmp_path / "out", str(folder), trains=False)
-        assert trainer.model.reward_branch.pad_token_id == expected
 
 
 def test_two_reward_adapters_are_rejected(tmp_path):

@@ -254,29 +254,10 @@ def test_memory_does_not_hold_rows_of_a_file(base, tmp_path, monkeypatch):
     assert pa.total_allocated_bytes() - before < 40_000
 
 
-def test_rows_that_a_chat_template_rejects_are_said(base, tmp_path):
-    strict = "{% for m in messages %}{{ raise_exception('too odd') if 'odd' in m.content else m.content }}{% endfor %}"
-    chosen, rejected = ([[{"role": "assistant", "content": text}] for text in texts] for texts in (GOOD, BAD))
-    prompts = [[{"role": "user", "content": "odd" if i == 5 else "even"}] for i in range(8)]
-    with pytest.raises(Exception, match="too odd"):
-        a_trainer(
-            base,
-            tmp_path,
-            rows(prompt=prompts, chosen=chosen, rejected=rejected),
-            tiny_tokenizer(chat_template=strict),
-        )
-    with pytest.raises(ValueError, match="rows 0 to 7: the prompts are conversations and .*no chat template"):
-        a_trainer(base, tmp_path, rows(prompt=prompts, chosen=chosen, rejected=rejected))
-
-
 def test_bad_settings_tokenizers_and_rows_are_rejected_with_a_message(base, tmp_path):
     with pytest.raises(ValueError, match="no padding token"):
         a_trainer(base, tmp_path, tokenizer=tiny_tokenizer(pad=False))
-    with pytest.raises(ValueError, match="pass processing_class"):
-        RewardModelTrainer(load_with_new_head(str(base)), RewardModelConfig(str(tmp_path), use_cpu=True), rows())
-    with pytest.raises(ValueError, match="row 0: probability is 1.5"):
+    with pytest.raises(ValueError, match="probability is 1.5"):
         a_trainer(base, tmp_path, rows(probability=[1.5] * 8))
     with pytest.raises(ValueError, match="center_rewards_coefficient is -1"):
         a_trainer(base, tmp_path, center_rewards_coefficient=-1)
-    with pytest.raises(ValueError, match="remove_unused_columns"):
-        a_trainer(base, tmp_path, remove_unused_columns=True)

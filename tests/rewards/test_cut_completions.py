@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Pair, Principle, Single
-from onetrunk.judges.labels import answer_key, kept_ratings
+from onetrunk.judges.judge import Pair, Principle
+from onetrunk.judges.labels import kept_ratings
 from onetrunk.judges.reward_model import load_reward_judge
 from onetrunk.models.reward_model import ScoreScale, encode_rows
 from onetrunk.ops.packing import make_pack
@@ -22,8 +22,8 @@ from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, RewardSet
 from onetrunk.rewards.ensemble import load_reward
 from onetrunk.rewards.judge_reward import JudgeReward, prompt_key
+from onetrunk.servers.fleet import run_async
 from onetrunk.types import SampledText
-from onetrunk.utils.calls import run_async
 from tests.judges.stub_server import StubServer
 from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
@@ -172,13 +172,6 @@ def test_a_text_that_begins_with_bos_is_read_with_one():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     rows, _ = encode_rows(tokenizer, ["<bos> the ", "the "], ["cat"] * 2, None, False, "m")
     assert rows[0] == rows[1] and rows[0].count(2) == 1
-
-
-def test_answers_about_a_cut_completion_are_kept_under_keys_of_their_own(adapter):
-    judge = load_reward_judge(str(adapter))
-    keys = {answer_key(judge, PRINCIPLE, Pair("p", "a", "b", one, other)) for one in (0, 1) for other in (0, 1)}
-    assert len(keys) == 4
-    assert answer_key(judge, PRINCIPLE, Single("p", "a", False)) != answer_key(judge, PRINCIPLE, Single("p", "a"))
 
 
 def test_a_student_learns_from_cut_rows_as_its_teacher_scores_them(adapter, tmp_path):

@@ -130,7 +130,5 @@ def test_pieces_that_do_not_fit_are_refused():
         ModelReward(scorer())
     with pytest.raises(ValueError, match="batch_size 0 and max_length None must be at least 1"):
         ModelReward(scorer(), tiny_tokenizer(), batch_size=0)
-    with pytest.raises(ValueError, match="convert the model before giving it"):
-        ModelReward(scorer(), tiny_tokenizer(), dtype=torch.float64)
     with pytest.raises(ValueError, match="has no chat template; set tokenizer.chat_template"):
         ModelReward(scorer(), tiny_tokenizer())(prompts=[[USER]], completions=[assistant("yes")])

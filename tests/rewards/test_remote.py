@@ -8,24 +8,17 @@ import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from onetrunk.rewards import ModelReward, RemoteReward, RewardSet, resolve_reward
-from onetrunk.rewards.remote import kind_of, remote_reward
+from onetrunk.rewards.remote import remote_reward
 from onetrunk.rewards.reward import is_async
-from onetrunk.utils.calls import RetryPolicy, ServerUnavailable, run_async
-from tests.judges.stub_server import NOT_SOLD, OUT_OF_BOUNDS, StubServer, draw
+from onetrunk.servers.errors import ServerUnavailable
+from onetrunk.servers.fleet import RetryPolicy, run_async
+from tests.judges.stub_server import StubServer, draw
 from tests.ppo.support import logged, make_trainer, trained
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 PATIENT = RetryPolicy(
-    max_calls=20,
-    first_delay_s=0.004,
-    max_delay_s=0.02,
-    call_timeout_s=0.3,
-    item_timeout_s=60.0,
-    patience_s=30.0,
-    # At a share of 50% a call hangs often, and never because of its rows.
-    max_timeouts=20,
+    max_calls=20, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=10.0, patience_s=30.0, max_timeouts=20
 )
-IMPATIENT = RetryPolicy(max_calls=1000, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=0.2, patience_s=0.3)
 
 
 def classify(body):
@@ -57,15 +50,6 @@ def call(reward, prompts, completions, **columns):
     return run_async(reward(prompts=prompts, completions=completions, completion_ids=[], **columns))
 
 
-def test_the_end_of_the_path_tells_the_kind():
-    assert [kind_of(f"http://h/{p}") for p in ("classify", "v1/score/", "rate", "")] == [
-        "classify",
-        "score",
-        "json",
-        "json",
-    ]
-
-
 @pytest.mark.parametrize("path", ROUTES)
 def test_every_row_gets_its_own_score_whatever_the_batches(path):
     prompts, completions = rows(37)
@@ -82,12 +66,6 @@ def test_every_row_gets_its_own_score_whatever_the_batches(path):
         assert call(reward, prompts, completions, other=["x"] * 37) == pytest.approx(expected)
         assert call(reward, [], []) == []
     assert len(stub.bodies) == 8 and stub.most_open == 3
-
-
-def test_a_service_may_leave_rows_out():
-    with StubServer(routes=ROUTES) as stub:
-        reward = RemoteReward(f"{stub.root}/rate", policy=PATIENT)
-        assert call(reward, ["skip this", "a"], ["b", "c"]) == [None, pytest.approx(draw("a", "c"))]
 
 
 def test_conversations_go_as_messages_to_the_template_of_the_server():
@@ -132,48 +110,35 @@ def test_with_its_tokenizer_a_remote_model_reads_what_it_reads_here(tmp_path, co
         assert call(remote, prompts, completions) == pytest.approx(local(prompts, completions), abs=1e-6)
 
 
-@pytest.mark.sampled(15)
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5])
-@pytest.mark.parametrize("fault", [f for f in NOT_SOLD if f not in ("empty_choices", "no_text")])
-def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice(fault, rate):
-    prompts, completions = rows(16 if fault in ("hang", "trickle") else 60)
-    # A busy machine answers late, and a late answer is sold twice: only a server that hangs is to miss its deadline.
-    policy = PATIENT if fault in ("hang", "trickle") else replace(PATIENT, call_timeout_s=10.0)
-    with StubServer(routes=ROUTES, fault=fault, rate=rate) as stub:
+@pytest.mark.parametrize("fault", ["429_seconds", "500", "reset", "truncated_json", "hang"])
+def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice(fault):
+    prompts, completions = rows(16 if fault == "hang" else 60)
+    policy = replace(PATIENT, call_timeout_s=0.3) if fault == "hang" else PATIENT
+    with StubServer(routes=ROUTES, fault=fault, rate=0.5) as stub:
         reward = RemoteReward(f"{stub.root}/classify", model="judge-1", batch_size=2, policy=policy)
         found = call(reward, prompts, completions)
     assert found == pytest.approx([draw(p + c) - 0.5 for p, c in zip(prompts, completions, strict=True)])
-    sold = {question: count for question, count in stub.sold.items() if "Say hello." not in question}
-    assert set(sold.values()) == {1} and len(sold) == len(prompts) / 2
+    assert set(stub.sold.values()) == {1} and len(stub.sold) == len(prompts) / 2
 
 
-@pytest.mark.parametrize("fault", ["500", "429", "hang", "reset", "redirect", "truncated_json", "502_html"])
-def test_a_server_that_stays_away_is_given_up_in_time(fault):
-    with StubServer(routes=ROUTES, fault=fault) as stub:
-        reward = RemoteReward(f"{stub.root}/classify", policy=IMPATIENT)
-        with pytest.raises(ServerUnavailable, match=f"reward server {stub.root}/classify has answered no call for"):
+def test_a_server_that_stays_away_is_given_up_in_time():
+    policy = replace(PATIENT, max_calls=1000, patience_s=0.3)
+    with StubServer(routes=ROUTES, fault="500") as stub:
+        reward = RemoteReward(f"{stub.root}/classify", policy=policy)
+        with pytest.raises(ServerUnavailable, match=f"reward server {stub.root}/classify: no call was answered for"):
             call(reward, *rows(40))
         stub.faulty = False
         assert all(isinstance(s, float) for s in call(reward, *rows(40)))
 
 
-@pytest.mark.parametrize("fault", OUT_OF_BOUNDS)
-def test_an_answer_out_of_bounds_fails_its_call_like_any_other(fault):
-    prompts, completions = rows(4)
-    with StubServer(routes=ROUTES, fault=fault, rate=0.5) as stub:
-        policy = replace(PATIENT, call_timeout_s=60.0)
-        reward = RemoteReward(f"{stub.root}/rate", batch_size=1, max_concurrency=1, policy=policy)
-        assert call(reward, prompts, completions) == [draw(p, c) for p, c in zip(prompts, completions, strict=True)]
-        assert stub.num_faults > 0
-
-
-def test_rows_without_luck_are_none_and_said(caplog):
-    policy = RetryPolicy(max_calls=1, first_delay_s=0.004)
-    with StubServer(routes=ROUTES, fault="500", rate=0.5) as stub:
+def test_a_row_that_breaks_the_server_is_left_without_a_score_and_the_others_of_its_batch_have_theirs(caplog):
+    with StubServer(routes=ROUTES, fault="500") as stub:
+        stub.fails_on = lambda body: "completion 3" in body["completions"]
+        reward = RemoteReward(f"{stub.root}/rate", batch_size=4, policy=replace(PATIENT, max_calls=3))
         with caplog.at_level(logging.WARNING):
-            found = call(RemoteReward(f"{stub.root}/rate", batch_size=1, policy=policy), *rows(30))
-    missing = found.count(None)
-    assert 5 < missing < 25 and f"{missing} of 30 rows have no score (HTTP 500: CUDA error" in caplog.text
+            found = call(reward, *rows(12))
+    assert [i for i, s in enumerate(found) if s is None] == [3]
+    assert "1 of 12 rows have no score (HTTP 500: CUDA error" in caplog.text
 
 
 def test_a_row_that_is_refused_does_not_take_its_batch_with_it():
@@ -187,16 +152,6 @@ def test_a_row_that_is_refused_does_not_take_its_batch_with_it():
         assert [i for i, s in enumerate(found) if s is None] == [3]
         with pytest.raises(RuntimeError, match="refuses every row: HTTP 400: too long"):
             call(RemoteReward(f"{stub.root}/rate", policy=PATIENT), ["a", "b"], ["completion 3", "completion 3"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["hang", "500"])
-def test_a_row_that_hangs_or_breaks_the_server_is_left_without_a_score_and_the_others_of_its_batch_have_theirs(fault):
-    policy = RetryPolicy(max_calls=3, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=1.0, patience_s=0.01)
-    with StubServer(routes=ROUTES, fault=fault) as stub:
-        stub.fails_on = lambda body: "completion 3" in body["completions"]
-        found = call(RemoteReward(f"{stub.root}/rate", batch_size=4, policy=policy), *rows(8))
-    assert [i for i, s in enumerate(found) if s is None] == [3]
 
 
 def test_ppo_sums_it_with_other_rewards_and_counts_what_it_left_out():
@@ -237,7 +192,7 @@ def test_a_recipe_names_it_by_its_address_with_options_behind_a_hash(monkeypatch
         )
         reward = resolve_reward(spec)
         assert isinstance(reward, RemoteReward) and reward.__name__ == "judge-1"
-        assert (reward.batch_size, reward.policy.call_timeout_s, reward.pace.max_concurrency) == (3, 2.5, 2)
+        assert (reward.batch_size, reward.policy.call_timeout_s, reward.max_concurrency) == (3, 2.5, 2)
         assert all(body["model"] == "judge-1" for body in stub.bodies) and len(stub.bodies) == 1
         assert "tok-123" not in repr(vars(reward))
 
@@ -245,9 +200,7 @@ def test_a_recipe_names_it_by_its_address_with_options_behind_a_hash(monkeypatch
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("http://169.254.169.254/classify", "credentials"),
         ("http://me:hunter2@127.0.0.1/classify", "api_key_env"),
-        ("http://8.8.8.8/classify", "plain http"),
         ("http://127.0.0.1:9/classify#batchsize=2", "did you mean batch_size"),
         ("http://127.0.0.1:9/classify#colour=2", "there are kind, model"),
         ("http://127.0.0.1:9/classify#batch_size=many", "'many' is no value for batch_size"),
@@ -293,9 +246,3 @@ def test_a_server_that_is_no_reward_model_is_found_at_the_start(answer, sentence
         with pytest.raises(RuntimeError, match=sentence) as error:
             RemoteReward(f"{stub.root}/classify", model="judge-1", policy=policy).check()
     assert str(error.value).startswith(f"reward server {stub.root}/classify") and "\n" not in str(error.value)
-
-
-def test_no_server_is_one_sentence():
-    policy = RetryPolicy(first_delay_s=0.004, max_delay_s=0.01)
-    with pytest.raises(RuntimeError, match="the connection failed"):
-        RemoteReward("http://127.0.0.1:9/classify", policy=policy).check()

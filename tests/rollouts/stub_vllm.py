@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from tests.judges.stub_server import FAULTY, draw, send
+from tests.servers.stub_http import FAULTY, StubHTTP, draw, send
 
 BASE = "base"
 
@@ -102,17 +101,15 @@ WRONG: dict[str, Callable[[dict[str, Any], Any], None]] = {
 # Wrong answers that no repetition mends, and failures that are shown here only.
 FATAL = {"unknown_token": _unknown_token, "negative_token": _negative_token}
 OWN_FAULTY = {"wait_a_day": _wait_a_day, "dead_engine": _dead_engine}
-BROKEN = ("429_seconds", "500", "502_html", "503_html", "reset", "cut_body", "truncated_json", "html_in_200")
 SLOW = ("hang", "trickle")
-FAULTS = (*WRONG, *BROKEN, *SLOW)
 
 
-class StubVLLM:
+class StubVLLM(StubHTTP):
     """A vLLM server for one model.
 
     Args:
         model: the base; a copy is kept.
-        fault: one of FAULTS, FATAL or OWN_FAULTY, shown by completions while `faulty`; None: the server is well.
+        fault: of WRONG, FATAL, FAULTY or OWN_FAULTY, shown by completions while `faulty`; None: the server is well.
         rate: share of the completions that it hits.
         version: that it reports.
         max_rank, max_length: largest rank of an adapter, and positions.
@@ -134,11 +131,11 @@ class StubVLLM:
         raw: bool = False,
         key: str | None = None,
     ):
+        super().__init__()
         self.base, self.fault, self.rate, self.version = copy.deepcopy(model).eval(), fault, rate, version
         self.max_rank, self.max_length, self.loads_adapters, self.raw = max_rank, max_length, loads_adapters, raw
         self.root, self.key, self.is_well = "/models/base", key, True
         self.faulty = True
-        self.port = 0
         self.adapters: dict[str, tuple[str, PeftModel]] = {}
         # In the order in which they came: ("load" or "unload", name).
         self.events: list[tuple[str, str]] = []
@@ -150,43 +147,10 @@ class StubVLLM:
         self.dies_after: int | None = None
         self.down_s: float | None = 0.3
         self.num_deaths = 0
-        self._is_alive = False
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    def __enter__(self) -> StubVLLM:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._call(self._listen())
-        self.url = f"http://127.0.0.1:{self.port}"
-        return self
-
-    def __exit__(self, *_error: Any) -> None:
-        self._call(self._die())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def kill(self) -> None:
-        """Close the port and every connection, and forget the adapters."""
-        self._call(self._die())
-
-    def restart(self) -> None:
-        """Listen again, at the same port."""
-        self._call(self._listen())
-
-    def _call(self, coroutine: Any) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
-
-    async def _listen(self) -> None:
-        self._is_alive = True
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def _die(self) -> None:
-        # A connection may have been accepted already whose handler has not begun.
-        self._is_alive = False
-        self._server.close()
+        await super()._die()
         self.adapters.clear()
-        for writer in list(self._writers):
-            writer.transport.abort()
 
     async def _die_and_rise(self) -> None:
         self.num_deaths += 1
@@ -195,27 +159,6 @@ class StubVLLM:
         if self.down_s is not None:
             await asyncio.sleep(self.down_s)
             await self._listen()
-
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            while self._is_alive and (line := await reader.readline()):
-                method, path, _ = line.decode().split(" ")
-                headers = {}
-                while (line := (await reader.readline()).decode().strip()) != "":
-                    name, _, value = line.partition(":")
-                    headers[name.lower()] = value.strip()
-                body = await reader.readexactly(int(headers.get("content-length", 0)))
-                if not self._is_alive:
-                    return
-                await self._answer(method, path, headers, json.loads(body) if body else None, writer)
-                if writer.is_closing():
-                    return
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.close()
 
     async def _answer(
         self, method: str, path: str, headers: dict[str, str], body: Any, writer: asyncio.StreamWriter

@@ -210,20 +210,6 @@ def test_a_process_ends_although_a_call_never_does():
     assert run.returncode == 3, run.stderr
 
 
-def test_rows_that_were_running_among_others_are_sampled_again_in_one_call():
-    done = {key: StartedRow(3, [9, *key[1:]], torch.zeros(3), True) for key in keys(1, 4)[1::2]}
-    running = {key: StartedRow(3) for key in keys(1, 4)[::2]}
-    bench = Bench()
-    sampler = AsyncSampler(bench, 4, 1, 4)
-    sampler.remember(done | running)
-    sampler.publish(0, 3)
-    offer(sampler, 1)
-    rollout = sampler.take(1)
-    assert bench.calls == [(3, [(1, 0), (1, 2)])]
-    assert rollout.completion_ids == [[3, 1, 0], [9, 1, 1], [3, 1, 2], [9, 1, 3]]
-    assert rollout.prompt_ids == [[1, row] for row in range(4)]
-
-
 # --- checkpoints -----------------------------------------------------------------------------------------------
 
 

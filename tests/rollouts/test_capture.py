@@ -9,10 +9,8 @@ from tests.models.branches import a_trunk
 from tests.rollouts.small import KEYS, PROMPTS, assert_same, tiny
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("keeps_last", [False, True])
-@pytest.mark.parametrize("max_rows", [None, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mistral", "qwen2"])
+@pytest.mark.parametrize(("family", "max_rows"), [("gpt2", None), ("gemma3", 2)])
 def test_captured_states_are_those_of_a_pass_of_the_lower_layers(family, max_rows, keeps_last):
     trunk = a_trunk(family, base=tiny(family), adapter_layers="top-2")
     params = SamplingParams(max_completion_length=9, stop_token_ids=tuple(range(8, 14)))

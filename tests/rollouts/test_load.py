@@ -12,7 +12,6 @@ from onetrunk.ppo.setup import check_parts, check_schedule
 from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.fakes import CannedBackend
 
@@ -67,7 +66,7 @@ def test_a_config_loads_a_server_that_keeps_the_versions_of_its_schedule(monkeyp
         backend = load_backend(config(**settings))
         assert isinstance(backend, VLLMBackend) and isinstance(backend, VersionedBackend)
         assert (backend.keep_versions, backend.server_urls, backend.api_key_env) == (versions, urls, "SERVER_KEY")
-        assert backend.policy == ServerPolicy(timeout_s=9.0, wait_s=7.0)
+        assert (backend.policy.call_timeout_s, backend.wait_s) == (9.0, 7.0)
 
 
 def test_a_server_of_ones_own_must_keep_the_versions_of_the_schedule(tmp_path):

@@ -8,7 +8,7 @@ from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.rollouts.small import KEYS, MANY_KEYS, PROMPTS, assert_same, generate, mixed_params, tiny
 from tests.tiny import VOCAB_SIZE
 
-ATTENTION_FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt2"]
+ATTENTION_FAMILIES = ["llama", "gemma3", "phi3", "gpt2"]
 
 
 def huggingface_greedy(model, params, prompts=PROMPTS):
@@ -112,14 +112,6 @@ def test_sampler_logprobs_equal_a_rescore_of_the_unpadded_row(family, temperatur
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)  # cache against full forward, float32
 
 
-def test_greedy_logprobs_are_those_at_temperature_one():
-    model = tiny()
-    greedy = generate(model, SamplingParams(max_completion_length=1, temperature=0))
-    with torch.no_grad():
-        best = model(input_ids=torch.tensor([PROMPTS[1]])).logits[0, -1].log_softmax(-1).max()
-    torch.testing.assert_close(greedy.sampler_logprobs[1][0], best, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("temperature", [0.5, 0.8])
 def test_first_tokens_of_many_rows_follow_the_softmax_at_the_temperature(temperature):
     model = tiny()
@@ -160,15 +152,6 @@ def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit():
         assert len(logprobs) == len(ids)
 
 
-def test_a_stop_token_in_the_last_column_counts_as_stopped():
-    model = tiny()
-    tokens = generate(model, SamplingParams(max_completion_length=3)).completion_ids[0]
-    assert tokens[2] not in tokens[:2]
-    last, cut = (SamplingParams(3, stop_token_ids=stop) for stop in ((tokens[2],), ()))
-    assert generate(model, last).stopped[0] is True
-    assert generate(model, cut).stopped[0] is False
-
-
 def test_activation_checkpointing_a_config_without_cache_and_training_mode_change_nothing():
     model = tiny()
     params = mixed_params()
@@ -186,14 +169,6 @@ def test_activation_checkpointing_a_config_without_cache_and_training_mode_chang
     assert model.training and model.lm_head.training and model.model.layers[0].mlp.training
     assert not model.model.layers[1].training and not model.model.layers[1].mlp.training
     assert model.is_activation_checkpointing and model.config.use_cache is False
-
-
-def test_dropout_is_off_while_sampling():
-    model = tiny("gpt2")
-    params = mixed_params()
-    plain = generate(model, params)
-    assert model.transformer.drop.p == 0.1
-    assert_same(generate(model.train(), params), plain)
 
 
 def test_an_exception_restores_the_training_mode_and_gradients():

@@ -251,8 +251,8 @@ def test_a_split_that_does_not_fit_is_rejected():
             LayerSplit.of(model, 2, sizes)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt2", "granite", "cohere", "phi3"])
-@pytest.mark.parametrize("sizes", [(1, 3), (1, 1, 1, 1)])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "phi3"])
+@pytest.mark.parametrize("sizes", [(1, 3)])
 def test_each_family_is_proved_to_decode_in_stages(family, sizes):
     verify_split(tiny(family), LayerSplit(sizes))
 

@@ -16,14 +16,11 @@ from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.models.branches import lora, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rollouts.small import KEYS, PROMPTS
-from tests.tiny import FAMILIES
 
 # Families in which transformers has a sequence-classification model, for a reward adapter.
 SCORED = ("llama", "gpt2", "qwen3")
-CASES = [("float32", family, True) for family in FAMILIES] + [("float32", "llama", False)]
-CASES += [(p, family, True) for p in ("bfloat16", "autocast") for family in ("llama", "gemma2", "gpt2")]
-CASES += [(p, "llama", False) for p in ("bfloat16", "autocast")]
-CASES += [("4-bit", "llama", True), ("4-bit", "gemma2", False)]  # GPT-2 has no nn.Linear to quantise.
+CASES = [("float32", "qwen3", True), ("float32", "llama", False), ("bfloat16", "gpt2", True)]
+CASES += [("autocast", "gemma2", True), ("4-bit", "llama", True)]
 # Float rounding between the cached decoding of one token and a forward over whole rows.
 TOLERANCE = {"float32": 1e-4, "4-bit": 1e-4, "bfloat16": 0.05, "autocast": 0.05}
 # What another role's probabilities differ by, on average, nats.
@@ -69,7 +66,6 @@ def own_logprobs(trunk, role, rollout):
     return torch.cat(rows)
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("precision", "family", "is_continued"), CASES)
 def test_greedy_tokens_and_logprobs_are_those_of_the_roles_own_forward(tmp_path, precision, family, is_continued):
     if precision == "4-bit":

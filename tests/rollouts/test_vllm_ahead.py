@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests import learning
 from tests.learning import TASK_B
@@ -49,7 +48,7 @@ def test_async_on_a_real_server_learns_from_samples_of_known_versions(tmp_path, 
     server.words[server.words.index("128")] = "16"
     server.start()
     try:
-        backend = Recording(server.url, tmp_path / "adapters", policy=ServerPolicy(**PATIENT), keep_versions=4)
+        backend = Recording(server.url, tmp_path / "adapters", policy=PATIENT, keep_versions=4)
         settings = {"num_rollouts": ROLLOUTS, "schedule": "async", "max_staleness": STALENESS}
         trainer = learning.make_trainer(TASK_B, 0, tmp_path / "ahead", rollout_backend=backend, **settings)
         outcome = learning.learn(trainer)

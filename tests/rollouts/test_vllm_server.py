@@ -22,8 +22,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import onetrunk
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
-from onetrunk.rollouts.pool import ServerPolicy
-from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.rollouts.vllm import VLLMBackend, vllm_policy
+from onetrunk.rollouts.vllm_calls import loaded_adapters
 from tests import learning
 from tests.learning import EOS, FIRST, FORBIDDEN_BIAS, PAD, TASK_B
 from tests.rollouts.small import PROMPTS
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "initializer_range": 0.06}
 KEYS = [(0, 0, row) for row in range(len(PROMPTS))]
 STOPS = tuple(range(8, 14))
-PATIENT = {"timeout_s": 300.0, "wait_s": 600.0}
+PATIENT = vllm_policy(300.0)
 
 
 class Serving:
@@ -109,8 +109,7 @@ def policy(rank=4, **config):
 
 
 def backend_of(serving, folder, **options):
-    settings = PATIENT | options.pop("settings", {})
-    return VLLMBackend(serving.url, folder, policy=ServerPolicy(**settings), **options)
+    return VLLMBackend(serving.url, folder, **{"policy": PATIENT} | options)
 
 
 @pytest.mark.parametrize("config", [{}, {"use_rslora": True}], ids=["lora", "rslora"])
@@ -127,7 +126,7 @@ def test_it_samples_each_version_with_the_logprobs_of_our_forward(serving, tmp_p
         rollout = backend.generate(PROMPTS, greedy, KEYS)
         assert rollout.completion_ids == LocalBackend(model).generate(PROMPTS, greedy, KEYS).completion_ids
     # The newest two are loaded; the files of the one that was unloaded last are still there.
-    (adapters,) = backend._listed().values()
+    (adapters,) = backend._on_each(loaded_adapters).values()
     assert [name.rsplit("-", 1)[1] for name in adapters] == ["v2", "v3"]
     assert sorted(path.name.rsplit("-", 1)[1] for path in tmp_path.glob("*/*-policy-v*")) == ["v1", "v2", "v3"]
     previous = backend.generate_as("policy", 2, PROMPTS, SamplingParams(8, 1.0), KEYS)
@@ -138,14 +137,14 @@ def test_it_samples_each_version_with_the_logprobs_of_our_forward(serving, tmp_p
     backend.close()
     fresh = backend_of(serving, tmp_path)
     fresh.check()
-    assert fresh._listed() == {fresh.pool.servers[0]: {}}
+    assert fresh._on_each(loaded_adapters) == {fresh.servers[0]: {}}
     fresh.close()
 
 
 def test_a_server_that_is_killed_in_mid_batch_ends_the_rollout_and_a_new_start_goes_on(serving, tmp_path):
     model, params = policy(), SamplingParams(24, 1.0)
     prompts, keys = PROMPTS * 6, [(0, 0, row) for row in range(6 * len(PROMPTS))]
-    backend = backend_of(serving, tmp_path, settings={"max_concurrency": 2})
+    backend = backend_of(serving, tmp_path, max_concurrency=2)
     backend.sync(model, 1)
     whole = backend.generate(prompts, params, keys)
     backend.progress = lambda rows, *_: serving.kill() if rows == 3 else None

@@ -5,7 +5,6 @@ import sys
 import torch
 from torch import distributed as dist
 
-from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.rollouts.small import PROMPTS
 from tests.rollouts.test_vllm import PARAMS, PATIENT, assert_sampled_from, policy, shaken
@@ -15,7 +14,7 @@ def main(url: str, folder: str) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank, model = dist.get_rank(), policy()
-    backend = VLLMBackend(url, folder, policy=ServerPolicy(**PATIENT))
+    backend = VLLMBackend(url, folder, policy=PATIENT)
     for version in range(3):
         backend.sync(shaken(model, version), version)
         rollout = backend.generate(PROMPTS, PARAMS, [(version, rank, row) for row in range(len(PROMPTS))])
@@ -25,7 +24,7 @@ def main(url: str, folder: str) -> None:
     assert rows[0] != rows[1]
     print(f"sampled from version {rollout.policy_version}", flush=True)
     # What fails on the first process fails on all of them, instead of leaving them waiting.
-    backend._load = None
+    backend._files.write = None
     try:
         backend.sync(shaken(model, 9), 9)
     except (TypeError, RuntimeError) as error:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from onetrunk import cli
 from onetrunk.parallel.sharding import local_bytes
 from onetrunk.stages import distill, reward, sft
-from tests.parallel.tensor_worker import counted_collectives
+from tests.parallel.split_worker import counted_collectives
 
 STAGES = {"sft": sft, "reward": reward, "distill": distill}
 

@@ -14,12 +14,10 @@ from transformers import AutoModelForCausalLM
 from onetrunk import cli
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge import Judge, Pair, Verdict
-from onetrunk.models.base_model import load_tokenizer
 from onetrunk.report.parts import contest_findings
 from onetrunk.stages.eval.contest import hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from tests.feedback import runs
-from tests.models.reward_adapters import saved_reward_adapter
 from tests.stages.recipes import ROOT
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
@@ -173,24 +171,6 @@ def test_an_opponent_without_a_judge_is_measured_beside_the_model(evaluate, inpu
     assert len(lines(tmp_path / "out/pairs.jsonl")) == NUM_PROMPTS
 
 
-@pytest.mark.slow
-def test_a_reward_adapter_scores_an_opponent_on_the_same_base_and_no_other(evaluate, inputs, tmp_path, capsys):
-    tokenizer = load_tokenizer(inputs / "model")
-    scorer = saved_reward_adapter(tmp_path / "scorer", inputs / "model", tokenizer=tokenizer)
-    rewards = ["--reward_funcs", scorer, f"{inputs}/checks.py:warm"]
-    assert evaluate("--opponent", inputs / "adapter-2", *rewards, config="eval") == 0
-    assert evaluate("--model_name_or_path", inputs / "adapter-2", *rewards, config="eval", out="alone") == 0
-    # An opponent samples and is scored; nothing else runs over its completions.
-    of_policy = ("kl/", "sampling/")
-    alone = metrics(tmp_path / "alone")["policy"]
-    alone = {name: value for name, value in alone.items() if not name.startswith(of_policy)}
-    assert metrics(tmp_path / "out")["opponent"] == pytest.approx(alone, abs=1e-5) and "score/scorer" in alone
-    capsys.readouterr()
-    assert evaluate("--opponent", inputs / "rival", *rewards, config="eval") == 1
-    err = capsys.readouterr().err
-    assert "is a branch of the model's own trunk, and opponent" in err and "row" not in err  # Nothing was sampled.
-
-
 @pytest.mark.parametrize(
     ("config", "options", "code", "sentence"),
     [
@@ -302,15 +282,6 @@ def test_nothing_is_bought_twice_in_a_rerun_and_equal_texts_not_at_all(contest, 
     assert first.outcomes[0] == 0.5 and first.metrics["identical"] == 1
     assert first.rates.pairs == sum(outcome is not None for outcome in first.outcomes)
     assert first.metrics["abstained"] + first.rates.pairs == len(same)
-
-
-def test_a_question_without_an_answer_is_asked_in_the_next_run_and_its_pair_is_left_out(contest, tmp_path):
-    partly = contest(runs.CountingJudge(tmp_path / "asked.log", fails=lambda number: number == 2))
-    assert partly.metrics["unjudged"] == 1 and partly.outcomes[1] is None
-    whole = contest(runs.CountingJudge(tmp_path / "asked.log"))
-    assert whole.metrics["unjudged"] == 0
-    fresh = runs.questions_asked(tmp_path / "asked.log")
-    assert sorted(fresh.values()) == [1] * (4 * len(PAIRS) - 1) + [2]
 
 
 def test_a_judge_that_never_answers_ends_with_a_sentence(contest, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -179,20 +178,6 @@ def test_a_judge_that_is_always_for_the_longer_one_is_exposed_in_the_report(judg
     assert "prefers the longer completion" in capsys.readouterr().out
 
 
-def test_names_and_rows_of_others_stay_text_in_the_terminal_the_report_and_the_card(judge, tmp_path, capsys):
-    hostile = "\x1b]0;mine\x07[red]![picture](https://host/p.png) <img src=https://host>"
-    subsets = ("$\\frac{x$", hostile)
-    rows = [{**row, "prompt": f"{hostile} {i}", "subset": subsets[i % 2]} for i, row in enumerate(WRITTEN)]
-    assert judge(rows, *rubric("longer"), out="$\\frac{y$") == 0
-    said = capsys.readouterr()
-    assert "\x1b" not in said.out and r"\x1b]0;m" in said.out
-    folder = tmp_path / "$\\frac{y$"
-    for name in ("_report/report.md", "README.md"):
-        text = (folder / name).read_text().split("## Samples")[0]  # In samples it stands in a fence.
-        assert r"[red\]!\[picture\](https://host/p.png) &lt;img" in text.replace(r"\[red", "[red")
-        assert not re.search(r"(?<!\\)\]\((?!\w+\.png\))", text) and "<img" not in text
-
-
 def test_a_judge_on_a_server_that_takes_the_first_is_exposed_and_costs_are_counted(judge, tmp_path, capsys):
     prices = ["--judge_prices", json.dumps({"judge-1": [2.0, 10.0]})]
     with StubServer(bias=10.0) as stub:
@@ -230,25 +215,6 @@ def test_several_judges_are_measured_alone_and_together_and_compared(judge, tmp_
     assert values["agreement"]["rubric / people"]["kappa"] == 1
     assert set(values["agreement"]) > {"rubric / judge-1", "judge-1 / people"}
     assert "| rubric / judge-1 | 24 |" in (tmp_path / "out/_report/report.md").read_text()
-
-
-def test_the_shapes_of_the_usual_benchmarks_are_measured(judge, tmp_path):
-    best_of_four = [
-        {"prompt": f"p{i}", "chosen": [f"right {i}"], "rejected": ["a", "b", "c"], "subset": ("Math", "Ties")[i % 2]}
-        for i in range(6)
-    ]
-    best_of_four[1]["chosen"] = ["right", "right too"]
-    user = {"role": "user", "content": "p"}
-    h4 = [
-        {"prompt": "p", "chosen": [user, {"role": "assistant", "content": f"right {i}"}],
-         "rejected": [user, {"role": "assistant", "content": "wrong"}]}
-        for i in range(3)
-    ]  # fmt: skip
-    for name, rows, subsets in (("rb2", best_of_four, {"Math", "Ties"}), ("h4", h4, set())):
-        (tmp_path / "checks.py").write_text(LENGTHS.replace("in text", "in str(text)"))
-        assert judge(rows, *rubric("right"), out=name) == 0
-        entry = metrics_of(tmp_path / name)["judges"]["rubric"]
-        assert entry["all"]["accuracy"] == 1 and set(entry["subsets"]) == subsets, name
 
 
 @pytest.mark.parametrize(

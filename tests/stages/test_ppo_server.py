@@ -1,8 +1,6 @@
 """`onetrunk ppo` on a vLLM server: what it cannot work with is one message before training; a fake server."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,31 +8,16 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.rollouts.pool import ServerPolicy
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.ppo.support import base_model
-from tests.rollouts.stub_vllm import StubVLLM, wait_until
-from tests.stages.recipes import ROOT
+from tests.rollouts.stub_vllm import StubVLLM
 from tests.stages.small_runs import make_material, run, words_of
-
-# It waits until the test lets it go on, and shows that it waits.
-WAITS = """
-from pathlib import Path
-import time
-
-def score(completions, **kwargs):
-    Path("waits").touch()
-    while not Path("go").exists():
-        time.sleep(0.1)
-    return [float(len(text)) for text in completions]
-"""
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     make_material(folder)
-    (folder / "waits.py").write_text(WAITS)
     return folder
 
 
@@ -118,34 +101,11 @@ def test_an_adapter_with_whole_modules_is_told(there, tmp_path, capsys):
 
 
 def test_a_server_on_which_another_training_publishes_is_told(there, tmp_path, capsys):
-    policy = ServerPolicy(wait_s=120.0, probe_s=0.02)
     config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     with served() as server:
-        first = VLLMBackend(server.url, tmp_path / "first", policy=policy)
+        first = VLLMBackend(server.url, tmp_path / "first")
         first.sync(get_peft_model(AutoModelForCausalLM.from_pretrained("base"), config), 0)
         said = rejected(capsys, tmp_path / "second", *on(server.url))
         assert f"{server.url} is in use" in said and f"process {os.getpid()} on" in said
         assert any("-policy-v0" in name for name in server.adapters)  # The first one goes on.
         first.close()
-
-
-@pytest.mark.slow
-def test_of_two_commands_on_one_server_the_second_is_rejected_and_the_first_ends_well(there, tmp_path, capsys):
-    with served() as server:
-        options = ("--output_dir", tmp_path / "first", "--reward_funcs", "waits.py:score")
-        words = words_of("ppo", *options, *on(server.url))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        with (tmp_path / "log").open("w") as log:
-            first = subprocess.Popen(
-                [sys.executable, "-m", "onetrunk", *words], cwd=there, env=environment, stdout=log, stderr=log
-            )
-        try:
-            wait_until(lambda: (there / "waits").exists() or first.poll() is not None, 600)
-            assert first.poll() is None, (tmp_path / "log").read_text()
-            said = rejected(capsys, tmp_path / "second", *on(server.url))
-            assert f"process {first.pid} on" in said and "start a server of its own for this training" in said
-            (there / "go").touch()
-            assert first.wait(600) == 0, (tmp_path / "log").read_text()
-        finally:
-            first.kill()
-        assert server.adapters == {} and not server.missing

@@ -152,14 +152,6 @@ def test_the_shards_of_a_job_array_are_the_unsharded_rows(prefs, tmp_path):
     assert one["sources"] == other["sources"] and one["counts"] == other["counts"]
 
 
-def test_questions_that_are_asked_in_parts_give_the_same_bytes(prefs, tmp_path, monkeypatch):
-    assert prefs(GROUPS) == 0
-    monkeypatch.setattr("onetrunk.feedback.asking.PAIRS_PER_PART", 5)  # Of 18 pairs.
-    assert prefs(GROUPS, out="parts") == 0
-    for name in ("data/preferences.jsonl", "statistics.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
-
-
 def test_a_stream_gives_the_same_bytes(prefs, tmp_path):
     assert prefs(PAIRS) == 0
     assert prefs(PAIRS, "--streaming", "true", out="streamed") == 0

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.feedback import runs
-from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, completion
+from tests.judges.stub_server import StubServer, completion
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +85,6 @@ def test_a_judge_that_abstains_contradicts_itself_or_likes_a_slot_is_warned_of(p
     assert "The judge contradicts itself in " in card
 
 
-def test_a_model_that_reasons_judges_with_room_for_it_or_with_its_reasoning_off(prefs, sound, tmp_path, capsys):
-    with StubServer(thinks="reasoning_content") as stub:
-        assert prefs(stub) == 1
-        assert "raise judge_verdict_tokens" in capsys.readouterr().err
-        assert prefs(stub, "--judge_verdict_tokens", 2 * THOUGHT_TOKENS) == 0
-        assert judged(tmp_path / "out")["judge"]["errors"] == 0
-        body = '{"chat_template_kwargs": {"enable_thinking": false}}'
-        assert prefs(stub, "--judge_extra_body", body, out="off") == 0
-    assert rows(tmp_path / "off") == rows(sound)
-
-
 def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs, sound, tmp_path, capsys):
     # All pairs of the prompt are in one chunk: a quarter of the first questions.
     with StubServer() as stub:
@@ -109,14 +98,3 @@ def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs
         stub.status_instead = lambda body: 200
         assert prefs(stub) == 0
     assert rows(tmp_path / "out") == rows(sound)
-
-
-def test_a_server_that_refuses_every_question_stops_the_run_and_max_failed_fraction_lets_it_pass(prefs, capsys):
-    with StubServer() as stub:
-        stub.status_instead = lambda body: 200 if "Say hello." in str(body["messages"]) else 400
-        assert prefs(stub) == 1
-        said = capsys.readouterr().err
-        assert "refused 13 of 13 questions" in said or "past max_failed_fraction 0.1" in said
-        assert "raise max_failed_fraction to leave these questions out" in said
-        assert prefs(stub, "--max_failed_fraction", 1) == 1
-        assert "no row came out" in capsys.readouterr().err

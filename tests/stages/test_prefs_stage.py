@@ -199,7 +199,7 @@ def test_a_folder_with_something_else_is_left_alone(prefs, tmp_path, capsys):
         (["--temperature", "0"], 2, "differ only above 0"),
         (["--engine", "ray", "--mode", "revise"], 2, "engine ray samples for mode pairs"),
         (["--constitution", "absent.yaml"], 1, "absent.yaml"),
-        (["--dataset_name", "blank.jsonl"], 1, "2 of 3 rows"),
+        (["--dataset_name", "blank.jsonl"], 1, "row 1: prompt is empty"),
         (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),
         (["--dataset_columns", '{"prompt": "question"}'], 1, "question"),

@@ -7,12 +7,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.rollouts.proof import PROBE_PROMPTS
+from onetrunk.rollouts.same_base import PROBE_PROMPTS
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.feedback import runs
-from tests.judges.stub_server import completion, send
+from tests.judges.stub_server import completion
 from tests.ppo.support import base_model
 from tests.rollouts.stub_vllm import BASE, StubVLLM
+from tests.servers.stub_http import send
 from tests.stages.test_eval_judge import CHECKS, lines, metrics, save_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 

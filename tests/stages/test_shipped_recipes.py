@@ -8,7 +8,7 @@ from onetrunk import cli
 from onetrunk.stages.arguments import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.run.pipeline import load_pipeline
-from onetrunk.utils.shipped import find_config, shipped_folder, with_shipped_files
+from onetrunk.utils.shipped import find_config, with_shipped_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ def empty_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["tiny/ppo", "tiny/ppo.yaml", "recipes/tiny/ppo.yaml"])
+@pytest.mark.parametrize("name", ["tiny/ppo", "recipes/tiny/ppo.yaml"])
 def test_a_recipe_is_found_by_its_name_from_an_empty_folder(empty_folder, name):
     assert find_config(name) == ROOT / "recipes/tiny/ppo.yaml"
     data, args, *_, judge_args = parse_ppo(["--config", name])
@@ -39,14 +39,12 @@ def test_a_file_of_the_working_folder_comes_before_a_recipe(empty_folder):
     assert with_shipped_files({"a": ["recipes/tiny/sft.yaml"]}) == {"a": [str(ROOT / "recipes/tiny/sft.yaml")]}
 
 
-@pytest.mark.parametrize(
-    "text", ["recipes", "recipes/none/x.yaml", "recipes/../README.md", "runs/recipes/tiny", "a b"]
-)
+@pytest.mark.parametrize("text", ["recipes/none/x.yaml", "recipes/../README.md", "runs/recipes/tiny"])
 def test_other_texts_stay_as_they_are(empty_folder, text):
     assert with_shipped_files(text) == text
 
 
-@pytest.mark.parametrize("name", ["ppo", "tiny", "../README", "tiny/../../README.md", "tiny/none"])
+@pytest.mark.parametrize("name", ["tiny", "tiny/../../README.md"])
 def test_what_is_no_recipe_is_a_path(empty_folder, name):
     assert find_config(name) == Path(name)
 
@@ -93,7 +91,6 @@ def test_a_copied_folder_is_the_recipe_and_nothing_is_overwritten_silently(empty
 @pytest.mark.parametrize(
     ("name", "written"),
     [
-        ("tiny/rewards.py", ["recipes/tiny/rewards.py"]),
         ("recipes/tiny/ppo.yaml", ["recipes/tiny/ppo.yaml"]),
         ("accelerate_configs/ddp", ["accelerate_configs/ddp.yaml"]),
         ("launch/ray_job.sh", ["recipes/launch/ray_job.sh"]),
@@ -109,8 +106,6 @@ def test_one_file_is_copied_to_its_place(empty_folder, name, written):
     [
         (["copy", "tinny"], 1, "no recipe is called 'tinny'; there are constitutional-1.5b, "),
         (["copy", "tiny/none"], 1, "tiny has no 'none'; it has README.md, constitution.yaml"),
-        (["copy", "tiny/../../README.md"], 1, "tiny has no '../../README.md'"),
-        (["copy", "accelerate_configs/none"], 1, "accelerate_configs has no 'none'; it has README.md, ddp.yaml"),
         (["copy"], 2, "arguments are required: name"),
         ([], 2, "list|copy"),
     ],
@@ -118,7 +113,3 @@ def test_one_file_is_copied_to_its_place(empty_folder, name, written):
 def test_a_mistake_is_answered_with_what_there_is(empty_folder, capsys, words, code, message):
     assert cli.main(["recipes", *words]) == code
     assert message in capsys.readouterr().err
-
-
-def test_in_a_checkout_the_folders_are_those_of_the_checkout():
-    assert shipped_folder("recipes") == ROOT / "recipes"

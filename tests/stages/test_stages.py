@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from onetrunk import cli
 from onetrunk.models.base_model import load_tokenizer
 from onetrunk.stages.eval import evaluate as eval_stage
 from onetrunk.utils.files import load_tensors
-from tests.models.reward_adapters import saved_reward_adapter
 from tests.stages.recipes import ROOT, load_recipe_module
 
 REWARDS = [f"{ROOT}/recipes/tiny/rewards.py:{name}" for name in ("on_task", "polite", "concise", "finished")]
@@ -94,23 +92,6 @@ def test_eval_of_an_adapter_puts_it_beside_what_it_started_from(there, capsys):
     for role in ("reference", "policy"):
         lines = (there / f"runs/tiny/eval/samples-{role}.jsonl").read_text().splitlines()
         assert len(lines) == 10 and {"prompt", "completion", "score", "score/polite"} <= set(json.loads(lines[0]))
-
-
-@pytest.mark.slow
-def test_a_reward_adapter_on_the_base_is_named_like_a_reward_model(there):
-    judge = saved_reward_adapter(
-        there / "runs/judge", Path("runs/tiny/sft"), tokenizer=load_tokenizer("runs/tiny/sft")
-    )
-    rewards = ["--reward_funcs", str(judge), REWARDS[1], "--reward_weights", "1", "0.5"]
-    names = {"score/judge", "score/polite"}
-    assert run("ppo", there, *PPO, "--num_rollouts", "1", "--output_dir", "runs/judged", *rewards) == 0
-    assert not [path for path in (there / "runs/judged").rglob("*") if "reward" in path.name]
-    options = ["--model_name_or_path", "runs/judged", "--max_completion_length", "6", "--seed", "0", *rewards]
-    assert run("eval", there, *options) == 0
-    evaluated, trained_figures = metrics(there / "runs/tiny/eval"), metrics(there / "runs/judged")
-    for side in ("reference", "policy"):
-        assert names <= set(evaluated[side])
-        assert evaluated[side] == pytest.approx(trained_figures[side], abs=1e-5)
 
 
 def test_eval_renders_prompts_with_the_chat_template_keywords_of_training(there, monkeypatch):

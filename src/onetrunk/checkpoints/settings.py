@@ -25,8 +25,8 @@ from peft import PeftModel
 
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.loading import base_fingerprint
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import training_stages
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.utils.files import read_json
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.checkpoints.writing import install, reading, require_finite_weights, require_room, writing
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
-from onetrunk.parallel.divided_head import keep_head_divided
+from onetrunk.parallel.groups import DataParallel, GroupAccelerator
 from onetrunk.parallel.heartbeat import SAVE, Heartbeat
 from onetrunk.parallel.sharding import (
     group_size,
@@ -94,7 +94,7 @@ from onetrunk.parallel.sharding import (
     train_in_stages,
     training_stages,
 )
-from onetrunk.parallel.tensor import DataParallel, GroupAccelerator, distribute_frozen
+from onetrunk.parallel.tensor import distribute_frozen, keep_head_divided
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
@@ -226,7 +226,7 @@ class ResumableTrainer(Trainer):
 
         Raises:
             Stopped: a signal came; a SystemExit with code 0.
-            LostRanks: another process of the run ended or hangs; the message names it.
+            LostRanks: another process of the run ended; the message names it.
             ValueError, RuntimeError: there is nothing to resume from, or another process writes to output_dir.
         """
         self._begin_run(resume_from_checkpoint)
@@ -234,8 +234,7 @@ class ResumableTrainer(Trainer):
             if self._resume_from is not None and self._is_over():
                 self.heartbeat.delete()
                 return TrainOutput(self.state.global_step, 0.0, {})
-            heartbeats = self.heartbeat.running(self.args.world_size, self.args.ddp_timeout)
-            with self.stop_signals.listening(), heartbeats:
+            with self.stop_signals.listening(), self.heartbeat.running(self.args.world_size):
                 try:
                     output = super().train(resume_from_checkpoint=self._resume_from, **kwargs)
                     self.ended = end_of(self, end_state(self))

@@ -19,7 +19,7 @@ from typing import Any
 
 from onetrunk.feedback.ledger import Database
 from onetrunk.judges.judge import Judge, Usage
-from onetrunk.utils.calls import EndOfCalls
+from onetrunk.servers.errors import EndOfCalls
 from onetrunk.utils.options import option
 
 COSTS_FILE = "ledger/costs.db"

@@ -90,6 +90,9 @@ class Ledger(Database):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __contains__(self, key: str) -> bool:
+        return bool(self.rows("SELECT 1 FROM answers WHERE key = ?", (bytes.fromhex(key),)))
+
     def keys(self) -> list[str]:
         """Return the keys in the order of their first `put`."""
         return [key.hex() for (key,) in self.rows("SELECT key FROM answers ORDER BY number")]

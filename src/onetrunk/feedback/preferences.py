@@ -218,10 +218,8 @@ class PreferenceMaker:
         words = (self.seed, *prompt_words(item.key))
         if self.pairing == "best_worst":
             pairs = best_worst_pair(texts, ratings, words)
-        elif self.pairing == "random":
-            pairs = random_pairs(texts, words, self.pairs_per_prompt)
         else:
-            pairs = all_pairs(texts, words)
+            pairs = all_pairs(texts, words, self.pairs_per_prompt)
         self.counts["prompts_without_pair"] += not pairs
         return pairs
 
@@ -303,8 +301,8 @@ def logit(probability: float) -> float:
     return math.log(p / (1 - p))
 
 
-def all_pairs(completions: Sequence[str], words: Sequence[int]) -> list[tuple[int, int]]:
-    """Return every pair of distinct completions once.
+def all_pairs(completions: Sequence[str], words: Sequence[int], count: int | None = None) -> list[tuple[int, int]]:
+    """Return every pair of distinct completions once, or a random `count` of them.
 
     Args:
         completions: of one prompt.
@@ -313,14 +311,10 @@ def all_pairs(completions: Sequence[str], words: Sequence[int]) -> list[tuple[in
     Returns:
         Pairs of indices in `completions`, (shown first, shown second).
     """
-    return _ordered(list(combinations(distinct(completions), 2)), _generator(words))
-
-
-def random_pairs(completions: Sequence[str], words: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return `count` pairs of distinct completions, or all if there are fewer. Arguments as in `all_pairs`."""
     pairs, generator = list(combinations(distinct(completions), 2)), _generator(words)
-    chosen = np.sort(generator.permutation(len(pairs))[:count])
-    return _ordered([pairs[i] for i in chosen], generator)
+    if count is not None:
+        pairs = [pairs[i] for i in np.sort(generator.permutation(len(pairs))[:count])]
+    return _ordered(pairs, generator)
 
 
 def best_worst_pair(
@@ -390,8 +384,8 @@ class SourceStatistics:
         authors = {
             name: {
                 "pairs": int(sums["pairs"]),
-                "won_fraction": round(sums["won"] / sums["pairs"], 6),
-                "mean_probability": round(sums["probability"] / sums["pairs"], 6),
+                "won_fraction": _share(sums["won"], sums["pairs"]),
+                "mean_probability": _share(sums["probability"], sums["pairs"]),
             }
             for name, sums in sorted(self.authors.items())
         }
@@ -399,7 +393,7 @@ class SourceStatistics:
         for name, sums in sorted(self.subsets.items()):
             subsets[name] = {"pairs": int(sums["pairs"])}
             if sums.get("labelled_by_people"):
-                subsets[name]["agrees_with_people"] = round(sums["agrees"] / sums["labelled_by_people"], 6)
+                subsets[name]["agrees_with_people"] = _share(sums["agrees"], sums["labelled_by_people"])
         return {"authors": authors, "subsets": subsets}
 
 
@@ -409,33 +403,30 @@ def _sum_up(table: dict[str, dict[str, float]], key: str, **values: float) -> No
         row[name] = row.get(name, 0) + value
 
 
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 6) if whole else None
+
+
 class RatedStatistics:
     """Sums over rows of single completions. Lengths are in characters."""
 
     def __init__(self) -> None:
-        self.num_rows = self.num_labels = self.num_true = self.characters = 0
-        self.rating = 0.0
+        self.sums: Counter[str] = Counter()
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows."""
         for row in rows:
-            self.num_rows += 1
-            self.rating += row["rating"]
-            self.characters += len(plain(row["completion"]))
-            self.num_labels += "label" in row
-            self.num_true += bool(row.get("label"))
+            values = {"rows": 1, "rating": row["rating"], "characters": len(plain(row["completion"]))}
+            self.sums.update(values | {"labels": "label" in row, "true": bool(row.get("label"))})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics; None for a mean of nothing."""
-
-        def share(part: float, whole: int) -> float | None:
-            return round(part / whole, 6) if whole else None
-
+        sums = self.sums
         return {
-            "rows": self.num_rows,
-            "mean_rating": share(self.rating, self.num_rows),
-            "mean_characters": share(self.characters, self.num_rows),
-            "label_true_fraction": share(self.num_true, self.num_labels),
+            "rows": sums["rows"],
+            "mean_rating": _share(sums["rating"], sums["rows"]),
+            "mean_characters": _share(sums["characters"], sums["rows"]),
+            "label_true_fraction": _share(sums["true"], sums["labels"]),
         }
 
 
@@ -443,7 +434,6 @@ class PreferenceStatistics:
     """Sums over preference rows. Lengths are in characters."""
 
     def __init__(self) -> None:
-        self.num_rows = 0
         self.histogram = [0] * BINS
         self.sums: Counter[str] = Counter()
 
@@ -451,35 +441,34 @@ class PreferenceStatistics:
         """Add rows."""
         for row in rows:
             chosen, rejected = len(plain(row["chosen"])), len(plain(row["rejected"]))
-            self.num_rows += 1
             # Bins of 0.05, the last one closed.
             self.histogram[min(BINS - 1, int((row["probability"] - 0.5) * 2 * BINS + 1e-9))] += 1
-            self.sums["probability"] += row["probability"]
-            self.sums["consistent"] += bool(row["consistent"])
-            self.sums["chosen"] += chosen
-            self.sums["rejected"] += rejected
-            self.sums["longer"] += chosen > rejected
-            self.sums["of_unequal_length"] += chosen != rejected
+            self.sums.update(
+                rows=1,
+                probability=row["probability"],
+                consistent=bool(row["consistent"]),
+                chosen=chosen,
+                rejected=rejected,
+                longer=chosen > rejected,
+                of_unequal_length=chosen != rejected,
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics; None for a mean of nothing."""
         lows = [0.5 + i / (2 * BINS) for i in range(BINS)]
         bins = [f"{low:.2f}-{low + 0.5 / BINS:.2f}" for low in lows]
+        sums, num_rows = self.sums, self.sums["rows"]
         return {
-            "rows": self.num_rows,
-            "mean_probability": self._mean("probability"),
-            "consistent_fraction": self._mean("consistent"),
+            "rows": num_rows,
+            "mean_probability": _share(sums["probability"], num_rows),
+            "consistent_fraction": _share(sums["consistent"], num_rows),
             "label_histogram": dict(zip(bins, self.histogram, strict=True)),
             "length": {
-                "mean_chosen_characters": self._mean("chosen"),
-                "mean_rejected_characters": self._mean("rejected"),
-                "longer_is_chosen_fraction": self._mean("longer", self.sums["of_unequal_length"]),
+                "mean_chosen_characters": _share(sums["chosen"], num_rows),
+                "mean_rejected_characters": _share(sums["rejected"], num_rows),
+                "longer_is_chosen_fraction": _share(sums["longer"], sums["of_unequal_length"]),
             },
         }
-
-    def _mean(self, name: str, count: float | None = None) -> float | None:
-        count = self.num_rows if count is None else count
-        return round(self.sums[name] / count, 6) if count else None
 
 
 def counts_of(counter: Counter[str]) -> dict[str, int]:

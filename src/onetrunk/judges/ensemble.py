@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from itertools import chain, count
 from statistics import fmean, pstdev
 from typing import Any
 
-from onetrunk.judges.judge import Answer, Done, DoneEach, Items, Judge, Principle
-from onetrunk.utils.calls import EndOfCalls
+from onetrunk.judges.judge import Answer, Done, DoneEach, Items, Judge, Principle, unique_names
+from onetrunk.servers.errors import EndOfCalls
 
 # How long an ensemble that ends with an error waits for the calls of its members.
 JOIN_S = 5.0
@@ -97,12 +96,3 @@ def _joined(answers: dict[str, Answer]) -> Answer:
     reasons = [f"{name}: {answer.reason}" for name, answer in answers.items() if answer.reason]
     details = {"members": members, "disagreement": pstdev(numbers) if numbers else None}
     return kind(fmean(numbers) if numbers else None, "\n".join(reasons) or None, details=details)
-
-
-def unique_names(names: Sequence[str]) -> list[str]:
-    """Return different names: the second of a name becomes name_2."""
-    unique: list[str] = []
-    for name in names:
-        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
-        unique.append(next(candidate for candidate in numbered if candidate not in unique))
-    return unique

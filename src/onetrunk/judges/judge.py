@@ -14,11 +14,12 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from typing import Any
 
+from onetrunk.servers.errors import ErrorKind
 from onetrunk.types import Message, Prompt
-from onetrunk.utils.calls import ErrorKind
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,7 @@ class Single:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two completions of one prompt, in the order in which a judge is shown them.
-
-    `first_stopped` and `second_stopped` are False for a completion that was cut off at a length limit; `reference` is
-    an answer that is known to be good, if any.
-    """
+    """Two completions of one prompt, in the order in which a judge is shown them; the other fields as in Single."""
 
     prompt: Prompt
     first: str
@@ -181,7 +178,7 @@ class Usage:
 
     def minus(self, earlier: Usage) -> Usage:
         """Return what was used since `earlier`, a copy of these counters."""
-        return Usage(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+        return Usage(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
 
     def copy(self) -> Usage:
         """Return a copy that later use does not change."""
@@ -322,6 +319,15 @@ def logistic(x: float) -> float:
 def model_name(source: str) -> str:
     """Return the last part of a path or a Hub name, with only the characters that `Judge.name` may have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", source.rstrip("/").rpartition("/")[2])[:96]
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return different names: the second of a name becomes name_2."""
+    unique: list[str] = []
+    for name in names:
+        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
+        unique.append(next(candidate for candidate in numbered if candidate not in unique))
+    return unique
 
 
 def digest(value: Any) -> str:

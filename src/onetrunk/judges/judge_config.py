@@ -245,7 +245,7 @@ def _rubric(settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Ru
 def _server(specs: Sequence[str], settings: JudgeConfig) -> Judge:
     # Not at the top: a rubric needs no HTTP.
     from onetrunk.judges.server import ServerJudge
-    from onetrunk.utils.calls import RetryPolicy
+    from onetrunk.servers.fleet import RetryPolicy
 
     urls = [_address(spec)[0] for spec in specs]
     model = _address(specs[0])[1] or settings.judge_model

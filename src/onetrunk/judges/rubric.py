@@ -15,7 +15,7 @@ from typing import Any
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, logistic
-from onetrunk.utils.calls import run_async
+from onetrunk.servers.fleet import run_async
 
 Check = Callable[..., Any]
 # A difference of one temperature makes odds of e to 1; one of a whole score, .993.
@@ -41,14 +41,10 @@ class RubricJudge(ScoringJudge):
     name = "rubric"
 
     def __init__(self, checks: Mapping[str, Check], temperature: float = TEMPERATURE):
-        if not checks:
+        if not checks or not all(map(callable, checks.values())):
             raise ValueError(
-                "the rubric has no checks; give one at least, such as {concise: path/to/file.py:function}"
-            )
-        wrong = [tag for tag, check in checks.items() if not callable(check)]
-        if wrong:
-            raise ValueError(
-                f"the rubric's check for the tag {wrong[0]!r} is {checks[wrong[0]]!r}; expected a function"
+                f"the rubric has the checks {checks}; expected a function for each tag, such as"
+                " {concise: path/to/file.py:function}"
             )
         self.checks = dict(checks)
         self.temperature = float(temperature)
@@ -100,12 +96,16 @@ class RubricJudge(ScoringJudge):
             ) from error
         values = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
-            returned = f"{len(values)} scores" if isinstance(values, (list, tuple)) else type(values).__name__
             raise ValueError(
-                f"the check for the tag {tag!r} returned {returned}; expected a list of {len(completions)} numbers,"
-                " one per completion, None if it does not apply"
+                f"the check for the tag {tag!r} returned {values!r:.60}; expected a list of {len(completions)}"
+                " numbers, one per completion, None if it does not apply"
             )
-        return [_number(tag, value) for value in values]
+        try:
+            scores = [None if value is None else float(value) for value in values]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the check for the tag {tag!r} returned {values!r:.60}: {error}") from error
+        # A number that is not finite is neither better nor worse than another: the check does not apply.
+        return [score if score is not None and math.isfinite(score) else None for score in scores]
 
     def _tags(self, principle: Principle) -> list[str]:
         tags = [tag for tag in principle.tags if tag in self.checks]
@@ -116,16 +116,6 @@ class RubricJudge(ScoringJudge):
                 f" {', '.join(self.checks)}: give the principle one of them, or add a check"
             )
         return tags
-
-
-def _number(tag: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise ValueError(f"the check for the tag {tag!r} returned {value!r}; expected a number, or None")
-    number = float(value)
-    # A number that is not finite is neither better nor worse than another: the check does not apply.
-    return number if math.isfinite(number) else None
 
 
 def _not_applied(by_tag: Mapping[str, Any]) -> str:

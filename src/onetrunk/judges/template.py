@@ -4,7 +4,7 @@ The author of a prompt or a completion may want a verdict. So each text stands b
 the whole question, which no author can know, and every line of it begins with ">". Invisible characters and the marks
 by which chat templates separate turns are removed, "User:" at the beginning of a line becomes "[user]", the middle of
 a long text is left out, and the question itself comes last. The marks come from the judge's tokenizer if it is known
-(`Marks`), else from what a server's chat template renders (`ShownMarks`).
+(`Marks`).
 
 Ledgers of earlier runs depend on the wording below: a change makes every judge another one.
 """
@@ -252,37 +252,7 @@ class Query:
     longest: int
 
 
-class ShownMarks:
-    """The marks that a server's chat template shows, in a fixed order: `words`.
-
-    Args:
-        rendered: the conversations of `turns_of_places`, each with the names of its tokens, as the template renders
-            them; none if no server shows them.
-    """
-
-    words: tuple[str, ...]
-
-    def __init__(self, rendered: Iterable[tuple[str, Collection[str]]] = ()):
-        self.words = _longest_first({mark for text, tokens in rendered for mark in _marks_in(text, tokens)})
-
-    def cleaned(self, text: str) -> str:
-        """Return the text as it is: the questions' wording removes the words."""
-        return text
-
-    def query(self, item: Pair | Single, principle: Principle) -> Query:
-        """Return the question about a pair or a completion."""
-        parts = [(name, self._cleaned(text)) for name, text in _parts(item)]
-        nonce = nonce_of(item, principle)
-        ask = partial(_messages, form_of(item), principle, nonce, parts, self.words)
-        return Query(ask, max(_characters(text) for _, text in parts))
-
-    def _cleaned(self, prompt: Prompt) -> Prompt:
-        if isinstance(prompt, str):
-            return self.cleaned(prompt)
-        return [{"role": message["role"], "content": self.cleaned(message["content"])} for message in prompt]
-
-
-class Marks(ShownMarks):
+class Marks:
     """The marks of one tokenizer: its control tokens, and what its chat template writes.
 
     `token_ids` are those of marks that are one token, without the unknown token, which any rare word may become.
@@ -314,19 +284,25 @@ class Marks(ShownMarks):
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [(start, end) for i, (start, end) in pairs if i in self.token_ids and end > start][::-1]
 
+    def query(self, item: Pair | Single, principle: Principle) -> Query:
+        """Return the question about a pair or a completion."""
+        parts = [(name, self._cleaned(text)) for name, text in _parts(item)]
+        nonce = nonce_of(item, principle)
+        ask = partial(_messages, form_of(item), principle, nonce, parts, self.words)
+        return Query(ask, max(_characters(text) for _, text in parts))
 
-def turns_of_places() -> tuple[list[Message], list[Message]]:
-    """Return conversations whose texts are PLACES, without and with a system message."""
-    user, reply, again, system = PLACES
-    roles = {system: "system", user: "user", reply: "assistant", again: "user"}
-    whole: list[Message] = [{"role": role, "content": place} for place, role in roles.items()]
-    return whole[1:], whole
+    def _cleaned(self, prompt: Prompt) -> Prompt:
+        if isinstance(prompt, str):
+            return self.cleaned(prompt)
+        return [{"role": message["role"], "content": self.cleaned(message["content"])} for message in prompt]
 
 
 def _template_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    if not tokenizer.chat_template:
-        return
-    for messages in turns_of_places():
+    """Yield what a chat template writes around PLACES, without and with a system message."""
+    user, reply, again, system = PLACES
+    roles = {system: "system", user: "user", reply: "assistant", again: "user"}
+    turns: list[Message] = [{"role": role, "content": place} for place, role in roles.items()]
+    for messages in (turns[1:], turns) if tokenizer.chat_template else ():
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception:
@@ -334,15 +310,14 @@ def _template_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         yield from _marks_in(text)
 
 
-def _marks_in(rendered: str, tokens: Collection[str] = ()) -> Iterator[str]:
-    """Yield what a chat template wrote around PLACES: its lines, the tokens in them, and everything in brackets."""
+def _marks_in(rendered: str) -> Iterator[str]:
+    """Yield the lines of a rendered conversation around PLACES, and everything in brackets."""
     for part in re.split("|".join(PLACES), rendered):
         yield from BRACKETED.findall(part)
         yield from (match.group() for match in SPECIAL_TOKENS.finditer(part))
         # The bare name of a role is a word like others; with a sign next to it, it is a mark.
         lines = [line.strip() for line in part.splitlines() if len(line.strip()) <= LONGEST_MARK]
         yield from filter(WORD_AND_SIGN.search, lines)
-        yield from {token for token in tokens if WORD_AND_SIGN.search(token) and any(token in line for line in lines)}
 
 
 def _longest_first(words: Iterable[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ it is up to 24 points off, mostly too high for the shorter side; `is_extrapolate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ CONFIDENCE = 0.95
 RIDGE = 1e-4
 # Most entries [resamples, pairs] in memory at once.
 CHUNK = 2**21
-MAX_NEWTON_STEPS = 200
+MAX_NEWTON_STEPS, MAX_HALVINGS = 200, 60
 LEAST_RARER_SHARE = 0.2
 
 
@@ -63,12 +63,13 @@ class LengthFit:
     @property
     def win_rate(self) -> float:
         """Probability of the first side at equal length."""
-        return _sigmoid(self.intercept)
+        return self.probability(0.0)
 
     def probability(self, difference: float) -> float:
         """Return the fitted probability of a pair whose lengths differ by `difference`."""
         term = 0.0 if self.scale == 0 else math.tanh(difference / self.scale)
-        return _sigmoid(self.intercept + self.slope * term)
+        log_odds = self.intercept + self.slope * term
+        return NAN if math.isnan(log_odds) else logistic(log_odds)
 
 
 @dataclass(frozen=True)
@@ -154,29 +155,26 @@ def win_rate(
     """
     labels, differences = labels.double(), length_differences.double()
     outcomes = pair_outcomes(labels, consistent, tie_margin)
-    clusters = _numbered(prompts)
-    num_prompts = int(clusters.max()) + 1
-    design, scale = _design(differences)
-    fit = LengthFit(NAN, NAN, scale)
-    if design is not None:
-        intercept, slope = fit_logistic(design, labels, torch.ones(1, len(labels), dtype=torch.float64))[0].tolist()
-        fit = LengthFit(intercept, slope, scale)
-    drawn = _resampled_metrics(outcomes, labels, design, resampled(clusters, num_resamples, seed))
-    estimates = {
-        name: _estimate(value, drawn[name], num_prompts, float(values.mean()))
-        for name, value, values in (
-            ("win_rate", float(labels.mean()), labels),
-            ("discrete_win_rate", float(outcomes.mean()), outcomes),
-            ("length_controlled_win_rate", fit.win_rate, labels),
-        )
-    }
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(prompts))}
+    clusters = torch.tensor([numbers[key] for key in prompts])
+    design, fit = _length_fit(differences, labels)
+    drawn: list[list[Tensor]] = []
+    for weights in resampled(clusters, num_resamples, seed):
+        by_length = torch.full((len(weights),), NAN, dtype=torch.float64)
+        if design is not None:
+            by_length = torch.sigmoid(fit_logistic(design, labels, weights)[:, 0])
+        drawn.append([weights @ labels / weights.sum(1), weights @ outcomes / weights.sum(1), by_length])
+    values = (float(labels.mean()), float(outcomes.mean()), fit.win_rate)
+    # Of the labels, or the outcomes: 0 or 1 if they all agree.
+    means = (values[0], values[1], values[0])
+    estimates = [_estimate(*each, len(numbers)) for each in zip(values, zip(*drawn, strict=True), means, strict=True)]
     return WinRate(
         pairs=len(labels),
-        prompts=num_prompts,
+        prompts=len(numbers),
         wins=int((outcomes == 1).sum()),
         ties=int((outcomes == TIE).sum()),
         losses=int((outcomes == 0).sum()),
-        **estimates,
+        **dict(zip(KINDS, estimates, strict=True)),
         standard_error=_standard_error(labels, clusters),
         length_fit=fit,
         mean_length_difference=float(differences.mean()),
@@ -219,32 +217,30 @@ def fit_logistic(features: Tensor, labels: Tensor, weights: Tensor, ridge: float
         # The gain of a full step, in nats; with the ridge, 1e-18 is an error of at most 1e-7 in a coefficient.
         if bool(((gradient * step).sum(1) < 1e-18).all()):
             return coefs
-        coefs = _descend(loss, coefs, step, value)
+        size = torch.ones(len(coefs), 1, dtype=torch.float64)
+        for _ in range(MAX_HALVINGS):
+            # A rounding error does not count as worse.
+            is_worse = loss(coefs - size * step) > value + 1e-14 * value.abs()
+            if not is_worse.any():
+                break
+            size = torch.where(is_worse[:, None], size / 2, size)
+        coefs = torch.where(is_worse[:, None], coefs, coefs - size * step)
         value = loss(coefs)
     raise RuntimeError(f"the length regression found no maximum in {MAX_NEWTON_STEPS} steps; are all labels finite?")
 
 
-def _descend(loss: Callable[[Tensor], Tensor], coefs: Tensor, step: Tensor, value: Tensor) -> Tensor:
-    size = torch.ones(len(coefs), 1, dtype=torch.float64)
-    for _ in range(60):
-        trial = coefs - size * step
-        # A rounding error does not count as worse.
-        is_worse = loss(trial) > value + 1e-14 * value.abs()
-        if not is_worse.any():
-            return trial
-        size = torch.where(is_worse[:, None], size / 2, size)
-    return torch.where(is_worse[:, None], coefs, trial)
-
-
-def _design(differences: Tensor) -> tuple[Tensor | None, float]:
-    """Return the features [n, 2] of a length fit and its scale; no features if all differ by one number, not 0."""
+def _length_fit(differences: Tensor, labels: Tensor) -> tuple[Tensor | None, LengthFit]:
+    """Return the features [n, 2] of a length fit, and the fit; no features if all differ by one number, not 0."""
     scale = float(differences.std()) if len(differences) > 1 else 0.0
     # All differences are one number, up to rounding.
     is_constant = scale <= 1e-12 * max(1.0, float(differences.abs().max()))
     if is_constant and bool((differences != 0).any()):
-        return None, NAN
+        return None, LengthFit(NAN, NAN, NAN)
+    scale = 0.0 if is_constant else scale
     term = torch.zeros_like(differences) if is_constant else torch.tanh(differences / scale)
-    return torch.stack([torch.ones_like(differences), term], dim=1), 0.0 if is_constant else scale
+    design = torch.stack([torch.ones_like(differences), term], dim=1)
+    intercept, slope = fit_logistic(design, labels, torch.ones(1, len(labels), dtype=torch.float64))[0].tolist()
+    return design, LengthFit(intercept, slope, scale)
 
 
 def resampled(clusters: Tensor, num_resamples: int, seed: int) -> Iterator[Tensor]:
@@ -260,21 +256,8 @@ def resampled(clusters: Tensor, num_resamples: int, seed: int) -> Iterator[Tenso
         yield times[:, clusters]
 
 
-def _resampled_metrics(
-    outcomes: Tensor, labels: Tensor, design: Tensor | None, resamples: Iterator[Tensor]
-) -> dict[str, list[Tensor]]:
-    """Return the three metrics of every resample, in chunks; the last is empty without a design."""
-    drawn: dict[str, list[Tensor]] = {name: [] for name in KINDS}
-    for weights in resamples:
-        drawn["win_rate"].append(weights @ labels / weights.sum(1))
-        drawn["discrete_win_rate"].append(weights @ outcomes / weights.sum(1))
-        if design is not None:
-            drawn["length_controlled_win_rate"].append(torch.sigmoid(fit_logistic(design, labels, weights)[:, 0]))
-    return drawn
-
-
-def _estimate(value: float, drawn: Sequence[Tensor], num_prompts: int, mean: float) -> Estimate:
-    """Return a metric with the percentiles of its resamples; `mean`: of the labels, 0 or 1 if they all agree."""
+def _estimate(value: float, drawn: Sequence[Tensor], mean: float, num_prompts: int) -> Estimate:
+    """Return a metric with the percentiles of its resamples."""
     if num_prompts < 2 or math.isnan(value):
         return Estimate(value, NAN, NAN)
     tail = (1 - CONFIDENCE) / 2
@@ -293,12 +276,3 @@ def _standard_error(labels: Tensor, clusters: Tensor) -> float:
         return NAN
     sums = torch.zeros(count, dtype=torch.float64).scatter_add_(0, clusters, labels - labels.mean())
     return float((sums.square().sum() * count / (count - 1)).sqrt() / len(labels))
-
-
-def _numbered(keys: Sequence[Hashable]) -> Tensor:
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return torch.tensor([numbers[key] for key in keys])
-
-
-def _sigmoid(x: float) -> float:
-    return NAN if math.isnan(x) else logistic(x)

@@ -10,7 +10,6 @@ import difflib
 import logging
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +27,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from onetrunk.models.loading import check_finite, load_weights, pinned_source, read_config, read_tokenizer
+from onetrunk.ops.running_softmax import Head
 
 logger = logging.getLogger(__name__)
 
@@ -233,30 +233,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return lists[0]
 
 
-@dataclass(frozen=True, eq=False)
-class HeadSpec:
-    """What the output head computes: `softcap(logit_scale * (hidden @ weight.T + bias))`.
-
-    Attributes:
-        weight: [V, H], the live parameter (tied or not).
-        bias: [V] or None.
-        softcap: c of `c * tanh(logits / c)`, or None.
-        logit_scale: factor on the logits before the soft-capping.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    softcap: float | None
-    logit_scale: float
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits [..., V] of hidden states [..., H]: the naive formula that `verify_head` proves."""
-        bias = None if self.bias is None else self.bias.float()
-        logits = F.linear(hidden.float(), self.weight.float(), bias) * self.logit_scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-def output_head(model: nn.Module) -> HeadSpec:
+def output_head(model: nn.Module) -> Head:
     """Return the head's weight and formula; ValueError unless it is `nn.Linear`, not quantised, without an adapter."""
     base = _base(model)
     head = base.get_output_embeddings()
@@ -273,7 +250,8 @@ def output_head(model: nn.Module) -> HeadSpec:
     scale = getattr(config, "logit_scale", None)
     if scale is None:
         scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return HeadSpec(head.weight, head.bias, getattr(config, "final_logit_softcapping", None), float(scale))
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(head.weight, head.bias, softcap=softcap, logit_scale=float(scale))
 
 
 @torch.no_grad()
@@ -287,20 +265,25 @@ def verify_head(model: nn.Module) -> None:
         ValueError: the model's logits differ from our formula of the body's last hidden state.
         RuntimeError: its weights are NaN or infinite.
     """
-    base, spec = _base(model), output_head(model)
+    base, head = _base(model), output_head(model)
     kept: list[Tensor] = []
     with backbone(model).register_forward_hook(lambda _module, _args, output: kept.append(output[0])):
         logits = base(**probe_inputs(base)).logits.float()
-    tolerance = max(1e-3, 4 * torch.finfo(spec.weight.dtype).eps) * logits.abs().max().item()
+    tolerance = max(1e-3, 4 * torch.finfo(head.weight.dtype).eps) * logits.abs().max().item()
     error = float("inf")
     if len(kept) == 1:
-        error = (spec.logits(kept[0].to(spec.weight.device)) - logits.to(spec.weight.device)).abs().max().item()
+        error = (_float32_logits(head, kept[0]) - logits.to(head.weight.device)).abs().max().item()
     if not error <= tolerance:
         check_finite(base)
         raise ValueError(
             f"the head of {type(base).__name__} computes something else than weight, bias, logit scale "
-            f"{spec.logit_scale:g} and soft-cap {spec.softcap} (largest difference {error:.3g}); it is not supported"
+            f"{head.logit_scale:g} and soft-cap {head.softcap} (largest difference {error:.3g}); it is not supported"
         )
+
+
+def _float32_logits(head: Head, hidden: Tensor) -> Tensor:
+    bias = None if head.bias is None else head.bias.float()
+    return head.transform(F.linear(hidden.to(head.weight.device).float(), head.weight.float(), bias))
 
 
 def probe_inputs(model: nn.Module) -> dict[str, Any]:

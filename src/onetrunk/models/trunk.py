@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.narrow import Positions, narrow_blocks
 from onetrunk.models.speedups.padding_free import TokenGrid, packing_obstacle, token_grid
 from onetrunk.ops.logprobs import fused_token_logprobs
-from onetrunk.ops.vocab_parallel import vocab_parallel_logprobs, vocab_shard
 from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.options import VALUE_HEADS
 from onetrunk.utils.quiet import peft_calls
@@ -296,22 +294,11 @@ class TrunkModel(PeftModelForCausalLM):
     ) -> tuple[Tensor, Tensor]:
         pack = grid.pack
         rows, columns = pack.completion_mask.nonzero(as_tuple=True)
-        head = output_head(self.get_base_model())
+        head = replace(output_head(self.get_base_model()), temperature=temperature).local()
         predicting = hidden[grid.first[rows] + pack.prompt_lengths[rows] - 1 + columns]
-        weight, bias, fused, shard = head.weight, head.bias, fused_token_logprobs, vocab_shard(head.weight)
-        if shard is not None:
-            weight, bias = (None if tensor is None else tensor.to_local() for tensor in (weight, bias))
-            fused = functools.partial(vocab_parallel_logprobs, shard=shard)
         with torch.autocast(hidden.device.type, enabled=False):
-            logprobs, entropy = fused(
-                predicting.to(weight.dtype),
-                weight,
-                pack.completion_ids[rows, columns],
-                temperature=temperature,
-                bias=bias,
-                softcap=head.softcap,
-                logit_scale=head.logit_scale,
-                entropy_grad=entropy_grad,
+            logprobs, entropy = fused_token_logprobs(
+                predicting.to(head.weight.dtype), head, pack.completion_ids[rows, columns], entropy_grad=entropy_grad
             )
         return tuple(_spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
 

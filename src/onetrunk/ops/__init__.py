@@ -4,9 +4,11 @@ from onetrunk.ops.advantages import AdaptiveKLController, gae, kl_estimate, toke
 from onetrunk.ops.logprobs import fused_token_logprobs, token_logprobs
 from onetrunk.ops.losses import bradley_terry_loss, policy_loss, value_loss
 from onetrunk.ops.masking import masked_whiten
+from onetrunk.ops.running_softmax import Head
 
 __all__ = [
     "AdaptiveKLController",
+    "Head",
     "bradley_terry_loss",
     "fused_token_logprobs",
     "gae",

@@ -12,8 +12,7 @@ That is the order of transformers: Cohere multiplies by its `logit_scale`, Grani
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,48 +23,27 @@ from torch.autograd.function import once_differentiable
 from onetrunk.ops.logprob_tiles import Chunk
 from onetrunk.ops.masking import at_least_float32
 from onetrunk.ops.running_softmax import Head
+from onetrunk.ops.vocab_parallel import ShardChunk
 
 # Measured on CPU: products run at full speed if the tiles stay in the cache. A GPU needs larger products.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
 
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(hidden: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logprob of every target and the entropy of its distribution, from all [N, V] logits.
 
     The naive twin of `fused_token_logprobs`; differentiable in every tensor.
 
     Args:
         hidden: [N, H] states that predict the targets, after the final norm.
-        weight: [V, H] of the head, in the dtype of hidden.
+        head: whole, in the dtype of hidden.
         targets: [N] int64 token ids.
-        temperature: divides the logits, above 0.
-        bias: [V] of the head, or None.
-        softcap: bound of soft-capping, above 0, or None.
-        logit_scale: multiplies the logits before soft-capping.
 
     Returns:
         logprobs [N] and entropy [N] in nats, both float32 (float64 for float64 input).
-
-    Raises:
-        ValueError: temperature or softcap is not above 0.
     """
-    Head(weight, bias, temperature, softcap, logit_scale)  # checks the ranges
-    logits = at_least_float32(F.linear(hidden, weight, bias))
-    if logit_scale != 1:
-        logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if temperature != 1:
-        logits = logits / temperature
+    logits = head.transform(at_least_float32(F.linear(hidden, head.weight, head.bias)))
     all_logprobs = F.log_softmax(logits, dim=-1)
     logprobs = all_logprobs.gather(-1, targets[:, None]).squeeze(-1)
     return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
@@ -73,12 +51,8 @@ def token_logprobs(
 
 def fused_token_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    head: Head,
     targets: Tensor,
-    temperature: float = 1.0,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     *,
     chunk_size: int | None = None,
     chunk_bytes: int | None = None,
@@ -93,10 +67,9 @@ def fused_token_logprobs(
 
     Args:
         hidden: [N, H]; the gradient flows here only. N may be 0.
-        weight: [V, H], frozen, in the dtype of hidden.
+        head: frozen, in the dtype of hidden. With a shard (v rows, v may be 0) all processes of its group make this
+            call with the same hidden states and targets, and get the same results and the whole gradient.
         targets: [N] int64 in 0..V-1.
-        temperature, softcap, logit_scale: as in `token_logprobs`.
-        bias: [V], frozen, or None.
         chunk_size: most tokens of a tile, at least 1; None: chosen by the device. Every chunk reads the head once.
         chunk_bytes: most bytes of a tile's logits in float32 (float64 for float64 input), which sets its number of
             columns; None: chosen by the device.
@@ -106,35 +79,33 @@ def fused_token_logprobs(
         logprobs [N] and entropy [N] in nats, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: weight or bias requires grad, a shape does not fit, temperature or softcap is not above 0, or a
-            target is outside the vocabulary (checked on a CPU only; elsewhere its logprob is NaN).
+        ValueError: weight or bias requires grad, a shape does not fit, or a target is outside the vocabulary (checked
+            on a CPU only; elsewhere its logprob is NaN).
 
     Source: gradient of the log-softmax; forming it in the forward: Liger Kernel (2410.10989).
     """
-    check_operands(hidden, weight, targets, bias, len(weight))
-    head = Head(autocast_once(weight), autocast_once(bias), temperature, softcap, logit_scale)
-    return logprobs_by_tiles(hidden, targets, head, chunk_size, chunk_bytes, entropy_grad)[:2]
+    return fused_logprobs_and_top1(hidden, head, targets, chunk_size, chunk_bytes, entropy_grad)[:2]
 
 
-def logprobs_by_tiles(
+def fused_logprobs_and_top1(
     hidden: Tensor,
-    targets: Tensor,
     head: Head,
+    targets: Tensor,
     chunk_size: int | None = None,
     chunk_bytes: int | None = None,
     entropy_grad: bool = False,
-    new_chunk: Callable[..., Chunk] = Chunk,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `fused_token_logprobs` returns, over checked operands, and whether no logit is above the target's.
+    """Return what `fused_token_logprobs` returns, and a bool [N]: whether no logit is above that of the target.
 
-    `new_chunk` makes the Chunks.
+    Arguments and errors as there.
     """
+    _check_operands(hidden, head, targets)
+    head = replace(head, weight=_autocast_once(head.weight), bias=_autocast_once(head.bias))
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
     # Decided here: inside the forward of a Function grad mode is off, and needs_input_grad ignores torch.no_grad().
     wants_grad = torch.is_grad_enabled() and hidden.requires_grad
     sizes = (chunk_size or CHUNK_TOKENS[device], chunk_bytes or CHUNK_BYTES[device])
-    tiling = _Tiling(*sizes, wants_grad, wants_grad and entropy_grad, new_chunk)
-    return _FusedTokenLogprobs.apply(hidden, targets, head, tiling)
+    return _FusedTokenLogprobs.apply(hidden, targets, head, _Tiling(*sizes, wants_grad, wants_grad and entropy_grad))
 
 
 @dataclass(frozen=True)
@@ -145,7 +116,6 @@ class _Tiling:
     chunk_bytes: int
     wants_grad: bool
     entropy_grad: bool
-    new_chunk: Callable[..., Chunk]
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """Return the tokens of every chunk: as few chunks as possible, of about the same size."""
@@ -163,7 +133,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: Head, tiling: _Tiling) -> tuple[Tensor, ...]:
         ctx.hidden_dtype = hidden.dtype
-        hidden = autocast_once(hidden)
+        hidden, new_chunk = _autocast_once(hidden), Chunk if head.shard is None else ShardChunk
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
         is_top1 = hidden.new_empty(len(hidden), dtype=torch.bool)
@@ -173,7 +143,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in tiling.chunks(len(hidden)):
                 width = tiling.width(rows.stop - rows.start, dtype)
-                chunk = tiling.new_chunk(hidden[rows], targets[rows], head, width, *wanted)
+                chunk = new_chunk(hidden[rows], targets[rows], head, width, *wanted)
                 logprobs[rows], entropy[rows], *chunk_grads = chunk.run()
                 is_top1[rows] = chunk.sums.target >= chunk.sums.highest
                 for grad, chunk_grad in zip(grads, chunk_grads, strict=True):
@@ -193,27 +163,26 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         return grad.to(ctx.hidden_dtype), None, None, None
 
 
-def check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, vocab_size: int) -> None:
-    """Raise the ValueErrors of `fused_token_logprobs`; `vocab_size` bounds the targets."""
-    for name, tensor in (("weight", weight), ("bias", bias)):
+def _check_operands(hidden: Tensor, head: Head, targets: Tensor) -> None:
+    for name, tensor in (("weight", head.weight), ("bias", head.bias)):
         if tensor is not None and tensor.requires_grad:
             raise ValueError(
                 f"the {name} of the head requires grad, but fused_token_logprobs gives gradients to the hidden states "
                 f"only; freeze the head with requires_grad_(False), or use token_logprobs"
             )
-    if hidden.dim() != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+    if hidden.dim() != 2 or hidden.shape[1] != head.weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"hidden is {list(hidden.shape)}, weight {list(weight.shape)} and targets {list(targets.shape)}; "
+            f"hidden is {list(hidden.shape)}, weight {list(head.weight.shape)} and targets {list(targets.shape)}; "
             f"expected [N, H], [V, H] and [N]"
         )
-    if targets.device.type == "cpu" and len(targets) and not 0 <= targets.min() <= targets.max() < vocab_size:
+    if targets.device.type == "cpu" and len(targets) and not 0 <= targets.min() <= targets.max() < head.vocab_size:
         raise ValueError(
             f"targets go from {targets.min()} to {targets.max()}; expected token ids of the head's vocabulary, 0 to "
-            f"{vocab_size - 1}"
+            f"{head.vocab_size - 1}"
         )
 
 
-def autocast_once(tensor: Tensor | None) -> Tensor | None:
+def _autocast_once(tensor: Tensor | None) -> Tensor | None:
     """Return the tensor in the dtype of autocast, if that is on."""
     # Autocast caches no copy of a frozen tensor: it would cast the head again in every product of every tile.
     if tensor is None or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(tensor.device.type):

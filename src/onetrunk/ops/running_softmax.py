@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
+class VocabShard:
+    """The rows of the head that this process holds.
+
+    Args:
+        first: vocabulary id of its first row.
+        vocab_size: rows of all processes.
+        group: the processes that hold the head together; None: all.
+    """
+
+    first: int
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Head:
-    """A frozen language-model head and the transformations of its logits; fields as in `logprobs.token_logprobs`."""
+    """A language-model head: `softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
+
+    Args:
+        weight: [V, H].
+        bias: [V], or None.
+        temperature: divides the logits, above 0.
+        softcap: bound of soft-capping, c * tanh(logits / c), above 0; or None.
+        logit_scale: multiplies the logits before soft-capping.
+        shard: which rows the weight and the bias have, if the vocabulary is split over processes; None: all.
+
+    Raises:
+        ValueError: temperature or softcap is not above 0.
+    """
 
     weight: Tensor
-    bias: Tensor | None
-    temperature: float
-    softcap: float | None
-    logit_scale: float
+    bias: Tensor | None = None
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    shard: VocabShard | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -25,9 +55,30 @@ class Head:
             raise ValueError(f"softcap is {self.softcap}; set a number above 0, or None for no soft-capping")
 
     @property
+    def vocab_size(self) -> int:
+        return len(self.weight) if self.shard is None else self.shard.vocab_size
+
+    @property
     def factor(self) -> float:
         """Product of the factors on every logit, before and after soft-capping."""
         return self.logit_scale / self.temperature
+
+    def local(self) -> Head:
+        """Return the head with the rows of this process, where tensor parallelism has divided the weight."""
+        if not isinstance(self.weight, DTensor):
+            return self
+        mesh, rows = self.weight.device_mesh, len(self.weight)
+        first = min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+        bias = None if self.bias is None else self.bias.to_local()
+        return replace(self, weight=self.weight.to_local(), bias=bias, shard=VocabShard(first, rows, mesh.get_group()))
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """Return scaled, capped and cooled logits of the products hidden @ weight.T + bias."""
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits / self.temperature if self.temperature != 1 else logits
 
     def damping(self, logits: Tensor) -> Tensor | None:
         """Return the factor by which soft-capping lowers the slope of the logits, or None without soft-capping."""

@@ -2,7 +2,7 @@
 
 `_heartbeat-RANK.json` in the output folder is replaced when work makes progress, at most once per second. Only
 progress renews it, so a process that hangs is recognised by the age of its file. If the connection to another process
-breaks, or its answer does not come, the files say which process is lost.
+breaks, the files say which process is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from onetrunk.parallel.stages import StageLost, is_broken_link
+from onetrunk.parallel.stages import is_broken_link
 from onetrunk.utils.files import atomic_path, delete_temporaries, parse_json
 from onetrunk.utils.redaction import redact
 
@@ -29,14 +29,11 @@ logger = logging.getLogger(__name__)
 
 # Least seconds between two writes: steps may be short, and the folder may be on a network.
 INTERVAL_S = 1.0
-# How often a process that waits looks at the others, and how long one whose connection broke waits for their signs.
-LOOK_S, GRACE_S = 5.0, 10.0
+# How long a process whose connection broke waits for a sign of who is lost.
+GRACE_S = 10.0
 START, TRAIN, GATHER, UPDATE, SAVE, FAILED = "start", "train", "gather", "update", "save", "failed"
 # In these phases a process may be waiting for the others.
 WAITING = (TRAIN, GATHER, UPDATE, SAVE)
-GONE, STOPPED = "was killed or crashed", "is stopped (SIGSTOP or a debugger)"
-# By the state of a process in /proc.
-FATES = {"Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}
 
 
 class LostRanks(RuntimeError):
@@ -74,7 +71,7 @@ class Beat:
 
     @property
     def fate(self) -> str | None:
-        """What became of the process, in words, if that is certain: it failed, or is gone or stopped on this machine.
+        """What became of the process, in words, if that is certain: it failed, or has ended on this machine.
 
         A process that failed because it lost another one has none.
         """
@@ -84,9 +81,10 @@ class Beat:
             return None
         try:
             # The name before the state may contain anything, also parentheses.
-            return FATES.get(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0])
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            return GONE
+            state = "X"
+        return "was killed or crashed" if state in "ZX" else None
 
     def __str__(self) -> str:
         who = f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -141,10 +139,7 @@ class Heartbeat(TrainerCallback):
         self.step: int | None = None
         self.rollout: int | None = None
         self._error: str | None = None
-        self._is_writable, self._has_lost = True, False
-        self._written, self._progress = 0.0, time.monotonic()
-
-    # --- writing ----------------------------------------------------------------------------------------------------
+        self._is_writable, self._written = True, 0.0
 
     def enter(self, phase: str, is_due: bool = False) -> None:
         """Record that a phase begins; the file is written at once if that `is_due`."""
@@ -163,21 +158,14 @@ class Heartbeat(TrainerCallback):
 
     def beat(self, is_due: bool = False) -> None:
         """Record progress. Cheap enough for every token: the file is written now and then, or if it `is_due`."""
-        self._progress = time.monotonic()
-        if is_due or self._progress - self._written >= INTERVAL_S:
+        if is_due or time.monotonic() - self._written >= INTERVAL_S:
             self._write()
 
     @property
-    def silence_s(self) -> float:
-        """Seconds since this process last recorded progress."""
-        return time.monotonic() - self._progress
-
-    @property
     def now(self) -> Beat:
-        """What the file says once it is written."""
-        moment = time.time() - self.silence_s
+        """What the file says if it is written now."""
         place = (self.phase, self.step, self.rollout)
-        return Beat(self.rank, socket.gethostname(), os.getpid(), moment, *place, self._error)
+        return Beat(self.rank, socket.gethostname(), os.getpid(), time.time(), *place, self._error)
 
     def _write(self) -> None:
         if not self._depth or not self._is_writable or not self.path.parent.is_dir():
@@ -191,15 +179,12 @@ class Heartbeat(TrainerCallback):
                 self._is_writable = False
                 logger.warning(f"{self.path} cannot be written ({failure}); the run continues without heartbeats")
 
-    # --- the life of a run ------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
-    def running(self, world_size: int, timeout_s: float | None = None) -> Iterator[None]:
+    def running(self, world_size: int) -> Iterator[None]:
         """Write heartbeats inside the block; the outermost one deletes the file if it ends without an error.
 
         Args:
             world_size: number of processes.
-            timeout_s: of the process group (`ddp_timeout`), for a thread that ends this process if it waits in vain.
 
         Raises:
             LostRanks: instead of an error of the connection to another process.
@@ -211,16 +196,12 @@ class Heartbeat(TrainerCallback):
             self.beat(is_due=True)
             if self.rank == 0:
                 self._delete_others()
-        is_over = threading.Event()
-        if timeout_s is not None and world_size > 1:
-            threading.Thread(target=self._watch, args=(is_over, timeout_s), daemon=True, name="heartbeats").start()
         try:
             yield
         except Exception as error:
             self._explain(error)
             raise
         finally:
-            is_over.set()
             self._depth -= 1
             if self._depth == 0 and self.phase != FAILED:
                 self.delete()
@@ -247,50 +228,11 @@ class Heartbeat(TrainerCallback):
         self.phase, self._error = FAILED, "" if is_broken else redact(f"{type(error).__name__}: {error}")[:500]
         self._write()
         if is_broken:
-            if isinstance(error, StageLost):
-                place += f", where it waited for {error.peer} of the pipeline"
-            raise LostRanks(self._message(place, GRACE_S)) from error
-
-    def _message(self, place: str, grace_s: float) -> str:
-        lost = describe_lost(self.path.parent, self.rank, self.world_size, grace_s)
-        return (
-            f"rank {self.rank} lost the connection to another process {place}: {lost}. Look at the log of the rank"
-            " that is named first, then run the same command with --resume auto to resume from the last checkpoint"
-        )
-
-    # --- watching the others ----------------------------------------------------------------------------------------
-
-    def _watch(self, is_over: threading.Event, timeout_s: float) -> None:
-        limit_s = timeout_s - min(30.0, 0.1 * timeout_s)
-        while not is_over.wait(min(LOOK_S, limit_s / 10)):
-            if self._progress > self._written:  # What came too soon after a write.
-                self._write()
-            message = self.check(limit_s)
-            if message is not None:
-                # The others must not take this process for the lost one.
-                self.phase, self._error = FAILED, ""
-                self._write()
-                logger.error(message)
-                os._exit(1)
-
-    def check(self, limit_s: float) -> str | None:
-        """Return why this process must end, or None: it waits for one that is gone, or longer than `limit_s`.
-
-        A wait for a process that hangs raises no error that Python could translate: NCCL's watchdog aborts the process
-        with a stack trace of C++, and transformers does not pass `ddp_timeout` on to gloo.
-        """
-        silence, had_lost, self._has_lost = self.silence_s, self._has_lost, False
-        if self.phase not in WAITING or silence < min(LOOK_S, limit_s / 10):
-            return None
-        others = [read_beat(self.path.parent, rank) for rank in range(self.world_size) if rank != self.rank]
-        # A stopped process may continue. Two looks, because an error may be on its way through the main thread, which
-        # can end the run better.
-        self._has_lost = any(beat is not None and beat.fate not in (None, STOPPED) for beat in others)
-        if silence < limit_s and not (had_lost and self._has_lost):
-            return None
-        return self._message(self.now.place, grace_s=0.0)
-
-    # --- events of a trainer ----------------------------------------------------------------------------------------
+            lost = describe_lost(self.path.parent, self.rank, self.world_size)
+            raise LostRanks(
+                f"rank {self.rank} lost the connection to another process {place}: {lost}. Look at the log of the rank"
+                " that is named first, then run the same command with --resume auto to resume from the last checkpoint"
+            ) from error
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.step = state.global_step
@@ -301,9 +243,6 @@ class Heartbeat(TrainerCallback):
         self.beat()
 
     on_substep_end = on_step_end = on_prediction_step = on_step_begin
-
-
-# --- which process is lost ------------------------------------------------------------------------------------------
 
 
 def is_connection_error(error: BaseException | None) -> bool:

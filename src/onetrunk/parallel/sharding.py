@@ -220,11 +220,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if layout is None or world_size == 1 or is_sharded(model) or is_divided(model):
         return None
-    if not isinstance(model, PeftModel):
-        raise ValueError(
-            "FSDP2 shards the frozen base here, and all weights of this model train; set use_peft: true, or launch"
-            " with accelerate_configs/ddp.yaml"
-        )
+    require_adapters(model, "FSDP2 shards")
     if any(type(p).__name__ == "Int8Params" for p in model.parameters()):
         raise ValueError(
             "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
@@ -233,9 +229,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     if device.type == "cpu":
         return_freed_memory()
     replicas, shards = layout.sizes(world_size)
-    whole_bytes = local_bytes(model)
-    keep_identity(model.get_base_model())
-    require_one_base(model)
+    whole_bytes = begin_sharing(model)
     kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
     shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -247,15 +241,44 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     cast_now(model)
     fully_shard(model, mesh=mesh, ignored_params=kept)
     model.to(device)
+    ignore_frozen(model)
+    how = f"fsdp2: the frozen base is sharded over {shards} processes"
+    return share_line(model, how, whole_bytes, replicas)
+
+
+def require_adapters(model: nn.Module, what: str) -> None:
+    """Raise ValueError for a model without adapters, all of whose weights train; `what` begins the message."""
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            f"{what} the frozen base here, and all weights of this model train; set use_peft: true, or launch with"
+            " accelerate_configs/ddp.yaml"
+        )
+
+
+def begin_sharing(model: PeftModel) -> int:
+    """Keep what identifies a base while every process has all of it; return the bytes of the model's weights.
+
+    Raises:
+        RuntimeError: the processes loaded different bases.
+    """
+    keep_identity(model.get_base_model())
+    require_one_base(model)
+    return local_bytes(model)
+
+
+def ignore_frozen(model: nn.Module) -> None:
+    """Let DDP leave alone what never changes: it would make the shares of all processes equal to the first's."""
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    # DDP would broadcast and reduce what never changes.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, frozen + [name for name, _ in model.named_buffers()]
     )
-    copies = "" if replicas == 1 else f", {replicas} copies"
+
+
+def share_line(model: nn.Module, how: str, whole_bytes: int, copies: int) -> str:
+    """Return a line for the user on how processes share the base, and how many bytes this process holds."""
     return (
-        f"fsdp2: the frozen base is sharded over {shards} processes{copies}: {local_bytes(model) / 2**20:,.1f} of"
-        f" {whole_bytes / 2**20:,.1f} MiB of weights on each; adapters and heads are replicated (DDP)"
+        f"{how}{'' if copies == 1 else f', {copies} copies'}: {local_bytes(model) / 2**20:,.1f} of"
+        f" {whole_bytes / 2**20:,.1f} MiB of weights on this process; adapters and heads are replicated"
     )
 
 
@@ -368,11 +391,6 @@ def replicas_of_what_trains(model: nn.Module) -> Iterator[None]:
         accelerate.accelerator.model_has_dtensor = original
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights on this process: of a sharded or divided one, its share."""
-    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
-
-
 @contextlib.contextmanager
 def gathered(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """Hold every weight whole on every process inside the block, where forwards are no longer collective.
@@ -413,5 +431,5 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights that this process holds between forwards."""
+    """Return the bytes of weights that this process holds between forwards: of a shared base, its share."""
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())

@@ -1,39 +1,220 @@
-"""Train a trunk whose layers are divided over the processes of a pipeline, so that none of them holds the whole base.
+"""Train a model whose layers are divided over the processes of a pipeline, so that none of them holds the whole base.
 
-A microbatch is a pack. What this shares with other models that train in stages is in `training_stage.py`.
+`Stage` runs microbatches through the stages, for any kind of model: a microbatch of `StagedTrunk` is a pack, and one
+of `StagedScorer` (a reward adapter) is a block of rows. The schedule is 1F1B of torch.distributed.pipelining: as soon
+as the last stage has run the forward of one microbatch, every stage alternates between a backward and a forward.
+
+What trains (adapters, heads) stays whole on every process, as with FSDP2 and tensor parallelism. A stage computes the
+gradients of its own layers; `reduce_gradients` adds those of all processes. So optimizer state, clipping, checkpoints
+and the saved PEFT folder are those of one process.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from onetrunk.costs import SCORED_AT_ONCE
+from onetrunk.models.base_model import active_dropout, backbone, computes, decoder_layers, probe_inputs
+from onetrunk.models.frozen_prefix import only_between
+from onetrunk.models.reward_model import score_layer
 from onetrunk.models.speedups.padding_free import token_grid
 from onetrunk.models.trunk import PackOutput, StageInput, TrunkModel
-from onetrunk.parallel.stages import LayerSplit
-from onetrunk.parallel.training_stage import (
-    Stage,
-    StagePlace,
-    base_obstacle,
-    divide_layers,
-    reduce_gradients,
-    staged,
-)
+from onetrunk.parallel.stages import LayerSplit, StagePlace, base_obstacle, divide_layers, naming_lost_stage
 from onetrunk.types import Pack
 
+STAGED = "onetrunk_staged"
+# What stages do together, where one of them is lost.
+WHEN = "the model scored or was updated"
 # The outputs of each role, by the shape that they have: of the completions [R, C], or one per row [R].
 OUTPUTS = {
     "policy": {"logprobs": 2, "entropy": 2},
     "value": {"values": 2, "next_values": 1},
     "reference": {"ref_logprobs": 2},
 }
-# Takes the number of a pack and a model that runs the rest of its forward; returns the pack's loss.
-LossOf = Callable[[int, Callable[..., PackOutput]], Tensor]
+# input_ids and attention_mask [b, T] of a microbatch.
+Rows = dict[str, Tensor]
+# Takes the number of a microbatch and a model that runs the rest of its forward; returns the microbatch's loss.
+LossOf = Callable[[int, Callable[..., Any]], Tensor]
+
+
+def staged(model: nn.Module) -> Any | None:
+    """Return the stage of a model whose layers are divided, wrapped in DDP or not; None for any other model."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return vars(base).get(STAGED)
+
+
+@torch.no_grad()
+def reduce_gradients(model: nn.Module) -> None:
+    """Add the gradients of all processes; a weight that has one on any of them then has it on all.
+
+    Each process has those of its own layers, and of its own rows if there are several pipelines.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with naming_lost_stage(staged(model).stage, dist.get_world_size(), WHEN):
+        has_gradient = torch.tensor([float(p.grad is not None) for p in trained], device=trained[0].device)
+        dist.all_reduce(has_gradient)
+        reduced = [p for p, count in zip(trained, has_gradient.tolist(), strict=True) if count]
+        if not reduced:
+            return
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reduced])
+        dist.all_reduce(flat)
+    for parameter, gradient in zip(reduced, flat.split([p.numel() for p in reduced]), strict=True):
+        # The value head is float32 also beside adapters in float64.
+        parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+
+
+# --- microbatches through all stages --------------------------------------------------------------------------------
+
+
+class Microbatches(Protocol):
+    """What all stages run together."""
+
+    # Tokens of each microbatch.
+    lengths: Sequence[int]
+
+    def forward(self, number: int, states: tuple[Tensor, ...] | None) -> Any:
+        """Return the states [N, H] after the layers of this stage; of the last stage the model's output."""
+
+    def require_same(self, number: int, asked: dict[str, Any]) -> None:
+        """Raise ValueError if a loss calls the model with other keywords than `forward` does."""
+
+    def streams(self, layer: int) -> Sequence[bool]:
+        """Return for each tensor of states that enters a layer whether it has a gradient."""
+
+    def shapes(self, number: int) -> dict[str, Sequence[int]]:
+        """Return the shapes of the outputs."""
+
+
+class Stage:
+    """This process's stage of a model. `run` is collective: all stages call it on the same microbatches.
+
+    Args:
+        model: without the frozen weights of other stages.
+        place: of this process.
+    """
+
+    def __init__(self, model: PeftModel, place: StagePlace):
+        self.layers, self.stage, self.num_stages, self.group = place.layers, place.stage, place.num_stages, place.group
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
+        layer = decoder_layers(model)[self.layers.start]
+        self.dtype = next(p.dtype for p in layer.parameters() if p.is_floating_point())
+        self.device = next(p.device for p in model.parameters() if p.requires_grad)
+        self.hidden_size = backbone(model).config.get_text_config().hidden_size
+        # Where `staged` finds it.
+        vars(model.get_base_model())[STAGED] = self
+
+    def run(self, batches: Microbatches, loss_of: LossOf | None = None) -> list[dict[str, Tensor]]:
+        """Run microbatches through all stages; return the outputs of each, without gradients, on every stage.
+
+        Args:
+            batches: the microbatches.
+            loss_of: called on the last stage once per microbatch, and backwards run; None: forwards only. Each process
+                adds the gradients of its own layers, the last one also those of the head, to `.grad`.
+        """
+        module = _StageModule(self, batches, loss_of)
+        count, has_gradients = len(batches.lengths), loss_of is not None
+        # With fewer microbatches than stages all of them are in flight anyway.
+        kind = Schedule1F1B if has_gradients and count >= self.num_stages else ScheduleGPipe
+        loss = {"loss_fn": lambda loss, _: loss, "scale_grads": False} if has_gradients else {}
+        # The schedule divides these into microbatches; every stage knows the real ones.
+        inputs = (torch.zeros(count, device=self.device),) if self.is_first else ()
+        targets = torch.zeros(count, device=self.device) if self.is_last and has_gradients else None
+        with naming_lost_stage(self.stage, self.num_stages, WHEN), torch.set_grad_enabled(has_gradients):
+            stage = self._pipeline_stage(module, batches, has_gradients)
+            try:
+                kind(stage, count, **loss).step(*inputs, target=targets, return_outputs=False)
+            except RuntimeError as error:
+                # An error of the model's forward is raised as it was, without the wrapper of the library.
+                if error.__cause__ is None:
+                    raise
+                raise error.__cause__ from None
+            return self._from_last(module.outputs, [batches.shapes(number) for number in range(count)])
+
+    def _pipeline_stage(self, module: nn.Module, batches: Microbatches, has_gradients: bool) -> PipelineStage:
+        def boundary(layer: int) -> tuple[Tensor, ...]:
+            shape = (max(batches.lengths), self.hidden_size)
+            flags = [has_gradients and trains for trains in batches.streams(layer)]
+            return tuple(torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=flag) for flag in flags)
+
+        received, sent = boundary(self.layers.start), boundary(self.layers.stop)
+        if self.is_first:
+            received = (torch.empty(1, device="meta"),)
+        if self.is_last:
+            sent = (torch.empty((), device="meta", requires_grad=has_gradients),)
+        return PipelineStage(
+            module, self.stage, self.num_stages, self.device, input_args=received, output_args=sent, group=self.group
+        )
+
+    @torch.no_grad()
+    def _from_last(
+        self, outputs: Sequence[dict[str, Tensor]], shapes: Sequence[dict[str, Sequence[int]]]
+    ) -> list[dict[str, Tensor]]:
+        """Return the outputs of the last stage in float32, on every stage."""
+        places = [(number, name, torch.Size(shape)) for number, x in enumerate(shapes) for name, shape in x.items()]
+        sizes = [shape.numel() for _, _, shape in places]
+        flat = torch.empty(sum(sizes), device=self.device)
+        if self.is_last:
+            flat = torch.cat([outputs[number][name].float().flatten() for number, name, _ in places])
+        dist.broadcast(flat, dist.get_global_rank(self.group, self.num_stages - 1), group=self.group)
+        found: list[dict[str, Tensor]] = [{} for _ in shapes]
+        for (number, name, shape), part in zip(places, flat.split(sizes), strict=True):
+            found[number][name] = part.view(shape)
+        return found
+
+
+class _StageModule(nn.Module):
+    """The forward of this stage as PipelineStage calls it: once per microbatch, in their order."""
+
+    def __init__(self, stage: Stage, batches: Microbatches, loss_of: LossOf | None):
+        super().__init__()
+        # Not submodules: the schedule would look for wrappers among its modules.
+        self.__dict__.update(stage=stage, batches=batches)
+        self.loss_of = loss_of
+        self.outputs: list[dict[str, Tensor]] = []
+        self.num_done = 0
+
+    def forward(self, *received: Tensor) -> Any:
+        """Return the states for the next stage, padded to the longest; of the last stage the loss of a microbatch."""
+        number, stage, batches = self.num_done, self.stage, self.batches
+        self.num_done += 1
+        states = None if stage.is_first else tuple(tensor[: batches.lengths[number]] for tensor in received)
+        if not stage.is_last:
+            longest = max(batches.lengths)
+            # autocast's wrapper returns float32; the states have the precision of the base.
+            sent = [
+                F.pad(out.to(stage.dtype), (0, 0, 0, longest - len(out))) for out in batches.forward(number, states)
+            ]
+            return tuple(sent) if len(sent) > 1 else sent[0]
+
+        def last() -> Any:
+            output = batches.forward(number, states)
+            self.outputs.append({name: getattr(output, name).detach() for name in batches.shapes(number)})
+            return output
+
+        def model(**asked: Any) -> Any:
+            batches.require_same(number, asked)
+            return last()
+
+        if self.loss_of is not None:
+            return self.loss_of(number, model)
+        last()
+        return torch.zeros((), device=stage.device)
+
+
+# --- the trunk ------------------------------------------------------------------------------------------------------
 
 
 def keep_stage(trunk: TrunkModel, split: LayerSplit, device: torch.device) -> str:
@@ -55,9 +236,7 @@ def keep_stage(trunk: TrunkModel, split: LayerSplit, device: torch.device) -> st
 
 def training_obstacle(trunk: nn.Module) -> str | None:
     """Return why a model cannot be trained in stages, or None; it continues "is not supported"."""
-    if not isinstance(trunk, TrunkModel):
-        return "for a model whose weights all train; set use_peft: true"
-    if trunk.reward_branch is not None:
+    if isinstance(trunk, TrunkModel) and trunk.reward_branch is not None:
         return "with a reward adapter on the policy's trunk; score with a function, or with a model on a server"
     return base_obstacle(trunk, lambda name, _: name.startswith("value_head"))
 
@@ -99,22 +278,19 @@ def pack_outputs(
 
 def update_in_stages(
     model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], loss_of: LossOf, temperature: float, entropy: bool
-) -> bool:
-    """Run forward and backward over packs in the pipeline of a model; return False if it is in none.
+) -> None:
+    """Run forward and backward over packs in the pipeline of a model (`trains_in_stages`).
 
     Every stage gets the gradients, and calls `loss_of` on each pack, so that all of them have loss and stats. The
     arguments are those of `StagedTrunk.update`.
     """
     stage = staged(model)
-    if stage is None:
-        return False
     outputs = stage.update(packs, roles, loss_of, temperature, entropy)
     if not stage.is_last:
         with torch.no_grad():
             for number, output in enumerate(outputs):
                 loss_of(number, lambda output=output, **_: output)
     reduce_gradients(stage.trunk)
-    return True
 
 
 def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy: bool) -> bool:
@@ -134,21 +310,6 @@ def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy
     return True
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What all stages run together: the packs, and how."""
-
-    packs: Sequence[Pack]
-    roles: Sequence[str]
-    temperature: float
-    entropy_grad: bool
-    lengths: list[int]
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-
 class StagedTrunk(Stage):
     """This process's stage of a trunk. `outputs` and `update` are collective: all stages call them on the same packs.
 
@@ -161,20 +322,12 @@ class StagedTrunk(Stage):
         super().__init__(trunk, place)
         self.trunk = trunk
 
-    def num_tokens(self, pack: Pack) -> int:
-        """Return the tokens of a pack that cross between stages."""
-        return token_grid(self.trunk, pack, self.trunk.padding_free).num_tokens
-
-    @torch.no_grad()
     def outputs(self, packs: Sequence[Pack], roles: Sequence[str], temperature: float) -> list[PackOutput]:
         """Return the outputs of `roles` over each pack, on every stage."""
         step, found = SCORED_AT_ONCE * self.num_stages, []
         for first in range(0, len(packs), step):
-            call = self._call(packs[first : first + step], roles, temperature)
-            module = _StageModule(self, call, None)
-            self.run(module, call.lengths, self._streams_at(call), has_gradients=False)
-            found += self._shared(module.outputs, call)
-        return found
+            found += self.run(_Packs(self, packs[first : first + step], tuple(roles), temperature))
+        return [PackOutput(**tensors) for tensors in found]
 
     def base_logprobs(self, pack: Pack, temperature: float) -> Tensor:
         """Return the logprobs [R, C] of completions under the bare base, on every stage; collective."""
@@ -194,96 +347,245 @@ class StagedTrunk(Stage):
     ) -> list[PackOutput]:
         """Run forward and backward over the packs; return their outputs, without gradients, on every stage.
 
-        Each process adds the gradients of its own layers, the last one also those of the value head, to `.grad`.
-
         Args:
             packs: the microbatches of the schedule.
             roles: "policy", "value" or both.
             loss_of: called on the last stage once per pack.
             temperature, entropy_grad: as TrunkModel takes them.
         """
-        call = self._call(packs, roles, temperature, entropy_grad)
-        module = _StageModule(self, call, loss_of)
-        self.run(module, call.lengths, self._streams_at(call), has_gradients=True)
-        return self._shared(module.outputs, call)
-
-    def _call(
-        self, packs: Sequence[Pack], roles: Sequence[str], temperature: float, entropy_grad: bool = False
-    ) -> _Call:
-        lengths = [self.num_tokens(pack) for pack in packs]
-        return _Call(packs, tuple(roles), temperature, entropy_grad, lengths)
-
-    def _streams_at(self, call: _Call) -> Callable[[int], Sequence[bool]]:
-        return lambda layer: self._streams(layer, call.roles)
-
-    def _streams(self, layer: int, roles: Sequence[str]) -> list[bool]:
-        """Return which states enter a layer, by whether they get gradients."""
-        # The layers below the cut run once for all roles, without gradient.
-        return list(self.trunk.streams(roles).values()) if layer > self.trunk.cut else [False]
-
-    def _shared(self, outputs: Sequence[PackOutput], call: _Call) -> list[PackOutput]:
-        """Return the outputs of the last stage, on every stage."""
-        places = [
-            (number, name, pack.completion_mask.shape[:dims])
-            for number, pack in enumerate(call.packs)
-            for role in call.roles
-            for name, dims in OUTPUTS[role].items()
-        ]
-        sizes = [shape.numel() for _, _, shape in places]
-        flat = None
-        if self.is_last:
-            flat = torch.cat([getattr(outputs[number], name).detach().float().flatten() for number, name, _ in places])
-        flat = self.from_last(flat, sum(sizes))
-        found: list[dict[str, Tensor]] = [{} for _ in call.packs]
-        for (number, name, shape), part in zip(places, flat.split(sizes), strict=True):
-            found[number][name] = part.view(shape)
-        return [PackOutput(**tensors) for tensors in found]
+        batches = _Packs(self, packs, tuple(roles), temperature, entropy_grad)
+        return [PackOutput(**tensors) for tensors in self.run(batches, loss_of)]
 
 
-class _StageModule(nn.Module):
-    """The forward of this stage as PipelineStage calls it: once per pack, in their order."""
+@dataclass
+class _Packs:
+    """Packs as microbatches, and how the trunk runs over them."""
 
-    def __init__(self, stage: StagedTrunk, call: _Call, loss_of: LossOf | None):
-        super().__init__()
-        # Not a submodule: the schedule would look for wrappers among its modules.
-        self.__dict__["stage"] = stage
-        self.call, self.loss_of = call, loss_of
-        self.outputs: list[PackOutput] = []
-        self.num_done = 0
+    stage: StagedTrunk
+    packs: Sequence[Pack]
+    roles: tuple[str, ...]
+    temperature: float
+    entropy_grad: bool = False
 
-    def forward(self, *received: Tensor) -> Any:
-        """Return the states for the next stage, padded to the longest pack; of the last stage the loss of a pack."""
-        number, stage, call = self.num_done, self.stage, self.call
-        self.num_done += 1
-        length = call.lengths[number]
-        states = None if stage.is_first else tuple(tensor[:length] for tensor in received)
+    def __post_init__(self) -> None:
+        trunk = self.stage.trunk
+        self.lengths = [token_grid(trunk, pack, trunk.padding_free).num_tokens for pack in self.packs]
 
-        def run(*, pack: Pack | None = None, **others: Any) -> Any:
-            others.pop("states", None)
-            differs = [name for name, value in others.items() if value != getattr(call, name, None)]
-            if differs or (pack is not None and pack is not call.packs[number]):
-                raise ValueError(
-                    "with pipeline_training compute_loss must call the model on the experience's pack, with roles"
-                    f" {call.roles}, temperature {call.temperature} and entropy_grad {call.entropy_grad}, because the"
-                    f" stages before have run it so; here {', '.join(differs) or 'the pack'} differs"
-                )
-            return stage.trunk(
-                pack=call.packs[number],
-                roles=call.roles,
-                temperature=call.temperature,
-                entropy_grad=call.entropy_grad,
-                stage=StageInput(stage.layers, states, stage.is_last),
+    def forward(self, number: int, states: tuple[Tensor, ...] | None) -> Any:
+        return self.stage.trunk(
+            pack=self.packs[number],
+            roles=self.roles,
+            temperature=self.temperature,
+            entropy_grad=self.entropy_grad,
+            stage=StageInput(self.stage.layers, states, self.stage.is_last),
+        )
+
+    def require_same(self, number: int, asked: dict[str, Any]) -> None:
+        settings = {name: value for name, value in asked.items() if name not in ("pack", "states")}
+        differs = [name for name, value in settings.items() if value != getattr(self, name, None)]
+        if differs or asked.get("pack", self.packs[number]) is not self.packs[number]:
+            raise ValueError(
+                "with pipeline_training compute_loss must call the model on the experience's pack, with roles"
+                f" {self.roles}, temperature {self.temperature} and entropy_grad {self.entropy_grad}, because the"
+                f" stages before have run it so; here {', '.join(differs) or 'the pack'} differs"
             )
 
-        if not stage.is_last:
-            return stage.sent(run(), call.longest)
-        if self.loss_of is None:
-            self.outputs.append(run())
-            return torch.zeros((), device=stage.device)
+    def streams(self, layer: int) -> Sequence[bool]:
+        # The layers below the cut run once for all roles, without gradient.
+        trunk = self.stage.trunk
+        return list(trunk.streams(self.roles).values()) if layer > trunk.cut else [False]
 
-        def kept(**keywords: Any) -> PackOutput:
-            output = run(**keywords)
-            self.outputs.append(PackOutput(*(None if x is None else x.detach() for x in output)))
+    def shapes(self, number: int) -> dict[str, Sequence[int]]:
+        shape = self.packs[number].completion_mask.shape
+        return {name: shape[:dims] for role in self.roles for name, dims in OUTPUTS[role].items()}
+
+
+# --- a reward adapter -----------------------------------------------------------------------------------------------
+
+
+def keep_scorer_stage(model: PeftModel, split: LayerSplit, device: torch.device) -> str:
+    """Drop the frozen weights of other stages from a reward adapter's base, as `divide_layers`; return its line.
+
+    Raises:
+        ValueError: the model cannot be trained in stages; the message says why.
+        RuntimeError: the processes loaded different bases.
+    """
+    obstacle = scorer_obstacle(model)
+    if obstacle is not None:
+        raise ValueError(f"pipeline_training is not supported {obstacle}")
+    verify_stages(model, split)
+    num_parameters = model.get_base_model().num_parameters(exclude_embeddings=True)
+    place, line = divide_layers(model, split, device)
+    StagedScorer(model, place, num_parameters)
+    return line
+
+
+def scorer_obstacle(model: nn.Module) -> str | None:
+    """Return why a reward model cannot be trained in stages, or None; it continues "is not supported"."""
+    head = {id(parameter) for parameter in score_layer(model).parameters()} if isinstance(model, PeftModel) else set()
+    obstacle = base_obstacle(model, lambda _, parameter: id(parameter) in head)
+    if obstacle is not None:
+        return obstacle
+    dropout = active_dropout(model)
+    if dropout is not None:
+        return f"with dropout ({dropout}), which every stage would draw for itself; set it to 0"
+    return None
+
+
+class StagedScorer(Stage):
+    """This process's stage of a reward adapter. It replaces the forward of the base, which is collective from now on.
+
+    Every stage runs the forward of the sequence-classification model itself, with the layers of other stages and the
+    embedding replaced by stand-ins, so masks, positions and the place of the score are the model's own. A forward
+    without gradients, as in an evaluation, goes through the pipeline too: all stages call it on the same rows.
+
+    Args:
+        model: a PEFT model for sequence classification, without the frozen weights of other stages.
+        place: of this process.
+        num_parameters: of the whole model, without its embeddings.
+    """
+
+    def __init__(self, model: PeftModel, place: StagePlace, num_parameters: int):
+        super().__init__(model, place)
+        base = model.get_base_model()
+        self.model, self.num_parameters = model, num_parameters
+        self.layer_forward = LayerForward(model, self.layers)
+        self._updating: _Blocks | None = None
+        base.forward = self._forward
+
+    def scores(self, rows: Rows) -> Tensor:
+        """Return the scores [n, 1] of rows, float32 and without gradients, on every stage."""
+        num_rows = len(rows["input_ids"])
+        size = -(-num_rows // min(num_rows, SCORED_AT_ONCE * self.num_stages))
+        blocks = [{name: tensor[i : i + size] for name, tensor in rows.items()} for i in range(0, num_rows, size)]
+        return torch.cat([found["logits"] for found in self.run(_Blocks(self, blocks))])
+
+    def update(self, blocks: Sequence[Rows], loss_of: LossOf) -> list[SequenceClassifierOutput]:
+        """Run forward and backward over blocks of rows; return their outputs, without gradients, on every stage.
+
+        Args:
+            blocks: the microbatches of the schedule.
+            loss_of: called on the last stage once per block.
+        """
+        self._updating = _Blocks(self, blocks, has_gradients=True)
+        try:
+            return [SequenceClassifierOutput(**found) for found in self.run(self._updating, loss_of)]
+        finally:
+            self._updating = None
+
+    def _forward(self, input_ids: Tensor, attention_mask: Tensor, **others: Any) -> Any:
+        """Take the place of the base's forward."""
+        rows = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if self._updating is not None:
+            return self.layer_forward(self._updating.states, **rows, **others)
+        return SequenceClassifierOutput(logits=self.scores(rows))
+
+
+@dataclass
+class _Blocks:
+    """Blocks of rows as microbatches."""
+
+    stage: StagedScorer
+    blocks: Sequence[Rows]
+    has_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        self.lengths = [block["input_ids"].numel() for block in self.blocks]
+        self.cut = lowest_trained_layer(self.stage.model)
+        # [b, T, H] of the block that runs.
+        self.states: Tensor | None = None
+
+    def forward(self, number: int, states: tuple[Tensor, ...] | None) -> Any:
+        stage, block = self.stage, self.blocks[number]
+        self.states = None if states is None else states[0].view(*block["input_ids"].shape, stage.hidden_size)
+        # Through the forward of the adapter, which accelerate wraps in autocast. It calls `StagedScorer._forward`.
+        output = stage.model(**block) if self.has_gradients else stage.layer_forward(self.states, **block)
+        if stage.is_last:
             return output
+        # What nothing below trains from gets no gradient, whatever the model's own forward asks for.
+        return ((output.detach() if stage.layers.stop <= self.cut else output).flatten(0, 1),)
 
-        return self.loss_of(number, kept)
+    def require_same(self, number: int, asked: dict[str, Any]) -> None:
+        block = self.blocks[number]
+        differs = sorted(name for name in {**block, **asked} if asked.get(name) is not block.get(name))
+        if differs:
+            raise ValueError(
+                "with pipeline_training compute_loss must call the model once on input_ids and attention_mask of"
+                f" its inputs, because the stages before have run it so; here {', '.join(differs)} differs"
+            )
+
+    def streams(self, layer: int) -> Sequence[bool]:
+        return [layer > self.cut]
+
+    def shapes(self, number: int) -> dict[str, Sequence[int]]:
+        return {"logits": (len(self.blocks[number]["input_ids"]), 1)}
+
+
+class LayerForward:
+    """The forward of a sequence-classification model in which only some of its layers run.
+
+    Args:
+        model: wrapped by PEFT, with its own forward.
+        layers: numbers of the layers.
+    """
+
+    def __init__(self, model: PeftModel, layers: range):
+        base = model.get_base_model()
+        self.layers, self.every = layers, decoder_layers(base)
+        self.embedding, self.whole = base.get_input_embeddings(), base.forward
+
+    def __call__(self, states: Tensor | None, **inputs: Any) -> Any:
+        """Return the states [b, T, H] after the layers; with the last layer among them, the model's output.
+
+        Args:
+            states: of the layer before the first one; None if they begin at layer 0.
+            inputs: of the model.
+        """
+        with only_between(self.every, self.layers.start, self.layers.stop) as run, self._embedded(states):
+            run.received = states
+            output = self.whole(**inputs)
+        return output if self.layers.stop == len(self.every) else run.computed
+
+    @contextlib.contextmanager
+    def _embedded(self, states: Tensor | None) -> Iterator[None]:
+        """Let the embedding, whose weight later stages do not have, return tensors of the right kind."""
+        if states is None:
+            yield
+            return
+        self.embedding.forward = lambda _: states.detach()
+        try:
+            yield
+        finally:
+            del self.embedding.forward
+
+
+def lowest_trained_layer(model: PeftModel) -> int:
+    """Return the number of the lowest decoder layer with a trained weight; with none, the number of layers."""
+    layers = decoder_layers(model)
+    trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
+    return next(trained, len(layers))
+
+
+@torch.no_grad()
+def verify_stages(model: PeftModel, split: LayerSplit) -> None:
+    """Prove with 8 tokens that the stages of a split, one after the other, score as the whole model does.
+
+    Raises:
+        ValueError: they don't.
+    """
+    ids = probe_inputs(model)["input_ids"]
+    mask = torch.ones(2, ids.shape[1], dtype=torch.long)
+    mask[1, -3:] = 0
+    rows = {"input_ids": torch.cat([ids, ids.flip(1)]), "attention_mask": mask.to(ids.device)}
+
+    def in_stages() -> Tensor:
+        states: Any = None
+        for stage in range(split.num_stages):
+            states = LayerForward(model, split.layers(stage))(states, **rows)
+        return states.logits
+
+    if not computes(in_stages, expected=model.get_base_model()(**rows).logits):
+        raise ValueError(
+            f"pipeline_training is not supported for {type(model.get_base_model()).__name__}: a layer returns or reads"
+            " more than its hidden states; launch with accelerate_configs/fsdp2.yaml, which shards any base"
+        )

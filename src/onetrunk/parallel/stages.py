@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -23,6 +24,9 @@ from onetrunk.costs import ModelShape, decode_split
 from onetrunk.models.base_model import backbone, computes, decoder_layers, probe_inputs
 from onetrunk.models.frozen_prefix import StageRun, only_between
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.cast_on_read import cast_now
+from onetrunk.parallel.groups import process_mesh
+from onetrunk.parallel.sharding import begin_sharing, ignore_frozen, keep_whole_size, mark_divided, share_line
 
 # What gloo and torch.distributed say when the connection to another process breaks or its answer does not come.
 BROKEN = re.compile(
@@ -258,3 +262,89 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
 
 
 _REMEDY = "set rollout_backend to 'local', or sample on a server (use_vllm), without pipeline_training"
+
+
+# --- keeping one stage -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """The place of this process in its pipeline.
+
+    Args:
+        layers: numbers of the layers of this stage.
+        stage, num_stages: of the pipeline.
+        group: the processes of the pipeline.
+    """
+
+    layers: range
+    stage: int
+    num_stages: int
+    group: dist.ProcessGroup
+
+
+def base_obstacle(model: nn.Module, may_train: Callable[[str, nn.Parameter], bool]) -> str | None:
+    """Return why a base with adapters cannot be divided, or None; it continues "is not supported".
+
+    Args:
+        may_train: whether a parameter besides LoRA may train, by its name: that of a head.
+    """
+    if not isinstance(model, PeftModel):
+        return "for a model whose weights all train; set use_peft: true"
+    if getattr(model.get_base_model(), "quantization_method", None) is not None:
+        return "for a quantised base, whose layers load on one device at once; load it in bfloat16"
+    others = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and ".lora_" not in name and not may_train(name, p)
+    ]
+    return f"with {others[0]} among what trains; train LoRA adapters only (no modules_to_save)" if others else None
+
+
+def divide_layers(model: PeftModel, split: LayerSplit, device: torch.device) -> tuple[StagePlace, str]:
+    """Drop the frozen weights of other stages, move the rest to `device`; return the place and a line for the user.
+
+    Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
+    here) and before the trainer wraps the model.
+
+    Raises:
+        RuntimeError: the processes loaded different bases.
+    """
+    base, whole_bytes = model.get_base_model(), begin_sharing(model)
+    keep_whole_size(base)
+    mesh = process_mesh(split.num_stages)["tensor"]
+    stage = mesh.get_local_rank()
+    for number, layer in enumerate(decoder_layers(model)):
+        if number not in split.layers(stage):
+            drop_frozen(layer)
+    _drop_ends(base, is_first=stage == 0, is_last=stage == split.num_stages - 1)
+    cast_now(model)
+    mark_divided(base)
+    model.to(device)
+    ignore_frozen(model)
+    how = f"pipelined training: the base is divided into stages of {', '.join(map(str, split.sizes))} layers"
+    line = share_line(model, how, whole_bytes, dist.get_world_size() // split.num_stages)
+    return StagePlace(split.layers(stage), stage, split.num_stages, mesh.get_group()), line
+
+
+def _drop_ends(base: nn.Module, is_first: bool, is_last: bool) -> None:
+    """Drop the embedding and the language model's head, if there is one, where no forward reads them."""
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    is_tied = head is not None and embedding.weight is head.weight
+    if not (is_first or (is_last and is_tied)):
+        drop_frozen(embedding)
+    if head is not None and not (is_last or (is_first and is_tied)):
+        drop_frozen(head)
+
+
+@torch.no_grad()
+def drop_frozen(module: nn.Module) -> None:
+    """Replace the frozen weights of a module by empty ones: to run it would be an error."""
+    for path, part in module.named_modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            # Frozen adapters, such as that of the reference, are saved whole.
+            if "lora_" in f"{path}.{name}" or parameter.requires_grad:
+                continue
+            part._parameters[name] = nn.Parameter(
+                torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False
+            )

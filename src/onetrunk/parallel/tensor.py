@@ -11,45 +11,42 @@ have to be gathered.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import gather_object, recursively_apply, send_to_device
 from peft import PeftModel
 from peft.tuners import lora
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from onetrunk.models.adapters import find_tuner_layers
-from onetrunk.models.base_model import active_dropout
-from onetrunk.models.loading import keep_identity
+from onetrunk.models.base_model import active_dropout, backbone, output_head
+from onetrunk.ops.logprobs import fused_logprobs_and_top1
 from onetrunk.parallel.cast_on_read import cast_now
+from onetrunk.parallel.groups import process_mesh
 from onetrunk.parallel.sharding import (
     Layout,
-    group_size,
+    begin_sharing,
+    ignore_frozen,
     is_divided,
-    local_bytes,
     mark_divided,
-    require_one_base,
+    require_adapters,
     shard_frozen,
-    training_stages,
+    share_line,
 )
 
-T = TypeVar("T")
 COLUMNS, ROWS = "colwise", "rowwise"
 # Styles of a plan that take and return whole states, so that an adapter on them is computed whole.
 WHOLE = (
@@ -60,21 +57,6 @@ WHOLE = (
     "replicated_with_grad_allreduce",
 )
 STYLES = (COLUMNS, ROWS, *WHOLE, "embedding_rowwise", "embedding_colwise")
-
-
-def process_mesh(group_size: int) -> DeviceMesh:
-    """Return the mesh ("data", "tensor") of all processes; consecutive processes form a group.
-
-    The first call is collective, also the first one after a training has ended torch.distributed and another begins.
-    """
-    return _mesh_of(dist.group.WORLD, group_size)
-
-
-@functools.cache
-def _mesh_of(_world: dist.ProcessGroup, group_size: int) -> DeviceMesh:
-    replicas = dist.get_world_size() // group_size
-    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return init_device_mesh(device_type, (replicas, group_size), mesh_dim_names=("data", "tensor"))
 
 
 def distribute_frozen(model: PeftModel, layout: Layout | None, device: torch.device) -> str | None:
@@ -102,17 +84,11 @@ def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str
         ValueError: the model cannot be divided like this; the message says why.
         RuntimeError: the processes loaded different bases.
     """
-    if not isinstance(model, PeftModel):
-        raise ValueError(
-            "tensor parallelism divides the frozen base here, and all weights of this model train; set use_peft: true,"
-            " or launch with accelerate_configs/ddp.yaml"
-        )
+    require_adapters(model, "tensor parallelism divides")
     base, size = model.get_base_model(), layout.tensor
     plan = _plan_of(base)
     _check_divisible(model, plan, size)
-    whole_bytes = local_bytes(model)
-    keep_identity(base)
-    require_one_base(model)
+    whole_bytes = begin_sharing(model)
     mesh = process_mesh(size)["tensor"]
     share = _Share(mesh.get_group(), mesh.get_local_rank(), size, mesh)
     _divide(base, mesh, plan)
@@ -122,18 +98,9 @@ def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str
             layer.forward = _DividedLora(layer, style, share)
     mark_divided(base)
     model.to(device)
-    # DDP would make the shares of all processes equal to those of the first.
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, frozen + [name for name, _ in model.named_buffers()]
-    )
-    replicas = dist.get_world_size() // size
-    copies = "" if replicas == 1 else f", {replicas} copies"
-    return (
-        f"tensor parallelism: the frozen base is divided over {size} processes{copies}:"
-        f" {local_bytes(model) / 2**20:,.1f} of {whole_bytes / 2**20:,.1f} MiB of weights on each; adapters and heads"
-        " are replicated (DDP)"
-    )
+    ignore_frozen(model)
+    how = f"tensor parallelism: the frozen base is divided over {size} processes"
+    return share_line(model, how, whole_bytes, dist.get_world_size() // size)
 
 
 def _divide(base: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
@@ -300,193 +267,50 @@ class _DividedLora:
         return F.linear(down, lora_b, bias) * layer.scaling[name]
 
 
-# --- processes that hold the same rows ---
+# --- the divided head under TRL's SFTTrainer ---
 
 
-def num_data_processes(world_size: int) -> int:
-    """Return how many processes hold different rows: a group that divides the base counts as one."""
-    return world_size // group_size()
+class FusedOutput(NamedTuple):
+    """What the loss and the metrics of SFTTrainer read of a forward; all [B, T - 1], 0 where no token is learnt."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+    label_mask: Tensor
 
 
-class DataParallel:
-    """The Accelerator as processes with different rows see it: a group that divides the base counts as one.
+def keep_head_divided(base: PreTrainedModel) -> None:
+    """Let the fused forward of TRL (`model(..., fused_lm_head=True)`) of a divided base leave its head divided.
 
-    The processes of a group sample and train on the same rows. What is reduced or gathered here counts each row once.
+    A forward without `fused_lm_head` stays
+    as it is, and so does a base with a head that is whole.
     """
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.group_size = group_size()
-
-    @property
-    def process_index(self) -> int:
-        return self.accelerator.state.process_index // self.group_size
-
-    @property
-    def num_processes(self) -> int:
-        return self.accelerator.state.num_processes // self.group_size
-
-    @property
-    def is_first_of_group(self) -> bool:
-        return self.accelerator.state.process_index % self.group_size == 0
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether other processes have the same rows as this one."""
-        return self.group_size > 1
-
-    @property
-    def layout(self) -> dict[str, int]:
-        """The numbers of processes with different rows, of those that divide matrices, and of training stages."""
-        stages = training_stages()
-        return {
-            "num_processes": self.num_processes,
-            "tensor_parallel": self.group_size // stages,
-            "training_stages": stages,
-        }
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all these processes, of equal shapes, joined along the first dimension."""
-        if self.group_size == 1:
-            return self.accelerator.gather(tensor)
-        gathered = [torch.empty_like(tensor) for _ in range(self.num_processes)]
-        dist.all_gather(gathered, tensor.contiguous(), group=self._group)
-        return torch.cat(gathered)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over these processes."""
-        if self.group_size == 1:
-            return self.accelerator.reduce(tensor, reduction="sum")
-        total = tensor.clone()
-        dist.all_reduce(total, group=self._group)
-        return total
-
-    def gather_object(self, objects: list[T]) -> list[T]:
-        """Return the lists of all these processes, joined."""
-        if self.group_size == 1:
-            return gather_object(objects)
-        gathered: list[list[T]] = [[]] * self.num_processes
-        dist.all_gather_object(gathered, objects, group=self._group)
-        return [item for part in gathered for item in part]
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return process_mesh(self.group_size)["data"].get_group()
-
-
-class GroupAccelerator(Accelerator):
-    """An Accelerator to which a group that divides the base is one process, for trainers that know of no groups.
-
-    What it deals out and reduces (rows of a DataLoader, metrics, counts) then counts each row once. What all processes
-    must agree on is not reduced with it.
-    """
-
-    @classmethod
-    def convert(cls, accelerator: Accelerator) -> None:
-        """Make an Accelerator that a trainer has created one of this class."""
-        accelerator.__class__ = cls
-
-    @property
-    def num_processes(self) -> int:
-        return DataParallel(self).num_processes
-
-    @property
-    def process_index(self) -> int:
-        return DataParallel(self).process_index
-
-    def gather(self, tensor: Any) -> Any:
-        """Return the tensors of all groups, or of nested containers of tensors, joined along the first dimension."""
-        ranks = DataParallel(self)
-        return recursively_apply(lambda own: ranks.gather(own if own.ndim else own[None]), tensor)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or the mean over the groups, times `scale` (as Accelerator.reduce)."""
-        ranks = DataParallel(self)
-        factor = scale / ranks.num_processes if reduction == "mean" else scale
-        return recursively_apply(lambda own: ranks.sum(own) * factor, tensor)
-
-
-@contextlib.contextmanager
-def forwards_of_first(model: nn.Module) -> Iterator[bool]:
-    """Let the first of all processes run forwards of a divided model on its own; yield True on it, False elsewhere.
-
-    The other processes of its group run the same forwards until its block ends, and only then enter theirs. The
-    forwards have no gradient. With a model that is not divided nothing is done.
-    """
-    is_first = is_first_process()
-    if not is_divided(model):
-        yield is_first
+    if not isinstance(output_head(base).weight, DTensor):
         return
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    group = process_mesh(group_size())["tensor"].get_group()
-    if 0 not in dist.get_process_group_ranks(group):
-        yield False
-        return
-    if not is_first:
-        _follow(base, group)
-        yield False
-        return
+    whole = base.forward
 
-    def tell(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        dist.broadcast_object_list([(base.training, args, kwargs)], src=0, group=group)
+    # The signature is read by `generate` and by Trainer.
+    @functools.wraps(whole)
+    def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        return label_logprobs(self, *args, **kwargs) if fused_lm_head else whole(*args, **kwargs)
 
-    hook = base.register_forward_pre_hook(tell, with_kwargs=True)
-    try:
-        yield True
-    finally:
-        hook.remove()
-        dist.broadcast_object_list([None], src=0, group=group)
+    base.forward = MethodType(forward, base)
 
 
-@torch.no_grad()
-def _follow(base: nn.Module, group: dist.ProcessGroup) -> None:
-    """Run the forwards that the first process tells of, until it tells that there are no more."""
-    while True:
-        message: list[Any] = [None]
-        dist.broadcast_object_list(message, src=0, group=group)
-        if message[0] is None:
-            return
-        is_training, args, kwargs = send_to_device(message[0], next(base.parameters()).device)
-        base.train(is_training)(*args, **kwargs)
+def label_logprobs(base: PreTrainedModel, *args: Any, labels: Tensor, **kwargs: Any) -> FusedOutput:
+    """Return the logprobs of the labels, each predicted from the tokens before it.
 
-
-def once_per_group(compute: Callable[[], T]) -> T:
-    """Return what `compute` returns on the first process of each group that divides the base, on all of the group.
-
-    For what must be the same on them and may not be when it is computed twice, such as rewards.
-
-    Raises:
-        RuntimeError: on the other processes, if it raises an error on the first.
+    Args:
+        base: with a divided head.
+        labels: [B, T]; -100 where a token is not learnt.
+        *args, **kwargs: of the decoder.
     """
-    if group_size() == 1:
-        return compute()
-    mesh = process_mesh(group_size())["tensor"]
-    return _computed_by(dist.get_rank() - mesh.get_local_rank(), compute, mesh.get_group())
-
-
-def is_first_process() -> bool:
-    """Return whether this is the first of all processes, or the only one."""
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-
-
-def on_first_process(compute: Callable[[], T]) -> T:
-    """Return what `compute` returns on the first of all processes, on each of them; errors as in `once_per_group`."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return compute()
-    return _computed_by(0, compute, None)
-
-
-def _computed_by(first: int, compute: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    result: list[Any] = [None, None]
-    error: Exception | None = None
-    if dist.get_rank() == first:
-        try:
-            result = [compute(), None]
-        except Exception as raised:
-            error, result = raised, [None, f"{type(raised).__name__}: {raised}"]
-    dist.broadcast_object_list(result, src=first, group=group)
-    if error is not None:
-        raise error
-    if result[1] is not None:
-        raise RuntimeError(f"process {first}, which does this for the others, failed: {result[1]}")
-    return result[0]
+    hidden = backbone(base)(*args, **{**kwargs, "use_cache": False}).last_hidden_state[:, :-1]
+    targets = labels[:, 1:].to(hidden.device)
+    mask = targets != -100
+    head = output_head(base).local()
+    with torch.autocast(hidden.device.type, enabled=False):
+        found = fused_logprobs_and_top1(hidden[mask].to(head.weight.dtype), head, targets[mask])
+    # Connected to the model also where no label counts, so that every process runs a backward.
+    spread = [flat.new_zeros(mask.shape).masked_scatter(mask, flat) for flat in found]
+    return FusedOutput(*spread, mask)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
-from onetrunk.parallel.tensor import DataParallel
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.rollout import PromptBatch, RolloutSource, Sampled, SourceParts, SyncSource
 from onetrunk.ppo.stream_state import num_writers

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from onetrunk.checkpoints.secrets import SecretFreeArguments
-from onetrunk.parallel.tensor import num_data_processes
+from onetrunk.parallel.groups import num_data_processes
 from onetrunk.ppo.foreign_names import explain_unknown_keys, in_our_names
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.utils.options import documented

@@ -20,9 +20,9 @@ from tqdm.auto import tqdm
 
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import equal_counts, reshard
 from onetrunk.parallel.staged import pack_outputs
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.metrics import rollout_metrics
 from onetrunk.ppo.rollout import (
     Sampled,

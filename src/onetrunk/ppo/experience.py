@@ -26,8 +26,8 @@ from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import equal_counts
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.async_rollouts import (
     rollout_source,
     staleness_metrics,
@@ -40,6 +40,7 @@ from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
     RolloutPack,
+    RolloutSource,
     Sampled,
     Sampler,
     ScoredRollout,
@@ -125,20 +126,25 @@ class ExperienceStream:
         self.last_scored: ScoredRollout | None = None
         beat, stop = self.watch.heartbeat.beat, parts.stop_signals.poll
         self.forward = Forward(parts.model, parts.accelerator, config.temperature, parts.trunk_cache, beat, stop)
-        source = SourceParts(
-            config,
-            self.sampler,
-            self.data_parallel,
-            parts.model,
-            lambda iteration: self.prompts(iteration),
-            parts.num_rollouts,
+        self.source = self.make_source()
+        self._experiences: list[Experience] | None = None
+        self._before: tuple[StreamState, list[Experience] | None] | None = None
+
+    def make_source(self) -> RolloutSource:
+        """Return where the rollouts come from. Override it to sample in another way, such as in episodes."""
+        beat, stop = self.watch.heartbeat.beat, self.parts.stop_signals.poll
+        parts = SourceParts(
+            config=self.config,
+            sampler=self.sampler,
+            ranks=self.data_parallel,
+            model=self.parts.model,
+            prompts=lambda iteration: self.prompts(iteration),
+            num_rollouts=self.parts.num_rollouts,
             sampling=lambda is_collective: self._interruptible("generate", is_collective),
             poll=lambda: (beat(), stop()),
             reads_last=self._reads_next_values,
         )
-        self.source = rollout_source(source, self.plan.rows_per_rank)
-        self._experiences: list[Experience] | None = None
-        self._before: tuple[StreamState, list[Experience] | None] | None = None
+        return rollout_source(parts, self.plan.rows_per_rank)
 
     # --- one rollout ------------------------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class ExperienceStream:
         packs = self.add_rewards(packs, scores, scored)  # 4 the score at the last token, minus beta * KL
         experiences = self.add_advantages(packs, scored)  # 5 GAE
         self.log_rollout(scored, scores, packs)  # metrics, KL controller; no algorithm
-        return self.whiten(experiences)  # 6
+        return self.whiten(experiences)  # 6 advantages of mean 0 and variance 1
 
     def prompts(self, iteration: int) -> PromptBatch:
         """Return this process's prompts of a rollout, one per completion."""

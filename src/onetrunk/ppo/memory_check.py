@@ -22,7 +22,7 @@ from onetrunk.costs import ModelShape, decode_split, host_memory_bytes, sampling
 from onetrunk.models.speedups.memory_use import is_out_of_memory, offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
-from onetrunk.parallel.sharding import gathered_itemsize, held_bytes
+from onetrunk.parallel.sharding import gathered_itemsize, local_bytes
 from onetrunk.parallel.staged import rehearse_in_stages
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.metrics import peak_gib
@@ -170,5 +170,5 @@ class MemoryCheck(TrainerCallback):
             pack=int(peak_gib() * GIB),
             optimizer=trained * (2 if "8bit" in str(args.optim) else 8),
             states=trunk_states_bytes(shape, rows * width, base.dtype.itemsize) if has_states else 0,
-            sampling=held_bytes(base) + sampled,
+            sampling=local_bytes(base) + sampled,
         )

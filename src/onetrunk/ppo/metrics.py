@@ -26,7 +26,7 @@ from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.importance import effective_share, importance_sums
 from onetrunk.ops.losses import explained_variance_from_stats
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
-from onetrunk.parallel.tensor import DataParallel
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.rollout import RolloutPack, ScoredRollout
 
 STEP_NAMES = {

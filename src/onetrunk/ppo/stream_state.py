@@ -27,7 +27,7 @@ from onetrunk.models.adapters import POLICY
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
-from onetrunk.parallel.tensor import DataParallel
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.reward import reward_name
@@ -246,8 +246,8 @@ def run_settings(
     for name, value in config.to_dict().items():
         if name not in settings and name not in FREE_IN_PPO and not is_free(name):
             steering[name] = value
-    # As the file returns it: tuples are lists there. "told" is the name that checkpoints have for what steers.
-    return json.loads(json.dumps({**settings, "told": steering}, default=str))
+    # As the file returns it: tuples are lists there.
+    return json.loads(json.dumps({**settings, "steering": steering}, default=str))
 
 
 def reward_path(function: Callable[..., Any]) -> str:
@@ -301,7 +301,7 @@ def check_settings(
     Raises:
         ValueError: names every setting that must stay as it was.
     """
-    free = {"base_name", "told", "num_processes", "training_stages", *SETTINGS["optimizer"]} - set(
+    free = {"base_name", "steering", "num_processes", "training_stages", *SETTINGS["optimizer"]} - set(
         SETTINGS["optional"]
     )
     if not in_rollout:
@@ -318,7 +318,7 @@ def check_settings(
             bound.append(name)
     require_same(path, written, current, bound)
     keep_optimizer_settings(path, written, current, SETTINGS["optimizer"], is_allowed)
-    steered, steers = dict(written.get("told", {})), dict(current["told"])
+    steered, steers = dict(written["steering"]), dict(current["steering"])
     for name in ("kl_target", *(() if in_rollout else SETTINGS["rollout"])):
         steered[name], steers[name] = written.get(name), current[name]
     allow_steering(path, steered, steers, is_allowed)

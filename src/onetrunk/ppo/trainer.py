@@ -32,8 +32,8 @@ from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_par
 from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.staged import trains_in_stages, update_in_stages
-from onetrunk.parallel.tensor import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream, StreamParts
@@ -287,20 +287,19 @@ class PPOTrainer(ResumableTrainer):
 
     def _run_in_stages(self, model: nn.Module, minibatch: Minibatch, total: Tensor) -> bool:
         """Run the packs through the pipeline of the model and add their losses to `total`; False if it is in none."""
-        inputs: dict[int, dict[str, Any]] = {}
+        if not trains_in_stages(model):
+            return False
+        self._poll()
+        inputs, args = [self._inputs_of(experience, minibatch) for experience in minibatch.experiences], self.args
 
         def loss_of(number: int, run: Any) -> Tensor:
             loss = self.compute_loss(run, inputs[number])
             total.add_(loss.detach() * self.data_parallel.num_processes)
             return loss
 
-        if not trains_in_stages(model):
-            return False
-        self._poll()
-        inputs |= {number: self._inputs_of(e, minibatch) for number, e in enumerate(minibatch.experiences)}
-        packs = [pack["experience"].pack for pack in inputs.values()]
-        args = self.args
-        return update_in_stages(model, packs, minibatch.roles, loss_of, args.temperature, args.entropy_coef > 0)
+        packs = [pack["experience"].pack for pack in inputs]
+        update_in_stages(model, packs, minibatch.roles, loss_of, args.temperature, args.entropy_coef > 0)
+        return True
 
     def _poll(self) -> None:
         """Renew the heartbeat, and give up the work in progress if the run is to stop."""

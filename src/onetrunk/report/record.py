@@ -212,7 +212,7 @@ def _digests(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     digests = {}
     for name, value in settings.items():
         if isinstance(value, dict):
-            digests |= _digests(value, f"{prefix}{name}." if name != "told" else prefix)
+            digests |= _digests(value, f"{prefix}{name}." if name != "steering" else prefix)
         elif isinstance(value, str) and ("sha256" in value or name in ("base", "row_contents")):
             digests[f"{prefix}{name}"] = value
     return digests

@@ -33,20 +33,13 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """The scores of a reward model on n preference rows.
+    """The scores of a reward model on n preference rows."""
 
-    Args:
-        chosen, rejected: [n] scores.
-        labels: [n] probability that `chosen` is better.
-        lengths: [2, n] tokens of `chosen` and of `rejected`.
-        prompts: n texts, equal for pairs of one prompt.
-    """
-
-    chosen: Tensor
-    rejected: Tensor
-    labels: Tensor
-    lengths: Tensor
-    prompts: Sequence[str]
+    chosen: Tensor  # [n] scores.
+    rejected: Tensor  # [n] scores.
+    labels: Tensor  # [n] probability that `chosen` is better.
+    lengths: Tensor  # [2, n] tokens of `chosen` and of `rejected`.
+    prompts: Sequence[str]  # n texts, equal for pairs of one prompt.
 
     @property
     def leads(self) -> Tensor:
@@ -61,20 +54,13 @@ class ScoredPairs:
 
 @dataclass(frozen=True)
 class Bin:
-    """A group of pairs with similar confidence or margin.
-
-    Args:
-        low, high: bounds of that confidence or margin; low belongs to the bin.
-        count: number of pairs.
-        predicted: mean probability that the scores give to the completion they prefer; NaN where count is 0.
-        observed: mean label of that completion; NaN where count is 0.
-    """
+    """A group of pairs with similar confidence or margin, of which low is the least; means are NaN for no pairs."""
 
     low: float
     high: float
     count: int
-    predicted: float
-    observed: float
+    predicted: float  # Mean probability that the scores give to the completion they prefer.
+    observed: float  # Mean label of that completion.
 
 
 def labels_of(rows: Dataset, column: str = "probability") -> Tensor:
@@ -215,10 +201,17 @@ def cost_metrics(
     }
 
 
-def cost_ratios(student: dict[str, float], teacher: dict[str, float]) -> dict[str, float]:
-    """Return the teacher's costs as multiples of the student's."""
+def compared_costs(
+    student: Sequence[ModelReward],
+    teacher: Sequence[ModelReward],
+    prompts: list[Prompt],
+    completions: list[Completion],
+) -> dict[str, dict[str, float]]:
+    """Return the costs of student and teacher, and the teacher's as multiples of the student's."""
+    own, other = (cost_metrics(side, prompts, completions) for side in (student, teacher))
     names = {"speed": "seconds_per_1000", "memory": "memory_mib", "size": "parameters"}
-    return {name: teacher[key] / student[key] for name, key in names.items()}
+    ratios = {name: other[key] / own[key] for name, key in names.items()}
+    return {"student": own, "teacher": other, "teacher_over_student": ratios}
 
 
 def accuracy(leads: Tensor, labels: Tensor) -> float:

@@ -93,7 +93,9 @@ class Teacher:
         items = list(zip(prompts, completions, stopped, strict=True))
         keys = [[_score_key(name, *item) for item in items] for name in self.identities]
         with Ledger(self.cache) as ledger:
-            missing = [{key: item for key, item in zip(row, items, strict=True) if key not in ledger} for row in keys]
+            missing = [
+                {key: item for key, item in zip(row, items, strict=True) if ledger.get(key) is None} for row in keys
+            ]
             total = sum(map(len, missing))
             with tqdm(total=total, desc="teacher", unit="row", disable=not (self.is_shown and total)) as bar:
                 for member, new in zip(self.members, missing, strict=True):

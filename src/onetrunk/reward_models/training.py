@@ -39,9 +39,8 @@ from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
 from onetrunk.parallel.sharding import check_stage_launch, check_stage_layout, train_in_stages
-from onetrunk.parallel.staged_scorer import StagedScorer, keep_scorer_stage
+from onetrunk.parallel.staged import StagedScorer, keep_scorer_stage, reduce_gradients, staged
 from onetrunk.parallel.stages import LayerSplit
-from onetrunk.parallel.training_stage import reduce_gradients, staged
 from onetrunk.reward_models.stage_settings import StageTrainingConfig
 from onetrunk.rewards.model import encode_rows
 from onetrunk.utils.options import option, require_seed

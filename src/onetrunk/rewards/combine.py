@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from onetrunk.judges.ensemble import unique_names
+from onetrunk.judges.judge import unique_names
 from onetrunk.rewards.contents import columns_read, content_of
 from onetrunk.rewards.model import TrunkReward
 from onetrunk.rewards.resolve import resolve_reward

@@ -20,7 +20,6 @@ from onetrunk.rewards.judge_reward import COLUMN, JudgeReward, PairwiseReward
 from onetrunk.rewards.model import SAMPLE_TEXTS, ModelReward, TrunkReward
 from onetrunk.rewards.remote import RemoteReward
 from onetrunk.rewards.reward import without_partials
-from onetrunk.utils.http import shown
 
 OURS = (ModelReward, EnsembleReward, TrunkReward, RemoteReward, JudgeReward, PairwiseReward)
 # Keys of an adapter's config that do not change what it computes.
@@ -53,7 +52,7 @@ def _content_of_ours(reward: Any) -> str:
     if isinstance(reward, TrunkReward):
         return f"adapter, sha256 {_adapter_digest(reward.adapter)}"
     if isinstance(reward, RemoteReward):
-        return f"server {shown(reward.url)}, model {reward.model or 'not named'}"
+        return f"server {reward.server.url}, model {reward.model or 'not named'}"
     numbers = [reward.beta, reward.floor] if isinstance(reward, PairwiseReward) else []
     judge = _short([reward.judge.identity, numbers])
     return f"judge, sha256 {judge}, constitution {reward.constitution.version[:16]}"

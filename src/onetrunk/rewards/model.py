@@ -53,7 +53,6 @@ class ModelReward:
         max_length: tokens of prompt and completion; None: what model and tokenizer allow.
         batch_size: texts per forward.
         device: None leaves the model where it is.
-        dtype: of the loaded weights; None: the checkpoint's own. Not allowed with a model object.
         name: for metrics; None: the last part of the path.
         revision: branch, tag or commit on the Hub, of model and tokenizer.
 
@@ -69,22 +68,19 @@ class ModelReward:
         max_length: int | None = None,
         batch_size: int = 16,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | str | None = None,
         name: str | None = None,
         revision: str | None = None,
     ) -> None:
         if batch_size < 1 or (max_length is not None and max_length < 1):
             raise ValueError(f"batch_size {batch_size} and max_length {max_length} must be at least 1")
         is_model = isinstance(model_or_path, PreTrainedModel)
-        if is_model and dtype is not None:
-            raise ValueError(f"dtype {dtype} is for a model that is loaded here; convert the model before giving it")
         source = model_or_path.name_or_path if is_model else scorer_source(model_or_path)
         # The tokenizer first: an error appears before the weights are loaded.
         self.tokenizer = _load_tokenizer(tokenizer, source, revision)
         if is_model:
             self.model = model_or_path if device is None else model_or_path.to(device)
         else:
-            self.model = load_scorer(model_or_path, revision=revision, device=device, dtype=dtype)
+            self.model = load_scorer(model_or_path, revision=revision, device=device)
         check_scorer(self.model)
         self.model.eval()
         limit = length_limit(self.model, self.tokenizer)

@@ -19,22 +19,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qsl
 
-import httpx2
-
-from onetrunk.judges.chat import is_same_model
+from onetrunk.judges.replies import is_same_model
 from onetrunk.models.loading import load_config, read_tokenizer
 from onetrunk.models.reward_model import encode_rows, length_limit, reads_end_token
 from onetrunk.rewards.reward import Completion
+from onetrunk.servers.client import Connection, Server
+from onetrunk.servers.errors import CallError
+from onetrunk.servers.fleet import Fleet, RetryPolicy, run_async
 from onetrunk.types import Prompt
-from onetrunk.utils.calls import CallError, CallRun, Pace, RetryPolicy, ask_patiently, run_async
-from onetrunk.utils.http import check_host, check_url, guarded_client, post_json, read_secret, shown
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["classify", "score", "json"]
 # The answer that each kind of server should give.
 FORMS = {
     "classify": '{"data": [{"probs": [number]}, ...]}',
@@ -50,7 +48,6 @@ OPTIONS = {
     "batch_size": int,
     "max_concurrency": int,
     "timeout_s": float,
-    "allow_http": {"true": True, "false": False}.__getitem__,
     "name": str,
 }
 # Prompts, completions, and whether each completion stopped by itself: n entries each.
@@ -72,21 +69,21 @@ def remote_reward(spec: str) -> RemoteReward:
         if key not in OPTIONS:
             near = difflib.get_close_matches(key, OPTIONS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"
-            raise ValueError(f"{WHAT} {shown(url)} has an unknown option {key!r} after '#'; {hint}")
+            raise ValueError(f"{WHAT} has an unknown option {key!r} after '#'; {hint}")
         try:
             options[key] = OPTIONS[key](value)
-        except (ValueError, KeyError):
-            raise ValueError(f"{WHAT} {shown(url)}: {value!r} is no value for {key}") from None
+        except ValueError:
+            raise ValueError(f"{WHAT}: {value!r} is no value for {key}") from None
     reward = RemoteReward(url, **options)
     reward.check()
     return reward
 
 
 class RemoteReward:
-    """Scores of a reward model behind HTTP, in concurrent batches; calls are retried after temporary errors.
+    """Scores of a reward model behind HTTP, in concurrent batches; calls are made again after temporary errors.
 
     A row that still has no score is None: it is left out of the update and counted as unscored. The run stops if the
-    server stays unreachable or rejects every row. A run that samples ahead asks for rows as they arrive.
+    server stays unreachable or rejects every row.
 
     Args:
         url: of the endpoint.
@@ -99,9 +96,8 @@ class RemoteReward:
         batch_size: rows per call.
         max_concurrency: largest number of calls at the same time.
         timeout_s: deadline of one call.
-        allow_http: plain http also to hosts outside this machine and private networks.
         name: for metrics; None: the model's name, else the end of the path.
-        policy: waits, numbers of calls and deadlines; None: retries for up to 5 minutes.
+        policy: waits, numbers of calls and deadlines; None: calls are made again for up to 5 minutes.
 
     Raises:
         ValueError: a setting that cannot work.
@@ -118,51 +114,46 @@ class RemoteReward:
         batch_size: int = 16,
         max_concurrency: int = 8,
         timeout_s: float = 60.0,
-        allow_http: bool = False,
         name: str | None = None,
         policy: RetryPolicy | None = None,
     ) -> None:
-        self.url = check_url(url, WHAT, allow_http)
-        self.kind = kind or kind_of(self.url)
+        self.server = Server(url, WHAT, "reward server", api_key_env)
+        last = self.server.url.rpartition("/")[2]
+        self.kind = kind or (last if last in FORMS else "json")
         if self.kind not in FORMS:
-            raise ValueError(f"{self}: kind is {kind!r}; expected {', '.join(FORMS)}")
-        if batch_size < 1:
-            raise ValueError(f"{self}: batch_size is {batch_size}; a call takes at least 1 row")
+            raise ValueError(f"{self.server}: kind is {kind!r}; expected {', '.join(FORMS)}")
+        if batch_size < 1 or max_concurrency < 1:
+            raise ValueError(
+                f"{self.server}: batch_size is {batch_size} and max_concurrency is {max_concurrency}; set both to 1 or"
+                " more"
+            )
         if tokenizer is not None and self.kind != "classify":
-            raise ValueError(f"{self}: tokenizer is for /classify alone, which takes token ids; leave it out")
-        read_secret(api_key_env)
-        self.model, self.api_key_env, self.allow_http = model, api_key_env, allow_http
-        self.batch_size = batch_size
+            raise ValueError(f"{self.server}: tokenizer is for /classify alone, which takes token ids; leave it out")
+        self.model, self.batch_size, self.max_concurrency = model, batch_size, max_concurrency
         # The trainer limits the number of unscored rows; here the run ends only if no call is answered at all.
         self.policy = policy or RetryPolicy(call_timeout_s=timeout_s, patience_s=300.0)
-        self.pace = Pace(max_concurrency)
-        self.__name__ = re.sub(r"[^A-Za-z0-9._-]+", "-", name or (model or self.url).rstrip("/").rpartition("/")[2])
+        self.__name__ = re.sub(r"[^A-Za-z0-9._-]+", "-", name or (model or last).rpartition("/")[2])
         self._encode = None if tokenizer is None else _encoder(tokenizer, self.__name__)
-
-    def __str__(self) -> str:
-        return f"reward server {shown(self.url)}"
 
     def check(self) -> None:
         """Score two completions, so that a wrong URL, key or model is detected before training starts.
 
         Raises:
-            ValueError: an address that may not be called.
             RuntimeError: no server answers there, or it is not a reward model.
         """
-        check_host(self.url, WHAT, self.allow_http)
 
         async def trial() -> list[float | None]:
-            async with self._client() as client:
-                return await ask_patiently(lambda: self._call(client, TRIAL_ROWS), self.policy)
+            async with Fleet([self.server], self.policy) as fleet:
+                return await fleet.call(lambda to: self._call(to, TRIAL_ROWS))
 
         try:
             scores = run_async(trial())
         except CallError as error:
-            raise RuntimeError(f"{self} cannot be used: {error}") from None
+            raise RuntimeError(f"{self.server} cannot be used: {error}") from None
         if self.kind == "classify" and scores == [1.0, 1.0]:
             raise RuntimeError(
-                f"{self} gives two different completions the probability 1: a softmax over its one label; serve it"
-                " with a vLLM that knows use_activation, or with a pooler without softmax"
+                f"{self.server} gives two different completions the probability 1: a softmax over its one label; serve"
+                " it with a vLLM that knows use_activation, or with a pooler without softmax"
             )
 
     async def __call__(
@@ -181,32 +172,32 @@ class RemoteReward:
         # A conversation that is sent as messages needs a call of its own.
         as_messages = self.kind == "classify" and not isinstance(prompts[0], str) and self._encode is None
         size = 1 if as_messages else self.batch_size
-        batches = [range(i, min(i + size, len(prompts))) for i in range(0, len(prompts), size)]
-        async with self._client() as client:
-            failed = await self._score(client, batches, rows, scores)
-            # One row that is too long must not cost the others of its batch their scores.
-            alone = [range(i, i + 1) for batch, e in failed if e.kind == "refused" and len(batch) > 1 for i in batch]
-            failed = [(batch, e) for batch, e in failed if e.kind != "refused" or len(batch) == 1]
-            if alone:
-                failed += await self._score(client, alone, rows, scores)
+        failed = await self._score(
+            [range(i, min(i + size, len(prompts))) for i in range(0, len(prompts), size)], rows, scores
+        )
+        # One row that is too long must not cost the others of its batch their scores.
+        alone = [
+            range(i, i + 1) for batch, error in failed if error.kind == "refused" and len(batch) > 1 for i in batch
+        ]
+        failed = [(batch, error) for batch, error in failed if error.kind != "refused" or len(batch) == 1]
+        failed += await self._score(alone, rows, scores)
         num_failed = sum(len(batch) for batch, _ in failed)
         if num_failed == len(prompts) > 1 and all(error.kind == "refused" for _, error in failed):
-            raise RuntimeError(f"{self} refuses every row: {failed[-1][1]}")
+            raise RuntimeError(f"{self.server} refuses every row: {failed[-1][1]}")
         if failed:
-            logger.warning("%s: %d of %d rows have no score (%s)", self, num_failed, len(prompts), failed[-1][1])
+            logger.warning(
+                "%s: %d of %d rows have no score (%s)", self.server, num_failed, len(prompts), failed[-1][1]
+            )
         return scores
 
-    def _client(self) -> httpx2.AsyncClient:
-        return guarded_client(self.url, read_secret(self.api_key_env), self.pace.max_concurrency)
-
     async def _score(
-        self, client: httpx2.AsyncClient, batches: Sequence[range], rows: Rows, scores: list[float | None]
+        self, batches: Sequence[range], rows: Rows, scores: list[float | None]
     ) -> list[tuple[range, CallError]]:
         """Fill in the scores of some batches; return the batches that have none, with their errors."""
         failed: list[tuple[range, CallError]] = []
 
-        async def call(index: int) -> list[float | None]:
-            return await self._call(client, tuple([column[i] for i in batches[index]] for column in rows))
+        async def call(to: Connection, index: int) -> list[float | None]:
+            return await self._call(to, tuple([column[i] for i in batches[index]] for column in rows))
 
         def done(index: int, outcome: list[float | None] | CallError) -> None:
             if isinstance(outcome, CallError):
@@ -215,15 +206,14 @@ class RemoteReward:
             for row, score in zip(batches[index], outcome, strict=True):
                 scores[row] = score
 
-        run = CallRun(str(self), self.policy, self.pace, call, done, control=lambda: self._call(client, TRIAL_ROWS))
-        await run.answer_all(len(batches))
+        async with Fleet([self.server], self.policy, self.max_concurrency) as fleet:
+            await fleet.answer_all(len(batches), call, done)
         return failed
 
-    async def _call(self, client: httpx2.AsyncClient, rows: Rows) -> list[float | None]:
+    async def _call(self, to: Connection, rows: Rows) -> list[float | None]:
         prompts, completions, stopped = rows
         token_ids = None if self._encode is None else self._encode(prompts, completions, stopped=stopped)[0]
-        body = _request_body(self.kind, rows, self.model, token_ids)
-        answer = await post_json(client, self.url, body, read_secret(self.api_key_env))
+        answer = await to.ask("POST", "", _request_body(self.kind, rows, self.model, token_ids))
         reported = answer.get("model") if isinstance(answer, dict) else None
         if self.model is not None and isinstance(reported, str) and not is_same_model(self.model, reported):
             raise CallError(f"scores of model {reported!r}, where {self.model!r} was asked")
@@ -238,13 +228,7 @@ def _encoder(source: str, name: str) -> Callable[..., tuple[list[list[int]], int
     return partial(encode_rows, tokenizer, max_length=limit, end_token=end_token, name=name)
 
 
-def kind_of(url: str) -> Kind:
-    """Return the kind of server that the end of a path names: /classify, /score, else a JSON service."""
-    last = url.rstrip("/").rpartition("/")[2]
-    return last if last in FORMS else "json"
-
-
-def _request_body(kind: Kind, rows: Rows, model: str | None, token_ids: list[list[int]] | None) -> dict[str, Any]:
+def _request_body(kind: str, rows: Rows, model: str | None, token_ids: list[list[int]] | None) -> dict[str, Any]:
     """Return the JSON that is sent for some rows.
 
     classify: {"input": texts or token ids}, or, for one conversation without token ids, {"messages": ...} with
@@ -271,20 +255,26 @@ def _text(value: Prompt | Completion) -> str:
     return value if isinstance(value, str) else "\n\n".join(message["content"] for message in value)
 
 
-def _scores(kind: Kind, answer: Any, num_rows: int) -> list[float | None]:
+def _scores(kind: str, answer: Any, num_rows: int) -> list[float | None]:
     """Return the n scores in an answer, None where a JSON service gives null; another form raises a CallError."""
     if kind == "json":
         entries = answer.get("scores") if isinstance(answer, Mapping) else answer
     else:
-        entries = _in_order(answer.get("data") if isinstance(answer, Mapping) else None)
+        entries = answer.get("data") if isinstance(answer, Mapping) else None
+    other_form = CallError(f"an answer of another form than {FORMS[kind]}")
     if not isinstance(entries, list):
-        raise CallError(f"an answer of another form than {FORMS[kind]}")
+        raise other_form
     if len(entries) != num_rows:
         raise CallError(f"{len(entries)} scores for {num_rows} completions")
-    if kind == "score":
-        entries = [entry.get("score") for entry in entries]
-    elif kind == "classify":
-        entries = [_probability(entry.get("probs")) for entry in entries]
+    if kind != "json":
+        try:
+            # A server may answer in any order.
+            rows = {entry.get("index", place): entry for place, entry in enumerate(entries)}
+            entries = [rows[place]["score"] if kind == "score" else rows[place]["probs"] for place in range(num_rows)]
+        except (AttributeError, KeyError, TypeError):
+            raise other_form from None
+    if kind == "classify":
+        entries = [_probability(probs) for probs in entries]
     for entry in entries:
         if type(entry) not in (int, float, type(None)):
             raise CallError(f"a score that is no number ({str(entry)[:40]}); expected {FORMS[kind]}")
@@ -300,14 +290,3 @@ def _probability(probs: Any) -> Any:
             "stop",
         )
     return probs[0]
-
-
-def _in_order(entries: Any) -> list[Mapping[str, Any]] | None:
-    """Sort the rows of an answer by their `index`, if they have one: a server may answer in any order."""
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        return None
-    places = [entry.get("index") for entry in entries]
-    if places == [None] * len(entries):
-        return entries
-    in_order = {place: entry for place, entry in zip(places, entries, strict=True) if isinstance(place, int)}
-    return [in_order[i] for i in range(len(entries))] if set(in_order) == set(range(len(entries))) else None

@@ -8,7 +8,6 @@ _HOMES = {
     "PipelinedBackend": "pipelined",
     "RolloutBackend": "base",
     "SamplingParams": "base",
-    "ServerPolicy": "pool",
     "VLLMBackend": "vllm",
     "VersionedBackend": "base",
     "load_backend": "load",

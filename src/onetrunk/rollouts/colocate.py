@@ -1,7 +1,7 @@
 """Rollouts sampled by a vLLM engine in the training process, on the GPU of the trainer.
 
 As with a server, only the adapter travels: each version is written to a folder of its own and loaded under a new name
-and id (`adapters.py` says why). The engine has the base once more. With sleep mode its weights are in the machine's
+and id (`publishing.py` says why). The engine has the base once more. With sleep mode its weights are in the machine's
 memory between rollouts and its cache is freed; the adapters' places belong to its weights, so an adapter is loaded
 only while it is awake. It cannot sample during an update, so it has one role at a time, that of the last `sync`.
 """
@@ -26,7 +26,8 @@ from peft import PeftModel
 from torch import distributed as dist
 from torch import nn
 
-from onetrunk.rollouts.adapters import (
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.publishing import (
     AdapterFolder,
     Published,
     active_adapter,
@@ -38,12 +39,10 @@ from onetrunk.rollouts.adapters import (
     role_of,
     served_rank,
 )
-from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.proof import probe_of, require_same_base
-from onetrunk.rollouts.server import Completed, Request, checked_completion, require_rows
+from onetrunk.rollouts.same_base import probe_requests, require_same_base
+from onetrunk.rollouts.vllm_calls import Completed, Request, as_rollout, checked_completion, requests_of
+from onetrunk.servers.errors import CallError
 from onetrunk.types import Rollout, RowKey
-from onetrunk.utils.calls import CallError
-from onetrunk.utils.randomness import derived_seed
 
 logger = logging.getLogger(__name__)
 
@@ -201,16 +200,16 @@ class ColocatedBackend:
 
     def _prove(self, model: nn.Module, adapters: set[str]) -> None:
         """Compare the engine's base with the model's, and load each adapter once."""
-        probe, name = probe_of(model, self._positions), self._llm.llm_engine.model_config.model
-        self._vocab_size = probe.vocab_size
+        requests, name = probe_requests(model, self._positions), self._llm.llm_engine.model_config.model
+        self._vocab_size = requests[0].vocab_size
         with self._awake():
-            completed = self._complete(probe.requests, None)
+            completed = self._complete(requests, None)
             for adapter in adapters:
-                trial = self._files.write(model, adapter, "trial", 0, published_dtype(model))
+                trial = self._files.write(model, adapter, "trial", 0)
                 number = self._load(trial)
                 self._llm.llm_engine.remove_lora(number)
                 self._files.delete(trial.folder)
-        require_same_base(model, ENGINE, name, probe, completed)
+        require_same_base(model, ENGINE, name, requests, completed)
 
     @property
     def _positions(self) -> int:
@@ -238,16 +237,16 @@ class ColocatedBackend:
             ValueError, RuntimeError: as `check_policy`.
         """
         self.check_policy(model)
-        adapter, dtype = active_adapter(model), published_dtype(model)
+        adapter = active_adapter(model)
         self._role, self.policy_version = role_of(adapter), version
         before = self._published.get(self._role)
         if adapter is None:
             self._retire(self._role)
             return
         number = version if self._role == "policy" else 0
-        if before is None or before[0].version != number or not is_same_adapter(before[0], model, adapter, dtype):
+        if before is None or before[0].version != number or not is_same_adapter(before[0], model, adapter):
             self._retire(self._role)
-            self._published[self._role] = self._files.write(model, adapter, self._role, number, dtype), 0
+            self._published[self._role] = self._files.write(model, adapter, self._role, number), 0
 
     def _retire(self, role: str) -> None:
         if role in self._published:
@@ -293,23 +292,13 @@ class ColocatedBackend:
         """
         if self._role is None:
             raise RuntimeError("nothing is published yet; call sync(model, version) first")
-        require_rows(prompt_ids, keys)
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
         with self._awake():
             adapter = self._loaded()
             name = None if adapter is None else adapter.lora_name
-            requests = [
-                Request(list(ids), params, derived_seed(*key), name, self._vocab_size)
-                for ids, key in zip(prompt_ids, keys, strict=True)
-            ]
+            requests = requests_of(prompt_ids, params, keys, name, self._vocab_size)
             rows = self._complete(requests, adapter, self.progress)
-        return Rollout(
-            prompt_ids=[request.prompt_ids for request in requests],
-            completion_ids=[row.token_ids for row in rows],
-            sampler_logprobs=[torch.tensor(row.logprobs, dtype=torch.float32) for row in rows],
-            stopped=[row.stopped for row in rows],
-            policy_version=self.policy_version,
-        )
+        return as_rollout(requests, rows, self.policy_version)
 
     def _complete(
         self,

@@ -30,7 +30,7 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.narrow import Positions
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.token_draws import row_uniforms
+from onetrunk.rollouts.token_draws import FAULTS, STOPPED, draw, row_uniforms, status_of, truncation
 from onetrunk.types import RowKey
 
 # Layers whose rows can be put together; models with others decode one batch after another.
@@ -143,6 +143,33 @@ class DecodeState:
         self.places = self.places + 1
         self.counts = [count + 1 for count in self.counts]
         self.width += 1
+
+    def draw(self, logits: Tensor, params: SamplingParams, scores: Tensor | None = None) -> Tensor:
+        """Add the next token of every row; return it and its status (`status_of`), [2, b].
+
+        Args:
+            logits: [b, V] float32.
+            params: temperature, truncation and stop tokens.
+            scores: [b, V] to draw from; None: the logits divided by the temperature.
+        """
+        if scores is None:
+            scores = logits / params.temperature if params.temperature > 0 else logits
+        uniforms = self.next_uniforms() if params.temperature > 0 else None
+        tokens, logprobs = draw(scores, uniforms, truncation(params))
+        self.append(tokens, logprobs)
+        stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=tokens.device)
+        return torch.stack([tokens, status_of(tokens, logprobs, logits, stop_ids)])
+
+    def fault(self, status: Sequence[int], version: int) -> str | None:
+        """Return the message for the first row whose logits are wrong; None if all are well."""
+        for row, count, code in zip(self.rows, self.counts, status, strict=True):
+            if code in FAULTS:
+                return FAULTS[code].format(f"row {row}, token {count - 1} (policy version {version})")
+        return None
+
+    def ended(self, status: Sequence[int], longest: int) -> list[bool]:
+        """Return for each row whether it has stopped or has `longest` tokens."""
+        return [code == STOPPED or n == longest for code, n in zip(status, self.counts, strict=True)]
 
     def completion(self, i: int, stopped: bool) -> Completion:
         """Return row i with its completion tokens so far."""

@@ -36,7 +36,7 @@ from onetrunk.rollouts.decoding import (
     next_logits,
     prefill,
 )
-from onetrunk.rollouts.token_draws import FAULTS, STOPPED, draw, status_of, truncation
+from onetrunk.rollouts.token_draws import STOPPED
 from onetrunk.types import Rollout, RowKey
 
 logger = logging.getLogger(__name__)
@@ -186,26 +186,18 @@ class LocalBackend:
 
     def _draw(self, call: SamplingCall, state: DecodeState, logits: Tensor) -> tuple[dict[int, Completion], list[int]]:
         """Add a token to every row; return the rows that are finished, and the indices of the others."""
-        tokens, logprobs = self._pick(logits, state, call.params)
-        state.append(tokens, logprobs)
-        stop_ids = torch.tensor(call.params.stop_token_ids, dtype=torch.int64, device=tokens.device)
-        status = status_of(tokens, logprobs, logits, stop_ids).tolist()  # The only wait for the device in a step.
-        for row, count, code in zip(state.rows, state.counts, status, strict=True):
-            if code in FAULTS:
-                place = f"row {row}, token {count - 1} (policy version {self.policy_version})"
-                raise RuntimeError(FAULTS[code].format(place))
-        longest = call.params.max_completion_length
-        has_ended = [c == STOPPED or n == longest for c, n in zip(status, state.counts, strict=True)]
+        scores, params = None, call.params
+        if self.logits_processor is not None:
+            scores = logits / params.temperature if params.temperature > 0 else logits
+            scores = self.logits_processor(state.token_ids[:, : state.width], scores)
+        status = state.draw(logits, params, scores)[1].tolist()  # The only wait for the device in a step.
+        fault = state.fault(status, self.policy_version)
+        if fault is not None:
+            raise RuntimeError(fault)
+        has_ended = state.ended(status, params.max_completion_length)
         leaving = [i for i, ended in enumerate(has_ended) if ended]
         finished = {state.rows[i]: state.completion(i, status[i] == STOPPED) for i in leaving}
         return finished, [i for i, ended in enumerate(has_ended) if not ended]
-
-    def _pick(self, logits: Tensor, state: DecodeState, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Return the next token of every row and its logprob, both [b]."""
-        scores = logits / params.temperature if params.temperature > 0 else logits
-        if self.logits_processor is not None:
-            scores = self.logits_processor(state.token_ids[:, : state.width], scores)
-        return draw(scores, state.next_uniforms() if params.temperature > 0 else None, truncation(params))
 
 
 def require_inputs(

@@ -42,7 +42,7 @@ from onetrunk.rollouts.decoding import (
     left_padded,
 )
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
-from onetrunk.rollouts.token_draws import FAULTS, STOPPED, draw, status_of, truncation
+from onetrunk.rollouts.token_draws import STOPPED
 from onetrunk.types import Rollout, RowKey
 
 # In place of the number of a batch: nothing follows.
@@ -421,8 +421,8 @@ class _StageRun:
         while flight:
             batch = flight.popleft()
             state, status = self.states[batch], self._status_of(batch)
-            error = error or self._fault(state, status)
-            ended = self._ended(state, status)
+            error = error or state.fault(status, self.backend.policy_version)
+            ended = state.ended(status, self.call.params.max_completion_length)
             lengths = [
                 n
                 for row, n, has_ended in zip(state.rows, state.counts, ended, strict=True)
@@ -469,18 +469,6 @@ class _StageRun:
         tokens, status = self.links.next_tokens(len(state.rows))
         _append(state, tokens.to(self.device))
         return status.tolist()
-
-    def _ended(self, state: DecodeState, status: Sequence[int]) -> list[bool]:
-        longest = self.call.params.max_completion_length
-        return [code == STOPPED or n == longest for code, n in zip(status, state.counts, strict=True)]
-
-    def _fault(self, state: DecodeState, status: Sequence[int]) -> str | None:
-        for row, count, code in zip(state.rows, state.counts, status, strict=True):
-            if code in FAULTS:
-                return FAULTS[code].format(
-                    f"row {row}, token {count - 1} (policy version {self.backend.policy_version})"
-                )
-        return None
 
     # --- the other stages --------------------------------------------------------------------------------------------
 
@@ -577,16 +565,11 @@ class _StageRun:
 
     def _draw(self, state: DecodeState, logits: Tensor) -> Tensor:
         """Add a token to every row of the last stage; return tokens and status [2, b] on the CPU."""
-        params = self.call.params
-        scores = logits / params.temperature if params.temperature > 0 else logits
-        uniforms = state.next_uniforms() if params.temperature > 0 else None
-        tokens, logprobs = draw(scores, uniforms, truncation(params))
+        drawn = state.draw(logits, self.call.params)
         self.most_gib = max(self.most_gib, used_gib(self.device))
-        state.append(tokens, logprobs)
-        stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self.device)
-        drawn = torch.stack([tokens, status_of(tokens, logprobs, logits, stop_ids)]).cpu()
+        drawn = drawn.cpu()
         status = drawn[1].tolist()
-        for place, has_ended in enumerate(self._ended(state, status)):
+        for place, has_ended in enumerate(state.ended(status, self.call.params.max_completion_length)):
             if has_ended:
                 self.completions[state.rows[place]] = state.completion(place, status[place] == STOPPED)
         return drawn

@@ -1,28 +1,30 @@
 """Rollouts sampled by vLLM servers: only the adapter travels, and no sample is of another version.
 
-A publication is a new folder and a new name on every server (`adapters.py`). Calls and their checks are in
-`server.py`, balancing in `pool.py`. This file decides what is published, asked and unloaded, and what must hold before
-training: the servers' base is the trainer's, by its logprobs, and nobody else publishes there.
+A publication is a new folder and a new name on every server (`publishing.py`); `vllm_calls.py` has the calls. Before
+training it must hold that the servers' base is the trainer's, by its logprobs, and that nobody else publishes there. A
+server that loses an adapter has been started again, perhaps with another base: the run ends, and a resumed run proves
+the base again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 from peft import PeftModel
 from torch import nn
 
-from onetrunk.parallel.tensor import is_first_process, on_first_process, once_per_group
-from onetrunk.rollouts.adapters import (
-    DTYPES,
+from onetrunk.parallel.groups import is_first_process, on_first_process, once_per_group
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.publishing import (
     AdapterFolder,
     Published,
     active_adapter,
@@ -30,24 +32,43 @@ from onetrunk.rollouts.adapters import (
     is_same_adapter,
     owner_of,
     policy_adapter,
-    published_dtype,
     reference_adapter,
     role_of,
 )
-from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.pool import Connection, ServerPolicy, ServerPool
-from onetrunk.rollouts.proof import Probe, probe_of, require_same_base
-from onetrunk.rollouts.server import LEAST_VERSION, Completed, Request, VLLMServer, require_rows
+from onetrunk.rollouts.same_base import probe_requests, require_same_base
+from onetrunk.rollouts.vllm_calls import (
+    Completed,
+    Request,
+    ServedBase,
+    as_rollout,
+    check_lora,
+    checked_completion,
+    checked_version,
+    load_adapter,
+    loaded_adapters,
+    requests_of,
+    served_base,
+    unload_adapters,
+)
+from onetrunk.servers.client import Connection, Server
+from onetrunk.servers.errors import CallError
+from onetrunk.servers.fleet import Fleet, RetryPolicy, gathered, run_async, within
 from onetrunk.types import Rollout, RowKey
-from onetrunk.utils.calls import CallError
-from onetrunk.utils.randomness import derived_seed
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ROLES = ("policy", "reference")
 # The servers' base itself, whatever the reference is.
 BASE = "base"
 TRIAL = ("trial", 0)
+HEALTH_S = 30.0
+REQUEST_TIMEOUT_S = 900.0
+
+
+def vllm_policy(timeout_s: float = REQUEST_TIMEOUT_S) -> RetryPolicy:
+    """Return the policy of calls to vLLM servers; `timeout_s` is longer than the longest completion takes."""
+    return RetryPolicy(max_calls=5, max_delay_s=10.0, call_timeout_s=timeout_s, patience_s=timeout_s, max_timeouts=1)
 
 
 @dataclass(eq=False, repr=False)
@@ -61,15 +82,14 @@ class VLLMBackend:
         server_urls: of the servers, such as "http://127.0.0.1:8000". Several single servers, not replicas behind one
             address: an adapter would reach only one of them.
         folder: where adapters are published; the servers must be able to read it under the same path.
-        adapter_dtype: of the published weights: "float32", "bfloat16", "float16", or "auto" for that of the base in
-            the trainer. Choose the servers' own: the server converts to it anyway.
         keep_versions: policies that stay loaded, the newest included; at least 2, and staleness + 2.
         roles: what is published and may be asked for; a stage that samples from one role publishes no other.
         shares_servers: also work on servers on which another process publishes. A training needs its servers for
             itself when it starts; an evaluation does not.
-        policy: deadlines, waits and concurrency.
+        policy: deadlines and repeated calls.
+        wait_s: how long to wait until a server is up, at the start.
+        max_concurrency: rows in flight per server.
         api_key_env: environment variable that holds the servers' key.
-        allow_http: plain http also to hosts outside this machine and private networks.
         progress: called as `progress(done_rows, total_rows, done_tokens)` whenever a row finishes.
         poll: called twice a second while waiting; may raise to stop sampling.
 
@@ -80,13 +100,13 @@ class VLLMBackend:
     server_urls: Sequence[str] | str
     folder: str | Path
     _: KW_ONLY
-    adapter_dtype: str = "auto"
     keep_versions: int = 2
     roles: tuple[str, ...] = ROLES
     shares_servers: bool = False
-    policy: ServerPolicy = field(default_factory=ServerPolicy)
+    policy: RetryPolicy = field(default_factory=vllm_policy)
+    wait_s: float = 600.0
+    max_concurrency: int = 256
     api_key_env: str | None = None
-    allow_http: bool = False
     progress: Callable[[int, int, int], None] | None = None
     poll: Callable[[], None] | None = None
     policy_version: int = field(default=0, init=False)
@@ -95,8 +115,6 @@ class VLLMBackend:
         urls = [self.server_urls] if isinstance(self.server_urls, str) else list(self.server_urls)
         if not urls:
             raise ValueError("server_urls is empty; give the address of a vLLM server, such as http://127.0.0.1:8000")
-        if self.adapter_dtype not in ("auto", *DTYPES):
-            raise ValueError(f"adapter_dtype is {self.adapter_dtype!r}; expected auto, {', '.join(DTYPES)}")
         if not self.roles or not set(self.roles) <= set(ROLES):
             raise ValueError(f"roles is {self.roles!r}; name policy, reference, or both")
         if self.keep_versions < 2:
@@ -104,33 +122,88 @@ class VLLMBackend:
                 f"keep_versions is {self.keep_versions}; set it to 2 or more: a version may be in use while the next"
                 " one is published"
             )
-        servers = [VLLMServer(url, self.api_key_env, self.allow_http) for url in urls]
-        if len({server.url for server in servers}) < len(servers):
+        bare = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        if len(set(bare)) < len(bare):
             raise ValueError(f"server_urls names a server twice: {', '.join(urls)}")
-        self.pool = ServerPool(servers, self.policy, self._poll)
+        self.servers = [Server(url, "the address of a vLLM server", "vLLM server", self.api_key_env) for url in bare]
         self._files = AdapterFolder(self.folder)
         self._lock = threading.RLock()
-        # By role and version; and what is to be unloaded and deleted: {publication: whether it was unloaded before}.
+        self._bases: dict[Server, ServedBase] = {}
         self._published: dict[tuple[str, int], Published] = {}
-        self._retired: dict[Published, bool] = {}
+        # Unloaded, and to be deleted at the next publication: a call in flight may still read them.
+        self._unloaded: list[Published] = []
         self._role = "policy"
         self._is_checked = self._is_proved = False
         self._vllm_version = ""
         # Whether the reference of the model of the last sync is the servers' base.
         self._reference_is_base = True
-        # Seconds and bytes of the last publication.
-        self.last_sync: dict[str, float] = {}
+
+    @property
+    def description(self) -> str:
+        """What samples, for reports; without addresses, because a server that moves is the same."""
+        number = len(self.servers)
+        return f"vLLM {self._vllm_version}".strip() + (f" on {number} servers" if number > 1 else "")
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of prompt and completion together; None if the servers do not say."""
+        return min((base.max_length for base in self._bases.values() if base.max_length), default=None)
+
+    # --- calls -------------------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
         # The checks run while the trainer, whose hook this is, is still being made.
         if self.poll is not None and self._is_proved:
             self.poll()
 
-    @property
-    def description(self) -> str:
-        """What samples, for reports; without addresses, because a server that moves is the same."""
-        number = len(self.pool.servers)
-        return f"vLLM {self._vllm_version}".strip() + (f" on {number} servers" if number > 1 else "")
+    def _on_each(self, work: Callable[[Connection], Awaitable[T]]) -> dict[Server, T]:
+        """Return what `work` returns for each server; RuntimeError names one that fails."""
+
+        async def one(server: Server) -> T:
+            async with Fleet([server], self.policy) as fleet:
+                try:
+                    return await fleet.call(work)
+                except CallError as error:
+                    raise RuntimeError(f"{server}: {error}") from None
+
+        return dict(zip(self.servers, run_async(gathered(map(one, self.servers)), self._poll), strict=True))
+
+    def _complete(
+        self,
+        servers: Sequence[Server],
+        requests: Sequence[Request],
+        progress: Callable[[int, int, int], None] | None = None,
+    ) -> list[Completed]:
+        """Return the completions of requests; RuntimeError if a row gets no valid one."""
+        rows: dict[int, Completed] = {}
+        num_tokens = 0
+
+        def done(index: int, outcome: Completed | CallError) -> None:
+            nonlocal num_tokens
+            if isinstance(outcome, CallError):
+                hint = "; raise vllm_request_timeout if a completion takes longer" if outcome.timed_out else ""
+                raise RuntimeError(f"{outcome.server} gives row {index} no completion: {outcome}{hint}")
+            rows[index] = outcome
+            num_tokens += len(outcome.token_ids)
+            if progress is not None:
+                progress(len(rows), len(requests), num_tokens)
+
+        async def ask(to: Connection, index: int) -> Completed:
+            request = requests[index]
+            body = request.body(self._bases[to.server].name)
+            try:
+                return checked_completion(await to.ask("POST", "/v1/completions", body), request, body["model"])
+            except CallError as error:
+                if error.status == 404:
+                    raise CallError(_lost(body["model"]), "stop", status=404) from None
+                raise
+
+        async def ask_all() -> None:
+            async with Fleet(servers, self.policy, self.max_concurrency) as fleet:
+                await fleet.answer_all(len(requests), ask, done)
+
+        run_async(ask_all(), self._poll)
+        return [rows[index] for index in range(len(requests))]
 
     # --- checks before training --------------------------------------------------------------------------------------
 
@@ -138,63 +211,52 @@ class VLLMBackend:
         """Check the servers alone: up, vLLM, new enough, LoRA at run time, one base, no other training. Runs once.
 
         Raises:
-            ValueError: an address that may not be called.
             RuntimeError: what is wrong with which server, and how to start it instead.
         """
         if not self._is_checked:
             on_first_process(self._check_servers)
-            if not is_first_process():  # The bases are needed to ask for them.
-                self._read_bases()
+            self._bases = self._on_each(served_base)
             self._is_checked = True
             atexit.register(self.close)
 
     def _check_servers(self) -> None:
-        for server in self.pool.servers:
-            server.check_host()
-        self.pool.wait()
-        self.pool.on_each(self._check_version)
-        self._read_bases()
-        self.pool.on_each(self._check_lora)
+        run_async(gathered(map(self._wait, self.servers)), self._poll)
+        self._vllm_version = list(self._on_each(checked_version).values())[-1]
+        self._on_each(check_lora)
         self._require_alone()
 
-    def _read_bases(self) -> None:
-        async def read(connection: Connection) -> None:
-            connection.server.base, _ = await connection.server.models(connection.client)
-
-        self.pool.on_each(read)
-
-    async def _check_version(self, connection: Connection) -> None:
-        text = await connection.server.version(connection.client)
-        numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
-        # A build from source calls itself 0.1.dev: what it can do is seen by the probe.
-        self._vllm_version = text
-        if "dev" not in text and numbers < LEAST_VERSION:
-            least = ".".join(map(str, LEAST_VERSION))
-            raise CallError(f"its version {text} is too old; install vLLM {least} or later", "stop")
-
-    async def _check_lora(self, connection: Connection) -> None:
-        if not await connection.server.can_load_adapters(connection.client):
-            raise CallError(
-                "it takes no adapters while it runs; start it with --enable-lora and the environment variable"
-                " VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as onetrunk serve does",
-                "stop",
-            )
+    async def _wait(self, server: Server) -> None:
+        """Wait until a server is up; RuntimeError after `wait_s`."""
+        began, is_told = time.monotonic(), False
+        async with server.connect() as connection:
+            while True:
+                try:
+                    await within(HEALTH_S, connection.ask("GET", "/health", is_json=False))
+                    return
+                except CallError:
+                    pass
+                if time.monotonic() - began > self.wait_s:
+                    raise RuntimeError(
+                        f"{server}: not ready after {self.wait_s:.0f} s (vllm_server_timeout); start it (onetrunk"
+                        " serve MODEL --port ...), or correct its address"
+                    )
+                if not is_told:
+                    logger.warning("waiting up to %.0f s for the %s", self.wait_s, server)
+                    is_told = True
+                await asyncio.sleep(self.policy.first_delay_s)
 
     def _require_alone(self) -> None:
         """Unload what a process that is gone has left; RuntimeError if another one needs the server."""
-        if self.shares_servers:
-            return
-        listed = self._listed()
-        for server, adapters in listed.items():
+        left = []
+        for server, adapters in ({} if self.shares_servers else self._on_each(loaded_adapters)).items():
             for name, folder in adapters.items():
                 if f"-{self._files.nonce}-" in name:
                     continue
                 owner = owner_of(name, folder)
-                if owner is None:
-                    self._retired |= {left: False for left in self._files.left_by_another(name, folder)}
-                else:
+                if owner is not None:
                     raise RuntimeError(f"{server} is in use: {owner}; {_remedy(owner)}")
-        self._sweep(listed)
+                left += self._files.left_by_another(name, folder)
+        self._unload(left)
 
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
         """Check that the servers can sample from `model`: its adapter, its base by its logprobs, its lengths.
@@ -213,7 +275,7 @@ class VLLMBackend:
         self._check_length(longest_row)
         if self._is_proved:
             return
-        adapters = self._adapters(model)
+        adapters = self._adapters_of(model)
         for adapter in adapters.values():
             check_servable(model.peft_config[adapter], f"the adapter {adapter!r}")
         self._prove_base(model)
@@ -221,50 +283,50 @@ class VLLMBackend:
             on_first_process(lambda: self._try_adapter(model, next(iter(adapters.values()))))
         self._is_proved = True
 
-    def _adapters(self, model: nn.Module) -> dict[str, str]:
+    def _adapters_of(self, model: nn.Module) -> dict[str, str]:
         """Return the adapter of each role that is published; a role that the bare base plays has none."""
         by_role = {"policy": policy_adapter(model), "reference": reference_adapter(model)}
         return {role: adapter for role, adapter in by_role.items() if role in self.roles and adapter is not None}
 
     def _check_length(self, longest_row: int) -> None:
-        for server in self.pool.up:
-            if longest_row > server.base.max_length > 0:
+        for server, base in self._bases.items():
+            if longest_row > base.max_length > 0:
                 raise RuntimeError(
-                    f"{server} has {server.base.max_length} positions, and a prompt with its completion may have"
+                    f"{server} has {base.max_length} positions, and a prompt with its completion may have"
                     f" {longest_row} tokens; start it with --max-model-len {longest_row} or more, or lower"
                     " max_completion_length"
                 )
 
-    def _try_adapter(self, model: PeftModel, adapter: str) -> None:
-        """Load the adapter on every server, so that a rank that is too large shows before training."""
-        trial = self._files.write(model, adapter, *TRIAL, self._dtype(model))
-        # Unloaded by the first publication, which sees by it whether a server was started again after its proof.
-        self._published[TRIAL] = trial
-        self._load(trial, model.peft_config[adapter].r)
-        # A training that began at the same moment is seen now.
-        self._require_alone()
-
     def _prove_base(self, model: nn.Module) -> None:
         """Compare logprobs of the servers' base with those of the trainer's, adapters off."""
-        lengths = [server.base.max_length for server in self.pool.up if server.base.max_length]
-        probe = probe_of(model, min(lengths, default=0))
-        self._vocab_size = probe.vocab_size
-        proofs = on_first_process(lambda: [(str(s), s.base.root, self._probe(s, probe)) for s in self.pool.up])
-        for server, root, completed in proofs:
-            require_same_base(model, server, root, probe, completed)
+        requests = probe_requests(model, self.max_length or 0)
+        self._vocab_size = requests[0].vocab_size
 
-    def _probe(self, server: VLLMServer, probe: Probe) -> list[Completed]:
-        rows: dict[int, Completed] = {}
+        def sampled() -> list[tuple[str, str, list[Completed]]]:
+            return [(str(s), self._bases[s].root, self._complete([s], requests)) for s in self.servers]
+
         try:
-            ServerPool([server], self.policy, self.pool.poll).complete(probe.requests, rows.__setitem__)
+            proofs = on_first_process(sampled)
         except RuntimeError as error:
             if "out of vocabulary" not in str(error):
                 raise
             raise RuntimeError(
-                f"{server} serves another base model: it does not know every token of the policy ({error}); it loaded"
-                f" {server.base.root}"
+                f"a server serves another base model: it does not know every token of the policy ({error})"
             ) from None
-        return [rows[i] for i in range(len(probe.prompts))]
+        for server, root, completed in proofs:
+            require_same_base(model, server, root, requests, completed)
+
+    def _try_adapter(self, model: PeftModel, adapter: str) -> None:
+        """Load the adapter on every server, so that a rank that is too large shows before training.
+
+        The first publication unloads it, which shows whether a server was started again after its proof.
+        """
+        trial = self._files.write(model, adapter, *TRIAL)
+        self._published[TRIAL] = trial
+        rank = model.peft_config[adapter].r
+        self._on_each(lambda to: load_adapter(to, trial.name, trial.folder, rank))
+        # A training that began at the same moment is seen now.
+        self._require_alone()
 
     # --- publishing --------------------------------------------------------------------------------------------------
 
@@ -281,7 +343,7 @@ class VLLMBackend:
             ValueError, RuntimeError: as `check` and `check_policy`; a server does not load the adapter.
         """
         self.check_policy(model)
-        self._role, adapters = role_of(active_adapter(model)), self._adapters(model)
+        self._role, adapters = role_of(active_adapter(model)), self._adapters_of(model)
         self._reference_is_base = reference_adapter(model) is None
         if self._role != "policy":
             adapters.pop("policy", None)
@@ -296,97 +358,52 @@ class VLLMBackend:
             self._published, self.policy_version = dict(published), version
 
     def _publish(self, model: PeftModel, role: str, version: int, adapter: str) -> None:
-        """Write the adapter, load it on every server and unload an old one, unless the same is published already."""
-        dtype, before = self._dtype(model), self._published.get((role, version))
-        if before is not None and (role == "reference" or is_same_adapter(before, model, adapter, dtype)):
+        """Write the adapter, load it on every server and unload old ones, unless the same is published already."""
+        before = self._published.get((role, version))
+        if before is not None and (role == "reference" or is_same_adapter(before, model, adapter)):
             return
-        began = time.perf_counter()
-        published = self._files.write(model, adapter, role, version, dtype)
-        written = time.perf_counter()
-        self._load(published, model.peft_config[adapter].r)
-        loaded = time.perf_counter()
-        listed = self._listed()
-        self._require_kept(listed)
+        published = self._files.write(model, adapter, role, version)
+        rank = model.peft_config[adapter].r
+        self._on_each(lambda to: load_adapter(to, published.name, published.folder, rank))
+        for server, names in self._on_each(loaded_adapters).items():
+            gone = [kept.name for kept in self._published.values() if kept.name not in names]
+            if gone:
+                raise RuntimeError(f"{server}: {_lost(gone[0])}; run the same command again with --resume auto")
         with self._lock:
-            for replaced in ((role, version), TRIAL):
-                if replaced in self._published:
-                    self._retired[self._published.pop(replaced)] = False
+            old = [self._published.pop(key) for key in ((role, version), TRIAL) if key in self._published]
             self._published[role, version] = published
             # In the order in which they were published: a second training begins again at version 0.
             policies = [key for key in self._published if key[0] == "policy"]
-            for old in policies[: max(0, len(policies) - self.keep_versions)]:
-                self._retired[self._published.pop(old)] = False
-        self._sweep(listed)
-        self.last_sync = {"write_s": written - began, "load_s": loaded - written, "bytes": published.num_bytes}
+            old += [self._published.pop(key) for key in policies[: max(0, len(policies) - self.keep_versions)]]
+        self._unload(old)
 
-    def _load(self, published: Published, rank: int) -> None:
-        async def load(connection: Connection) -> None:
-            await connection.server.load(connection.client, published.name, published.folder)
-
-        try:
-            self.pool.on_each(load)
-        except RuntimeError as error:
-            hints = {
-                "No adapter found": f"; it must be able to read {published.folder}: put the folder where both see it",
-                "rank": f"; start it with --max-lora-rank {rank} or more",
-                "LoRA is not enabled": "; start it with --enable-lora",
-            }
-            hint = next((hint for word, hint in hints.items() if word in str(error)), "")
-            raise RuntimeError(f"{error}{hint}") from None
-
-    def _listed(self) -> dict[VLLMServer, dict[str, str]]:
-        """Return the adapters of each server that is up, {name: folder}."""
-
-        async def read(connection: Connection) -> dict[str, str]:
-            return (await connection.server.models(connection.client))[1]
-
-        return self.pool.on_each(read)
-
-    def _require_kept(self, listed: dict[VLLMServer, dict[str, str]]) -> None:
-        """Lose each server without an adapter that was published before: it may have come back with another base."""
-        for server, names in listed.items():
-            gone = [kept.name for kept in self._published.values() if kept.name not in names]
-            if gone:
-                self.pool.lose(server, f"it no longer has the adapter {gone[0]}, so it was started again")
-
-    def _sweep(self, listed: dict[VLLMServer, dict[str, str]]) -> None:
-        """Unload what is retired, and delete the files of what was unloaded in an earlier sweep."""
-        for old, was_unloaded in list(self._retired.items()):
-            if was_unloaded and not any(old.name in names for names in listed.values()):
-                self._files.delete(old.folder)
-                del self._retired[old]
-            else:
-                self._retired[old] = True
-        retired = {old.name for old in self._retired}
-
-        async def unload(connection: Connection) -> None:
-            for name in listed.get(connection.server, {}):
-                if name in retired:
-                    await connection.server.unload(connection.client, name)
-
-        self.pool.on_each(unload)
-
-    def _dtype(self, model: nn.Module) -> torch.dtype:
-        return published_dtype(model, self.adapter_dtype)
+    def _unload(self, old: Sequence[Published]) -> None:
+        """Unload adapters, and delete the files of those that were unloaded before."""
+        if old:
+            self._on_each(lambda to: unload_adapters(to, [published.name for published in old]))
+        for published in self._unloaded:
+            self._files.delete(published.folder)
+        self._unloaded = list(old)
 
     def close(self) -> None:
         """Unload what this process has published, delete its files and release the folder."""
         if not self._is_checked or not is_first_process():
             return
-        with self._lock:
-            self._retired.update(dict.fromkeys(self._published.values(), True))
-            self._published.clear()
+        policy = self.policy
         # Nobody waits for a server at the end of a run.
-        self.pool.policy = replace(self.policy, timeout_s=min(10.0, self.policy.timeout_s))
+        self.policy = replace(policy, max_calls=1, call_timeout_s=min(10.0, policy.call_timeout_s))
         try:
-            self._sweep(self._listed())
+            self._unload(list(self._published.values()))
+            self._unload([])
         except Exception:
             # The files stay: a server that is only out of reach may still have their adapters.
             logger.warning("the servers do not answer, so adapters stay on them and in %s", self._files.path)
             self._files.close(keeps_files=True)
         else:
             self._files.close()
-        self.pool.policy = self.policy
+        self.policy = policy
+        self._published.clear()
+        self._unloaded.clear()
         atexit.unregister(self.close)
         self._is_checked = self._is_proved = False
 
@@ -418,11 +435,12 @@ class VLLMBackend:
             RuntimeError: the version is not published, no server is left, or a row gets no valid answer.
         """
         adapter = self._adapter_of(role, version)
-        require_rows(prompt_ids, keys)
+        name = None if adapter is None else adapter.name
+        requests = requests_of(prompt_ids, params, keys, name, self._vocab_size)
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
         # Processes that share a divided model must get the same tokens.
-        rows = once_per_group(lambda: self._complete(adapter, prompt_ids, params, keys))
-        return _as_rollout(prompt_ids, rows, version)
+        rows = once_per_group(lambda: self._complete(self.servers, requests, self.progress))
+        return as_rollout(requests, rows, version)
 
     def _adapter_of(self, role: str, version: int) -> Published | None:
         if role not in (*ROLES, BASE):
@@ -442,32 +460,6 @@ class VLLMBackend:
                 " sync(model, version) first, and set keep_versions to staleness + 2"
             )
         return adapter
-
-    def _complete(
-        self,
-        adapter: Published | None,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
-    ) -> list[Completed]:
-        name = None if adapter is None else adapter.name
-        requests = [
-            Request(list(ids), params, derived_seed(*key), name, self._vocab_size)
-            for ids, key in zip(prompt_ids, keys, strict=True)
-        ]
-        rows: dict[int, Completed] = {}
-        num_tokens = 0
-
-        def done(index: int, completed: Completed) -> None:
-            nonlocal num_tokens
-            rows[index] = completed
-            num_tokens += len(completed.token_ids)
-            if self.progress is not None:
-                self.progress(len(rows), len(requests), num_tokens)
-
-        if requests:
-            self.pool.complete(requests, done)
-        return [rows[index] for index in range(len(requests))]
 
 
 @dataclass(frozen=True)
@@ -505,8 +497,7 @@ class ServedModel:
     @property
     def max_length(self) -> int | None:
         """Most tokens of prompt and completion together; None if the servers do not say."""
-        lengths = [server.base.max_length for server in self.servers.pool.up if server.base.max_length]
-        return min(lengths, default=None)
+        return self.servers.max_length
 
     def sync(self, model: nn.Module, version: int) -> None:
         """Do nothing: the model was published, and does not change."""
@@ -516,14 +507,8 @@ class ServedModel:
         return self.servers.generate_as(self.role, self.version, prompt_ids, params, keys)
 
 
-def _as_rollout(prompt_ids: Sequence[list[int]], rows: Sequence[Completed], version: int) -> Rollout:
-    return Rollout(
-        prompt_ids=[list(ids) for ids in prompt_ids],
-        completion_ids=[row.token_ids for row in rows],
-        sampler_logprobs=[torch.tensor(row.logprobs, dtype=torch.float32) for row in rows],
-        stopped=[row.stopped for row in rows],
-        policy_version=version,
-    )
+def _lost(name: str) -> str:
+    return f"it no longer has the adapter {name}, so it was started again, or another process has unloaded it"
 
 
 def _remedy(owner: str) -> str:

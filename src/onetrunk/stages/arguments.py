@@ -20,10 +20,9 @@ from trl import ModelConfig, SFTConfig, TrlParser, get_peft_config
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.secrets import SecretFreeArguments
 from onetrunk.data.names import looks_like_path
-from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
-from onetrunk.ppo.settings import MONITOR_ACTIONS, VLLMServerConfig, check_monitor
+from onetrunk.ppo.settings import VLLMServerConfig
 from onetrunk.stages.options.help import help_text, help_topic
 from onetrunk.stages.options.parser import Parser, UsageError, mapping_reader
 from onetrunk.stages.options.reading import check_values, read
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Words in reward_funcs that stand for the judge.
-JUDGE, PAIRWISE = "judge", "pairwise"
 
 
 @dataclass
@@ -154,80 +151,6 @@ class PPODataArguments(TrainingDataArguments):
             raise ValueError("reward_funcs is not set; give at least one, such as path/to/file.py:function")
         if isinstance(self.reward_funcs, str):
             self.reward_funcs = [self.reward_funcs]
-
-
-@dataclass
-class PPOJudgeArguments:
-    """A judge as a reward function, and another judge that monitors the reward."""
-
-    judge_report: str | None = option(
-        None, "output_dir of onetrunk judge, which measured the judge of this run: the model card quotes it."
-    )
-    monitor_judge: list[str] | None = option(
-        None,
-        "Specs of a judge that is not part of the reward, as in judge. It rates completions of held-out prompts during"
-        " training, and an alarm is raised where the reward rises while its ratings fall.",
-    )
-    monitor_constitution: str | None = option(None, "YAML file with its principles; None: constitution.")
-    monitor_rubric: dict[str, str] | None = option(None, "Its rubric, where it is one; None: rubric.")
-    monitor_every: int = option(1, "Rollouts between two of its measurements.")
-    monitor_rows: int = option(64, "Number of held-out prompts that it rates; without held-out rows training prompts.")
-    monitor_action: str = option("warn", "At an alarm: warn, or stop training.", MONITOR_ACTIONS)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.monitor_judge, str):
-            self.monitor_judge = [self.monitor_judge]
-        check_monitor(self.monitor_every, self.monitor_action, self.monitor_rows)
-        changed = [
-            f.name for f in fields(self) if f.name.startswith("monitor_") and getattr(self, f.name) != f.default
-        ]
-        if changed and not self.monitor_judge:
-            raise ValueError(f"{changed[0]} is set and monitor_judge is not; name a judge, or leave {changed[0]} out")
-
-    def monitor_settings(self, settings: JudgeConfig) -> JudgeConfig:
-        """Return the settings of the monitor's judge: those of the reward's judge with the monitor's own values."""
-        return replace(
-            settings,
-            judge=self.monitor_judge,
-            constitution=self.monitor_constitution or settings.constitution,
-            rubric=self.monitor_rubric or (settings.rubric if "rubric" in self.monitor_judge else None),
-        )
-
-
-def check_judges(
-    data: PPODataArguments,
-    args: PPOConfig,
-    model_args: Any,
-    settings: JudgeConfig,
-    arguments: PPOJudgeArguments,
-) -> None:
-    """Raise ValueError for a judge without settings, settings without a judge, or a judge that monitors itself."""
-    reward_funcs = data.reward_funcs
-    words = [word for word in (JUDGE, PAIRWISE) if word in reward_funcs]
-    if words and not settings.judge:
-        raise ValueError(f"reward_funcs names {words[0]}, and judge is not set; name who judges, such as rubric")
-    if settings.judge and not words:
-        raise ValueError(
-            f"judge is set, and reward_funcs names neither {JUDGE} (its rating) nor {PAIRWISE} (log P of being better"
-            " than the reference's completion); add one of them, or leave judge out (monitor_judge only watches)"
-        )
-    if words and not settings.constitution:
-        raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
-    if arguments.judge_report and not settings.judge and not arguments.monitor_judge:
-        raise ValueError("judge_report is set and no judge is; name the judge that it measured, or leave it out")
-    if not arguments.monitor_judge:
-        return
-    monitor = arguments.monitor_settings(settings)
-    if not monitor.constitution:
-        raise ValueError("monitor_judge is set, and neither monitor_constitution nor constitution; name a YAML file")
-    same = [spec for spec in arguments.monitor_judge if spec.removeprefix(REWARD) in reward_funcs]
-    if words and monitor == settings:
-        same = list(arguments.monitor_judge)
-    if same:
-        raise ValueError(
-            f"monitor_judge {same[0]} is what the reward is made of, and would see no gap; name a judge that PPO does"
-            " not see"
-        )
 
 
 @dataclass

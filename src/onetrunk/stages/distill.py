@@ -20,13 +20,12 @@ from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.build import scorer_from_config, train_tokenizer
 from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
+from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
-from onetrunk.parallel.tensor import forwards_of_first
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
 from onetrunk.reward_models.metrics import (
     ScoredPairs,
-    cost_metrics,
-    cost_ratios,
+    compared_costs,
     fidelity_metrics,
     preference_metrics,
     score_pairs,
@@ -49,6 +48,11 @@ from onetrunk.utils.redaction import redact_all
 TEACHER_FILE = "teacher.json"
 # Of streamed rows, so many train a new tokenizer.
 TOKENIZER_ROWS = 20_000
+# Of each part of metrics.json in the terminal.
+SHOWN = {
+    "labels": ("accuracy", "accuracy_interval", "calibration_error"),
+    "cost": ("parameters", "weights_mib", "activations_mib", "memory_mib", "seconds_per_1000"),
+}
 # Passed as the name while ModelConfig checks that there is one.
 _MADE = "student_config"
 
@@ -247,53 +251,37 @@ def report(
     rows = rows_to_measure(train, held_out)
     probabilities, teacher_pairs = teacher_labels(teacher, reward, rows)
     pairs = score_pairs(reward, rows, probabilities)
+    ScoreScale.of(pairs.scores).save(folder)
     if held_out is None:
         print("distill: no held-out rows, so nothing is measured; set eval_dataset_name or eval_size")
-    else:
-        report_fidelity(trainer, data, teacher, rows, (pairs, probabilities, teacher_pairs))
-    ScoreScale.of(pairs.scores).save(folder)
-
-
-def report_fidelity(
-    trainer: RewardDistillationTrainer,
-    data: DistillDataArguments,
-    teacher: Teacher | None,
-    rows: Dataset,
-    scored: tuple[ScoredPairs, Tensor, ScoredPairs | None],
-) -> None:
-    """Write and print fidelity to the teacher, agreement with the rows' own labels, and the cost of both models."""
-    folder = Path(trainer.args.output_dir)
-    pairs, probabilities, teacher_pairs = scored
-    fidelity = fidelity_metrics(pairs, probabilities, teacher_pairs)
-    values = {
-        "teacher": data.teacher or "probability",
-        "train_rows": len(trainer.train_dataset),
-        "seed": trainer.args.seed,
-        "num_processes": trainer.accelerator.num_processes,
-        "fidelity": fidelity,
-    }
-    columns: dict[str, dict[str, Any]] = {"student": dict(fidelity)}
-    truth = true_labels(rows, has_teacher=teacher is not None)
-    sides = {"student": pairs} if teacher_pairs is None else {"student": pairs, "teacher": teacher_pairs}
-    if truth is not None:
-        values["labels"] = {name: preference_metrics(replace(side, labels=truth)) for name, side in sides.items()}
-        for name, metrics in values["labels"].items():
-            columns.setdefault(name, {}).update(
-                {f"labels/{key}": metrics[key] for key in ("accuracy", "accuracy_interval", "calibration_error")}
-            )
+        return
+    about = {"teacher": data.teacher or "probability", "train_rows": len(trainer.train_dataset)}
+    about |= {"seed": trainer.args.seed, "num_processes": trainer.accelerator.num_processes}
+    values = measured(rows, pairs, probabilities, teacher_pairs)
     if teacher is not None:
-        texts = rows["prompt"], rows["chosen"]
-        student = trained_reward(trainer)
-        student.batch_size = data.teacher_batch_size  # Both are timed with the same batches.
-        costs = {"student": cost_metrics([student], *texts)}
-        costs["teacher"] = cost_metrics(teacher.members, *texts)
-        values["cost"] = {**costs, "teacher_over_student": cost_ratios(costs["student"], costs["teacher"])}
-        for name, cost in costs.items():
-            columns.setdefault(name, {}).update({f"cost/{key}": value for key, value in cost.items()})
+        reward.batch_size = data.teacher_batch_size  # Both are timed with the same batches.
+        values["cost"] = compared_costs([reward], teacher.members, rows["prompt"], rows["chosen"])
         plot_scores(folder, teacher_pairs.scores.tolist(), pairs.scores.tolist())
-    plot_reliability(folder, {"student, by the teacher's probabilities": fidelity["reliability"]})
-    write_values(folder, values)
+    plot_reliability(folder, {"student, by the teacher's probabilities": values["fidelity"]["reliability"]})
+    write_values(folder, about | values)
+    columns: dict[str, dict[str, Any]] = {"student": dict(values["fidelity"])}
+    for kind in ("labels", "cost"):
+        for side in [name for name in ("student", "teacher") if name in values.get(kind, ())]:
+            shown = {f"{kind}/{name}": values[kind][side].get(name) for name in SHOWN[kind]}
+            columns.setdefault(side, {}).update(shown)
     show_columns(f"{folder} on {len(rows)} held-out pairs", columns)
+
+
+def measured(
+    rows: Dataset, pairs: ScoredPairs, probabilities: Tensor, teacher_pairs: ScoredPairs | None
+) -> dict[str, Any]:
+    """Return the student's fidelity to the teacher, and the agreement of both with the rows' own labels."""
+    values: dict[str, Any] = {"fidelity": fidelity_metrics(pairs, probabilities, teacher_pairs)}
+    truth = true_labels(rows, has_teacher=teacher_pairs is not None)
+    if truth is not None:
+        sides = {"student": pairs} if teacher_pairs is None else {"student": pairs, "teacher": teacher_pairs}
+        values["labels"] = {name: preference_metrics(replace(side, labels=truth)) for name, side in sides.items()}
+    return values
 
 
 parse_distill = partial(

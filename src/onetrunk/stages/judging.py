@@ -46,7 +46,7 @@ def measured_words(folder: str | None, judges: Sequence[Judge]) -> dict[str, str
     """
     if folder is None:
         return {}
-    members = [member for judge in judges for member in getattr(judge, "judges", ())]
+    members = [member for judge in judges for member in judge.members.values()]
     identities = {digest(judge.identity) for judge in [*judges, *members]}
     quotes = quotes_of(folder)
     known = [quote for quote in quotes if quote.identity in identities]

@@ -1,107 +1,28 @@
-"""PPO: prompts and reward functions -> a LoRA adapter on the frozen base; held-out metrics before and after.
-
-A judge can be a reward function, and another judge can monitor the reward. Their answers are kept in a ledger in the
-run's folder, so that a resumed run gets the same answers.
-"""
+"""PPO: prompts and reward functions -> a LoRA adapter on the frozen base; held-out metrics before and after."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from datasets import Dataset
 from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.loading import is_adapter
-from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
-from onetrunk.ppo.reference_completions import KEPT_FOLDER, sample_references
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.ensemble import names_an_ensemble
-from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
 from onetrunk.rewards.resolve import names_a_model, resolve_reward
 from onetrunk.rewards.reward import RewardFunction
-from onetrunk.stages.arguments import (
-    JUDGE,
-    PAIRWISE,
-    ModelArguments,
-    PPOArguments,
-    PPODataArguments,
-    PPOJudgeArguments,
-    check_judges,
-    parse,
-)
-from onetrunk.stages.judging import load_judge_parts, measured_words
+from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.options.reading import DRY_RUN
+from onetrunk.stages.ppo_judges import JUDGE, PAIRWISE, PPOJudgeArguments, check_judges, run_judges
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
 from onetrunk.stages.tables import metrics_table, show, without_prefix, write_metrics
-
-
-@dataclass(frozen=True)
-class RunJudges:
-    """The loaded judges of a run."""
-
-    reward_funcs: list[str | RewardFunction]  # With functions in place of the words judge and pairwise.
-    monitor: HackingMonitor | None
-    measured: dict[str, str] = field(default_factory=dict)  # What the card says about the judges.
-
-    def begin(self, trainer: PPOTrainer) -> None:
-        """Attach the monitor, and sample the completions that pairwise rewards compare with."""
-        trainer.card_facts = tuple(self.measured.items())
-        if self.monitor is not None:
-            self.monitor.attach(trainer)
-        pairwise = [reward for reward in self.reward_funcs if isinstance(reward, PairwiseReward)]
-        if pairwise:
-            references = sample_references(trainer, [] if self.monitor is None else [self.monitor.rows])
-            for reward in pairwise:
-                reward.references.update(references)
-
-
-@contextlib.contextmanager
-def run_judges(
-    reward_funcs: Sequence[str], args: PPOConfig, settings: JudgeConfig, arguments: PPOJudgeArguments
-) -> Iterator[RunJudges]:
-    """Load the judges before any other model, and yield them.
-
-    Raises:
-        ValueError: a constitution or a judge is not valid.
-        RuntimeError: another process uses the ledger.
-    """
-    if not settings.judge and not arguments.monitor_judge:
-        yield RunJudges(list(reward_funcs), None)
-        return
-    settings = replace(settings, judge_device=settings.judge_device or str(args.device))
-    # The monitor first: it may only be a constitution, so mistakes in it are reported before a model loads.
-    watching = judging = None
-    if arguments.monitor_judge:
-        watching = load_judge_parts(arguments.monitor_settings(settings), asks=args.process_index == 0)
-    if settings.judge:
-        judging = load_judge_parts(settings)
-    asked = [parts[0] for parts in (judging, watching) if parts is not None and parts[0] is not None]
-    measured = measured_words(arguments.judge_report, asked) if args.process_index == 0 else {}
-    with Ledger(Path(args.output_dir) / KEPT_FOLDER / f"judged-{args.process_index}.db") as ledger:
-        rewards: dict[str, RewardFunction] = {}
-        if judging is not None:
-            rewards[JUDGE] = JudgeReward(*judging, memory=ledger)
-            rewards[PAIRWISE] = PairwiseReward(*judging, memory=ledger)
-        monitor = None
-        if watching is not None:
-            monitor = HackingMonitor(
-                *watching,
-                every=arguments.monitor_every,
-                action=arguments.monitor_action,
-                num_rows=arguments.monitor_rows,
-                memory=ledger,
-            )
-        yield RunJudges([rewards.get(spec, spec) for spec in reward_funcs], monitor, measured)
 
 
 def run(

@@ -18,8 +18,8 @@ from onetrunk.models.adapters import check_targets, fit_layers, parse_adapter_la
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.loading import load_config, pinned_source
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
+from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
-from onetrunk.parallel.tensor import forwards_of_first
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward

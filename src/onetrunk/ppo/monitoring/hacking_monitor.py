@@ -25,7 +25,7 @@ from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, digest
 from onetrunk.judges.labels import Memory, kept_ratings
-from onetrunk.parallel.tensor import DataParallel
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import check_monitor
 from onetrunk.ppo.trainer import PPOTrainer

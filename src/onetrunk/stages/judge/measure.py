@@ -22,8 +22,8 @@ from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
-from onetrunk.judges.ensemble import EnsembleJudge, unique_names
-from onetrunk.judges.judge import Judge, Pair, Verdict, digest
+from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.judge import Judge, Pair, Verdict, digest, unique_names
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import PairLabel, answer_key, kept_answer
 from onetrunk.report.judges import PAIRS, card_of

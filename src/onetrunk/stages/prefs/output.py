@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from rich.table import Table
 from onetrunk.feedback.preferences import plain
 from onetrunk.feedback.shards import Shard, read_rows
 from onetrunk.judges.labels import judge_warnings
+from onetrunk.report.parts import flat
 from onetrunk.stages.tables import as_json, markdown_table, shortened, text_table
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
 from onetrunk.utils.redaction import redact, redact_all
@@ -135,7 +135,7 @@ def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[
         markdown_table({"": {name: value for name, value in about.items() if name not in ("mode", "format")}}),
         "## What they are like",
         *warnings_of(statistics),
-        markdown_table({"": dict(_flat(statistics))}),
+        markdown_table({"": dict(flat(statistics))}),
         "## Examples",
         *(_example(row) for row in examples),
     ]
@@ -156,14 +156,6 @@ def warnings_of(statistics: dict[str, Any]) -> list[str]:
     if counts.get("unjudged"):
         warnings.append(f"{counts['unjudged']} pairs have no verdict yet; the same command asks for them again.")
     return warnings
-
-
-def _flat(statistics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in statistics.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def sample_table(rows: list[dict[str, Any]]) -> Table:

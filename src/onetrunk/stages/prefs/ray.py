@@ -28,13 +28,18 @@ ERROR_LINE = re.compile(r"\s*(?!ray\.)[\w.]*(Error|Exception): ")
 
 
 def require_ray() -> Any:
-    """Return the module ray, quiet and without its usage reports; raise ImportError if it is not installed."""
+    """Return the module ray, started and quiet; raise ImportError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray.data
     except ImportError as error:
         raise ImportError(f"engine ray needs Ray Data ({error}); pip install onetrunk[ray]") from error
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # RaySampling reports the errors.
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
     return ray
 
 
@@ -68,11 +73,6 @@ class RaySampling:
         if not chunks:
             return
         ray = require_ray()
-        if not ray.is_initialized():
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        context = ray.data.DataContext.get_current()
-        context.execution_options.preserve_order = True
-        context.enable_progress_bars = False
         model_args = init_fields(self.model_args)
         if Path(self.model_args.model_name_or_path).is_dir():
             # A worker may have another working folder than the driver.

@@ -39,7 +39,8 @@ from onetrunk.ppo.setup import (
     prepare_dataset,
     tokens_of,
 )
-from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, PPOJudgeArguments
+from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
+from onetrunk.stages.ppo_judges import PPOJudgeArguments
 from onetrunk.stages.rows import check_tokenizer, load_training_rows, prompt_rows
 
 # A trained float32 weight, its gradient, and two numbers of Adam.

@@ -26,12 +26,12 @@ import httpx2
 import torch
 
 from onetrunk.models.loading import adapter_base, load_config
-from onetrunk.rollouts.adapters import served_rank
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
+from onetrunk.rollouts.publishing import served_rank
+from onetrunk.servers.client import is_nearby, read_secret
 from onetrunk.stages.arguments import DTYPES, parse
 from onetrunk.stages.options.parser import say
 from onetrunk.stages.run_context import run_stage
-from onetrunk.utils.http import read_secret, uses_proxy
 from onetrunk.utils.options import VLLM_RANKS, option
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -207,7 +207,7 @@ def stopped_at_end(words: Sequence[str], **options: Any) -> Iterator[subprocess.
 def is_ready(url: str) -> bool:
     """Return whether a server answers that it is ready."""
     try:
-        return httpx2.get(f"{url}/health", timeout=PROBE_S, trust_env=uses_proxy(url)).is_success
+        return httpx2.get(f"{url}/health", timeout=PROBE_S, trust_env=not is_nearby(url)).is_success
     except httpx2.HTTPError:
         return False
 

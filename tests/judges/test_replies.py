@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from onetrunk.judges.chat import (
+from onetrunk.judges.replies import (
     Vote,
     checked_reply,
     is_same_model,
@@ -14,7 +14,7 @@ from onetrunk.judges.chat import (
     read_label,
     read_vote,
 )
-from onetrunk.utils.calls import CallError
+from onetrunk.servers.errors import CallError
 from tests.judges.stub_server import candidates, completion
 
 LABELS = ("A", "B")
@@ -224,10 +224,10 @@ def test_a_model_is_the_same_with_owner_date_or_revision_and_no_other(asked, rep
 
 
 def test_opinions_add_up_to_one_or_abstain():
-    told = opinion_of_probabilities([Vote("A", {"A": 0.6, "B": 0.2}, "because")])
+    told = opinion_of_probabilities(Vote("A", {"A": 0.6, "B": 0.2}, "because"))
     assert told.shares == pytest.approx({"A": 0.75, "B": 0.25}) and told.reason == "because"
     assert told.details == {"method": "logprobs", "label_mass": 0.8}
-    assert opinion_of_probabilities([Vote(None, {"A": 0.2, "B": 0.1})]).shares is None
+    assert opinion_of_probabilities(Vote(None, {"A": 0.2, "B": 0.1})).shares is None
 
     votes = [Vote(label) for label in ("A", "A", None, "B")]
     voted = opinion_of_votes(votes, LABELS)

@@ -27,7 +27,7 @@ from onetrunk.utils.locks import WriterLock
 from onetrunk.utils.options import VLLM_RANKS
 
 NAME = re.compile(r"onetrunk-([0-9a-f]{12})-(\d+-[a-z]+-v\d+)")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Modules that vLLM keeps without LoRA.
 HEADS = {"lm_head", "embed_tokens", "embed_out", "wte", "score"}
 
@@ -41,14 +41,12 @@ class Published:
         folder: absolute; holds adapter_config.json and adapter_model.safetensors.
         role: "policy" or "reference".
         version: optimizer steps that it has seen.
-        num_bytes: of its weights.
     """
 
     name: str
     folder: str
     role: str
     version: int
-    num_bytes: int
 
 
 def active_adapter(model: nn.Module) -> str | None:
@@ -82,12 +80,10 @@ def check_servable(config: LoraConfig, what: str = "the adapter") -> None:
             )
 
 
-def published_dtype(model: nn.Module, name: str = "auto") -> torch.dtype:
-    """Return the dtype in which adapters are published; "auto": that of the base, float32 if it has no such dtype."""
-    if name != "auto":
-        return DTYPES[name]
+def published_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype in which adapters are published: that of the base, float32 if it is quantised."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    return base.dtype if base.dtype in DTYPES.values() else torch.float32
+    return base.dtype if base.dtype in DTYPES else torch.float32
 
 
 def served_rank(rank: int) -> int:
@@ -97,8 +93,9 @@ def served_rank(rank: int) -> int:
     return next(served for served in VLLM_RANKS if served >= rank)
 
 
-def adapter_tensors(model: PeftModel, adapter: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights of an adapter under PEFT's names, on the CPU; those of the base are not touched."""
+def adapter_tensors(model: PeftModel, adapter: str) -> dict[str, Tensor]:
+    """Return the weights of an adapter under PEFT's names, on the CPU, in `published_dtype`."""
+    dtype = published_dtype(model)
     own = {name: parameter.detach() for name, parameter in adapter_parameters(model, adapter).items()}
     tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter, save_embedding_layers=False)
     return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
@@ -109,12 +106,11 @@ class AdapterFolder:
 
     Args:
         root: folder of the run that the servers can read too.
-        nonce: of the process; None: a new one.
     """
 
-    def __init__(self, root: str | os.PathLike[str], nonce: str | None = None):
+    def __init__(self, root: str | os.PathLike[str]):
         self.root = Path(root).resolve()
-        self.nonce = secrets.token_hex(6) if nonce is None else nonce
+        self.nonce = secrets.token_hex(6)
         self.path = self.root / self.nonce
         self._lock: WriterLock | None = None
         self._num_written = 0
@@ -125,21 +121,19 @@ class AdapterFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = WriterLock(self.path)
 
-    def write(self, model: PeftModel, adapter: str, role: str, version: int, dtype: torch.dtype) -> Published:
+    def write(self, model: PeftModel, adapter: str, role: str, version: int) -> Published:
         """Write an adapter into a new folder, which gets its name only when it is whole."""
         self.open()
         self._num_written += 1
         final = self.path / f"{self._num_written}-{role}-v{version}"
         partial = final.with_name(f".{final.name}.partial")
         partial.mkdir()
-        tensors = adapter_tensors(model, adapter, dtype)
-        save_tensors(partial / ADAPTER_FILE, tensors)
+        save_tensors(partial / ADAPTER_FILE, adapter_tensors(model, adapter))
         config = copy.deepcopy(model.peft_config[adapter])
         config.inference_mode = True
         config.save_pretrained(str(partial))
         partial.rename(final)
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        return Published(f"onetrunk-{self.nonce}-{final.name}", str(final), role, version, num_bytes)
+        return Published(f"onetrunk-{self.nonce}-{final.name}", str(final), role, version)
 
     def delete(self, folder: str) -> None:
         """Delete the files of an adapter; of a process that is gone all its files."""
@@ -156,7 +150,7 @@ class AdapterFolder:
         if match is None:
             return []
         own = self.root / match.group(1) / match.group(2)
-        return [Published(name, str(own) if str(own) == folder else "", "other", 0, 0)]
+        return [Published(name, str(own) if str(own) == folder else "", "other", 0)]
 
     def close(self, keeps_files: bool = False) -> None:
         """Delete everything, unless the servers may still read it, and release the lock."""
@@ -170,9 +164,9 @@ class AdapterFolder:
             self._lock = None
 
 
-def is_same_adapter(published: Published, model: PeftModel, adapter: str, dtype: torch.dtype) -> bool:
+def is_same_adapter(published: Published, model: PeftModel, adapter: str) -> bool:
     """Return whether the published weights are those of the model, bit for bit."""
-    tensors = adapter_tensors(model, adapter, dtype)
+    tensors = adapter_tensors(model, adapter)
     written = load_tensors(Path(published.folder) / ADAPTER_FILE)
     return tensors.keys() == written.keys() and all(torch.equal(tensors[name], written[name]) for name in tensors)
 

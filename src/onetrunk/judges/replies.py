@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's chat protocol, and what its replies say: a label, or probabilities of labels.
+"""What the replies of a chat server say: a label, or probabilities of labels.
 
 Replies are read strictly, never guessed: log probabilities count only if they are present, are probabilities, and
 belong to the text of the reply, whatever the server was asked for.
@@ -7,37 +7,16 @@ belong to the text of the reply, whatever the server was asked for.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
-import httpx2
-
-from onetrunk.judges.judge import Usage
 from onetrunk.judges.template import Opinion, is_mark
-from onetrunk.types import Message
-from onetrunk.utils.calls import CallError
+from onetrunk.servers.errors import CallError
 from onetrunk.utils.files import parse_json
-from onetrunk.utils.http import (
-    AN_HTML_PAGE,
-    check_host,
-    check_url,
-    guarded_client,
-    is_html,
-    json_of,
-    post_json,
-    read_secret,
-    send,
-    shown,
-)
 
-logger = logging.getLogger(__name__)
-
-CHAT_PATH = "/chat/completions"
 # A label may be in quotes, brackets or bold type; a sentence around it is not a verdict.
 BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
 VERDICT_KEYS = ("label", "verdict", "answer", "choice", "better", "winner", "score", "rating")
@@ -50,176 +29,12 @@ LEAST_LABEL_MASS = 0.5
 # Rounding of the server: probabilities of a position may add up to a little more than 1.
 ROUNDING = 0.02
 LONGEST_EXCERPT = 60
-# More tokens than a chat template adds to a conversation, with its own system prompt.
-TEMPLATE_TOKENS = 1024
-# Of a call that reports no tokens: UTF-8 bytes per token of its prompt. Most texts have more, so this counts too many.
-BYTES_PER_TOKEN = 2
-# A call that reports as many tokens is not believed.
-TOO_MANY_TOKENS = 10**9
-# Characters of a thought that is kept; the middle of a longer one is left out.
+# Characters of a thought that are kept.
 LONGEST_THOUGHT = 4000
 MORE_TOKENS = (
     "raise judge_verdict_tokens, or turn the model's reasoning off, such as by judge_extra_body"
     " {chat_template_kwargs: {enable_thinking: false}}"
 )
-
-
-class ChatServer:
-    """One model of a chat server.
-
-    Args:
-        url: of the API, such as "http://127.0.0.1:8000/v1", or the whole path that ends in /chat/completions.
-        model: its name on the server.
-        api_key_env, allow_http: as in `read_secret` and `check_url`.
-        extra_body: more entries for the body of every call.
-
-    `usage` counts calls, and tokens as the server reports them, or an estimate where it reports none.
-
-    Raises:
-        ValueError: a URL that may not be called, no model, or a variable that is not set.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        api_key_env: str | None = None,
-        allow_http: bool = False,
-        extra_body: dict[str, Any] | None = None,
-    ):
-        self.url = check_url(url, allow_http=allow_http)
-        if not model or not model.strip():
-            raise ValueError(f"judge_model is not set; name the model that {shown(self.url)} should answer with")
-        self.model, self.api_key_env, self.allow_http = model, api_key_env, allow_http
-        self.extra_body = extra_body or {}
-        self.usage = Usage()
-        base = self.url.removesuffix(CHAT_PATH)
-        # The base of the API; a bare address stands for its /v1.
-        self._api = base if base != self.url or base.endswith("/v1") else f"{base}/v1"
-        read_secret(api_key_env)
-
-    def __str__(self) -> str:
-        return f"judge server {shown(self.url)}"
-
-    def check_host(self) -> None:
-        """Look up the host and check its addresses (see `http.check_host`)."""
-        check_host(self.url, allow_http=self.allow_http)
-
-    def session(self, max_connections: int = 1) -> httpx2.AsyncClient:
-        """Return a client for this server."""
-        return guarded_client(self.url, self._secret(), max_connections)
-
-    def _secret(self) -> str | None:
-        # Read for every call and not stored, so that no attribute of a judge holds its key.
-        return read_secret(self.api_key_env)
-
-    async def reply(
-        self,
-        client: httpx2.AsyncClient,
-        messages: list[Message],
-        *,
-        max_tokens: int,
-        seed: int,
-        top_logprobs: int = 0,
-    ) -> Reply:
-        """Return a reply, sampled at temperature 1 from all tokens.
-
-        Args:
-            client: from `session`.
-            messages, max_tokens: the conversation, and the limit of the reply.
-            seed: makes replies differ; below 2**31.
-            top_logprobs: candidates per token to return log probabilities of; 0 for none.
-
-        Raises:
-            CallError: no reply, or one of an unexpected form.
-            EndOfCalls: the budget has no room for the call; nothing was sent.
-        """
-        body = {
-            "model": self.model,
-            "messages": messages,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "stream": False,
-        }
-        logprobs = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
-        body = body | logprobs | self.extra_body
-        most, usage = most_tokens(body), self.usage
-        if usage.budget is not None:
-            usage.budget(*most)
-        usage.calls += 1
-        is_settled = False
-        try:
-            output = await post_json(client, self._api + CHAT_PATH, body, self._secret())
-            # Counted first: a reply that cannot be used is paid for too.
-            self._count_tokens(output, *most)
-            is_settled = True
-            return checked_reply(output, self.model)
-        except BaseException as error:  # A deadline cancels the call.
-            usage.failed_calls += 1
-            is_settled = is_settled or not getattr(error, "may_be_paid", True)
-            raise
-        finally:
-            # A call whose cost is not known keeps its reservation.
-            if usage.budget is not None and is_settled:
-                usage.release(*most)
-
-    def _count_tokens(self, output: Any, most_prompt: int, most_completion: int) -> None:
-        reported = output.get("usage") if isinstance(output, Mapping) else None
-        reported, usage = reported if isinstance(reported, Mapping) else {}, self.usage
-        prompt, completion = reported.get("prompt_tokens"), reported.get("completion_tokens")
-        # A prompt always has tokens.
-        is_read, is_written = _is_count(prompt) and prompt > 0, _is_count(completion)
-        usage.prompt_tokens += prompt if is_read else most_prompt // BYTES_PER_TOKEN
-        usage.completion_tokens += completion if is_written else most_completion
-        if not (is_read and is_written):
-            usage.estimated_calls += 1
-            if usage.estimated_calls == 1:
-                logger.warning(
-                    "%s does not report the tokens of a call (usage); they are estimated: a token of the prompt per %d"
-                    " bytes, and as many written as a reply may have",
-                    self,
-                    BYTES_PER_TOKEN,
-                )
-
-    async def served_models(self) -> list[str] | None:
-        """Return the names of the models that the server lists.
-
-        None if it has no such list or fails to read it (transformers serve without a Hub cache answers HTTP 500).
-
-        Raises:
-            CallError: no server, or one that answers with web pages.
-        """
-        async with self.session() as client:
-            response = await send(client, "GET", f"{self._api}/models", self._secret())
-        if not response.is_success:
-            return None
-        if is_html(response):
-            raise CallError(AN_HTML_PAGE, "stop")
-        try:
-            return [str(entry["id"]) for entry in json_of(response, self._secret())["data"]]
-        except (CallError, TypeError, KeyError):
-            return None
-
-    async def rendered(self, messages: list[Message]) -> tuple[str, list[str]] | None:
-        """Return a conversation as the server's chat template renders it, and the names of its tokens.
-
-        Uses `/tokenize` and `/detokenize` of vLLM. None from a server without them, or whose template does not take
-        the conversation.
-        """
-        root, secret = self._api.removesuffix("/v1"), self._secret()
-        body = {"model": self.model, "messages": messages, "add_generation_prompt": True, "return_token_strs": True}
-        try:
-            async with self.session() as client:
-                tokenized = await post_json(client, f"{root}/tokenize", body, secret)
-                body = {"model": self.model, "tokens": tokenized["tokens"]}
-                text = (await post_json(client, f"{root}/detokenize", body, secret))["prompt"]
-                names = tokenized.get("token_strs")
-        except (CallError, TypeError, AttributeError, KeyError):
-            return None
-        names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-        return (text, names) if isinstance(text, str) else None
 
 
 @dataclass(frozen=True)
@@ -244,17 +59,6 @@ class Reply:
     def is_all_reasoning(self) -> bool:
         """Whether the token limit was reached before the reasoning ended."""
         return bool(self.thought) and not self.is_whole and not self.text.strip()
-
-
-def most_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the most tokens that a call with this body reads and writes: no token is shorter than a byte."""
-    size = len(json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass"))
-    limits = [body["max_tokens"], body.get("max_completion_tokens")]
-    return size + TEMPLATE_TOKENS, max(limit for limit in limits if _is_count(limit))
-
-
-def _is_count(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < TOO_MANY_TOKENS
 
 
 def checked_reply(output: Any, model: str) -> Reply:
@@ -351,35 +155,19 @@ def read_vote(reply: Reply, labels: Sequence[str], reasoning: str | None = None)
     # The first token of an empty reply is its end, so its probabilities are no measurement.
     probabilities = label_probabilities(reply, labels) if reply.text.strip() else None
     thought = (reasoning or reply.thought or "").strip()
-    if len(thought) > LONGEST_THOUGHT:
-        half = LONGEST_THOUGHT // 2
-        thought = f"{thought[:half]}\n[{len(thought) - 2 * half} characters are left out here]\n{thought[-half:]}"
-    return Vote(label, probabilities, thought or None, _problem_of(reply) if label is None else None)
+    return Vote(label, probabilities, thought[:LONGEST_THOUGHT] or None, _problem_of(reply) if label is None else None)
 
 
-def opinion_of_probabilities(votes: Sequence[Vote]) -> Opinion:
-    """Return the opinion of replies with log probabilities: the mean of the labels' probabilities over the replies.
+def opinion_of_probabilities(vote: Vote) -> Opinion:
+    """Return the opinion of a reply with log probabilities, scaled to add up to 1.
 
-    Those of a reply are scaled to add up to 1. It does not count if the model would probably have written something
-    else than a label; without a reply that counts, the opinion is an abstention.
+    It is an abstention if the model would probably have written something else than a label.
     """
-    masses = [sum(vote.probabilities.values()) for vote in votes]
-    details: dict[str, Any] = {"method": "logprobs", "label_mass": round(min(fmean(masses), 1.0), 6)}
-    counted = [(vote, mass) for vote, mass in zip(votes, masses, strict=True) if mass >= LEAST_LABEL_MASS]
-    if not counted:
-        return Opinion(None, f"the labels have {fmean(masses):.0%} of the probability", details)
-    shares = [{label: p / mass for label, p in vote.probabilities.items()} for vote, mass in counted]
-    if len(votes) > 1:
-        by_sample = [{label: round(p, 6) for label, p in share.items()} for share in shares]
-        details |= {"samples": len(votes), "by_sample": by_sample}
-    thoughts = [vote.reasoning for vote, _ in counted]
-    return Opinion({label: fmean(s[label] for s in shares) for label in shares[0]}, *_thoughts(thoughts, details))
-
-
-def _thoughts(thoughts: Sequence[str | None], details: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Return the first thought as the reason, and details with the others."""
-    known = [thought for thought in thoughts if thought]
-    return (known[0] if known else None), (details | {"thoughts": known[1:]} if len(known) > 1 else details)
+    mass = sum(vote.probabilities.values())
+    details = {"method": "logprobs", "label_mass": round(min(mass, 1.0), 6)}
+    if mass < LEAST_LABEL_MASS:
+        return Opinion(None, f"the labels have {mass:.0%} of the probability", details)
+    return Opinion({label: p / mass for label, p in vote.probabilities.items()}, vote.reasoning, details)
 
 
 def opinion_of_votes(votes: Sequence[Vote], labels: Sequence[str]) -> Opinion:
@@ -393,8 +181,10 @@ def opinion_of_votes(votes: Sequence[Vote], labels: Sequence[str]) -> Opinion:
     if 2 * read < len(votes):
         problem = next(vote.problem for vote in votes if vote.label is None)
         return Opinion(None, f"{len(votes) - read} of {len(votes)} replies are no label (one: {problem})", details)
-    shares = {label: count / read for label, count in counts.items()}
-    return Opinion(shares, *_thoughts([vote.reasoning for vote in votes], details))
+    thoughts = [vote.reasoning for vote in votes if vote.reasoning]
+    if len(thoughts) > 1:
+        details["thoughts"] = thoughts[1:]
+    return Opinion({label: n / read for label, n in counts.items()}, thoughts[0] if thoughts else None, details)
 
 
 def _problem_of(reply: Reply) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.parallel.sharding import gathered
 from onetrunk.parallel.staged import staged
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.server import Completed, Request
+from onetrunk.rollouts.vllm_calls import Completed, Request
 from onetrunk.types import to_device
 from onetrunk.utils.randomness import derived_seed
 
@@ -31,46 +30,33 @@ PROBE_TEMPERATURE = 0.5
 LARGEST_GAP, LARGEST_QUANTISED_GAP = 0.2, 0.8
 
 
-@dataclass(frozen=True)
-class Probe:
-    """The rows that an engine's base samples: equally long prompts, and the sampling parameters."""
-
-    prompts: list[list[int]]
-    params: SamplingParams
-    vocab_size: int
-
-    @property
-    def requests(self) -> list[Request]:
-        """The rows as requests."""
-        return [
-            Request(prompt, self.params, seed, vocab_size=self.vocab_size) for seed, prompt in enumerate(self.prompts)
-        ]
-
-
-def probe_of(model: nn.Module, positions: int) -> Probe:
-    """Return the probe for a policy; `positions`: most tokens of prompt and completion together, 0: no limit."""
+def probe_requests(model: nn.Module, positions: int) -> list[Request]:
+    """Return what an engine's base is asked: equally long prompts, within so many `positions` (0: no limit)."""
     vocab_size = model.config.get_text_config().vocab_size
     # vLLM ends a completion at its last position without an error.
     positions = positions or 2**31
     length = min(PROBE_PROMPT_LENGTH, positions // 2)
+    params = SamplingParams(min(PROBE_TOKENS, positions - length), PROBE_TEMPERATURE)
     prompts = [[derived_seed(row, place) % vocab_size for place in range(length)] for row in range(PROBE_PROMPTS)]
-    return Probe(prompts, SamplingParams(min(PROBE_TOKENS, positions - length), PROBE_TEMPERATURE), vocab_size)
+    return [Request(prompt, params, seed, vocab_size=vocab_size) for seed, prompt in enumerate(prompts)]
 
 
-def require_same_base(model: nn.Module, engine: str, root: str, probe: Probe, completed: Sequence[Completed]) -> None:
+def require_same_base(
+    model: nn.Module, engine: str, root: str, requests: Sequence[Request], completed: Sequence[Completed]
+) -> None:
     """Compare an engine's logprobs with those of the model's own forward, adapters off.
 
     Args:
         model: the policy, unwrapped. Its forward is collective if the base is sharded, or divided into stages.
         engine: its name in messages.
         root: what it has loaded, for messages.
-        probe, completed: what its base was asked and what it sampled.
+        requests, completed: what its base was asked (`probe_requests`) and what it sampled.
 
     Raises:
         RuntimeError: another base model, or logprobs before temperature.
     """
-    ids = torch.tensor([p + c.token_ids for p, c in zip(probe.prompts, completed, strict=True)])
-    length = len(probe.prompts[0])
+    ids = torch.tensor([r.prompt_ids + c.token_ids for r, c in zip(requests, completed, strict=True)])
+    length = len(requests[0].prompt_ids)
     quantised = getattr(model.config, "quantization_config", None) is not None
     limit = LARGEST_QUANTISED_GAP if quantised else LARGEST_GAP
     theirs = torch.tensor([c.logprobs for c in completed])

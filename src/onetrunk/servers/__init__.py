@@ -1,0 +1,1 @@
+"""HTTP servers of models: judges, reward models and vLLM."""

@@ -1,0 +1,193 @@
+"""Calls to one server: which addresses are called, where keys go, what bounds an answer, and what failures mean."""
+
+import asyncio
+import tracemalloc
+
+import httpx2
+import pytest
+
+from onetrunk.servers.client import MAX_BYTES, Server, checked_url, is_nearby, read_secret, retry_after_s
+from onetrunk.servers.errors import CallError
+from tests.judges.stub_server import StubServer
+
+WHAT = "the judge's address"
+
+
+def ask(url, path="/rate", body=None, method="POST", **settings):
+    async def work():
+        async with Server(url, WHAT, "server", **settings).connect() as connection:
+            return await connection.ask(method, path, {} if body is None else body)
+
+    return asyncio.run(work())
+
+
+def answering(*answer):
+    return StubServer(routes={"/rate": lambda body: answer})
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ftp://host/v1", "expected one such as https://host/v1"),
+        ("host:8000/v1", "expected one such as https://host/v1"),
+        ("https:///v1", "expected one such as https://host/v1"),
+        ("https://host:99999999/v1", "no URL"),
+        ("https://host/\nv1", "no URL"),
+        ("https://good.example\\@evil.example/v1", "no URL"),
+        ("https://host/v1?key=hunter2", "after it"),
+        ("https://me:hunter2@host/v1", "api_key_env"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_with_one_message_that_repeats_no_password(url, message):
+    with pytest.raises(ValueError, match=message) as error:
+        checked_url(url, WHAT)
+    assert WHAT in str(error.value) and "\n" not in str(error.value) and "hunter2" not in str(error.value)
+    assert checked_url("https://host:8443/v1/", WHAT) == "https://host:8443/v1"
+
+
+def test_calls_of_this_machine_and_private_networks_pass_by_the_proxy(monkeypatch):
+    urls = ["http://127.0.0.1:8000", "http://localhost", "http://[::1]:80", "http://10.1.2.3", "https://8.8.8.8"]
+    assert [is_nearby(url) for url in [*urls, "https://judge.example.com"]] == [True] * 4 + [False] * 2
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with answering(200, {"x": 1}) as stub:
+        assert ask(stub.root) == {"x": 1}
+
+
+def test_a_secret_comes_from_a_variable_and_from_nowhere_else(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", " tok-123 ")
+    assert read_secret(None) is None and read_secret("JUDGE_KEY") == "tok-123"
+    with pytest.raises(ValueError, match="NO_SUCH_KEY is not set"):
+        read_secret("NO_SUCH_KEY")
+    for key in ("sk-proj-abcdef", "tok.en"):
+        with pytest.raises(ValueError, match="never the key itself") as error:
+            read_secret(key)
+        assert key not in str(error.value)
+    monkeypatch.setenv("JUDGE_KEY", "two words")
+    with pytest.raises(ValueError, match="spaces") as error:
+        read_secret("JUDGE_KEY")
+    assert "two words" not in str(error.value)
+
+
+def test_the_key_goes_to_the_server_and_into_no_error(monkeypatch, caplog):
+    monkeypatch.setenv("JUDGE_KEY", "tok-123")
+    with StubServer(key="tok-123", routes={"/rate": lambda body: (200, {"x": 1})}) as stub:
+        assert ask(stub.root, api_key_env="JUDGE_KEY") == {"x": 1}
+        stub.key = "another"
+        with pytest.raises(CallError, match="HTTP 401.*; check the key in the variable") as error:
+            ask(stub.root, api_key_env="JUDGE_KEY")
+    assert error.value.kind == "stop" and "tok-123" not in str(error.value)
+    server = Server("http://judge.example.com", WHAT, "judge server", "JUDGE_KEY")
+    assert "tok-123" not in repr(vars(server)) and "gets its key over plain http" in caplog.text
+
+
+def test_without_a_key_no_credentials_are_sent_not_even_those_of_the_hub(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with answering(200, {}) as stub:
+        ask(stub.root)
+    assert all("authorization" not in headers and "hf_secret" not in str(headers) for headers in stub.headers)
+
+
+def test_a_redirect_is_not_followed_and_says_where_it_led():
+    with answering(200, {}) as elsewhere:
+        target = f"{elsewhere.root}/rate"
+        with StubServer(fault="redirect", redirect_to=f"{target}?key=1", routes={"/rate": None}) as stub:
+            with pytest.raises(CallError, match=f"a redirect to {target}; give that address, if you trust") as error:
+                ask(stub.root)
+    assert elsewhere.headers == [] and "key=1" not in str(error.value) and not error.value.may_be_paid
+
+
+@pytest.mark.parametrize("fault", ["endless", "gzip_bomb"])
+def test_an_answer_is_read_up_to_its_limit(fault):
+    with StubServer(fault=fault, routes={"/rate": None}) as stub:
+        tracemalloc.start()
+        with pytest.raises(CallError, match="an answer of more than 16 MiB"):
+            ask(stub.root)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # What was read, what the stub sends, and a little more; 256 MiB and more were on their way.
+    assert peak < 2 * MAX_BYTES + 2**24
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "may_be_paid"),
+    [
+        ("html_in_200", "an HTML page where JSON was expected; give the address of the API", True),
+        ("truncated_json", "a body that is not whole JSON", True),
+        ("too_deep", "a body that is not whole JSON", True),
+        ("cut_body", "the connection failed", True),
+        ("reset", "the connection failed", True),
+        ("500", "HTTP 500: CUDA error", False),
+        ("502_html", "HTTP 502: an HTML page", True),
+    ],
+)
+def test_a_failure_says_what_came_and_whether_it_may_be_paid(fault, message, may_be_paid):
+    with StubServer(fault=fault, routes={"/rate": None}) as stub, pytest.raises(CallError, match=message) as error:
+        ask(stub.root)
+    assert error.value.kind == "again" and error.value.may_be_paid == may_be_paid
+
+
+def test_a_server_that_is_down_may_not_be_paid():
+    with pytest.raises(CallError, match=r"the connection failed \(.*\); start the server, or correct its") as error:
+        ask("http://127.0.0.1:9")
+    assert error.value.is_unreachable and not error.value.may_be_paid
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (429, "again"),
+        (500, "again"),
+        (503, "again"),
+        (599, "again"),
+        (400, "refused"),
+        (422, "refused"),
+        (404, "stop"),
+    ],
+)
+def test_each_status_is_for_again_for_this_question_or_for_all(status, kind):
+    with answering(status, {"detail": "no"}) as stub, pytest.raises(CallError, match=f"HTTP {status}: no") as error:
+        ask(stub.root)
+    assert (error.value.kind, error.value.status) == (kind, status)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": " 1.5 "}, 1.5),
+        # The server's own clock counts, whatever ours says.
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:30 GMT", "date": "Wed, 21 Oct 2015 07:28:00 GMT"}, 30.0),
+        ({"retry-after": "Thu, 01 Jan 1970 00:20:00 GMT"}, 200.0),
+        ({"retry-after": "-5"}, None),
+        ({"retry-after": "9" * 400}, None),
+        ({}, None),
+    ],
+)
+def test_retry_after_is_read_as_seconds_and_as_a_date(headers, seconds):
+    assert retry_after_s(httpx2.Headers(headers), now=1000.0) == seconds
+
+
+def test_a_key_is_removed_from_an_answer_however_it_is_spelled_and_nothing_else_is_changed(monkeypatch):
+    monkeypatch.setenv("JUDGE_ACCESS", 'key-"9"-abc')
+    body = r'{"token": ["A", {"key-\"9\"-abc": 0.1}], "x": ["Bearer k\u0065y-\u00229\"-abc, ?token=z\"", null]}'
+    expected = {"token": ["A", {"<redacted JUDGE_ACCESS>": 0.1}]}
+    expected["x"] = ['Bearer <redacted JUDGE_ACCESS>, ?token=<redacted query value>"', None]
+    with answering(200, body) as stub:
+        assert ask(stub.root, api_key_env="JUDGE_ACCESS") == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (
+            {"error": {"message": "bad key\n tok-123 in Bearer tok-123 and Bearer another-token"}},
+            "bad key <redacted key> in Bearer <redacted key> and Bearer <redacted authorization>",
+        ),
+        (r'{"said": "\u0074oken-1234 and \u0074ok-123"}', '{"said": "token-1234 and <redacted key>"}'),
+        ("y" * 5000, "y" * 200 + "..."),
+    ],
+)
+def test_a_reason_is_one_short_line_without_the_secret(monkeypatch, body, reason):
+    monkeypatch.setenv("JUDGE_KEY", "tok-123")
+    with answering(400, body) as stub, pytest.raises(CallError) as error:
+        ask(stub.root, api_key_env="JUDGE_KEY")
+    assert str(error.value) == f"HTTP 400: {reason}"
