@@ -286,7 +286,7 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
     gamma: float = option(1.0, "Discount per token, in (0, 1].")
     lam: float = option(0.95, "Lambda of GAE, in [0, 1].")
     lam_value: float | None = option(None, "Lambda of the value targets only; None: lam.")
-    length_adaptive_lam: float | None = option(None, "alpha of lam_policy = 1 - 1 / (alpha * length); None: off.")
+    length_adaptive_lam: float | None = option(None, "alpha of lam = 1 - 1 / (alpha * length); None: off.")
     whiten_advantages: bool = option(True, "Zero mean and unit variance over the tokens of the global rollout.")
     whiten_rewards: bool = option(False, "Unit variance of the token rewards over the global rollout, mean kept.")
 
