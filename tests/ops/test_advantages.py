@@ -73,11 +73,6 @@ def test_every_estimator_has_its_sign_and_its_size():
         assert kl_estimate(policy, reference, estimator).item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_an_unknown_estimator_is_rejected():
-    with pytest.raises(ValueError, match="expected k1, k2 or k3"):
-        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
-
-
 @many
 @given(episode=episodes())
 def test_the_score_is_added_once_on_the_last_counted_token(episode):
@@ -157,21 +152,6 @@ def test_float32_advantages_of_4096_tokens_are_within_1e_5_of_the_float64_loop(g
 
 
 @many
-@given(episode=episodes(), gamma=GAMMAS)
-def test_lambda_one_gives_discounted_returns_and_lambda_zero_one_step_errors(episode, gamma):
-    rewards, values, mask, bootstrap = episode
-    _, monte_carlo = gae(rewards, values, mask, gamma, 1.0, bootstrap)
-    one_step, _ = gae(rewards, values, mask, gamma, 0.0, bootstrap)
-    for row, kept in enumerate(mask):
-        r, v = rewards[row, kept], values[row, kept]
-        following = torch.cat([v[1:], bootstrap[row][None]])
-        assert_close(one_step[row, kept], r + gamma * following - v, **EXACT)
-        with_end = torch.cat([r, bootstrap[row][None]])
-        discounted = [sum(gamma**s * x.item() for s, x in enumerate(with_end[t:])) for t in range(len(r))]
-        assert_close(monte_carlo[row, kept], torch.tensor(discounted, dtype=torch.float64), **EXACT)
-
-
-@many
 @given(episode=episodes(), padding=st.integers(1, 40), lam=LAMS)
 def test_padding_does_not_change_rewards_or_advantages(episode, padding, lam):
     rewards, values, mask, bootstrap = episode
@@ -214,25 +194,6 @@ def test_the_adaptive_controller_agrees_with_the_oracle(oracle):
         controller = AdaptiveKLController(0.2, target=6, horizon=10_000)
         controller.update(float(kl), 64)
         assert controller.value == pytest.approx(expected, abs=1e-9)
-
-
-@many
-@given(kl=st.floats(-1e6, 1e6), n=st.integers(1, 100))
-def test_one_update_moves_the_coefficient_by_at_most_a_fifth_of_n_over_horizon(kl, n):
-    controller = AdaptiveKLController(1.0, target=2.0, horizon=100)
-    controller.update(kl, n)
-    assert abs(controller.value - 1) <= 0.2 * n / 100 + 1e-12
-    assert (controller.value > 1) == (kl > 2) or kl == pytest.approx(2)
-
-
-def test_a_controller_restored_from_json_equals_one_that_never_stopped():
-    first, second = (AdaptiveKLController(0.2, target=6, horizon=100) for _ in range(2))
-    first.update(9, 64)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for controller in (first, second):
-        controller.update(torch.tensor(3.0), 32)
-    # .2 * (1 + .2 * 64 / 100) * (1 - .2 * 32 / 100)
-    assert first.value == second.value == pytest.approx(0.2 * 1.128 * 0.936)
 
 
 def test_a_fixed_controller_stays_at_what_the_config_says():

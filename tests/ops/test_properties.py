@@ -4,7 +4,6 @@ Properties of one function are in the test file of its module; here are those of
 """
 
 import json
-import math
 
 import torch
 from hypothesis import assume, given, settings
@@ -19,7 +18,6 @@ from onetrunk.ops import (
     kl_estimate,
     masked_whiten,
     policy_loss,
-    token_logprobs,
     token_rewards,
     value_loss,
 )
@@ -184,21 +182,6 @@ def test_the_adaptive_coefficient_moves_within_its_clamp_and_resumes_from_json_b
 
 
 @many
-@given(step=steps(), data=st.data(), clip=CLIPS)
-def test_accumulating_any_microbatches_gives_the_gradient_of_the_step(step, data, clip):
-    logprobs, old_logprobs, advantages, mask = step
-    owner = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=len(mask), max_size=len(mask))))
-    whole, parts = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
-    policy_loss(whole, old_logprobs, advantages, mask, clip)[0].backward()
-    for number in range(4):
-        rows = owner == number
-        given_rows = (parts[rows], old_logprobs[rows], advantages[rows], mask[rows])
-        # The denominator is the step's: a microbatch of few tokens weighs little.
-        policy_loss(*given_rows, clip, num_tokens=mask.sum().clamp(min=1))[0].backward()
-    assert_close(parts.grad, whole.grad, **EXACT)
-
-
-@many
 @given(seed=SEEDS, n=st.integers(1, 6), shift=st.floats(-50, 50))
 def test_the_preference_loss_is_symmetric_blind_to_a_common_shift_and_least_at_the_label(seed, n, shift):
     generator = torch.Generator().manual_seed(seed)
@@ -210,30 +193,3 @@ def test_the_preference_loss_is_symmetric_blind_to_a_common_shift_and_least_at_t
     assume(bool(((probability > 1e-3) & (probability < 1 - 1e-3)).all()))
     best = torch.logit(probability)
     assert loss >= bradley_terry_loss(best, torch.zeros(n, dtype=torch.float64), probability) - 1e-12
-
-
-@many
-@given(
-    seed=SEEDS,
-    n=st.integers(1, 7),
-    vocab=st.integers(1, 9),
-    chunk_size=st.integers(1, 8),
-    columns=st.integers(1, 9),
-    clip=CLIPS,
-)
-def test_the_step_of_fused_logprobs_is_that_of_naive_ones(seed, n, vocab, chunk_size, columns, clip):
-    generator = torch.Generator().manual_seed(seed)
-    hidden, weight = (torch.randn(size, 4, generator=generator, dtype=torch.float64) for size in (n, vocab))
-    targets = torch.randint(vocab, (n,), generator=generator)
-    old_logprobs, advantages = torch.randn(2, 1, n, generator=generator, dtype=torch.float64) - math.log(vocab)
-    mask = torch.rand(1, n, generator=generator) < 0.8
-    tile = {"chunk_size": chunk_size, "chunk_bytes": 8 * columns * min(n, chunk_size)}
-    results = []
-    for function, options in ((fused_token_logprobs, tile), (token_logprobs, {})):
-        leaf = hidden.clone().requires_grad_()
-        logprobs, _ = function(leaf, Head(weight), targets, **options)
-        loss, _ = policy_loss(logprobs[None], old_logprobs, advantages, mask, clip)
-        loss.backward()
-        results.append((loss.detach(), leaf.grad))
-    for fused, naive in zip(*results, strict=True):
-        assert_close(fused, naive, **EXACT)

@@ -16,12 +16,12 @@ from transformers import AutoModelForSequenceClassification
 
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.ops.losses import bradley_terry_loss
-from onetrunk.parallel.sharding import local_bytes, whole_size
+from onetrunk.parallel.sharding import whole_size
 from onetrunk.parallel.staged import keep_scorer_stage, reduce_gradients, staged
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.reward_models.training import MODEL_INPUTS, PairCollator
 from tests.models.branches import gradients
-from tests.parallel.split_worker import relative_difference, stored_bytes
+from tests.parallel.split_worker import relative_difference
 from tests.parallel.staged_worker import noted_schedules
 from tests.places import CPU, join_group
 from tests.tiny import tiny_model
@@ -91,7 +91,7 @@ def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> di
             model.gradient_checkpointing_enable({"use_reentrant": False})
     size, fingerprint = whole_size(divided), base_fingerprint(divided.get_base_model())
     split = LayerSplit.even(divided, stages, case.get("sizes"))
-    line = keep_scorer_stage(divided, split, torch.device(CPU))
+    keep_scorer_stage(divided, split, torch.device(CPU))
     own, batch = staged(divided), a_batch()
     # Each pipeline has pairs of its own; together they have those of one process.
     every = PairCollator(0).parts(batch, case.get("number", 5))
@@ -114,7 +114,6 @@ def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> di
         for _ in range(2):
             divided.zero_grad(set_to_none=True)
             outputs = own.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], noted_loss)
-            alone = sorted(gradients(divided))
             reduce_gradients(divided)
     rows = {name: batch[name] for name in MODEL_INPUTS}
     with torch.no_grad():
@@ -122,8 +121,6 @@ def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> di
         found = divided.eval()(**rows).logits
         trained = torch.cat([whole(**{name: part[name] for name in MODEL_INPUTS}).logits for part in parts])
     return {
-        "line": line,
-        "layers": [own.layers.start, own.layers.stop],
         "losses": losses,
         "loss": expected_loss.item(),
         "schedules": schedules,
@@ -133,12 +130,6 @@ def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> di
         ),
         "gradients": relative_difference(gradients(divided), gradients(whole)),
         "gradients of the batch": relative_difference(gradients(divided), of_batch),
-        "names alone": alone,
-        "local bytes": local_bytes(divided),
-        "stored bytes": stored_bytes(divided),
-        "whole bytes": local_bytes(whole),
-        "embedding bytes": whole.get_base_model().get_input_embeddings().weight.nbytes,
-        "trained bytes": sum(p.nbytes for p in whole.parameters() if p.requires_grad),
         "identity": base_fingerprint(divided.get_base_model()) == fingerprint and whole_size(divided) == size,
     }
 

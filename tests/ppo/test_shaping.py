@@ -131,12 +131,12 @@ def test_whiten_rewards_scales_by_the_deviation_of_the_token_rewards_and_keeps_t
     assert last[1][0].item() == pytest.approx(token[1.0] + 2 * token[0.0], rel=1e-4)
 
 
-def test_lam_policy_is_for_advantages_and_lam_value_for_returns(tmp_path):
+def test_lam_is_for_advantages_and_lam_value_for_returns(tmp_path):
     # lambda 0: A = r + V' - V, so only the last token: 1 - 2 = -1 and 3 - 2 = 1. Returns at lambda 1: the score.
-    experiences = rollout(tmp_path, value=2.0, lam_policy=0.0, lam_value=1.0)
+    experiences = rollout(tmp_path, value=2.0, lam=0.0, lam_value=1.0)
     check(by_row(experiences, "advantages"), [0.0, 0.0, 0.0, 1.0], [0.0, 0.0, -1.0])
     check(by_row(experiences, "returns"), [3.0] * 4, [1.0] * 3)
-    experiences = rollout(tmp_path, value=2.0, lam_policy=1.0, lam_value=0.0)
+    experiences = rollout(tmp_path, value=2.0, lam=1.0, lam_value=0.0)
     check(by_row(experiences, "advantages"), [1.0] * 4, [-1.0] * 3)
     check(by_row(experiences, "returns"), [2.0, 2.0, 2.0, 3.0], [2.0, 2.0, 1.0])
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from onetrunk.costs import ModelShape, kept_activations_bytes
 from onetrunk.parallel import sharding
 from onetrunk.parallel.sharding import Layout
-from onetrunk.ppo import checks
+from onetrunk.ppo import setup
 from onetrunk.ppo.setup import check_pipeline, check_stage_training
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.tools.dry_run import ModelSize, memory_lines
@@ -220,8 +220,8 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
         check_stage_training(config, quantization_config=None, scores_on_trunk=True)
     launch = SimpleNamespace(rollout_backend="pipelined", pipeline_stages=None, pipeline_training=True, world_size=2)
     check_pipeline(launch)
-    monkeypatch.setattr(checks, "launch_layout", lambda: Layout(1, 1, tensor=2))
-    with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set it to 'local'"):
+    monkeypatch.setattr(setup, "launch_layout", lambda: Layout(1, 1, tensor=2))
+    with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set .* to 'local'"):
         check_pipeline(launch)
     monkeypatch.undo()
     monkeypatch.setattr(sharding, "launch_layout", Layout)

@@ -172,7 +172,7 @@ def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     flags = [(p, p.requires_grad) for p in trunk.parameters()]
     if REWARD in trunk.peft_config:
         trunk.delete_adapter(REWARD)
-    with adding_adapter(adapter.config, trunk.get_base_model(), adapter.name):
+    with adding_adapter(adapter.name):
         trunk.add_adapter(REWARD, copy.deepcopy(adapter.config))
     set_adapter_weights(trunk, adapter.weights, REWARD, adapter.name)
     for parameter in adapter_parameters(trunk, REWARD).values():

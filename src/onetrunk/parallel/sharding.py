@@ -87,12 +87,12 @@ def launch_layout() -> Layout | None:
     """
     reject_deepspeed()
     sizes = _parallelism_sizes()
-    for name, advice in (
-        ("CP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
-        ("SP_SIZE", "lower max_completion_length, or set activation_checkpointing"),
-    ):
+    for name in ("CP_SIZE", "SP_SIZE"):
         if sizes[name] > 1:
-            raise ValueError(f"parallelism_config_{name.lower()} is {sizes[name]}; only 1 is supported: {advice}")
+            raise ValueError(
+                f"parallelism_config_{name.lower()} is {sizes[name]}; only 1 is supported: lower"
+                " max_completion_length, or set activation_checkpointing"
+            )
     if sizes["TP_SIZE"] > 1:
         return _tensor_layout(sizes)
     if not _is_set(USE_FSDP):

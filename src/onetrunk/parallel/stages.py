@@ -48,7 +48,6 @@ class StageLost(RuntimeError):
             f"stage {stage} of the pipeline (process {dist.get_rank()}) lost {peer} while {when}; look at the output"
             " of that process, whose end came first, then resume the run from its last checkpoint"
         )
-        self.peer = peer
 
 
 def is_broken_link(error: BaseException) -> bool:

@@ -225,13 +225,13 @@ class ExperienceStream:
         bootstrap = None
         if config.truncated_completions == "bootstrap":
             bootstrap = torch.where(stopped, torch.zeros_like(output.next_values), output.next_values)
-        lam_policy: float | Tensor = config.lam
+        lam: float | Tensor = config.lam
         if config.length_adaptive_lam is not None:
-            lam_policy = length_adaptive_lam(pack.completion_mask.sum(1), config.length_adaptive_lam)
+            lam = length_adaptive_lam(pack.completion_mask.sum(1), config.length_adaptive_lam)
         lam_value = config.lam if config.lam_value is None else config.lam_value
         inputs = (rewards, output.values, pack.completion_mask, config.gamma)
-        advantages, returns = gae(*inputs, lam_policy, bootstrap)
-        if isinstance(lam_policy, Tensor) or lam_policy != lam_value:
+        advantages, returns = gae(*inputs, lam, bootstrap)
+        if isinstance(lam, Tensor) or lam != lam_value:
             _, returns = gae(*inputs, lam_value, bootstrap)
         return advantages, returns
 

@@ -358,7 +358,7 @@ class Sampler:
             self.rewards.score,
             batch.prompts,
             completions,
-            list(rollout.completion_ids),
+            [list(ids) for ids in rollout.completion_ids],  # A function may change them.
             columns=batch.columns,
             trunk_scores=trunk_scores,
             completion_stopped=rollout.stopped,

@@ -119,7 +119,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("vllm_gpu_memory_utilization", lambda v: _is_number(v) and 0 < v < 1, "above 0 and below 1"),
     ("value_pretraining_rollouts trace_rollouts max_staleness", lambda v: is_whole(v) and v >= 0, "0 or more"),
     ("pipeline_stages", lambda v: is_whole(v) and v > 1, "a whole number above 1"),
-    ("padding_free pipeline_ahead pipeline_training", lambda v: isinstance(v, bool), "a boolean, true or false"),
+    ("padding_free pipeline_ahead pipeline_training", lambda v: isinstance(v, bool), "true or false"),
     ("max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more"),
     ("kl_estimator", *_one_of("k1", "k2", "k3")),
     ("truncated_completions", *_one_of("terminal", "bootstrap", "penalize", "mask")),
@@ -286,7 +286,7 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
     gamma: float = option(1.0, "Discount per token, in (0, 1].")
     lam: float = option(0.95, "Lambda of GAE, in [0, 1].")
     lam_value: float | None = option(None, "Lambda of the value targets only; None: lam.")
-    length_adaptive_lam: float | None = option(None, "alpha of lam_policy = 1 - 1 / (alpha * length); None: off.")
+    length_adaptive_lam: float | None = option(None, "alpha of lam = 1 - 1 / (alpha * length); None: off.")
     whiten_advantages: bool = option(True, "Zero mean and unit variance over the tokens of the global rollout.")
     whiten_rewards: bool = option(False, "Unit variance of the token rewards over the global rollout, mean kept.")
 
@@ -408,6 +408,7 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
         for is_wrong, message in (*self._objective_faults(), *self._sampling_faults(), *self._stage_faults()):
             if is_wrong:
                 raise ValueError(message)
+        require_split(self)
         check_limits(self.alarm_limits)
         self.stop_on_alarm = stopping_alarms(self.stop_on_alarm, self.limits)
         super().__post_init__()
@@ -510,7 +511,6 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
             # Trainer would look for a loss, which an evaluation by sampling does not have.
             self.metric_for_best_model = "score/mean"
             self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
-        require_split(self)
 
     def _objective_faults(self) -> Iterator[tuple[Any, str]]:
         """Yield whether settings of the objective contradict each other, and the message; so do the next two."""
@@ -633,7 +633,7 @@ def check_monitor(every: int, action: str, num_rows: int) -> None:
 def _require(name: str, value: Any, holds: Callable[[Any], bool], expected: str) -> None:
     if value is None and name in MAY_BE_NONE:
         return
-    if isinstance(value, str) and "one of" not in expected:
+    if isinstance(value, str) and "one of" not in expected and expected != "true or false":
         number = expected if expected.startswith("a ") else f"a number, {expected}"
         raise ValueError(f"{name} is the text {value!r}; it must be {number}")
     if value is None or not holds(value):

@@ -82,16 +82,10 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def fuse_lora(layers: Iterable[nn.Module]) -> None:
-    """Let the LoRA layers on `nn.Linear` run fused; `unfuse_lora` undoes it."""
+    """Let the LoRA layers on `nn.Linear` run fused."""
     for layer in layers:
         if type(layer) is lora.Linear and type(layer.get_base_layer()) is nn.Linear:
             layer.forward = _FusedForward(layer)
-
-
-def unfuse_lora(layers: Iterable[nn.Module]) -> None:
-    """Let the layers run PEFT's forward again."""
-    for layer in layers:
-        layer.__dict__.pop("forward", None)
 
 
 class _FusedForward:
