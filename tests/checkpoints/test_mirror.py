@@ -191,7 +191,7 @@ DAMAGE = {
     "a flipped byte": ("value/adapter.safetensors", flipped, "sha256 differs"),
     "a shorter file": ("adapter.safetensors", lambda data: data[:-1], "bytes where"),
     "a missing file": ("adapter.safetensors", lambda data: None, "missing"),
-    "half a manifest": ("manifest.json", lambda data: data[: len(data) // 2], "damaged"),
+    "half a manifest": ("manifest.json", lambda data: data[: len(data) // 2], "not uploaded to its end"),
     "the manifest of another step": ("manifest.json", lambda data: data.replace(b'"step": 2', b'"step": 1'), "step 1"),
 }
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fsspec.core import url_to_fs
 
@@ -96,7 +97,7 @@ class Mirror:
         A new run calls this, because its checkpoints would mix with those of another run.
         """
         with self._in_store():
-            whole = [name for name in ("", *self._checkpoints()) if self._has_manifest(name)]
+            whole = [name for name in ("", *self._checkpoints()) if self._manifest(name) is not None]
             for name in whole if overwrite else ():
                 self._delete(name)
         if whole and not overwrite:
@@ -115,9 +116,12 @@ class Mirror:
         """
         damage: list[str] = []
         with self._in_store():
-            names = [name for name in self._checkpoints() if self._has_manifest(name)]
-        for name in reversed(names):
-            problems = described(self._pull(name, Path(output_dir)))
+            manifests = {name: self._manifest(name) for name in reversed(self._checkpoints())}
+        for name, manifest in manifests.items():
+            if manifest is None:
+                self._warn(f"{name} in {self._place} was not uploaded to its end and is passed over")
+                continue
+            problems = described(self._pull(name, manifest, Path(output_dir)))
             if not problems:
                 return Path(output_dir) / name
             damage.append(f"{name}: {problems}")
@@ -129,13 +133,11 @@ class Mirror:
             )
         return None
 
-    def _pull(self, name: str, output_dir: Path) -> list[str]:
+    def _pull(self, name: str, manifest: Any, output_dir: Path) -> list[str]:
         """Return how a checkpoint differs from its manifest; if it does not, it is in `output_dir` now."""
-        with self._in_store():
-            content = self._files.cat_file(self._path(name, MANIFEST))
         try:
-            manifest = check_manifest(json.loads(content), step_of(name))
-        except (ValueError, RuntimeError) as error:
+            check_manifest(manifest, step_of(name))
+        except RuntimeError as error:
             return [str(error)]
         try:
             with writing(output_dir):
@@ -256,6 +258,13 @@ class Mirror:
 
     def _has_manifest(self, name: str) -> bool:
         return MANIFEST in self._list(name)
+
+    def _manifest(self, name: str) -> Any:
+        """Return what a manifest holds, unchecked; None if it is missing or was not written to its end."""
+        try:
+            return json.loads(self._files.cat_file(self._path(name, MANIFEST))) if self._has_manifest(name) else None
+        except ValueError:
+            return None
 
     def _checkpoints(self) -> list[str]:
         """Return the names of the checkpoint folders in the order of their steps."""
