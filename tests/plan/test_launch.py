@@ -20,7 +20,7 @@ from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.tools.serve import parse_serve
 from tests.plan.support import SMALL, job_7b
 from tests.stages.recipes import ROOT, commands_of
-from tests.test_launch_files import SBATCH_OPTIONS, SLURM, check_elastic, launched, leaves, run_shell, sbatch_options
+from tests.test_launch_files import SBATCH_OPTIONS, SLURM, check_elastic, launched, run_shell, sbatch_options
 
 __all__ = ["run_shell"]  # A fixture.
 
@@ -203,12 +203,6 @@ def test_a_name_with_a_line_break_is_refused(tmp_path):
 def test_a_colocated_engine_is_planned_for_one_process_only():
     ranking = search(job_7b(), [Pool(DEVICE, 8, 8)], Space(engines=(COLOCATED,)))
     assert {entry.plan.count for entry in ranking} == {1}
-
-
-def test_kubeflow_knows_every_key(tmp_path):
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-    job = yaml.safe_load(launch_files(launch_of("hybrid", tmp_path))["trainjob.yaml"])
-    assert set(leaves(job)) <= set(leaves(models.TrainerV1alpha1TrainJob.from_dict(job).to_dict()))
 
 
 def test_servers_take_the_devices_that_the_trainer_leaves(tmp_path):

@@ -134,7 +134,7 @@ class StubVLLM(StubHTTP):
         super().__init__()
         self.base, self.fault, self.rate, self.version = copy.deepcopy(model).eval(), fault, rate, version
         self.max_rank, self.max_length, self.loads_adapters, self.raw = max_rank, max_length, loads_adapters, raw
-        self.root, self.key, self.is_well = "/models/base", key, True
+        self.base_folder, self.key, self.is_well = "/models/base", key, True
         self.faulty = True
         self.adapters: dict[str, tuple[str, PeftModel]] = {}
         # In the order in which they came: ("load" or "unload", name).
@@ -182,7 +182,7 @@ class StubVLLM(StubHTTP):
             await send(writer, 404, {"detail": "Not Found"})
 
     def _models(self) -> list[dict[str, Any]]:
-        base = {"id": BASE, "root": self.root, "parent": None, "max_model_len": self.max_length}
+        base = {"id": BASE, "root": self.base_folder, "parent": None, "max_model_len": self.max_length}
         return [base, *({"id": n, "root": f, "parent": BASE} for n, (f, _) in self.adapters.items())]
 
     def _load(self, body: Any) -> tuple[int, Any]:

@@ -183,4 +183,4 @@ def test_a_judge_that_does_not_answer_is_said_before_the_weights_are_read(tmp_pa
     words = words[: words.index("--rubric")] + words[words.index("--rubric") + 2 :] if "--rubric" in words else words
     assert cli.main(words) == 1
     said = error(capsys)
-    assert "127.0.0.1:9" in said and "does not answer" in said and "start it, or correct its address" in said
+    assert "127.0.0.1:9" in said and "the connection failed" in said and "or correct its address" in said

@@ -186,7 +186,7 @@ def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses
 def test_a_shard_is_not_pushed_alone(hub, tmp_path, capsys):
     words = ["prefs", *PAIRS, "--completions", "given", *PUSH, *new(tmp_path)]
     assert cli.main([*words, "--shard", "0/2"]) == 2
-    assert "push when merge_shards puts the shards together" in capsys.readouterr().err
+    assert "shard is set; leave push_to_hub to merge_shards" in capsys.readouterr().err
     for shard in ("0/2", "1/2"):
         assert cli.main([*words, "--shard", shard, "--push_to_hub", "false"]) == 0
     assert not hub.files
