@@ -23,7 +23,6 @@ COMMANDS = {
     "YAML of every option": ["config", "ppo"],
     "unknown option": ["ppo", "--config", RECIPE, "--learning_rat", "1"],
     "missing config": ["ppo", "--config", "absent.yaml"],
-    "missing rows": ["ppo", "--config", RECIPE, "--dataset_name", "./absent.jsonl"],
 }
 
 

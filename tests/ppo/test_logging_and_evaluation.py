@@ -8,8 +8,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from onetrunk.ppo.metrics import MetricLog
 from onetrunk.ppo.monitoring.alarms import RULES
+from onetrunk.ppo.monitoring.metrics import MetricLog
 from onetrunk.ppo.monitoring.progress import short_number, short_time
 from tests.fakes import CannedBackend
 from tests.ppo.support import (

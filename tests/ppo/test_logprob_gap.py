@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.packing import make_pack
-from onetrunk.ppo.metrics import rollout_metrics
+from onetrunk.ppo.monitoring.metrics import rollout_metrics
 from onetrunk.ppo.rollout import PromptBatch, RolloutPack, ScoredRollout
 from onetrunk.rewards.reward import Scores
 from onetrunk.types import Rollout

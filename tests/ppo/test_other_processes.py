@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onetrunk.ppo.metrics import merged_log
+from onetrunk.ppo.monitoring.metrics import merged_log
 from onetrunk.ppo.stream_state import deal_packs
 from onetrunk.types import Experience
 from tests.models.branches import a_pack

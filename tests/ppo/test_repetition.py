@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.ppo.metrics import repeated_ngrams
+from onetrunk.ppo.monitoring.metrics import repeated_ngrams
 
 
 def looped(rows, n):

@@ -23,7 +23,7 @@ from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import equal_counts, reshard
 from onetrunk.parallel.staged import pack_outputs
-from onetrunk.ppo.metrics import rollout_metrics
+from onetrunk.ppo.monitoring.metrics import rollout_metrics
 from onetrunk.ppo.rollout import (
     Sampled,
     Sampler,

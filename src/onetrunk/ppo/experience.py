@@ -34,7 +34,7 @@ from onetrunk.ppo.async_rollouts import (
 )
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.forward import Background, Forward
-from onetrunk.ppo.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
+from onetrunk.ppo.monitoring.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
 from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.rollout import (
     PromptBatch,

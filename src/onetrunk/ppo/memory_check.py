@@ -25,7 +25,7 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.parallel.sharding import gathered_itemsize, local_bytes
 from onetrunk.parallel.staged import rehearse_in_stages
 from onetrunk.ppo.config import PPOConfig, plan_batches
-from onetrunk.ppo.metrics import peak_gib
+from onetrunk.ppo.monitoring.metrics import peak_gib
 from onetrunk.types import Pack, to_device
 
 logger = get_logger(__name__)

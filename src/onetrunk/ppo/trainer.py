@@ -38,8 +38,8 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream, StreamParts
 from onetrunk.ppo.foreign_names import explain_arguments
-from onetrunk.ppo.metrics import MetricLog, merged_log
 from onetrunk.ppo.monitoring.alarms import Alarms
+from onetrunk.ppo.monitoring.metrics import MetricLog, merged_log
 from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.monitoring.step_guard import StepEnd, StepGuard

@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.parallel.heartbeat import GATHER, UPDATE, Heartbeat
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.metrics import PHASES, peak_gib
+from onetrunk.ppo.monitoring.metrics import PHASES, peak_gib
 
 logger = get_logger(__name__)
 
