@@ -66,10 +66,6 @@ def make_trainer(
 ) -> PPOTrainer:
     """Return the trainer. If the model is an adapter, that adapter is trained further; else a new one is added."""
     name = model_args.model_name_or_path
-    if model_args.use_peft is False:
-        raise ValueError("use_peft is false, but ppo trains a LoRA adapter on a frozen base; leave it out")
-    if model_args.lora_dropout:
-        raise ValueError("lora_dropout makes the first PPO ratio differ from 1; leave it out")
     args.model_init_kwargs = {**model_args.init_kwargs(), **(args.model_init_kwargs or {})}
     peft_config = model_args.peft_config()
     if is_adapter(name, model_args.model_revision):
@@ -100,11 +96,26 @@ def compare(trainer: PPOTrainer, reference: dict[str, float], model_name: str, m
         show(metrics_table(f"PPO from {model_name}", policy, reference))
 
 
+def check_settings(
+    data: PPODataArguments,
+    args: PPOArguments,
+    model_args: ModelArguments,
+    judge_settings: JudgeConfig,
+    judge_args: PPOJudgeArguments,
+) -> None:
+    """Raise ValueError for settings that have no meaning in PPO, or that contradict each other."""
+    if model_args.use_peft is False:
+        raise ValueError("use_peft is false, but ppo trains a LoRA adapter on a frozen base; leave it out")
+    if model_args.lora_dropout:
+        raise ValueError("lora_dropout makes the first PPO ratio differ from 1; leave it out")
+    check_judges(data, args, model_args, judge_settings, judge_args)
+
+
 parse_ppo = partial(
     parse,
     verb="ppo",
     dataclass_types=(PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments),
-    check=check_judges,
+    check=check_settings,
 )
 
 
