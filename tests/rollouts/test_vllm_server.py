@@ -148,7 +148,7 @@ def test_a_server_that_is_killed_in_mid_batch_ends_the_rollout_and_a_new_start_g
     backend.sync(model, 1)
     whole = backend.generate(prompts, params, keys)
     backend.progress = lambda rows, *_: serving.kill() if rows == 3 else None
-    with pytest.raises(RuntimeError, match="is lost: .* Its own log may say why; start it again"):
+    with pytest.raises(RuntimeError, match="gives row .* no completion: .*; start the server, or correct its address"):
         backend.generate(prompts, params, keys)
     backend.close()
     serving.start()

@@ -153,7 +153,8 @@ def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_
         return {json.dumps(value) for value in values}
 
     def ratings(rank):
-        return sum("score" in value for value in answers_in(f"two/_kept/judged-{rank}.db").values())
+        answers = answers_in(f"two/_kept/judged-{rank}.db").values()
+        return sum("brief" in answer["details"]["scores"] for answer in answers)
 
     assert texts("two", 0) | texts("two", 1) == texts("one", 0)
     assert ratings(0) > 0 and ratings(1) == 0

@@ -118,7 +118,7 @@ def test_log_and_metrics_count_each_row_once(processes, name):
     for key, value in alone[part].items():
         if isinstance(value, float):
             # Of ranks: two completions with almost the same score may change places.
-            tolerance = 1e-3 if key == "spearman" else 1e-4
+            tolerance = 3e-3 if key == "spearman" else 1e-4
             assert found[part][key] == pytest.approx(value, rel=tolerance, abs=1e-5, nan_ok=True), key
 
 
