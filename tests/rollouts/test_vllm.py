@@ -492,7 +492,10 @@ def test_two_trainings_on_one_server_are_refused_and_one_that_is_gone_is_cleaned
     code = f"from onetrunk.rollouts import VLLMBackend; VLLMBackend({url}, {str(tmp_path / 'other')!r}).check()"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=1500)
-    assert "is being written by another process" in done.stderr and "start a server of its own for this tra" in done.stderr
+    assert (
+        "is being written by another process" in done.stderr
+        and "start a server of its own for this tra" in done.stderr
+    )
     # As if its process had been killed: the lock is released, the adapters and files stay.
     first._files._lock.release()
     left = set(stub.adapters)

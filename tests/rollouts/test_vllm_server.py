@@ -181,7 +181,7 @@ def test_what_it_cannot_serve_is_said_before_training(serving, tmp_path):
         backend_of(serving, tmp_path / "length").check_policy(policy(), longest_row=200)
     first = backend_of(serving, tmp_path / "first")
     first.sync(policy(), 0)
-    with pytest.raises(RuntimeError, match="is in use: .*that is this process: call close"):
+    with pytest.raises(RuntimeError, match="is in use: .* is being written by another process"):
         backend_of(serving, tmp_path / "second").check()
     first.close()
     # None of this has harmed the server.

@@ -1,6 +1,5 @@
 """`onetrunk ppo` on a vLLM server: what it cannot work with is one message before training; a fake server."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -106,6 +105,6 @@ def test_a_server_on_which_another_training_publishes_is_told(there, tmp_path, c
         first = VLLMBackend(server.url, tmp_path / "first")
         first.sync(get_peft_model(AutoModelForCausalLM.from_pretrained("base"), config), 0)
         said = rejected(capsys, tmp_path / "second", *on(server.url))
-        assert f"{server.url} is in use" in said and f"process {os.getpid()} on" in said
+        assert f"{server.url} is in use" in said and "is being written by another process" in said
         assert any("-policy-v0" in name for name in server.adapters)  # The first one goes on.
         first.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
-import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -254,7 +253,11 @@ class VLLMBackend:
                     continue
                 owner = owner_of(name, folder)
                 if owner is not None:
-                    raise RuntimeError(f"{server} is in use: {owner}; {_remedy(owner)}")
+                    raise RuntimeError(
+                        f"{server} is in use: {owner}; wait for the other training, or start a server of its own for"
+                        " this training (onetrunk serve MODEL --port ...). In one process, close() the earlier"
+                        " VLLMBackend first"
+                    )
                 left += self._files.left_by_another(name, folder)
         self._unload(left)
 
@@ -509,9 +512,3 @@ class ServedModel:
 
 def _lost(name: str) -> str:
     return f"it no longer has the adapter {name}, so it was started again, or another process has unloaded it"
-
-
-def _remedy(owner: str) -> str:
-    if f"process {os.getpid()} " in owner:
-        return "that is this process: call close() on the earlier VLLMBackend first"
-    return "start a server of its own for this training (onetrunk serve MODEL --port ...), or wait for the other one"
