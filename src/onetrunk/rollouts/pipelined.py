@@ -34,6 +34,7 @@ from onetrunk.parallel.stages import LayerSplit, StageModel, verify_split
 from onetrunk.rollouts.async_sampler import StartedRow
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
+    STOPPED,
     Completion,
     DecodeState,
     SamplingCall,
@@ -42,7 +43,6 @@ from onetrunk.rollouts.decoding import (
     left_padded,
 )
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
-from onetrunk.rollouts.token_draws import STOPPED
 from onetrunk.types import Rollout, RowKey
 
 # In place of the number of a batch: nothing follows.

@@ -39,9 +39,8 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.resolve import names_a_model
 from onetrunk.rewards.reward import Completion, RewardFunction, Scores
-from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import ModelArguments, parse
 from onetrunk.stages.eval.contest import Contest, hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments, check_purpose
@@ -239,7 +238,7 @@ def backend_of(
     if not on_servers:
         yield LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
         return
-    servers = load_servers(config, roles=roles, shares_servers=True, progress=progress.rollout)
+    servers = load_servers(config, roles=roles, progress=progress.rollout)
     with contextlib.closing(servers):
         yield servers
 
