@@ -67,14 +67,13 @@ def test_a_server_that_is_down_is_named_with_the_command_that_starts_it(there, t
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        ({"version": "0.9.2"}, (), "its version 0.9.2 is too old; install vLLM 0.11 or later"),
         ({"loads_adapters": False}, (), "start it with --enable-lora and the environment variable"),
         ({"raw": True}, ("--temperature", 0.7), "start it with --logprobs-mode processed_logprobs"),
         ({"max_rank": 1}, (), "LoRA rank 2 is greater than max_lora_rank 1.; start it with --max-lora-rank 2 or more"),
         ({"max_length": 5}, (), "start it with --max-model-len 6 or more, or lower max_completion_length"),
         ({}, ("--use_dora", "true"), "the adapter 'default' is DoRA (use_dora)"),
     ],
-    ids=["too old", "no adapters", "raw logprobs", "rank", "positions", "dora"],
+    ids=["no adapters", "raw logprobs", "rank", "positions", "dora"],
 )
 def test_a_server_or_an_adapter_that_cannot_be_used_is_told(settings, options, message, there, tmp_path, capsys):
     with served(**settings) as server:
