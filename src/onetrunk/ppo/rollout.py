@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +21,7 @@ from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
-from onetrunk.parallel.groups import DataParallel, once_per_group
+from onetrunk.parallel.groups import once_per_group
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
@@ -33,6 +32,7 @@ from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STR
 
 if TYPE_CHECKING:
     from onetrunk.ppo.config import PPOConfig
+    from onetrunk.ppo.experience import ExperienceStream
 
 
 @dataclass(frozen=True)
@@ -402,55 +402,22 @@ class RolloutSource(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class SourceParts:
-    """What a RolloutSource needs of a run.
-
-    Args:
-        config, sampler, ranks: of the run.
-        model: returns the policy, unwrapped.
-        prompts: returns this process's prompts of a rollout.
-        num_rollouts: of the whole run; none beyond them is sampled.
-        sampling: returns a block in which this process samples, and the run may be stopped; its argument says whether
-            processes sample together there, so that none may give up alone.
-        poll: called while waiting; may raise to give up.
-        reads_last: whether the states of last tokens are needed (`Sampler.training_options`).
-    """
-
-    config: PPOConfig
-    sampler: Sampler
-    ranks: DataParallel
-    model: Callable[[], nn.Module]
-    prompts: Callable[[int], PromptBatch]
-    num_rollouts: int
-    sampling: Callable[[bool], AbstractContextManager[Any]]
-    poll: Callable[[], None]
-    reads_last: bool = False
-
-
 class SyncSource:
     """A RolloutSource that samples each rollout when it is asked for, from the weights that the last update left."""
 
-    def __init__(self, parts: SourceParts):
-        self.parts = parts
+    def __init__(self, stream: ExperienceStream):
+        self.stream = stream
 
     def next(self, iteration: int) -> Sampled:
         """Sample rollout `iteration`."""
-        parts, sampler = self.parts, self.parts.sampler
-        batch, version = parts.prompts(iteration), iteration * parts.config.slots_per_rollout
-        sampler.backend.sync(parts.model(), version)
-        options = {**sampler.training_options(parts.reads_last), **self.options(iteration)}
-        with parts.sampling(self.is_collective):
+        stream, sampler = self.stream, self.stream.sampler
+        batch, version = stream.prompts(iteration), iteration * stream.config.slots_per_rollout
+        sampler.backend.sync(stream.model, version)
+        # No process can give up sampling alone where others work on the same rows.
+        is_collective = stream.data_parallel.shares_rows or getattr(sampler.backend, "is_collective", False)
+        options = sampler.training_options(stream.reads_next_values)
+        with stream.sampling(is_collective):
             return Sampled(batch, sampler.generate(batch, version=version, **options))
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether no process can give up sampling alone, because others work on the same rows."""
-        return self.parts.ranks.shares_rows or getattr(self.parts.sampler.backend, "is_collective", False)
-
-    def options(self, iteration: int) -> dict[str, Any]:
-        """Return further keywords of the backend's `generate` for a rollout."""
-        return {}
 
     def start(self) -> None:
         """Do nothing: no rollout is under way at a checkpoint."""

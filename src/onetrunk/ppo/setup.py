@@ -51,7 +51,7 @@ from onetrunk.parallel.sharding import (
     launch_layout,
     train_in_stages,
 )
-from onetrunk.parallel.staged import keep_stage, trains_in_stages
+from onetrunk.parallel.staged import keep_stage
 from onetrunk.parallel.stages import LayerSplit, verify_split
 from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.ppo.config import PPOConfig, plan_batches
@@ -340,7 +340,7 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
             )
         return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse{reward}")
     lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and the same for every role"
-    if trains_in_stages(trunk):
+    if args.pipeline_training:
         report = f"{lower}; in pipeline stages they run once for all roles of a forward, and nothing is kept"
         return TrunkPlan(None, f"{report}{reward}")
     if args.trunk_cache == "off":
