@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,11 @@ from torch import Tensor, nn
 from onetrunk.models.adapters import POLICY, adapter_parameters
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.rollout import PromptBatch, Sampled
+from onetrunk.ppo.rollout import PromptBatch, Sampled, SamplingStream
 from onetrunk.ppo.stream_state import num_writers
 from onetrunk.rollouts.async_sampler import AsyncSampler, StartedRow
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.files import load_tensors, save_tensors
-
-if TYPE_CHECKING:
-    from onetrunk.ppo.experience import ExperienceStream
 
 ROWS_FILE = "rollouts_ahead_{rank}.safetensors"
 VERSIONS_FILE = "policy_versions.safetensors"
@@ -43,10 +39,11 @@ class AsyncSource:
 
     Args:
         stream: the rollouts are for it; its backend is a VersionedBackend.
+        rows: of a rollout, on this process.
     """
 
-    def __init__(self, stream: ExperienceStream):
-        config, rows = stream.config, stream.plan.rows_per_rank
+    def __init__(self, stream: SamplingStream, rows: int):
+        config = stream.config
         self.stream = stream
         self.max_staleness = config.max_staleness
         is_whole = config.schedule == "one_step" or not config.max_staleness
@@ -72,7 +69,7 @@ class AsyncSource:
         self._publish(iteration)
         self._offer(iteration, iteration + self.max_staleness)
         with self.stream.sampling(is_collective=False):
-            return Sampled(self._batches[iteration], self.sampler.take(iteration, self.stream.trainer.poll))
+            return Sampled(self._batches[iteration], self.sampler.take(iteration, self.stream.poll))
 
     def close(self) -> None:
         """Start nothing more."""
@@ -105,7 +102,7 @@ class AsyncSource:
         self._forget(first)
         save_rows(folder, self.stream.data_parallel.process_index, self.sampler.started())
         needed = {i: weights for i, weights in self._published.items() if i >= first - self.max_staleness}
-        if self.stream.accelerator.is_main_process and needed:
+        if self.stream.data_parallel.accelerator.is_main_process and needed:
             tensors = {f"{i}|{name}": t for i, weights in needed.items() for name, t in weights.items()}
             save_tensors(Path(folder) / VERSIONS_FILE, tensors)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
@@ -44,9 +44,6 @@ from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
 
-if TYPE_CHECKING:
-    from onetrunk.ppo.trainer import PPOTrainer
-
 
 class ExperienceStream:
     """Yields the minibatches of one pass over the prompts each time it is iterated.
@@ -60,10 +57,10 @@ class ExperienceStream:
                 return returns, returns
 
     Args:
-        trainer: the PPOTrainer that trains on the stream; its settings, sampler and model are used.
+        trainer: the PPOTrainer that trains on the stream.
     """
 
-    def __init__(self, trainer: PPOTrainer):
+    def __init__(self, trainer: Trainer):
         config = trainer.args
         self.trainer = trainer
         self.config = config
@@ -101,7 +98,7 @@ class ExperienceStream:
 
     def make_source(self) -> RolloutSource:
         """Return where the rollouts come from. Override it to sample in another way, such as in episodes."""
-        return SyncSource(self) if self.config.schedule == "sync" else AsyncSource(self)
+        return SyncSource(self) if self.config.schedule == "sync" else AsyncSource(self, self.plan.rows_per_rank)
 
     # --- one rollout ------------------------------------------------------------------------------------------------
 
@@ -293,6 +290,10 @@ class ExperienceStream:
             is_collective: whether processes sample together there, so that none may give up alone.
         """
         return self._interruptible("generate", is_collective)
+
+    def poll(self) -> None:
+        """Renew the heartbeat, and give up the work in progress if the run is to stop."""
+        self.trainer.poll()
 
     def log_rollout(self, scored: ScoredRollout, scores: Tensor, packs: Sequence[RolloutPack]) -> None:
         """Log the metrics of a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +22,7 @@ from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
-from onetrunk.parallel.groups import once_per_group
+from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.ensemble import EnsembleReward
 from onetrunk.rewards.model import ModelReward, TrunkReward
@@ -32,7 +33,6 @@ from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STR
 
 if TYPE_CHECKING:
     from onetrunk.ppo.config import PPOConfig
-    from onetrunk.ppo.experience import ExperienceStream
 
 
 @dataclass(frozen=True)
@@ -402,10 +402,36 @@ class RolloutSource(Protocol):
         ...
 
 
+class SamplingStream(Protocol):
+    """What a RolloutSource reads from the ExperienceStream that it samples for."""
+
+    config: PPOConfig
+    sampler: Sampler
+    data_parallel: DataParallel
+    # The policy.
+    model: nn.Module
+    # Of the whole run: no rollout beyond them is sampled.
+    num_rollouts: int
+    # Whether the states of last tokens are needed.
+    reads_next_values: bool
+
+    def prompts(self, iteration: int) -> PromptBatch:
+        """Return this process's prompts of a rollout."""
+        ...
+
+    def sampling(self, is_collective: bool) -> AbstractContextManager[None]:
+        """Return a block in which this process samples, and the run may be stopped."""
+        ...
+
+    def poll(self) -> None:
+        """Renew the heartbeat, and give up the work in progress if the run is to stop."""
+        ...
+
+
 class SyncSource:
     """A RolloutSource that samples each rollout when it is asked for, from the weights that the last update left."""
 
-    def __init__(self, stream: ExperienceStream):
+    def __init__(self, stream: SamplingStream):
         self.stream = stream
 
     def next(self, iteration: int) -> Sampled:
