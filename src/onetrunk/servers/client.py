@@ -217,6 +217,7 @@ def read_secret(variable: str | None) -> str | None:
     if not secret.isascii() or re.search(r"[\s\x00-\x1f\x7f]", secret):
         raise ValueError(f"api_key_env: the value of {variable} holds spaces or other characters that no key has")
     add_secret(secret, variable)
+    add_secret(json.dumps(secret)[1:-1], variable)  # As JSON text spells a key with quotes.
     return secret
 
 
