@@ -31,7 +31,7 @@ FIRST = {
     "distill": f"{_TRAINING} {_RUN} teacher student_config student_tokenizer",
     "judge": "dataset_name dataset_columns dataset_split dataset_config output_dir judge constitution rubric"
     " judge_model judge_api_key_env judge_max_concurrency judge_batch_size judge_prices judge_budget_usd"
-    " max_failed_fraction fewest_rows num_samples_to_print",
+    " max_failed_fraction",
     "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
     " max_completion_length temperature seed judge constitution judge_model mode num_generations pairing completions"
     " engine shard preview",

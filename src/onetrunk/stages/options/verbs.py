@@ -22,7 +22,7 @@ VERBS = {
 # settings classes.
 SETTINGS_MODULES = {
     "sft": "onetrunk.stages.sft",
-    "judge": "onetrunk.stages.judge.measure",
+    "judge": "onetrunk.stages.judge",
     "prefs": "onetrunk.stages.prefs.stage",
     "reward": "onetrunk.stages.reward",
     "distill": "onetrunk.stages.distill",
