@@ -27,7 +27,7 @@ SETTINGS_MODULES = {
     "reward": "onetrunk.stages.reward",
     "distill": "onetrunk.stages.distill",
     "ppo": "onetrunk.stages.ppo",
-    "eval": "onetrunk.stages.eval.evaluate",
+    "eval": "onetrunk.stages.eval",
     "serve": "onetrunk.stages.tools.serve",
     "merge": "onetrunk.stages.tools.merge",
 }
