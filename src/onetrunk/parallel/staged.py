@@ -241,11 +241,6 @@ def training_obstacle(trunk: nn.Module) -> str | None:
     return base_obstacle(trunk, lambda name, _: name.startswith("value_head"))
 
 
-def trains_in_stages(model: nn.Module) -> bool:
-    """Return whether the layers of a model are divided over the processes of a pipeline."""
-    return staged(model) is not None
-
-
 def pack_outputs(
     model: nn.Module,
     packs: Sequence[Pack],
@@ -279,7 +274,7 @@ def pack_outputs(
 def update_in_stages(
     model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], loss_of: LossOf, temperature: float, entropy: bool
 ) -> None:
-    """Run forward and backward over packs in the pipeline of a model (`trains_in_stages`).
+    """Run forward and backward over packs in the pipeline of a model whose layers are divided (`staged`).
 
     Every stage gets the gradients, and calls `loss_of` on each pack, so that all of them have loss and stats. The
     arguments are those of `StagedTrunk.update`.

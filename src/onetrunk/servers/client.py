@@ -46,6 +46,8 @@ FOR_ALL = {
     405: "check the URL's path",
     407: "the proxy wants credentials",
 }
+# What a server adds to the name of a model that it pins: a date or a revision.
+PINNED = r"[-@:](\d{4}|\d{4}-?\d\d-?\d\d|latest|main|[0-9a-f]{7,40})"
 
 
 class Server:
@@ -188,6 +190,12 @@ def is_nearby(url: str) -> bool:
         return ipaddress.ip_address(host).is_private
     except ValueError:
         return host == "localhost"
+
+
+def is_same_model(model: str, reported: str) -> bool:
+    """Return whether two names mean one model: the second may differ in its owner and have a date or revision."""
+    ours, theirs = (name.rstrip("/").rpartition("/")[2].lower() for name in (model, reported))
+    return ours == theirs or re.fullmatch(re.escape(ours) + PINNED, theirs) is not None
 
 
 def read_secret(variable: str | None) -> str | None:

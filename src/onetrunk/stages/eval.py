@@ -44,8 +44,7 @@ from onetrunk.report.blocks import contest_findings
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
-from onetrunk.rewards.resolve import names_a_model
-from onetrunk.rewards.reward import Completion, RewardFunction, Scores
+from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
 from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend

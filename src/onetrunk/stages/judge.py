@@ -35,7 +35,7 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Judge, Pair, Verdict, digest, unique_names
+from onetrunk.judges.judge import Judge, Pair, Verdict
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, answer_key, judge_warnings, kept_answer
 from onetrunk.judges.win_rate import CONFIDENCE
@@ -43,7 +43,7 @@ from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
-from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.combine import resolve_reward
 from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_output_dir_is_set
 from onetrunk.stages.judging import ShownLimit, check_judges
 from onetrunk.stages.plots import plot_reliability
@@ -51,7 +51,7 @@ from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import show_columns, write_values
 from onetrunk.utils.escaping import printable
-from onetrunk.utils.files import atomic_write_text, require_output_dir
+from onetrunk.utils.files import atomic_write_text, digest, require_output_dir, unique_names
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import redact
