@@ -19,9 +19,8 @@ from onetrunk.judges.judge import prompt_key
 from onetrunk.models.adapters import REFERENCE, adapter_parameters
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import DataParallel, trains_in_stages
 from onetrunk.parallel.sharding import gathered
-from onetrunk.parallel.staged import trains_in_stages
 from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.rewards.judge_reward import COLUMN
 from onetrunk.rollouts.local import LocalBackend

@@ -44,6 +44,7 @@ from onetrunk.models.frozen_states import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.groups import trains_in_stages
 from onetrunk.parallel.sharding import (
     cast_when_sharded,
     check_stage_launch,
@@ -51,9 +52,6 @@ from onetrunk.parallel.sharding import (
     launch_layout,
     train_in_stages,
 )
-from onetrunk.parallel.staged import keep_stage, trains_in_stages
-from onetrunk.parallel.stages import LayerSplit, verify_split
-from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
@@ -67,7 +65,6 @@ from onetrunk.rewards.reward import RewardFunction
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 Reward = RewardFunction | str | PreTrainedModel
@@ -193,6 +190,11 @@ def load_sampled_model(
 
 def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[str | None]:
     """Divide the frozen base over the processes as the run asks, and return lines for the user."""
+    from onetrunk.parallel.staged import keep_stage
+    from onetrunk.parallel.stages import LayerSplit, verify_split
+    from onetrunk.parallel.tensor import distribute_frozen
+    from onetrunk.rollouts.pipelined import PipelinedBackend
+
     if args.pipeline_training and not isinstance(backend, PipelinedBackend):
         split = LayerSplit.of(trunk, args.pipeline_stages or args.world_size, args.pipeline_split)
         verify_split(trunk, split)

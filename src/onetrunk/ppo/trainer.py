@@ -32,8 +32,7 @@ from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_par
 from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
-from onetrunk.parallel.groups import DataParallel
-from onetrunk.parallel.staged import trains_in_stages, update_in_stages
+from onetrunk.parallel.groups import DataParallel, trains_in_stages
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream, StreamParts
@@ -289,6 +288,8 @@ class PPOTrainer(ResumableTrainer):
         """Run the packs through the pipeline of the model and add their losses to `total`; False if it is in none."""
         if not trains_in_stages(model):
             return False
+        from onetrunk.parallel.staged import update_in_stages
+
         self._poll()
         inputs, args = [self._inputs_of(experience, minibatch) for experience in minibatch.experiences], self.args
 
