@@ -15,7 +15,7 @@ from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import question_messages
 from onetrunk.models.build import train_tokenizer
-from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.combine import resolve_reward
 from onetrunk.stages.arguments import parse
 from tests.judges.test_rubric import SHORT, short
 from tests.tiny import tiny_model, tiny_tokenizer

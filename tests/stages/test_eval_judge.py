@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from onetrunk import cli
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge import Judge, Pair, Verdict
-from onetrunk.report.parts import contest_findings
+from onetrunk.report.blocks import contest_findings
 from onetrunk.stages.eval.contest import hold_contest
 from onetrunk.stages.eval.eval_arguments import EvalArguments
 from tests.feedback import runs

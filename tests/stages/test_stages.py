@@ -218,7 +218,6 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         ("sft", ["--resume_from_checkpoint", "true", "--output_dir", "runs/x"], "holds no checkpoint-* folder"),
         ("sft", ["--max_length", "6"], "max_length is 6 and the shortest prompt has"),
         ("ppo", ["--reward_weights", "1"], "1 reward weights for 4 reward functions"),
-        ("ppo", ["--use_peft", "false"], "ppo trains a LoRA adapter on a frozen base; leave it out"),
         (
             "ppo",
             ["--lora_target_modules", "q_proj", "vproj"],

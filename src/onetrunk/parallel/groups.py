@@ -239,11 +239,6 @@ def staged(model: nn.Module) -> Any | None:
     return vars(base).get(STAGED)
 
 
-def trains_in_stages(model: nn.Module) -> bool:
-    """Return whether the layers of a model are divided over the processes of a pipeline."""
-    return staged(model) is not None
-
-
 def pack_outputs(
     model: nn.Module,
     packs: Sequence[Pack],

@@ -22,7 +22,6 @@ from onetrunk.costs import ModelShape, decode_split, host_memory_bytes, sampling
 from onetrunk.models.speedups.memory_use import is_out_of_memory, offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
-from onetrunk.parallel.groups import trains_in_stages
 from onetrunk.parallel.sharding import gathered_itemsize, local_bytes
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.monitoring.metrics import peak_gib
@@ -107,7 +106,7 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
     """Score and train on `pack`, and discard the gradients; raises RuntimeError if memory runs out."""
     try:
         model.train()
-        if trains_in_stages(model):
+        if args.pipeline_training:
             from onetrunk.parallel.staged import rehearse_in_stages
 
             rehearse_in_stages(model, pack, args.temperature, args.entropy_coef > 0)

@@ -44,7 +44,6 @@ from onetrunk.models.frozen_states import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.groups import trains_in_stages
 from onetrunk.parallel.sharding import (
     cast_when_sharded,
     check_stage_launch,
@@ -57,11 +56,8 @@ from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.ppo.settings import REFUSED_OPTIMIZERS
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble
-from onetrunk.rewards.model import ModelReward, trunk_reward
-from onetrunk.rewards.remote import RemoteReward
-from onetrunk.rewards.resolve import names_a_model
-from onetrunk.rewards.reward import RewardFunction
+from onetrunk.rewards.model import ModelReward, ensemble_reward, names_an_ensemble, trunk_reward
+from onetrunk.rewards.reward import BuiltInReward, RewardFunction, names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
@@ -301,7 +297,7 @@ def resolve_rewards(
             reward = trunk_reward(reward, base, base_tokenizer, tokenizer)
         elif is_model_name or isinstance(reward, PreTrainedModel):
             reward = ModelReward(reward, tokenizer, device=device)
-        elif isinstance(reward, RemoteReward):
+        elif isinstance(reward, BuiltInReward):
             reward.check()
         resolved.append(reward)
     return resolved
@@ -342,7 +338,7 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
             )
         return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse{reward}")
     lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and the same for every role"
-    if trains_in_stages(trunk):
+    if args.pipeline_training:
         report = f"{lower}; in pipeline stages they run once for all roles of a forward, and nothing is kept"
         return TrunkPlan(None, f"{report}{reward}")
     if args.trunk_cache == "off":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -102,3 +103,28 @@ def _suggestion(module: ModuleType, name: str, fits: Callable[[Any], bool], kind
 
 def _names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
     return sorted(name for name, value in vars(module).items() if not name.startswith("_") and fits(value))
+
+
+def source_identity(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return a function's name, a hash of its source file, and the plain settings of an object or a partial.
+
+    A change in what the file imports is not noticed.
+    """
+    settings: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        settings |= _plain(function.keywords) | _plain(dict(enumerate(function.args)))
+        function = function.func
+    if not inspect.isroutine(function):
+        settings |= _plain(getattr(function, "__dict__", {}))
+        function = type(function)
+    try:
+        source = hashlib.sha256(Path(inspect.getsourcefile(function)).read_bytes()).hexdigest()[:16]
+    except (TypeError, OSError):
+        source = None  # Built in, or typed into a console.
+    return {"name": function.__qualname__, "source": source, "settings": settings}
+
+
+def _plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
+    kinds = (str, int, bool, type(None))
+    plain = {str(name): value for name, value in settings.items() if isinstance(value, kinds)}
+    return plain | {str(name): repr(value) for name, value in settings.items() if isinstance(value, float)}

@@ -23,13 +23,14 @@ from transformers.trainer_callback import ExportableState
 from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.judge import Judge, digest
+from onetrunk.judges.judge import Judge
 from onetrunk.judges.labels import Memory, kept_ratings
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import Prompt, as_text
+from onetrunk.utils.files import digest
 
 logger = get_logger(__name__)
 

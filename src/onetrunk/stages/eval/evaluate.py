@@ -33,12 +33,11 @@ from onetrunk.ppo.evaluation import evaluate_prompts, sample_table, write_sample
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launch, load_sampled_model, policy_tokenizer
-from onetrunk.report.parts import contest_findings
+from onetrunk.report.blocks import contest_findings
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
-from onetrunk.rewards.resolve import names_a_model
-from onetrunk.rewards.reward import Completion, RewardFunction, Scores
+from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
 from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from onetrunk.data.groups import Group
-from onetrunk.judges.judge import digest
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
 from onetrunk.judges.win_rate import CONFIDENCE, fit_logistic, resampled
 from onetrunk.reward_models.metrics import expected_calibration_error, pearson, preference_loss, reliability
+from onetrunk.utils.files import digest
 
 NAN = float("nan")
 # Resamples of the regression on length and format.

@@ -23,13 +23,13 @@ from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Judge, Pair, Verdict, digest, unique_names
+from onetrunk.judges.judge import Judge, Pair, Verdict
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import PairLabel, answer_key, kept_answer
 from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
-from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.combine import resolve_reward
 from onetrunk.stages.arguments import parse
 from onetrunk.stages.judge.agreement import Judged, agreement, findings, judge_metrics
 from onetrunk.stages.judge.judge_arguments import JudgeArguments, check_judge_is_named
@@ -39,7 +39,7 @@ from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import show, show_columns, text_table, write_values
 from onetrunk.types import as_text
 from onetrunk.utils.escaping import printable
-from onetrunk.utils.files import atomic_write_text, require_output_dir
+from onetrunk.utils.files import atomic_write_text, digest, require_output_dir, unique_names
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import redact
 

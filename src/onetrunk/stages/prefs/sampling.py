@@ -27,7 +27,7 @@ from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
 from onetrunk.feedback.asking import StopFlag
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
-from onetrunk.judges.judge import digest, prompt_key
+from onetrunk.judges.judge import prompt_key
 from onetrunk.models.base_model import load_base, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
@@ -41,6 +41,7 @@ from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.disk_set import DiskSet
+from onetrunk.utils.files import digest
 
 logger = logging.getLogger(__name__)
 
