@@ -45,7 +45,7 @@ def stub(inputs, tmp_path, monkeypatch):
 def evaluate(inputs, *options, out):
     words = ["--model_name_or_path", inputs / "adapter", "--dataset_name", inputs / "prompts.jsonl"]
     words += ["--reward_funcs", f"{inputs}/checks.py:warm", "--max_completion_length", 6, "--use_cpu", "true"]
-    return cli.main(["eval", *map(str, [*words, "--output_dir", out, "--num_completions_to_print", 0, *options])])
+    return cli.main(["eval", *map(str, [*words, "--output_dir", out, *options])])
 
 
 def on(stub):
