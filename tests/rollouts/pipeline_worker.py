@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicLayer
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
-from onetrunk.rollouts.decoding import draw, row_uniforms
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.types import Rollout
 from tests.models.branches import a_trunk, lora, move
