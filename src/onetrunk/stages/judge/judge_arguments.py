@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP
 from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.stages.arguments import DatasetArguments, PushArguments, require_output_dir_is_set
 from onetrunk.utils.options import option, require_seed
@@ -15,7 +14,6 @@ class JudgeArguments(DatasetArguments, PushArguments):
     """The rows, and what is reported."""
 
     output_dir: str | None = option(None, "Folder that the run writes to.")
-    judge_by: str = option("pairs", JUDGE_BY_HELP, JUDGE_BY)
     fewest_rows: int = option(
         1, "Smaller parts of the dataset have no metrics of their own, but count in those of all rows; 1 or more."
     )

@@ -120,12 +120,11 @@ def measure(
         RuntimeError: the judge failed too often, or the budget is spent.
     """
     pairs = pairs_of(groups)
-    num_texts = sum(len(group.texts) for group in groups)
-    total = (2 * len(pairs) if args.judge_by == "pairs" else num_texts) * len(constitution.principles)
+    total = 2 * len(pairs) * len(constitution.principles)
     bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)
     with bar:
         limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
-        labels = Asker(judge, constitution, ledger, limit, costs=costs, judge_by=args.judge_by).labels(pairs)
+        labels = Asker(judge, constitution, ledger, limit, costs=costs).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.
     thoughts = [thoughts_about(judge, pair, constitution, ledger) for pair in pairs]
     return Measured(judge.name, judge.identity, judged_rows(groups, labels), thoughts)
