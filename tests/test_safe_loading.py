@@ -23,7 +23,7 @@ from onetrunk.models.reward_model import (
     load_with_new_head,
     read_score_adapter,
 )
-from onetrunk.stages.eval.evaluate import restore_reference
+from onetrunk.stages.eval import restore_reference
 from onetrunk.stages.options.parser import UsageError
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft

@@ -82,7 +82,6 @@ MISTAKES = [
     ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
     ("serve owner/model --port 99999", "", "set it from 1 to 65535", 2),
     ("judge --dataset_name rows.jsonl --output_dir out", "", "judge is not set; name who is measured", 2),
-    ("judge --output_dir out --judge rubric --fewest_rows 0 --dataset_name rows.jsonl", "", "set it to 1 or more", 2),
     ("eval --config good.yaml", "tie_margin: 3\n", "tie_margin is 3; set it from 0 to below 0.5", 2),
     ("eval --config good.yaml --resume checkpoint-3", "", "this stage has no checkpoints and resumes by itself", 2),
 ]

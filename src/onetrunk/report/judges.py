@@ -78,12 +78,8 @@ def first_block(results: dict[str, Any]) -> Block:
 def table_blocks(results: dict[str, Any]) -> list[Block]:
     """Return accuracy by subset, how much judges agree, and costs."""
     agreement, costs = results.get("agreement", {}), results.get("costs", {})
-    rows = [
-        [pair, str(value.get("pairs")), share(value.get("agreement")), number(value.get("kappa"))]
-        for pair, value in agreement.items()
-    ]
-    note = "Kappa is the agreement beyond chance: 0 is chance, 1 is perfect."
-    agreed = Block("Agreement", note, columns=["", "pairs", "same verdict", "kappa"], rows=rows)
+    rows = [[pair, str(value["pairs"]), share(value["agreement"])] for pair, value in agreement.items()]
+    agreed = Block("Agreement", columns=["", "pairs", "same verdict"], rows=rows)
     return [*subset_blocks(results["judges"]), *([agreed] if rows else []), *cost_blocks(costs)]
 
 
