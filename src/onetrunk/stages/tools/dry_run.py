@@ -40,7 +40,7 @@ from onetrunk.ppo.setup import (
     tokens_of,
 )
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
-from onetrunk.stages.ppo_judges import PPOJudgeArguments
+from onetrunk.stages.ppo import PPOJudgeArguments
 from onetrunk.stages.rows import check_tokenizer, load_training_rows, prompt_rows
 
 # A trained float32 weight, its gradient, and two numbers of Adam.
