@@ -51,9 +51,6 @@ from onetrunk.parallel.sharding import (
     launch_layout,
     train_in_stages,
 )
-from onetrunk.parallel.staged import keep_stage
-from onetrunk.parallel.stages import LayerSplit, verify_split
-from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
@@ -64,7 +61,6 @@ from onetrunk.rewards.reward import BuiltInReward, RewardFunction, names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 Reward = RewardFunction | str | PreTrainedModel
@@ -190,6 +186,11 @@ def load_sampled_model(
 
 def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[str | None]:
     """Divide the frozen base over the processes as the run asks, and return lines for the user."""
+    from onetrunk.parallel.staged import keep_stage
+    from onetrunk.parallel.stages import LayerSplit, verify_split
+    from onetrunk.parallel.tensor import distribute_frozen
+    from onetrunk.rollouts.pipelined import PipelinedBackend
+
     if args.pipeline_training and not isinstance(backend, PipelinedBackend):
         split = LayerSplit.of(trunk, args.pipeline_stages or args.world_size, args.pipeline_split)
         verify_split(trunk, split)

@@ -33,7 +33,6 @@ from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.parallel.staged import update_in_stages
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
@@ -277,6 +276,8 @@ class PPOTrainer(ResumableTrainer):
         """Run the packs through the pipeline of the model and add their losses to `total`; False if it is in none."""
         if not self.args.pipeline_training:
             return False
+        from onetrunk.parallel.staged import update_in_stages
+
         self.poll()
         inputs, args = [self._inputs_of(experience, minibatch) for experience in minibatch.experiences], self.args
 

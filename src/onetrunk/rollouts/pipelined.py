@@ -26,10 +26,9 @@ from onetrunk.models.speedups.memory_use import is_out_of_memory, used_gib
 from onetrunk.models.speedups.merged import merged_policy
 from onetrunk.models.speedups.onednn_weights import packed_weights
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.links import StageLinks
+from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded
-from onetrunk.parallel.staged import staged
-from onetrunk.parallel.stages import LayerSplit, StageModel, verify_split
+from onetrunk.parallel.stages import LayerSplit, StageLinks, StageModel, verify_split
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
     Completion,

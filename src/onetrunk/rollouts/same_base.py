@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from onetrunk.models.adapters import role as in_role
 from onetrunk.ops.packing import make_pack
+from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered
-from onetrunk.parallel.staged import staged
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.vllm_calls import Completed, Request
 from onetrunk.types import to_device
