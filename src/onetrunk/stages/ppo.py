@@ -254,4 +254,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     from onetrunk.stages.tools.dry_run import DryRun, dry_run
 
     words = [word for word in words if word not in DRY_RUN]
-    return run_stage("ppo", lambda argv: (DryRun(*parse_ppo(argv)),), dry_run, words)
+    return run_stage("ppo", lambda argv: (DryRun(*parse_ppo(argv)[:3]),), dry_run, words)
