@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.judges.judge import Principle, digest
-from onetrunk.utils.yaml_files import read_yaml
+from onetrunk.utils.files import read_yaml
 
 KEYS = ("name", "principles")
 PRINCIPLE_KEYS = ("text", "weight", "tags", "marks")

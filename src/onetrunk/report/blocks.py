@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from onetrunk.utils.escaping import markdown_text
+from onetrunk.utils.redaction import markdown_text
 
 # The files of a report, and their templates.
 PAGE, MARKDOWN = "report.html", "report.md"

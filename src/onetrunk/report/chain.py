@@ -13,7 +13,7 @@ from onetrunk.report.blocks import PAGE, Block
 from onetrunk.report.parts import alarm_blocks, blocks_of, sample_blocks, share, win_rates
 from onetrunk.report.plots import COLORS, INK, figures_block
 from onetrunk.report.runs import FOLDER, PIPELINE, Run, read_run
-from onetrunk.utils.escaping import address_of
+from onetrunk.utils.redaction import address_of
 
 # Inches of a stage in the picture.
 ROW = 0.62

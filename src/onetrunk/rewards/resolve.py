@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onetrunk.rewards.remote import remote_reward
 from onetrunk.rewards.reward import RewardFunction
-from onetrunk.utils.import_path import find_object, is_public_function
+from onetrunk.utils.import_path import find_object
 
 WHAT = "reward function"
 OTHERS = ", nor a reward model: a folder that exists or a Hub name 'owner/model', nor a server: 'http://host/classify'"
@@ -31,7 +31,7 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
         return remote_reward(spec)
     if names_a_model(spec):
         raise ValueError(f"reward function {spec!r} names a model; give onetrunk.rewards.ModelReward({spec!r})")
-    return _checked_callable(find_object(spec, WHAT, is_public_function, "functions", OTHERS), repr(spec))
+    return _checked_callable(find_object(spec, WHAT, OTHERS), repr(spec))
 
 
 def names_a_model(spec: str) -> bool:

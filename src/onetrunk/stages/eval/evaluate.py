@@ -57,9 +57,8 @@ from onetrunk.stages.tables import (
     write_values,
 )
 from onetrunk.types import Prompt
-from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import printable, redact
 
 logger = logging.getLogger(__name__)
 

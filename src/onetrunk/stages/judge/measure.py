@@ -38,10 +38,9 @@ from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import show, show_columns, text_table, write_values
 from onetrunk.types import as_text
-from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.locks import held_folder
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import printable, redact
 
 LEDGER, CARD = "ledger/verdicts.db", "README.md"
 # Of all rows, in the terminal.
