@@ -53,3 +53,7 @@ _HOMES = {
 
 if not TYPE_CHECKING:  # A type checker would take every name for one that exists.
     __getattr__ = imported_when_used(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

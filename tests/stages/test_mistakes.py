@@ -49,8 +49,8 @@ MISTAKES = [
     (f"{OK} --resume out/checkpoint-7", "", "there is no folder out/checkpoint-7", 1),
     (f"{OK} --dataset_name ./row.jsonl", "", "./row.jsonl does not exist (working folder", 1),
     (f"{OK} --model_name_or_path ./model", "", "the model './model' cannot be loaded: there is no such folder", 1),
-    (f"{OK} --reward_funcs reward.py:score", "", "there is no Python file reward.py (working folder", 1),
-    (f"{OK} --reward_funcs rewards.py:scores", "", "rewards.py has no 'scores'; it has score", 1),
+    (f"{OK} --reward_funcs reward.py:score", "", "there is no file reward.py (working folder", 1),
+    (f"{OK} --reward_funcs rewards.py:scores", "", "rewards.py has no 'scores'; did you mean score?", 1),
     (f"{OK} --output_dir used", "", "used holds a run already (checkpoint-3)", 1),
     (f"{OK} --output_dir rows.jsonl", "", "is a file; name a folder", 1),
     (f"{OK} --adapter_layers half", "", "adapter_layers is 'half'; it must be 'all', or 'top-k'", 2),
@@ -64,7 +64,6 @@ MISTAKES = [
     (OK, "vllm_server_base_url: localhost:8000\nuse_vllm: true\n", "write it with its scheme", 2),
     ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
     ("judge --dataset_name rows.jsonl --output_dir out", "", "judge is not set; name who is measured", 2),
-    ("judge --output_dir out --judge rubric --fewest_rows 0 --dataset_name rows.jsonl", "", "set it to 1 or more", 2),
     ("eval --config good.yaml", "tie_margin: 3\n", "tie_margin is 3; set it from 0 to below 0.5", 2),
 ]
 

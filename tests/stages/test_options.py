@@ -14,8 +14,8 @@ import yaml
 from onetrunk import PPOConfig, cli
 from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval.evaluate import parse_eval
-from onetrunk.stages.judge.measure import parse_judge
+from onetrunk.stages.eval import parse_eval
+from onetrunk.stages.judge import parse_judge
 from onetrunk.stages.options import help as helping
 from onetrunk.stages.options.help import FIRST
 from onetrunk.stages.options.table import load_options, shown_options

@@ -6,7 +6,7 @@ import pytest
 
 from onetrunk import __version__, cli
 from onetrunk.ppo.monitoring.alarm_rules import RULES
-from onetrunk.stages.eval.evaluate import parse_eval
+from onetrunk.stages.eval import parse_eval
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.run.chain import parse_run
 from onetrunk.stages.sft import parse_sft

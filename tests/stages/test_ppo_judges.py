@@ -12,13 +12,13 @@ import torch
 
 from onetrunk import cli
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.judge import Principle, digest
+from onetrunk.judges.judge import Principle
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.reference_completions import sample_references
 from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key
 from onetrunk.stages.ppo_judges import RunJudges
-from onetrunk.utils.files import load_tensors
+from onetrunk.utils.files import digest, load_tensors
 from tests.checkpoints.hub_stub import stand_in
 from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts

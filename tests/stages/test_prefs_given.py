@@ -6,7 +6,7 @@ import pytest
 
 from onetrunk import cli
 from onetrunk.feedback.shards import read_rows
-from onetrunk.judges.judge import digest
+from onetrunk.utils.files import digest
 from tests.judges.stub_server import StubServer
 
 CHECKS = """

@@ -4,8 +4,8 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval.evaluate import parse_eval
-from onetrunk.stages.judge.measure import parse_judge
+from onetrunk.stages.eval import parse_eval
+from onetrunk.stages.judge import parse_judge
 from onetrunk.stages.options.table import PLAIN_MODULES, VERBS
 from onetrunk.stages.plan import parse_plan
 from onetrunk.stages.ppo import DRY_RUN, parse_ppo

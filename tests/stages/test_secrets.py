@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from onetrunk.stages.eval.evaluate import parse_eval
+from onetrunk.stages.eval import parse_eval
 from onetrunk.stages.options.reading import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.run.pipeline import load_pipeline

@@ -16,7 +16,7 @@ from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict, digest
+from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict
 from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
@@ -27,6 +27,7 @@ from onetrunk.judges.labels import (
     rating_label,
 )
 from onetrunk.types import Prompt, SampledText
+from onetrunk.utils.files import digest
 
 # The failed fraction is taken of this number of questions at least.
 FEWEST = 50

@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.shards import prompt_words
-from onetrunk.judges.judge import digest, prompt_key
+from onetrunk.judges.judge import prompt_key
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.types import Prompt, SampledText
+from onetrunk.utils.files import digest
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Judge, digest, model_name
+from onetrunk.judges.judge import Judge, model_name
 from onetrunk.judges.rubric import Check, RubricJudge
 from onetrunk.judges.template import VERDICT_TOKENS
+from onetrunk.utils.files import digest
 from onetrunk.utils.import_path import find_object, is_dotted_path
 from onetrunk.utils.options import option
 

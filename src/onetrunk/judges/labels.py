@@ -23,9 +23,9 @@ from onetrunk.judges.judge import (
     Rating,
     Single,
     Verdict,
-    digest,
 )
 from onetrunk.types import Prompt
+from onetrunk.utils.files import digest
 
 Kind = TypeVar("Kind", bound=Answer)
 # Called with an item and its new answer.

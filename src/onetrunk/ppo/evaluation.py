@@ -20,9 +20,8 @@ from tqdm.auto import tqdm
 
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import DataParallel, pack_outputs
 from onetrunk.parallel.sharding import equal_counts, reshard
-from onetrunk.parallel.staged import pack_outputs
 from onetrunk.ppo.monitoring.metrics import rollout_metrics
 from onetrunk.ppo.rollout import (
     Sampled,

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from onetrunk.models.frozen_states import TrunkCache
+from onetrunk.parallel.groups import pack_outputs
 from onetrunk.parallel.sharding import is_collective, reshard
-from onetrunk.parallel.staged import pack_outputs
 from onetrunk.ppo.rollout import RolloutPack
 from onetrunk.types import Experience
 

@@ -33,10 +33,9 @@ from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.parallel.staged import trains_in_stages, update_in_stages
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
-from onetrunk.ppo.experience import ExperienceStream, StreamParts
+from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.foreign_names import explain_arguments
 from onetrunk.ppo.monitoring.alarms import Alarms
 from onetrunk.ppo.monitoring.metrics import MetricLog, merged_log
@@ -208,20 +207,7 @@ class PPOTrainer(ResumableTrainer):
     def get_train_dataloader(self) -> ExperienceStream:
         """Return the experience stream; it is not prepared by accelerate, which would read one item ahead."""
         self.end_training()  # Of an earlier call.
-        parts = StreamParts(
-            dataset=self.train_dataset,
-            sampler=self.sampler,
-            model=lambda: self.model,
-            config=self.args,
-            accelerator=self.accelerator,
-            metrics=self.metric_log,
-            watch=self.watch,
-            trunk_cache=self.trunk_plan.cache,
-            reward_extras=self._reward_extras,
-            stop_signals=self.stop_signals,
-            num_rollouts=math.ceil(self.planned_steps() / self.args.slots_per_rollout),
-        )
-        stream = self.stream_class(parts)
+        stream = self.stream_class(self)
         if self._resume_from is not None:
             stream.load(self._resume_from)
         self._stream, self._has_best_weights = stream, False
@@ -239,9 +225,10 @@ class PPOTrainer(ResumableTrainer):
     def _poll_sampling(self) -> None:
         """Give up sampling if the run is to stop, or a rollout ahead once it is over."""
         if not samples_ahead():
-            self._poll()
+            self.poll()
 
-    def _reward_extras(self) -> dict[str, Any]:
+    def reward_extras(self) -> dict[str, Any]:
+        """Return the keywords that reward functions get besides the columns; called once per rollout."""
         self.samples.begin()
         log_metric = self.metric_log.add_own
         return {"trainer_state": self.state, "log_extra": self.samples.add_column, "log_metric": log_metric}
@@ -260,7 +247,7 @@ class PPOTrainer(ResumableTrainer):
             # The stages of a pipeline run the packs together.
             packs = () if self._run_in_stages(model, minibatch, total) else minibatch.experiences
             for experience in packs:
-                self._poll()
+                self.poll()
                 is_last = experience is packs[-1]
                 with self.watch.last_backward(model) if is_last else self.accelerator.no_sync(model):
                     with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
@@ -287,9 +274,11 @@ class PPOTrainer(ResumableTrainer):
 
     def _run_in_stages(self, model: nn.Module, minibatch: Minibatch, total: Tensor) -> bool:
         """Run the packs through the pipeline of the model and add their losses to `total`; False if it is in none."""
-        if not trains_in_stages(model):
+        if not self.args.pipeline_training:
             return False
-        self._poll()
+        from onetrunk.parallel.staged import update_in_stages
+
+        self.poll()
         inputs, args = [self._inputs_of(experience, minibatch) for experience in minibatch.experiences], self.args
 
         def loss_of(number: int, run: Any) -> Tensor:
@@ -301,7 +290,7 @@ class PPOTrainer(ResumableTrainer):
         update_in_stages(model, packs, minibatch.roles, loss_of, args.temperature, args.entropy_coef > 0)
         return True
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
         """Renew the heartbeat, and give up the work in progress if the run is to stop."""
         self.heartbeat.beat()
         self.stop_signals.poll()
@@ -412,8 +401,7 @@ class PPOTrainer(ResumableTrainer):
         per_row = 2 * 8 * width + (2 * 8 + 7 * 4) * args.max_completion_length
         if self.trunk_plan.captures_states:
             per_row += 4 * width * self.model.get_base_model().config.get_text_config().hidden_size
-        is_ahead = args.schedule != "sync" or args.pipeline_ahead
-        versions = args.max_staleness + 1 if is_ahead else 0
+        versions = 0 if args.schedule == "sync" else args.max_staleness + 1
         per_row += versions * (8 + 4) * args.max_completion_length
         adapter = sum(p.nbytes for p in adapter_parameters(self.model, POLICY).values())
         return rows * per_row + versions * adapter

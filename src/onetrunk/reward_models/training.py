@@ -37,8 +37,9 @@ from onetrunk.models.reward_model import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
+from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import check_stage_launch, check_stage_layout, train_in_stages
-from onetrunk.parallel.staged import StagedScorer, keep_scorer_stage, reduce_gradients, staged
+from onetrunk.parallel.staged import StagedScorer, keep_stage, reduce_gradients
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.reward_models.stage_settings import StageTrainingConfig
 from onetrunk.rewards.model import encode_rows
@@ -280,7 +281,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             return super().divide_base()
         stages = self.args.pipeline_stages or self.args.world_size
         split = LayerSplit.even(self.model, stages, self.args.pipeline_split)
-        return keep_scorer_stage(self.model, split, self.args.device)
+        return keep_stage(self.model, split, self.args.device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Return the floating-point operations of a step; each stage counts an equal share of those of the model."""
@@ -393,12 +394,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             # `reduce_gradients` adds those of all pipelines, and the mean of their losses is trained.
             return loss / self.accelerator.num_processes
 
-        outputs = stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
-        if not stage.is_last:
-            # The metrics of the loss, from the outputs of the last stage.
-            with torch.no_grad():
-                for number, output in enumerate(outputs):
-                    loss_of(number, lambda output=output, **_: output)
+        stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
         if self.accelerator.sync_gradients:
             reduce_gradients(stage.model)
         if self.args.torch_empty_cache_steps and not self.state.global_step % self.args.torch_empty_cache_steps:

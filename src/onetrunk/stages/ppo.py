@@ -14,9 +14,9 @@ from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards.ensemble import names_an_ensemble
-from onetrunk.rewards.resolve import names_a_model, resolve_reward
-from onetrunk.rewards.reward import RewardFunction
+from onetrunk.rewards.combine import resolve_reward
+from onetrunk.rewards.model import names_an_ensemble
+from onetrunk.rewards.reward import RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.ppo_judges import JUDGE, PAIRWISE, PPOJudgeArguments, check_judges, run_judges

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import json
 import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +181,12 @@ def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]
     return content, lines
 
 
+def digest(value: Any) -> str:
+    """Return the sha256 of a JSON value, the same for equal values."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the named tensors of a safetensors file, on the CPU; raises as `read_json`."""
     from safetensors import SafetensorError
@@ -239,3 +247,12 @@ def require_name(name: str, what: str) -> str:
             f"{what} is {shown!r}; a name has 1 to 96 of the characters A-Z a-z 0-9 . _ - and does not begin with '..'"
         )
     return name
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return different names: the second of a name becomes name_2."""
+    unique: list[str] = []
+    for name in names:
+        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
+        unique.append(next(candidate for candidate in numbered if candidate not in unique))
+    return unique

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,8 +42,9 @@ def find_object(spec: str, what: str, others: str = "") -> Any:
         raise ValueError(f"{what} {spec!r} is neither 'package.module.name' nor 'path/to/file.py:name'{others}")
     if not hasattr(module, name):
         names = [public for public in vars(module) if not public.startswith("_")]
-        near = difflib.get_close_matches(name, names, n=3) or names[:20]
-        raise ValueError(f"{what} {spec!r}: {path} has no {name!r}; it has {', '.join(near) or 'no public names'}")
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:20]) or 'no public names'}"
+        raise ValueError(f"{what} {spec!r}: {path} has no {name!r}; {hint}")
     return getattr(module, name)
 
 
@@ -64,7 +68,8 @@ def _module_by_name(spec: str, name: str, what: str) -> ModuleType:
 
 def _module_from_file(spec: str, path: Path, what: str) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{what} {spec!r}: there is no Python file {path} (working folder {Path.cwd()})")
+        kind = "file" if path.suffix == ".py" else "Python file"
+        raise ValueError(f"{what} {spec!r}: there is no {kind} {path} (working folder {Path.cwd()})")
     # One module per file, registered before it runs: dataclasses and pickle look up their module by name.
     name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -78,3 +83,28 @@ def _module_from_file(spec: str, path: Path, what: str) -> ModuleType:
         del sys.modules[name]
         raise RuntimeError(f"{what} {spec!r}: importing {path} failed: {error!r}") from error
     return module
+
+
+def source_identity(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return a function's name, a hash of its source file, and the plain settings of an object or a partial.
+
+    A change in what the file imports is not noticed.
+    """
+    settings: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        settings |= _plain(function.keywords) | _plain(dict(enumerate(function.args)))
+        function = function.func
+    if not inspect.isroutine(function):
+        settings |= _plain(getattr(function, "__dict__", {}))
+        function = type(function)
+    try:
+        source = hashlib.sha256(Path(inspect.getsourcefile(function)).read_bytes()).hexdigest()[:16]
+    except (TypeError, OSError):
+        source = None  # Built in, or typed into a console.
+    return {"name": function.__qualname__, "source": source, "settings": settings}
+
+
+def _plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
+    kinds = (str, int, bool, type(None))
+    plain = {str(name): value for name, value in settings.items() if isinstance(value, kinds)}
+    return plain | {str(name): repr(value) for name, value in settings.items() if isinstance(value, float)}

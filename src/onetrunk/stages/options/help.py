@@ -28,13 +28,13 @@ FIRST = {
     "distill": f"{_TRAINING} {_RUN} teacher student_config student_tokenizer",
     "judge": "dataset_name dataset_columns dataset_split dataset_config output_dir judge constitution rubric"
     " judge_model judge_api_key_env judge_max_concurrency judge_batch_size judge_prices judge_budget_usd"
-    " max_failed_fraction fewest_rows num_samples_to_print",
+    " max_failed_fraction",
     "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
     " max_completion_length temperature seed judge constitution judge_model mode num_generations pairing completions"
     " engine shard preview",
     "eval": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_prompt_length"
     " max_completion_length temperature seed judge constitution judge_model reward_funcs reward_weights opponent"
-    " tie_margin checks num_completions_to_print bf16",
+    " tie_margin checks bf16",
 }
 # Verb -> values of the options without which it does not start, for the YAML of `onetrunk config`.
 _MODEL_AND_ROWS = {"model_name_or_path": "path/or/hub-name", "dataset_name": "rows.jsonl", "output_dir": "runs/new"}

@@ -40,12 +40,12 @@ VERBS = {
 # settings classes.
 SETTINGS_MODULES = {
     "sft": "onetrunk.stages.sft",
-    "judge": "onetrunk.stages.judge.measure",
+    "judge": "onetrunk.stages.judge",
     "prefs": "onetrunk.stages.prefs.stage",
     "reward": "onetrunk.stages.reward",
     "distill": "onetrunk.stages.distill",
     "ppo": "onetrunk.stages.ppo",
-    "eval": "onetrunk.stages.eval.evaluate",
+    "eval": "onetrunk.stages.eval",
     "serve": "onetrunk.stages.tools.serve",
     "merge": "onetrunk.stages.tools.merge",
 }

@@ -27,19 +27,19 @@ from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
 from onetrunk.feedback.asking import StopFlag
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
-from onetrunk.judges.judge import digest, prompt_key
+from onetrunk.judges.judge import prompt_key
 from onetrunk.models.base_model import load_base, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
 from onetrunk.ppo.setup import policy_tokenizer, tokens_of
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.vllm import ServedModel, VLLMBackend
+from onetrunk.rollouts.vllm import ServedModel, VLLMBackend, load_servers
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.types import Prompt, SampledText
+from onetrunk.utils.files import digest
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def sampling_servers(args: PrefsArguments, source: Source, stop: StopFlag) -> It
     if not args.use_vllm:
         yield None
         return
-    servers = load_servers(args, roles=("policy",), shares_servers=True, poll=stop.check)
+    servers = load_servers(args, roles=("policy",), poll=stop.check)
     try:
         servers.check()
         longest_prompt = source.longest_prompt

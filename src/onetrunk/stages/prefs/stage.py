@@ -41,7 +41,7 @@ from onetrunk.judges.judge import Done, Items, Judge, Principle
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.report.report import write_report_of
-from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.combine import resolve_reward
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
 from onetrunk.stages.judging import check_judges, measured_words
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
