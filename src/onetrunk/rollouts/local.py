@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
 from onetrunk.models.speedups.memory_use import free_memory, is_out_of_memory
-from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.onednn_weights import packed_weights
+from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.parallel.sharding import gathered, is_divided
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
