@@ -12,7 +12,7 @@ from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.token_draws import row_uniforms
+from onetrunk.rollouts.decoding import row_uniforms
 from onetrunk.utils import randomness
 from onetrunk.utils.options import require_seed
 from onetrunk.utils.randomness import (

@@ -141,7 +141,7 @@ class ExperienceStream:
         but a trace sees the main thread only.
         """
         roles = self.sampler.roles("policy", "value", *(("reference",) if self.config.initial_beta else ()))
-        has_time = self.sampler.may_wait and not self.watch.trace.is_recording
+        has_time = self.sampler.may_wait and not self.watch.is_tracing
         return self.forward.start(packs, roles, self.state.iteration, has_time)
 
     def score(self, sampled: Sampled, packs: Callable[[], Sequence[RolloutPack]]) -> ScoredRollout:

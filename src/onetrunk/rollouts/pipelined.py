@@ -30,6 +30,7 @@ from onetrunk.parallel.sharding import gathered, is_divided, is_sharded
 from onetrunk.parallel.stages import LayerSplit, StageLinks, StageModel, verify_split
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
+    STOPPED,
     Completion,
     DecodeState,
     SamplingCall,
@@ -38,7 +39,6 @@ from onetrunk.rollouts.decoding import (
     left_padded,
 )
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
-from onetrunk.rollouts.token_draws import STOPPED
 from onetrunk.types import Rollout, RowKey
 
 # In place of the number of a batch: nothing follows.

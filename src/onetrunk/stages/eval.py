@@ -45,9 +45,8 @@ from onetrunk.report.report import write_report_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
-from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments, parse
 from onetrunk.stages.judging import ShownLimit, load_judge_parts
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
@@ -311,7 +310,7 @@ def backend_of(
     if not on_servers:
         yield LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
         return
-    servers = load_servers(config, roles=roles, shares_servers=True, progress=progress.rollout)
+    servers = load_servers(config, roles=roles, progress=progress.rollout)
     with contextlib.closing(servers):
         yield servers
 

@@ -33,9 +33,8 @@ from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
 from onetrunk.ppo.setup import policy_tokenizer, tokens_of
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.vllm import ServedModel, VLLMBackend
+from onetrunk.rollouts.vllm import ServedModel, VLLMBackend, load_servers
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
@@ -148,7 +147,7 @@ def sampling_servers(args: PrefsArguments, source: Source, stop: StopFlag) -> It
     if not args.use_vllm:
         yield None
         return
-    servers = load_servers(args, roles=("policy",), shares_servers=True, poll=stop.check)
+    servers = load_servers(args, roles=("policy",), poll=stop.check)
     try:
         servers.check()
         longest_prompt = source.longest_prompt

@@ -25,7 +25,6 @@ from onetrunk.costs import (
     trunk_states_bytes,
 )
 from onetrunk.data.sharded import known_rows
-from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import check_supported, decoder_layers
 from onetrunk.models.loading import load_config
@@ -40,7 +39,6 @@ from onetrunk.ppo.setup import (
     tokens_of,
 )
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
-from onetrunk.stages.ppo_judges import PPOJudgeArguments
 from onetrunk.stages.rows import check_tokenizer, load_training_rows, prompt_rows
 
 # A trained float32 weight, its gradient, and two numbers of Adam.
@@ -54,8 +52,6 @@ class DryRun:
     data: PPODataArguments
     settings: PPOArguments
     model: ModelArguments
-    judge: JudgeConfig
-    judges: PPOJudgeArguments
 
 
 @dataclass(frozen=True)
