@@ -22,7 +22,6 @@ from onetrunk.costs import (
     trunk_states_bytes,
 )
 from onetrunk.data.sharded import known_rows
-from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import check_supported, decoder_layers
 from onetrunk.models.loading import load_config
@@ -37,7 +36,6 @@ from onetrunk.ppo.setup import (
     tokens_of,
 )
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
-from onetrunk.stages.ppo_judges import PPOJudgeArguments
 from onetrunk.stages.rows import check_tokenizer, load_training_rows, prompt_rows
 
 # A trained float32 weight, its gradient, and two numbers of Adam.
@@ -54,14 +52,8 @@ class ModelSize:
     trained: int
 
 
-def dry_run(
-    data: PPODataArguments,
-    args: PPOArguments,
-    model_args: ModelArguments,
-    judge_settings: JudgeConfig,
-    judge_args: PPOJudgeArguments,
-) -> None:
-    """Print what a run with these settings would do.
+def dry_run(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, *judges: Any) -> None:
+    """Print what a run with these settings would do; `judges` are the settings of judges, which are not loaded.
 
     Raises:
         ValueError, FileNotFoundError, RuntimeError: what would stop the run at its start.
