@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.memory_use import is_out_of_memory, used_gib
-from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.onednn_weights import packed_weights
+from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded
 from onetrunk.parallel.stages import LayerSplit, StageLinks, StageModel, verify_split
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
+    STOPPED,
     Completion,
     DecodeState,
     SamplingCall,
@@ -39,7 +39,6 @@ from onetrunk.rollouts.decoding import (
     left_padded,
 )
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
-from onetrunk.rollouts.token_draws import STOPPED
 from onetrunk.types import Rollout, RowKey
 
 # In place of the number of a batch: nothing follows.

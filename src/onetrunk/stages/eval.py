@@ -45,19 +45,17 @@ from onetrunk.report.report import write_report_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
-from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments, parse
 from onetrunk.stages.judging import ShownLimit, load_judge_parts
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import metrics_table, show, show_columns, write_values
 from onetrunk.types import Prompt
-from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import option
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import printable, redact
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +309,7 @@ def backend_of(
     if not on_servers:
         yield LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
         return
-    servers = load_servers(config, roles=roles, shares_servers=True, progress=progress.rollout)
+    servers = load_servers(config, roles=roles, progress=progress.rollout)
     with contextlib.closing(servers):
         yield servers
 
