@@ -22,9 +22,8 @@ from typing import Any
 
 from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, logistic
 from onetrunk.servers.fleet import run_async
-from onetrunk.utils.files import digest
+from onetrunk.utils.files import digest, read_yaml
 from onetrunk.utils.import_path import source_identity
-from onetrunk.utils.yaml_files import read_yaml
 
 KEYS = ("name", "principles")
 PRINCIPLE_KEYS = ("text", "weight", "tags", "marks")

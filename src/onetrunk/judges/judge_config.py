@@ -22,7 +22,7 @@ from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, model_name
 from onetrunk.judges.template import VERDICT_TOKENS
 from onetrunk.utils.files import digest
-from onetrunk.utils.import_path import find_object, is_dotted_path, is_public_function
+from onetrunk.utils.import_path import find_object, is_dotted_path
 from onetrunk.utils.options import option
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def own_judge(spec: str) -> Judge:
         TypeError: the object is no Judge, or its class needs arguments.
         RuntimeError: importing the module failed.
     """
-    judge = find_object(spec, "judge", _is_judge, "judges")
+    judge = find_object(spec, "judge")
     if not _is_judge(judge):
         raise TypeError(
             f"judge {spec!r} is of type {type(judge).__name__}; expected a subclass of onetrunk.judges.judge.Judge, or"
@@ -212,7 +212,7 @@ def _rubric(settings: JudgeConfig) -> RubricJudge:
     checks: dict[str, Check] = {}
     for tag, check in settings.rubric.items():
         what = f"the rubric's check for the tag {tag!r}:"
-        checks[tag] = find_object(check, what, is_public_function, "functions") if isinstance(check, str) else check
+        checks[tag] = find_object(check, what) if isinstance(check, str) else check
     judge = RubricJudge(checks)
     if settings.constitution:
         judge.require(load_constitution(settings.constitution))
