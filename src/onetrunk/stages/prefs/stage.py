@@ -62,11 +62,11 @@ from onetrunk.stages.prefs.sampling import (
     positions_left,
     sampling_servers,
 )
+from onetrunk.stages.results import shortened, show
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
-from onetrunk.stages.tables import shortened, show
-from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
+from onetrunk.utils.redaction import printable
 
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
 # last answer of a few questions.
