@@ -62,8 +62,8 @@ from onetrunk.stages.prefs.sampling import (
     positions_left,
     sampling_servers,
 )
+from onetrunk.stages.results import shortened, show
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
-from onetrunk.stages.tables import shortened, show
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.redaction import printable
