@@ -22,8 +22,8 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 from trl import get_quantization_config
 
+from onetrunk.data.files import BUILDERS, looks_like_path, missing_path
 from onetrunk.data.groups import Bad, Group, group_of, read_groups, shape_of
-from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
 from onetrunk.feedback.asking import StopFlag
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
