@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +77,6 @@ def show_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
 
 def show(table: Table) -> None:
     table_console().print(table)
-
-
-def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title="samples", show_lines=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(shortened, row))
-    return table
 
 
 def markdown_table(columns: dict[str, dict[str, Any]]) -> str:
