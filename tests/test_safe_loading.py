@@ -24,7 +24,7 @@ from onetrunk.models.reward_model import (
     read_score_adapter,
 )
 from onetrunk.stages.eval import restore_reference
-from onetrunk.stages.options.parser import UsageError
+from onetrunk.stages.options.reading import UsageError
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT

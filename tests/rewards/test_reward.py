@@ -98,7 +98,7 @@ def test_a_callable_passes_through_and_paths_are_imported(package):
     [
         ("no_such_package.one", ValueError, "there is no module 'no_such_package'"),
         ("reward_package_of_a_user.nowhere.one", ValueError, "there is no module 'reward_package_of_a_user.nowhere'"),
-        ("reward_package_of_a_user.good.two", ValueError, "has no 'two'; it has one$"),
+        ("reward_package_of_a_user.good.two", ValueError, "has no 'two'; it has one"),
         ("reward_package_of_a_user.good.oen", ValueError, r"has no 'oen'; did you mean one\?"),
         ("reward_package_of_a_user.good.NUMBER", TypeError, "is of type int; expected something to call"),
         ("reward_package_of_a_user.broken.one", RuntimeError, "No module named 'a_package_that_is_not_there'"),
@@ -108,21 +108,13 @@ def test_a_callable_passes_through_and_paths_are_imported(package):
         ("one", ValueError, "neither 'package.module.name' nor"),
         ("my_reward", ValueError, "nor a reward model: a folder that exists or a Hub name 'owner/model'"),
         ("nowhere.py:one", ValueError, r"there is no file nowhere.py \(working folder /.*\)"),
-        ("nowhere.py", ValueError, r"there is no file nowhere.py \(working folder /.*\)"),
-        ("rewards.txt:one", ValueError, "rewards.txt is not a Python file"),
+        ("nowhere.py", ValueError, "names a file; write 'nowhere.py:NAME'"),
+        ("rewards.txt:one", ValueError, "there is no Python file rewards.txt"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_refused_with_the_reason(package, spec, error, reason):
     with pytest.raises(error, match=reason):
         resolve_reward(spec)
-
-
-def test_a_file_without_a_function_lists_its_functions_and_a_wrong_name_its_neighbours(package):
-    file = package / "good.py"
-    with pytest.raises(ValueError, match=f"no function in it; write '{file}:NAME', where NAME is one$"):
-        resolve_reward(str(file))
-    with pytest.raises(ValueError, match=rf"{file} has no 'onee'; did you mean one\?$"):
-        resolve_reward(f"{file}:onee")
 
 
 def test_folders_and_hub_names_are_models_and_all_else_is_a_function(tmp_path):

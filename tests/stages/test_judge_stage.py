@@ -219,16 +219,3 @@ def test_a_measurement_is_quoted_by_the_card_of_the_rows_that_its_judge_labels(j
     assert "judge_report out measured rubric, and this run is judged by rubric" in capsys.readouterr().err
     assert cli.main(["prefs", *given[:-1], "absent", *rubric("right"), "--output_dir", "other"]) == 1
     assert "absent holds no measurement" in capsys.readouterr().err
-
-
-def test_ratings_are_measured_as_pairs_are(judge, tmp_path):
-    check = LENGTHS.replace('[float("right" in text)', '[0.5 + 0.5 * ("right" in text)')
-    (tmp_path / "checks.py").write_text(check)
-    assert judge(WRITTEN, *rubric("right"), "--judge_by", "ratings") == 0
-    values = metrics_of(tmp_path / "out")
-    metrics = values["judges"]["rubric"]["all"]
-    assert metrics["accuracy"] == 1 and metrics["position"]["first_slot_rate"] == 0.5
-    # Two completions of each row, once each; P = 1/2 + (1 - 1/2) / 2.
-    assert values["costs"]["rubric"]["questions"] == 2 * 24
-    line = json.loads((tmp_path / "out/pairs.jsonl").read_text().splitlines()[0])
-    assert line["judges"]["rubric"]["probability"] == 0.75

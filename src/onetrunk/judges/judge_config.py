@@ -188,7 +188,7 @@ def own_judge(spec: str) -> Judge:
         TypeError: the object is no Judge, or its class needs arguments.
         RuntimeError: importing the module failed.
     """
-    judge = find_object(spec, "judge", _is_judge, "judges")
+    judge = find_object(spec, "judge")
     if not _is_judge(judge):
         raise TypeError(
             f"judge {spec!r} is of type {type(judge).__name__}; expected a subclass of onetrunk.judges.judge.Judge, or"

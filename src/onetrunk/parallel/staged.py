@@ -26,9 +26,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from onetrunk.costs import SCORED_AT_ONCE
 from onetrunk.models.base_model import active_dropout, backbone, computes, decoder_layers, probe_inputs
-from onetrunk.models.frozen_prefix import only_between
+from onetrunk.models.frozen_layers import only_between
 from onetrunk.models.reward_model import score_layer
-from onetrunk.models.speedups.padding_free import token_grid
+from onetrunk.models.speedups.token_grid import token_grid
 from onetrunk.models.trunk import PackOutput, StageInput, TrunkModel
 from onetrunk.parallel.cast_on_read import cast_now
 from onetrunk.parallel.groups import STAGED, process_mesh, staged

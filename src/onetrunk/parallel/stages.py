@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from onetrunk.costs import ModelShape, decode_split
 from onetrunk.models.base_model import backbone, computes, decoder_layers, probe_inputs
-from onetrunk.models.frozen_prefix import StageRun, only_between
+from onetrunk.models.frozen_layers import StageRun, only_between
 from onetrunk.models.trunk import TrunkModel
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.plan.rates import Rates
-from onetrunk.utils.yaml_files import read_yaml
+from onetrunk.utils.files import read_yaml
 
 FILE = Path(__file__).with_name("hardware.yaml")
 GIB = 2**30

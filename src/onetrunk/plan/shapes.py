@@ -13,8 +13,7 @@ from typing import Any
 
 from onetrunk.costs import ModelShape
 from onetrunk.plan.ranges import SHAPES, require_ranges
-from onetrunk.utils.files import read_json
-from onetrunk.utils.yaml_files import read_yaml
+from onetrunk.utils.files import read_json, read_yaml
 
 FILE = Path(__file__).with_name("models.yaml")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"

@@ -31,10 +31,9 @@ from onetrunk.ppo.rollout import (
     rollout_packs,
     with_importance,
 )
-from onetrunk.utils.escaping import table_console
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import redact, table_console
 
 # Characters of a text in a table.
 LONGEST_CELL = 400

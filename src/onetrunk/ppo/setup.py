@@ -40,7 +40,7 @@ from onetrunk.models.build import (
     check_new_adapter,
     init_value_head,
 )
-from onetrunk.models.frozen_states import TrunkCache, choose_place
+from onetrunk.models.frozen_layers import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel

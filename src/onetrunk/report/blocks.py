@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from onetrunk.judges.labels import judge_warnings
 from onetrunk.report.runs import PAIRS, Run, gain, pairs_of, read_lines
-from onetrunk.utils.escaping import markdown_text
+from onetrunk.utils.redaction import markdown_text
 
 # The files of a report, and their templates.
 PAGE, MARKDOWN = "report.html", "report.md"

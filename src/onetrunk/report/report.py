@@ -27,9 +27,8 @@ from onetrunk.report.blocks import (
 from onetrunk.report.judges import cost_blocks, judge_blocks
 from onetrunk.report.plots import draw, figures_block, plots_of
 from onetrunk.report.runs import FOLDER, Run, read_run
-from onetrunk.utils.escaping import address_of
 from onetrunk.utils.files import atomic_write_text
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import address_of, redact
 
 logger = logging.getLogger(__name__)
 

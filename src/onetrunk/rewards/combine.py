@@ -29,7 +29,7 @@ from onetrunk.rewards.reward import (
 )
 from onetrunk.types import Prompt
 from onetrunk.utils.files import unique_names
-from onetrunk.utils.import_path import find_object, is_public_function
+from onetrunk.utils.import_path import find_object
 
 # Columns of the dataset that functions receive under another name, or not at all.
 OWN_COLUMNS = ("prompt", "prompt_ids", "completion", "completion_ids")
@@ -179,9 +179,7 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
         return remote_reward(spec)
     if names_a_model(spec):
         raise ValueError(f"reward function {spec!r} names a model; give onetrunk.rewards.ModelReward({spec!r})")
-    return _checked_callable(
-        find_object(spec, "reward function", is_public_function, "functions", NO_FUNCTION), repr(spec)
-    )
+    return _checked_callable(find_object(spec, "reward function", NO_FUNCTION), repr(spec))
 
 
 def _checked_callable(function: object, spec: str) -> RewardFunction:

@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 )
 
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.models.speedups.narrow import Positions
+from onetrunk.models.speedups.token_grid import Positions
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.types import RowKey

@@ -20,8 +20,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
-from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.onednn_weights import packed_weights
+from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.parallel.sharding import gathered
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (

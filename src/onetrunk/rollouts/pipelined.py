@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.memory_use import is_out_of_memory, used_gib
-from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.onednn_weights import packed_weights
+from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded

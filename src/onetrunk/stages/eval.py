@@ -53,10 +53,9 @@ from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import metrics_table, show, show_columns, write_values
 from onetrunk.types import Prompt
-from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import option
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import printable, redact
 
 logger = logging.getLogger(__name__)
 

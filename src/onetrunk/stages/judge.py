@@ -32,7 +32,6 @@ from onetrunk.data.groups import ALL, Group, labelled_groups
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair, Verdict
@@ -50,11 +49,10 @@ from onetrunk.stages.plots import plot_reliability
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import show_columns, write_values
-from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text, digest, require_output_dir, unique_names
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.options import option
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import printable, redact
 
 LEDGER, CARD = "ledger/verdicts.db", "README.md"
 NAN = float("nan")
@@ -79,7 +77,6 @@ class JudgeArguments(DatasetArguments, PushArguments):
     """The rows, and what is reported."""
 
     output_dir: str | None = option(None, "Folder that the run writes to.")
-    judge_by: str = option("pairs", JUDGE_BY_HELP, JUDGE_BY)
     max_failed_fraction: float = option(
         0.1,
         "Stop when more than this fraction of a judge's questions, or 50 in a row, get no answer. Questions that it"
@@ -199,12 +196,11 @@ def measure(
         RuntimeError: the judge failed too often, or the budget is spent.
     """
     pairs = pairs_of(groups)
-    num_texts = sum(len(group.texts) for group in groups)
-    total = (2 * len(pairs) if args.judge_by == "pairs" else num_texts) * len(constitution.principles)
+    total = 2 * len(pairs) * len(constitution.principles)
     bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)
     with bar:
         limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
-        labels = Asker(judge, constitution, ledger, limit, costs=costs, judge_by=args.judge_by).labels(pairs)
+        labels = Asker(judge, constitution, ledger, limit, costs=costs).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.
     thoughts = [thoughts_about(judge, pair, constitution, ledger) for pair in pairs]
     return Measured(judge.name, judge.identity, judged_rows(groups, labels), thoughts)

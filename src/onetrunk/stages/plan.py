@@ -27,10 +27,9 @@ from onetrunk.plan.search import Ranked, Space, rejected, search, size_for_all, 
 from onetrunk.plan.shapes import ADAPTER_CONFIG, ModelFacts, read_model
 from onetrunk.plan.timing import PIPELINED
 from onetrunk.ppo.settings import PPOSettings
-from onetrunk.stages.options.parser import UsageError, say
-from onetrunk.stages.options.plan_words import PlanWords, plan_words
-from onetrunk.stages.options.reading import parsed_values, read
+from onetrunk.stages.options.reading import UsageError, read, say
 from onetrunk.stages.options.table import load_options
+from onetrunk.stages.options.words import PlanWords, plan_words
 from onetrunk.stages.plan_text import json_text, plan_lines
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 
@@ -54,7 +53,8 @@ def parse_plan(argv: Sequence[str]) -> tuple[PlanWords, dict[str, Any]]:
     """Return the own options, and the values of every setting of PPO; raises UsageError for a mistake in them."""
     words = plan_words(argv)
     config = [] if words.own["config"] is None else ["--config", words.own["config"]]
-    values = parsed_values("ppo", read("ppo", [*config, *words.settings]))
+    values = {name: option.default for name, option in load_options("ppo").items()}
+    values |= read("ppo", [*config, *words.settings])
     settings = object.__new__(_Settings)
     # A plan of a model alone has no folder.
     vars(settings).update(values, output_dir=values["output_dir"] or "runs/plan")

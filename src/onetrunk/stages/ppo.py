@@ -251,7 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not set(DRY_RUN) & set(words):
         return run_stage("ppo", parse_ppo, run, words)
-    from onetrunk.stages.tools.dry_run import DryRun, dry_run
+    from onetrunk.stages.tools.dry_run import dry_run
 
-    words = [word for word in words if word not in DRY_RUN]
-    return run_stage("ppo", lambda argv: (DryRun(*parse_ppo(argv)[:3]),), dry_run, words)
+    return run_stage("ppo", parse_ppo, dry_run, words, is_dry=True)

@@ -14,18 +14,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Of modules made from files. Checkpoints have it: they name the functions and classes of rewards.
+# Prefix of the names of modules made from files. Checkpoints contain it in the names of reward functions.
 USER_MODULE = "onetrunk_reward_"
 
 
-def find_object(spec: str, what: str, fits: Callable[[Any], bool], kinds: str, others: str = "") -> Any:
+def find_object(spec: str, what: str, others: str = "") -> Any:
     """Return the object that `spec` names; a file is run once.
 
     Args:
         spec: "package.module.name" or "path/to/file.py:name".
         what: what the object is, for messages: "reward function".
-        fits: whether an object could be meant, for suggestions.
-        kinds: the plural of those, for messages: "functions".
         others: what else `spec` could have been, for the message about another form.
 
     Raises:
@@ -36,29 +34,23 @@ def find_object(spec: str, what: str, fits: Callable[[Any], bool], kinds: str, o
     if separator:
         module = _module_from_file(spec, Path(path).expanduser(), what)
     elif spec.endswith(".py"):
-        names = _names(_module_from_file(spec, Path(spec).expanduser(), what), fits)
-        hint = f", where NAME is {' or '.join(names[:20])}" if names else ""
-        raise ValueError(
-            f"{what} {spec!r} names a file and no {kinds.removesuffix('s')} in it; write '{spec}:NAME'{hint}"
-        )
-    else:
+        raise ValueError(f"{what} {spec!r} names a file; write '{spec}:NAME' for what you mean in it")
+    elif is_dotted_path(spec):
         path, _, name = spec.rpartition(".")
-        if not is_dotted_path(spec):
-            raise ValueError(f"{what} {spec!r} is neither 'package.module.name' nor 'path/to/file.py:name'{others}")
         module = _module_by_name(spec, path, what)
+    else:
+        raise ValueError(f"{what} {spec!r} is neither 'package.module.name' nor 'path/to/file.py:name'{others}")
     if not hasattr(module, name):
-        raise ValueError(f"{what} {spec!r}: {path} has no {name!r}; {_suggestion(module, name, fits, kinds)}")
+        names = [public for public in vars(module) if not public.startswith("_")]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:20]) or 'no public names'}"
+        raise ValueError(f"{what} {spec!r}: {path} has no {name!r}; {hint}")
     return getattr(module, name)
 
 
 def is_dotted_path(spec: str) -> bool:
     """Return whether a text has the form of "package.module.name"."""
     return "." in spec and all(part.isidentifier() for part in spec.split("."))
-
-
-def is_public_function(value: Any) -> bool:
-    """Return whether an object can be called and is no class."""
-    return callable(value) and not inspect.isclass(value)
 
 
 def _module_by_name(spec: str, name: str, what: str) -> ModuleType:
@@ -75,11 +67,9 @@ def _module_by_name(spec: str, name: str, what: str) -> ModuleType:
 
 
 def _module_from_file(spec: str, path: Path, what: str) -> ModuleType:
-    if path.suffix != ".py":
-        raise ValueError(f"{what} {spec!r}: {path} is not a Python file; give 'path/to/file.py:name'")
-    if not path.is_file():
-        folder = "" if path.is_absolute() else f" (working folder {Path.cwd()})"
-        raise ValueError(f"{what} {spec!r}: there is no file {path}{folder}; check the path")
+    if path.suffix != ".py" or not path.is_file():
+        kind = "file" if path.suffix == ".py" else "Python file"
+        raise ValueError(f"{what} {spec!r}: there is no {kind} {path} (working folder {Path.cwd()})")
     # One module per file, registered before it runs: dataclasses and pickle look up their module by name.
     name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -93,16 +83,6 @@ def _module_from_file(spec: str, path: Path, what: str) -> ModuleType:
         del sys.modules[name]
         raise RuntimeError(f"{what} {spec!r}: importing {path} failed: {error!r}") from error
     return module
-
-
-def _suggestion(module: ModuleType, name: str, fits: Callable[[Any], bool], kinds: str) -> str:
-    names = _names(module, fits)
-    near = difflib.get_close_matches(name, names, n=3)
-    return f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names[:20]) or f'no public {kinds}'}"
-
-
-def _names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
-    return sorted(name for name, value in vars(module).items() if not name.startswith("_") and fits(value))
 
 
 def source_identity(function: Callable[..., Any]) -> dict[str, Any]:

@@ -25,17 +25,7 @@ from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
 from onetrunk.utils.redaction import redact, redact_all
 
 SETTINGS, CARD = "settings.json", "README.md"
-NAMES = {
-    "pairs": "preferences",
-    "revise": "revisions",
-    "unpaired": "labelled_completions",
-    "best": "best_completions",
-    "worst": "worst_completions",
-}
-RATED = (
-    " `rating` is what the judge gives a completion, from 0 to 1: its rating alone, or the mean probability of being"
-    " better over its pairs. `completion_stopped` is false for a completion that was cut off."
-)
+NAMES = {"pairs": "preferences", "revise": "revisions"}
 LENGTH_WARNING = 0.65
 ABOUT = {
     "pairs": "Preferences of a judge between completions of the same prompts. `probability` is that of `chosen` being"
@@ -45,11 +35,8 @@ ABOUT = {
     "revise": "Completions that a model has criticised by a principle and written anew, for supervised fine-tuning:"
     " `completion` is the last revision, `original` the completion before, `trail` the principles, critiques and"
     " revisions between them.",
-    "unpaired": "Completions that a judge calls good (`label` true) or bad, for KTO." + RATED,
-    "best": "The completion of each prompt that a judge rates highest, for supervised fine-tuning." + RATED,
-    "worst": "The completion of each prompt that a judge rates lowest." + RATED,
 }
-TAGS = {"pairs": "preference", "revise": "sft", "unpaired": "unpaired-preference", "best": "sft", "worst": "sft"}
+TAGS = {"pairs": "preference", "revise": "sft"}
 
 
 def rows_path(folder: Path, kind: str, suffix: str, part: Shard) -> Path:

@@ -179,7 +179,8 @@ class Source(ABC):
 
     def _is_new(self, key: str, seen: set[bytes]) -> bool:
         """Count an item; return whether it comes for the first time."""
-        is_new = (entry := bytes.fromhex(key)) not in seen
+        entry = bytes.fromhex(key)
+        is_new = entry not in seen
         seen.add(entry)
         self.counts["prompts" if is_new else "repeated_prompts"] += 1
         return is_new
