@@ -122,7 +122,7 @@ def sampling_servers(args: PrefsArguments, stop: StopFlag) -> Iterator[VLLMBacke
     if not args.use_vllm:
         yield None
         return
-    with contextlib.closing(load_servers(args, roles=("policy",), shares_servers=True, poll=stop.check)) as servers:
+    with contextlib.closing(load_servers(args, roles=("policy",), poll=stop.check)) as servers:
         servers.check()
         yield servers
 
