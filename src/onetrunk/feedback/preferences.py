@@ -7,7 +7,6 @@ only with `keep_ties`.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -51,8 +50,6 @@ COUNTS = (
 )
 # Bins of the histogram of labels, from 0.5 to 1.
 BINS = 10
-# A label of 1 means that all votes agree, not certainty: its logit stays finite.
-SUREST = 1 - 1e-4
 
 
 @dataclass
@@ -166,12 +163,6 @@ def _row(pair: Pair, label: PairLabel) -> dict[str, Any]:
         "votes": json.dumps(votes, ensure_ascii=False),
         "consistent": label.consistent,
     }
-
-
-def logit(probability: float) -> float:
-    """Return log(p / (1 - p)) for p in [0.5, 1], at most 9.2."""
-    p = min(probability, SUREST)
-    return math.log(p / (1 - p))
 
 
 def all_pairs(completions: Sequence[str], words: Sequence[int], count: int | None = None) -> list[tuple[int, int]]:

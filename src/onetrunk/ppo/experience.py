@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.sharding import equal_counts
 from onetrunk.ppo.async_rollouts import AsyncSource, staleness_metrics
 from onetrunk.ppo.config import plan_batches
-from onetrunk.ppo.forward import Background, Forward
+from onetrunk.ppo.forward import Forward
 from onetrunk.ppo.monitoring.metrics import global_moments, importance_metrics, rollout_metrics
 from onetrunk.ppo.rollout import (
     PromptBatch,
@@ -89,7 +90,6 @@ class ExperienceStream:
         self.forward = Forward(lambda: self.model, self.accelerator, config.temperature, cache, beat, stop)
         self.source = self.make_source()
         self._experiences: list[Experience] | None = None
-        self._before: tuple[StreamState, list[Experience] | None] | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -134,7 +134,7 @@ class ExperienceStream:
         agree, pad_id = equal_counts(self.model, self.accelerator), self.sampler.params.pad_token_id
         return rollout_packs(rollout, minibatches, limits, pad_id, self.accelerator.device, agree)
 
-    def run_model(self, packs: Sequence[RolloutPack]) -> Background[list[RolloutPack]]:
+    def run_model(self, packs: Sequence[RolloutPack]) -> Future[list[RolloutPack]]:
         """Begin to run the policy, the value head and the reference over the packs.
 
         Reward functions may need the main thread, so this happens in the background where they may wait for a server;
@@ -363,21 +363,11 @@ class ExperienceStream:
         )
 
     def _advance(self) -> None:
-        self._before = (replace(self.state), self._experiences)
         self.state.slot += 1
         if self.state.slot == self.config.slots_per_rollout:
             # beta stays: the last step of the rollout is still to come.
             self.state = StreamState(iteration=self.state.iteration + 1, beta=self.state.beta)
             self._experiences = None
-
-    @property
-    def can_retreat(self) -> bool:
-        """Whether the current step can be given up: it is not the first of its rollout."""
-        return self._before is not None and self._before[0].slot > 0
-
-    def retreat(self) -> None:
-        """Give up the current step; it is yielded again."""
-        self.state, self._experiences = self._before
 
     def skip_rest_of_rollout(self) -> None:
         """Leave the remaining steps of the rollout in use empty; called after the step that exceeded `target_kl`."""

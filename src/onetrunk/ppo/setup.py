@@ -24,8 +24,8 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.data.prompts import prepare_prompts, prepare_streamed_prompts
 from onetrunk.data.sharded import ShardedRows, known_rows
+from onetrunk.models.adapters import check_adapter_config
 from onetrunk.models.base_model import (
-    check_attention,
     check_decoder,
     decoder_layers,
     load_base,
@@ -37,7 +37,6 @@ from onetrunk.models.build import (
     attach_score_adapter,
     build_trunk,
     check_model_type,
-    check_new_adapter,
     init_value_head,
 )
 from onetrunk.models.frozen_layers import TrunkCache, choose_place
@@ -509,10 +508,10 @@ def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any], peft_config:
     if unknown:
         hint = "; torch_dtype is dtype now" if "torch_dtype" in unknown else ""
         raise ValueError(f"model_init_kwargs has {', '.join(unknown)}; it may have {', '.join(known)}{hint}")
-    check_attention(kwargs.get("attn_implementation"))
     if isinstance(model, str):
         check_decoder(load_config(model, **source_of(kwargs)), model)
-    check_new_adapter(peft_config, model, kwargs)
+    if peft_config is not None:
+        check_adapter_config(peft_config)
 
 
 def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:

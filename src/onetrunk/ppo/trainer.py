@@ -12,7 +12,7 @@ import inspect
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from onetrunk.checkpoints.resumable_trainer import ResumableTrainer
 from onetrunk.checkpoints.resume_point import LOOP_FILES
-from onetrunk.checkpoints.signals import StopAsked
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory_use import offloaded_activations
@@ -243,11 +242,11 @@ class PPOTrainer(ResumableTrainer):
         total = torch.zeros((), device=self.accelerator.device)
         if not self._begin_step(model, minibatch):
             return total
-        with self._undo_step_on_stop(model), self.watch.phase("update"):
+        with self.watch.phase("update"):
             # The stages of a pipeline run the packs together.
             packs = () if self._run_in_stages(model, minibatch, total) else minibatch.experiences
             for experience in packs:
-                self.poll()
+                self.heartbeat.beat()
                 is_last = experience is packs[-1]
                 with self.watch.last_backward(model) if is_last else self.accelerator.no_sync(model):
                     with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
@@ -278,7 +277,7 @@ class PPOTrainer(ResumableTrainer):
             return False
         from onetrunk.parallel.staged import update_in_stages
 
-        self.poll()
+        self.heartbeat.beat()
         inputs, args = [self._inputs_of(experience, minibatch) for experience in minibatch.experiences], self.args
 
         def loss_of(number: int, run: Any) -> Tensor:
@@ -294,22 +293,6 @@ class PPOTrainer(ResumableTrainer):
         """Renew the heartbeat, and give up the work in progress if the run is to stop."""
         self.heartbeat.beat()
         self.stop_signals.poll()
-
-    @contextlib.contextmanager
-    def _undo_step_on_stop(self, model: nn.Module) -> Iterator[None]:
-        # The first step of a rollout is not interrupted, because sampling has already moved beta and the score
-        # moments. With several processes none is, because the others wait for its gradients.
-        if self.accelerator.num_processes > 1 or not self._stream.can_retreat:
-            yield
-            return
-        try:
-            with self.stop_signals.giving_up(self.accelerator):
-                yield
-        except StopAsked:
-            model.zero_grad()
-            self.metric_log.drop_step()
-            self._stream.retreat()
-            raise
 
     def _give_scaler_gradients(self, model: nn.Module) -> None:
         # The gradient scaler of fp16 fails on a step without gradients; StepGuard removes these again.

@@ -45,10 +45,9 @@ from onetrunk.reward_models.metrics import expected_calibration_error, preferenc
 from onetrunk.rewards.combine import resolve_reward
 from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_output_dir_is_set
 from onetrunk.stages.judging import ShownLimit, check_judges
-from onetrunk.stages.plots import plot_reliability
+from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
-from onetrunk.stages.tables import show_columns, write_values
 from onetrunk.utils.files import atomic_write_text, digest, require_output_dir, unique_names
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.options import option
