@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.parallel.links import StageLinks
+from onetrunk.parallel.stages import StageLinks
 from onetrunk.rollouts import PipelinedBackend, SamplingParams
 
 NAMES = ("naive", "microbatched", "interleaved")

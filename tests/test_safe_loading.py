@@ -23,8 +23,8 @@ from onetrunk.models.reward_model import (
     load_with_new_head,
     read_score_adapter,
 )
-from onetrunk.stages.eval.evaluate import restore_reference
-from onetrunk.stages.options.parser import UsageError
+from onetrunk.stages.eval import restore_reference
+from onetrunk.stages.options.reading import UsageError
 from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
@@ -136,11 +136,11 @@ def test_yaml_that_makes_objects_is_rejected_wherever_it_is_read(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     hostile = f"output_dir: !!python/object/apply:os.mkdir ['{tmp_path}/ran']\n"
     (tmp_path / "x.yaml").write_text(hostile)
-    with pytest.raises(UsageError, match="not YAML"):
+    with pytest.raises(UsageError, match="could not determine a constructor"):
         parse_sft(["--config", "x.yaml"])
-    with pytest.raises(UsageError, match="not YAML"):
+    with pytest.raises(UsageError, match="could not determine a constructor"):
         load_pipeline("x.yaml")
-    with pytest.raises(ValueError, match="not YAML"):
+    with pytest.raises(ValueError, match="could not determine a constructor"):
         load_constitution("x.yaml")
     assert not (tmp_path / "ran").exists()
     # The file is really hostile: another loader runs it.

@@ -30,7 +30,7 @@ def test_the_benchmark_writes_medians_commands_and_the_machine_without_a_baselin
     assert all(seconds > 0 for seconds in ours["seconds"].values())
     assert ours["peak_mb"] > 100
     readme = (tmp_path / "README.md").read_text()
-    assert "python scripts/bench/onetrunk_ppo.py --shape tiny" in readme
+    assert "python scripts/bench/onetrunk_ppo.py --shape tiny" in str(results["commands"])
     assert f"{results['machine']['cores']} cores" in readme
     assert str(ROOT) not in readme + json.dumps(results)
 

@@ -93,13 +93,13 @@ def scaling_lines(results: dict[str, Any], labels: dict[str, str] | None = None)
     """Return the lines of the table of scaling; `labels` replace the short names."""
     lines: list[tuple[str, ...]] = []
     for name, seconds in results["seconds"].items():
-        wall = [f"{seconds['wall'][phase]:.2f}" for phase in PHASES]
-        lines.append(((labels or {}).get(name, name), *wall, f"{seconds['cpu']['total']:.2f}", "", ""))
+        cells = [f"{seconds['wall']['total']:.2f}", f"{seconds['cpu']['total']:.2f}", "", "", "", ""]
         if name in results["efficiency"]:
             found = results["efficiency"][name]
             low, high = found["range"]
-            cells = [f"{found[column]:.0%}" for column in (*PHASES, "cpu", "fastest")]
-            lines.append(("efficiency", *cells, f"{low:.0%} to {high:.0%}"))
+            phases = ", ".join(f"{found[phase]:.0%}" for phase in PHASES[:3])
+            cells[2:] = [f"{found['total']:.0%}", f"{low:.0%} to {high:.0%}", phases, f"{found['cpu']:.0%}"]
+        lines.append(((labels or {}).get(name, name), *cells))
     return lines
 
 
@@ -123,13 +123,13 @@ def memory_lines(launches: dict[str, Any]) -> list[tuple[str, ...]]:
             def against(key: str, most: Callable[[str], float] = most) -> str:
                 return f"{mib(most(key))} ({mib(most(f'{key}_formula'))})"
 
-            peaks = [
-                f"{max(rank['anonymous_mib'][phase] for rank in ranks):,.0f}"
-                for phase in ("rest", "generate", "score", "update")
-            ]
+            process = ", ".join(
+                f"{max(rank['anonymous_mib'][moment] for rank in ranks):,.0f}"
+                for moment in ("rest", "generate", "score", "update")
+            )
             trained = f"{mib(most('trained'))} + {mib(most('optimizer'))}"
             weights = (against("frozen"), against("frozen_in_rollout"), trained)
-            lines.append((name, choice["adapter_layers"], *weights, *peaks))
+            lines.append((name, choice["adapter_layers"], *weights, process))
     return lines
 
 
@@ -137,13 +137,14 @@ def traffic_lines(launches: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the lines of the table of collective operations, those of process 0."""
     lines = []
     for name, launch in launches.items():
-        if len(launch["ranks"]) == 1:
+        # Without sharding only gradients travel.
+        if not launch["ranks"][0]["result"][0]["gathers_formula"]:
             continue
         for choice in launch["ranks"][0]["result"]:
             gathers = [
                 f"{choice['gathers'][phase][0]}, {mib(choice['gathers'][phase][1])} ({formula[0]}, {mib(formula[1])})"
                 for phase, formula in choice["gathers_formula"].items()
-            ] or ["0"] * 3
+            ]
             calls, num_bytes = calls_of_gradients(choice)
             steps = choice["optimizer_steps"]
             gradients = f"{calls}, {mib(num_bytes)} ({steps}, {mib(steps * choice['trained'])})"
@@ -180,32 +181,29 @@ MEMORY_COLUMNS = (
     "frozen base",
     "in a rollout",
     "trained + optimizer",
-    "process at rest",
-    *(f"peak: {phase}" for phase in PHASES[:3]),
+    "process: rest, generate, score, update",
 )
 TRAFFIC_COLUMNS = ("launch", "adapters", "weights: rollout", "scoring", "update", "gradients")
 LOADING_COLUMNS = ("the base is loaded", "files", "peak of loading", "loaded", "peak of sharding", "sharded")
-SCALING_COLUMNS = ("", *(f"{phase} s" for phase in PHASES), "CPU s", "fastest", "rounds")
+SCALING_COLUMNS = ("", "s", "CPU s", "efficiency", "rounds", "generate, score, update", "CPU efficiency")
 
 NOTES = {
     "memory": """\
-MiB on the process that has most; in brackets the formula (`costs.held_bytes`), which leaves out norms and biases. In a
-rollout a process holds the whole base next to its share. The last four columns are anonymous memory of the whole
-process, imports included.
+MiB on the process that has most; in brackets the formula (`costs.held_bytes`), without norms and biases. In a rollout
+a process holds the whole base next to its share. The last column is anonymous memory, imports included: at rest, and
+the peak of each phase.
 """,
     "traffic": """\
-Calls and MiB of one iteration of these runs; in brackets the formula (`costs.gathers`; for gradients the optimizer
-steps and the trained bytes). Of gathered weights a process receives all but its own share.
+Calls and MiB of one iteration; in brackets the formula (`costs.gathers`; for gradients the optimizer steps and the
+trained bytes). Of gathered weights a process receives all but its own share.
 """,
     "loading": """\
 MiB of one of two processes beyond its imports, adapters included: anonymous memory plus its share of mapped files. In
-the dtype of its files the base stays mapped until a layer is sharded. Converted or quantised weights are copies: each
-process has the whole base until it is sharded.
+the dtype of its files the base stays mapped until a layer is sharded; converted or quantised weights are copies.
 """,
     "scaling": """\
-Seconds of an iteration with as many rows on each process (weak scaling), each pinned to a core of its own. The
-efficiency is the time of one process over the time of two in the same round; medians, the ratio of the fastest
-iterations, and the range over the rounds. Two runs that do not communicate show what the cores lose to each other.
+Seconds of an iteration with as many rows on each process (weak scaling), each on a core of its own. The efficiency is
+the time of one process over the time of two in the same round: the median and the range.
 """,
 }
 

@@ -58,8 +58,7 @@ def grow(axis: str, baseline: Path | None, is_quick: bool, timed: Timed) -> tupl
                 result = timed(baseline, BASELINE, shared)
             printed.append(result)
             values[kind] = {"seconds": result["seconds"]["total"], "peak_mb": result["peak_mb"]}
-        cells = [f"{f['seconds']:.2f} s, {f['peak_mb']} MB" for f in values.values()]
-        points.append({"value": value, "values": values, "cells": cells})
+        points.append({"value": value, "values": values})
     return points, printed
 
 

@@ -16,17 +16,16 @@ from bench.rows import MEMORY_FLOOR, MEMORY_TARGET, Row
 
 PHASES = ("generate", "score", "update", "total")
 COLUMNS = ("row", "", *(f"{phase} s" for phase in PHASES), "peak MB")
-README_COLUMNS = ("row", "TRL 1.12", "ours", *PHASES[:3], "total", "memory", "roofline")
+README_COLUMNS = ("row", "TRL 1.12", "ours", "ratio", "of it generate, score, update", "memory", "roofline")
 NOTES = """\
-TRL and ours: CPU seconds of one iteration with one thread (wall seconds on CUDA) and peak resident MB. Then TRL's
-seconds over ours in each phase, our memory over TRL's, and our share of the roofline in each phase: the fewest seconds
-that the arithmetic allows at this machine's measured speed of matrix products and copies, over the measured seconds.
-Medians over all rounds, without the first iteration of each process; differences under 10% are noise.
+TRL and ours: median CPU seconds of one iteration with one thread (wall seconds on CUDA), and peak resident MB. Then
+TRL's seconds over ours in each phase, our memory over TRL's, and our share of the roofline in each phase: the fewest
+seconds that the arithmetic allows at this machine's measured speed, over the measured seconds. Differences under 10%
+are noise.
 
 Both run in turn on the same weights, prompts and forced completion lengths, with the same LoRA rank, epochs and limit
-on padded tokens per forward. TRL trains a full value model next to its LoRA policy; our value head reads the policy's
-last hidden state. With adapters on all layers this is most of the ratio. With mixed lengths TRL also computes padding.
-TRL always scores with the full reward model.
+on padded tokens per forward. TRL trains a full value model next to its LoRA policy, always scores with the full reward
+model, and computes padding where lengths are mixed.
 """
 
 
@@ -101,7 +100,7 @@ def commands(row: Row) -> list[str]:
 def write_readme(folder: Path) -> None:
     """Write the README of a folder of results from the JSON files in it."""
     writers = "`scripts/bench.py`, `scripts/bench_distributed.py` and `scripts/check_gpu.py`"
-    parts = ["# Results\n", f"Written by {writers}; the JSON files next to this page hold all values.\n"]
+    parts = ["# Results\n", f"Written by {writers}; the JSON files hold all values, commands and the machine.\n"]
     chapters = {
         "results.json": _results_chapter,
         "growth.json": _growth_chapter,
@@ -115,12 +114,11 @@ def write_readme(folder: Path) -> None:
 
 
 def _results_chapter(results: dict[str, Any]) -> str:
-    runs = "\n".join(dict.fromkeys(command for row in results["commands"].values() for command in row))
     return "\n".join(
         [
             f"## One iteration\n\n{_machine_line(results)}\n\n{NOTES}",
             markdown(README_COLUMNS, [_readme_line(values) for values in results["rows"].values()]),
-            f"`{results['command']}` runs these commands in turn:\n\n```\n{runs}\n```\n",
+            f"`{results['command']}`; results.json has the command of each row.\n",
         ]
     )
 
@@ -131,29 +129,23 @@ def _readme_line(values: dict[str, Any]) -> tuple[str, ...]:
 
     roofline = ", ".join(f"{share:.0%}" for phase, share in values["roofline"].items() if phase in PHASES[:3])
     if "baseline" not in values:
-        return (values["label"], "", cell(values["ours"]), *[""] * 5, roofline)
-    ratios = (f"{values['ratio'][phase]:.2f}x" for phase in PHASES)
+        return (values["label"], "", cell(values["ours"]), *[""] * 3, roofline)
+    ratios = ", ".join(f"{values['ratio'][phase]:.1f}x" for phase in PHASES[:3])
     return (
         values["label"],
         cell(values["baseline"]),
         cell(values["ours"]),
-        *ratios,
+        f"{values['ratio']['total']:.2f}x",
+        ratios,
         f"{values['memory_share']:.0%}",
         roofline,
     )
 
 
 def _growth_chapter(results: dict[str, Any]) -> str:
-    # The picture shows every size; the table has the largest of each axis.
-    largest = {axis: points[-1] for axis, points in results["axes"].items()}
-    lines = [(axis, str(point["value"]), *point["cells"]) for axis, point in largest.items()]
-    return "\n".join(
-        [
-            f"## Growth\n\n{_machine_line(results)} One process each, `{results['command']}`:"
-            f" mixed lengths, `{results['base']}`.\n",
-            "![CPU seconds and memory over size](growth.png)\n",
-            markdown(("axis", "size", *results["columns"]), lines),
-        ]
+    return (
+        f"## Growth\n\n{_machine_line(results)} `{results['command']}`: one process each, mixed lengths,"
+        f" `{results['base']}`.\n\n![CPU seconds and memory over size](growth.png)\n"
     )
 
 
@@ -167,10 +159,12 @@ def _gpu_check(results: dict[str, Any]) -> str:
 
 def _machine_line(results: dict[str, Any]) -> str:
     m = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items(), reverse=True))
+    versions = ", ".join(
+        f"{name} {version}" for name, version in sorted(results["versions"].items()) if name != "onetrunk"
+    )
     rounds = f", rounds: {results['rounds']}" if "rounds" in results else ""
     commit = f" (commit {results['commit']})" if results.get("commit") else ""
     return (
-        f"{m['processor']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['system']}, Python {m['python']};"
-        f" {versions}{commit}; {results['date']}{rounds}; load at the start {results['load']}."
+        f"{m['processor']}, {m['cores']} cores, {m['memory_gib']} GiB; {versions}{commit}; {results['date']}{rounds};"
+        f" load {results['load']}."
     )

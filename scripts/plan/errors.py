@@ -21,7 +21,7 @@ from onetrunk.costs import ModelShape, forward_flops
 from onetrunk.plan.hardware import Device, load_catalog
 from onetrunk.plan.job import Job, Lengths, ModelFacts, read_model
 from onetrunk.plan.timing import LOCAL, SERVER, SampleLayout, generate_time, product_seconds
-from onetrunk.utils.yaml_files import read_yaml
+from onetrunk.utils.files import read_yaml
 from scripts.plan.measurements import (
     Measured,
     Step,

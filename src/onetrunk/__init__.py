@@ -3,10 +3,10 @@
 The public names are imported when first used, so that `import onetrunk` loads neither torch nor transformers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING
 
-from onetrunk.utils.startup import silence_imports, without_collection
+from onetrunk.utils.startup import imported_when_used
 
 if TYPE_CHECKING:
     from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-silence_imports()
+# It says on import that a kernel for 4-bit models on a CPU is missing.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 __all__ = [
     "ExperienceStream",
@@ -37,28 +38,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ExperienceStream": "onetrunk.ppo.experience",
-    "HackingMonitor": "onetrunk.ppo.monitoring.hacking_monitor",
-    "PPOConfig": "onetrunk.ppo.config",
-    "PPOTrainer": "onetrunk.ppo.trainer",
-    "ResumableSFTTrainer": "onetrunk.checkpoints.resumable_trainer",
-    "RewardDistillationConfig": "onetrunk.reward_models.distill",
-    "RewardDistillationTrainer": "onetrunk.reward_models.distill",
-    "RewardModelConfig": "onetrunk.reward_models.training",
-    "RewardModelTrainer": "onetrunk.reward_models.training",
-    "TrunkModel": "onetrunk.models.trunk",
+    "ExperienceStream": "ppo.experience",
+    "HackingMonitor": "ppo.monitoring.hacking_monitor",
+    "PPOConfig": "ppo.config",
+    "PPOTrainer": "ppo.trainer",
+    "ResumableSFTTrainer": "checkpoints.resumable_trainer",
+    "RewardDistillationConfig": "reward_models.distill",
+    "RewardDistillationTrainer": "reward_models.distill",
+    "RewardModelConfig": "reward_models.training",
+    "RewardModelTrainer": "reward_models.training",
+    "TrunkModel": "models.trunk",
 }
 
 
 if not TYPE_CHECKING:  # A type checker would take every name for one that exists.
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'onetrunk' has no attribute {name!r}; it has {', '.join(__all__)}")
-        with without_collection():
-            value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
+    __getattr__ = imported_when_used(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

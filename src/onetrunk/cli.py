@@ -12,8 +12,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from onetrunk.stages.options.verbs import MODULES, PLAIN_MODULES, VERBS
-from onetrunk.utils.escaping import print_any_text
+from onetrunk.stages.options.help import complete, help_text, help_topic
+from onetrunk.stages.options.reading import UsageError, read, say
+from onetrunk.stages.options.table import MODULES, PLAIN_MODULES, SETTINGS_MODULES, VERBS
+from onetrunk.stages.options.words import READERS
+from onetrunk.utils.redaction import print_any_text
 from onetrunk.utils.startup import freeze_loaded, without_collection
 
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
@@ -31,8 +34,6 @@ ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 faile
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage of a verb; return the exit code."""
     if "_ARGCOMPLETE" in os.environ:
-        from onetrunk.stages.options.help import complete
-
         complete()
     print_any_text()
     try:
@@ -49,59 +50,43 @@ def _answer(argv: Sequence[str] | None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(f"  {verb:<10} {text}" for verb, text in VERBS.items())))
         return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    verb, *rest = words
+    if verb in ("-V", "--version"):
         print(f"onetrunk {sys.modules['onetrunk'].__version__}")
         return 0
-    if words[0] not in VERBS:
-        near = difflib.get_close_matches(words[0], VERBS, n=1, cutoff=0.5)
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(VERBS)}"
-        print(f"error: unknown verb {words[0]!r}: {hint}", file=sys.stderr)
+        print(f"error: unknown verb {verb!r}: {hint}", file=sys.stderr)
         return 2
-    return _run_plain(*words) if words[0] in PLAIN_MODULES else _run_stage(*words)
-
-
-def _run_plain(verb: str, *words: str) -> int:
-    """Run a verb that does not need torch, and turn what it raises into a message and an exit code."""
-    from onetrunk.stages.options.parser import UsageError, say
-
+    # A stage turns its errors into messages itself; what leaves it is a bug.
+    errors = (ValueError, OSError, RuntimeError) if verb in PLAIN_MODULES else UsageError
     try:
-        return run(verb, words)
+        return 0 if _is_answered(verb, rest) else run(verb, rest)
     except SystemExit as end:  # argparse, after --help.
         return int(end.code or 0)
-    except UsageError as error:
-        say(f"error: {error}", f"all options: onetrunk {verb} --help")
-        return 2
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, RuntimeError) as error:
-        say(f"error: {error}")
-        return 1
+    except errors as error:
+        is_usage = isinstance(error, UsageError)
+        say(f"error: {error}", *([f"all options: onetrunk {verb} --help"] if is_usage else []))
+        return 2 if is_usage else 1
 
 
-def _run_stage(verb: str, *words: str) -> int:
-    """Print the help of a stage, or what is wrong with the words after it; otherwise run it.
+def _is_answered(verb: str, words: Sequence[str]) -> bool:
+    """Print the help of a stage if that is asked for, and return whether it was; raise UsageError for a mistake.
 
     The stage reads the words again, and checks the values too.
     """
-    from onetrunk.stages.options.help import help_text, help_topic
-    from onetrunk.stages.options.parser import UsageError, say
-    from onetrunk.stages.options.reading import DRY_RUN, read
-    from onetrunk.stages.options.words import READERS
-
-    try:
-        if verb in READERS:
-            READERS[verb](words)
-        elif (topic := help_topic(words)) is not None:
+    if verb in READERS:
+        READERS[verb](words)
+    elif verb in SETTINGS_MODULES:
+        topic = help_topic(words)
+        if topic is not None:
             print(help_text(verb, topic), flush=True)
-            return 0
-        else:
-            read(verb, [word for word in words if verb != "ppo" or word not in DRY_RUN])
-    except SystemExit as end:  # argparse, after --help.
-        return int(end.code or 0)
-    except UsageError as error:
-        say(f"error: {error}", f"all options: onetrunk {verb} --help")
-        return 2
-    return run(verb, words)
+            return True
+        read(verb, words)
+    return False
 
 
 def run(verb: str, words: Sequence[str] | None = None) -> int:

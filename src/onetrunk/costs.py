@@ -215,11 +215,6 @@ def stage_weights(shape: ModelShape, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(weights)
 
 
-def stage_share(shape: ModelShape, sizes: Sequence[int]) -> float:
-    """Return the share of a decoder's weights that the largest training stage holds; `sizes` as in stage_weights."""
-    return max(stage_weights(shape, tuple(sizes))) / shape.parameters
-
-
 @functools.cache
 def layers_above(sizes: tuple[int, ...], adapted: int) -> tuple[int, ...]:
     """Return how many of the layers of each stage are among the last `adapted` ones, which have adapters."""

@@ -55,7 +55,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "pipeline_stages": {"rollout_backend": "pipelined"},
     "pipeline_batches": {"rollout_backend": "pipelined"},
     "pipeline_split": {"rollout_backend": "pipelined"},
-    "pipeline_ahead": {"rollout_backend": "pipelined"},
     "pipeline_training": {"rollout_backend": "pipelined"},
 }
 ALONG: dict[str, dict[str, Any]] = {
@@ -80,7 +79,7 @@ STEERING = {
     "warmup_steps", "max_grad_norm", "optim", "optim_args", "bf16", "fp16", "tf32", "full_determinism",
     "schedule", "max_staleness", "use_vllm",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min", "vllm_mode", "pipeline_ahead",
+    "vllm_importance_sampling_clip_min", "vllm_mode",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from onetrunk.ppo.stream_state import reward_path
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.combine import resolve_reward
 from tests.ppo.support import StopAt, base_model, even_share, lora, make_config, make_trainer, prompts
 from tests.tiny import tiny_tokenizer
 

@@ -14,9 +14,7 @@ def groups(rows, **options):
 
 def test_text_pairs_with_a_prompt_and_a_subset():
     rows = [{"prompt": "Name a bird.", "chosen": "A robin.", "rejected": "A stone.", "subset": "easy", "id": 3}]
-    assert groups(rows) == [
-        Group("Name a bird.", ("A robin.", "A stone."), 1, authors=("", ""), stopped=(True, True), subset="easy")
-    ]
+    assert groups(rows) == [Group("Name a bird.", ("A robin.", "A stone."), 1, stopped=(True, True), subset="easy")]
 
 
 def test_sides_that_begin_with_the_prompt_are_cut_where_it_ends():
@@ -54,16 +52,14 @@ def test_a_probability_below_one_half_turns_the_pair_around():
     assert group.texts == ("b", "a") and group.probability == 0.75 and group.stopped == (True, False)
 
 
-def test_groups_of_several_models_keep_their_authors():
+def test_groups_of_several_models_are_read_as_texts():
     rows = [
         {"prompt": "p", "completions": [{"model": "m1", "response": "a"}, {"model": "m2", "response": "b"}]},
         {"prompt": "q", "completions": [{"model": "m1", "response": "c"}]},
     ]
     first, second = groups(rows)
-    assert (first.texts, first.authors, first.num_better) == (("a", "b"), ("m1", "m2"), 0)
-    assert second.author(0) == "m1" and second.is_whole(0)
-    (named,) = groups([{"prompt": "p", "completions": ["a", "b"], "models": ["m1", "m2"]}])
-    assert named.authors == ("m1", "m2")
+    assert (first.texts, first.num_better) == (("a", "b"), 0)
+    assert second.is_whole(0)
 
 
 def test_logged_conversations_are_joined_by_their_prompt():
@@ -74,7 +70,7 @@ def test_logged_conversations_are_joined_by_their_prompt():
         {"messages": older, "model": "m2"},
     ]
     first, second = groups(rows)
-    assert first.texts == ("A robin.", "A stone.") and first.authors == ("m1", "m2")
+    assert first.texts == ("A robin.", "A stone.")
     assert second.prompt == [{"role": "user", "content": "Other?"}]
     (pair,) = groups([{"prompt": "p", "completion": "a"}, {"prompt": "p", "completion": "b"}])
     assert pair.texts == ("a", "b")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onetrunk.feedback.pairings import check_pairing
 from onetrunk.feedback.preferences import all_pairs, best_worst_pair, distinct
+from onetrunk.stages.prefs.arguments import check_pairing
 
 texts = st.lists(st.sampled_from(["a", "b", " a ", "c", "", "  ", "d"]), max_size=7)
 words = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))

@@ -6,8 +6,7 @@ import pytest
 from datasets import Dataset
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.revision import Reviser, critique_prompt, revision_prompt
-from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
+from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler, critique_prompt, encoded, revision_prompt
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend

@@ -2,7 +2,8 @@
 
 import pytest
 
-from onetrunk.judges.judge import Pair, Principle, digest
+from onetrunk.judges.judge import Pair, Principle
+from onetrunk.utils.files import digest
 
 
 def test_a_digest_does_not_depend_on_the_order_of_keys():

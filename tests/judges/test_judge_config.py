@@ -15,7 +15,7 @@ from onetrunk.judges.rubric import RubricJudge
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import question_messages
 from onetrunk.models.build import train_tokenizer
-from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.combine import resolve_reward
 from onetrunk.stages.arguments import parse
 from tests.judges.test_rubric import SHORT, short
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -142,7 +142,7 @@ def test_a_folder_that_is_missing_is_one_error_message(spec):
     "spec, message",
     [
         ("checks.py:shrot", "did you mean short?"),
-        ("checks.py", "names a file and no function in it"),
+        ("checks.py", "names a file; write"),
         ("absent.py:short", "there is no file absent.py"),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
     ("spec", "error", "message"),
     [
         ("absent.py:Shorter", ValueError, r"judge 'absent.py:Shorter': there is no file absent.py \(working folder"),
-        ("own_judges.py", ValueError, "no judge in it; write 'own_judges.py:NAME', where NAME is Counting or"),
+        ("own_judges.py", ValueError, "names a file; write 'own_judges.py:NAME'"),
         ("own_judges.py:Shortr", ValueError, "has no 'Shortr'; did you mean Shorter?"),
         ("own_judges.py:number", TypeError, "is of type int; expected a subclass of onetrunk.judges.judge.Judge"),
         ("own_judges.py:Counting", TypeError, "cannot be made without arguments.*give its class defaults, or name an"),

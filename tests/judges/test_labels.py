@@ -17,7 +17,6 @@ from onetrunk.judges.labels import (
     judge_warnings,
     keep_answer,
     kept_answer,
-    rate_pairs,
 )
 from tests.judges.fakes import ToldJudge
 
@@ -223,14 +222,3 @@ def test_the_first_answer_is_kept_and_an_error_is_not(tmp_path, answer):
         keep_answer(ledger, KEY, answer)
         keep_answer(ledger, KEY, type(answer)(0.25))
         assert kept_answer(ledger, KEY, type(answer)) == answer
-
-
-def test_ratings_become_labels_of_pairs_and_each_completion_is_rated_once():
-    judge = ToldJudge(lambda item, _: {"a": 0.9, "b": 0.5, "c": 0.5, "d": None, "e": "down"}[item.text])
-    pairs = [Pair("p", *pair) for pair in ("ab", "bc", "ca", "ad", "ae")]
-    labels = rate_pairs(judge, pairs, ONE)
-    assert [label.probability for label in labels[:3]] == pytest.approx([0.7, 0.5, 0.3])
-    assert all(label.consistent for label in labels[:3])
-    assert sorted(single.text for _, single in judge.asked) == list("abcde")
-    assert labels[3].probability is None and labels[3].abstentions == 2 and labels[4].errors == 2
-    assert labels[0].votes == ((ONE.principles[0].text, (pytest.approx(0.7), pytest.approx(0.7))),)

@@ -7,13 +7,13 @@ import pytest
 from onetrunk.judges.replies import (
     Vote,
     checked_reply,
-    is_same_model,
     label_probabilities,
     opinion_of_probabilities,
     opinion_of_votes,
     read_label,
     read_vote,
 )
+from onetrunk.servers.client import is_same_model
 from onetrunk.servers.errors import CallError
 from tests.judges.stub_server import candidates, completion
 

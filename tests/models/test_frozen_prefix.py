@@ -9,7 +9,7 @@ from peft import get_peft_model
 from onetrunk.models.adapters import adapter_parameters, layer_index
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.build import build_trunk
-from onetrunk.models.frozen_prefix import verify_cut
+from onetrunk.models.frozen_layers import verify_cut
 from onetrunk.models.trunk import TrunkModel
 from tests.models.branches import (
     ALL_ROLES,

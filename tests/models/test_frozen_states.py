@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onetrunk.costs import host_memory_bytes
-from onetrunk.models.frozen_states import DEVICE_SHARE, HOST_SHARE, TrunkCache, choose_place
+from onetrunk.models.frozen_layers import DEVICE_SHARE, HOST_SHARE, TrunkCache, choose_place
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_a_disk_without_room_is_named_and_nothing_stays(tmp_path):
     # In a process of its own: the limit on a file's size cannot be raised again.
     code = f"""
 import resource, signal, torch
-from onetrunk.models.frozen_states import TrunkCache
+from onetrunk.models.frozen_layers import TrunkCache
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:

@@ -8,8 +8,7 @@ from torch import nn
 
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.merged import can_merge
-from onetrunk.models.speedups.narrow import narrow_blocks
-from onetrunk.models.speedups.padding_free import TokenGrid
+from onetrunk.models.speedups.token_grid import TokenGrid, narrow_blocks
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, step_gradients
 from tests.rollouts.small import KEYS, assert_same, tiny

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from onetrunk.models.speedups import onednn_weights as packed
-from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.onednn_weights import packed_weights
+from onetrunk.models.speedups import merged as packed
+from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend
 from tests.models.branches import a_trunk, lora, move

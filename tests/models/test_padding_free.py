@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from onetrunk.models.base_model import backbone, load_base
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.reward_model import read_score_adapter
-from onetrunk.models.speedups.padding_free import TokenGrid, packing_obstacle
+from onetrunk.models.speedups.token_grid import TokenGrid, packing_obstacle
 from onetrunk.ops.packing import make_pack
 from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
 from tests.models.reward_adapters import saved_base, saved_reward_adapter

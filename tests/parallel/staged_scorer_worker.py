@@ -16,8 +16,9 @@ from transformers import AutoModelForSequenceClassification
 
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.ops.losses import bradley_terry_loss
+from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import whole_size
-from onetrunk.parallel.staged import keep_scorer_stage, reduce_gradients, staged
+from onetrunk.parallel.staged import keep_stage, reduce_gradients
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.reward_models.training import MODEL_INPUTS, PairCollator
 from tests.models.branches import gradients
@@ -55,13 +56,11 @@ def cases() -> dict[str, dict[str, Any]]:
     """Return what builds the model of each case, and what else differs from the usual."""
     return {
         "llama": {"build": a_scorer},
-        "qwen2": {"build": partial(a_scorer, "qwen2")},
         "gemma2": {"build": partial(a_scorer, "gemma2")},
         "top-2": {"build": partial(a_scorer, layers_to_transform=[2, 3])},
         "uneven": {"build": partial(a_scorer, layers_to_transform=[2, 3]), "sizes": (1, 3)},
         "checkpointing": {"build": partial(a_scorer, layers_to_transform=[2, 3]), "checkpointing": True},
         "one microbatch": {"build": a_scorer, "number": 1},
-        "float64": {"build": partial(a_scorer, dtype=torch.float64)},
     }
 
 
@@ -91,7 +90,7 @@ def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> di
             model.gradient_checkpointing_enable({"use_reentrant": False})
     size, fingerprint = whole_size(divided), base_fingerprint(divided.get_base_model())
     split = LayerSplit.even(divided, stages, case.get("sizes"))
-    keep_scorer_stage(divided, split, torch.device(CPU))
+    keep_stage(divided, split, torch.device(CPU))
     own, batch = staged(divided), a_batch()
     # Each pipeline has pairs of its own; together they have those of one process.
     every = PairCollator(0).parts(batch, case.get("number", 5))

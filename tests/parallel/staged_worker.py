@@ -26,8 +26,9 @@ from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.packing import make_pack
 from onetrunk.parallel import staged as staged_module
 from onetrunk.parallel.cast_on_read import casting_later
+from onetrunk.parallel.groups import pack_outputs, staged
 from onetrunk.parallel.sharding import local_bytes
-from onetrunk.parallel.staged import keep_stage, pack_outputs, reduce_gradients, staged
+from onetrunk.parallel.staged import keep_stage, reduce_gradients
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.types import Experience, LossCoefficients, Pack, to_device
 from tests.models.branches import COMPLETIONS, PROMPTS, a_trunk, gradients, lora, loss_of
@@ -43,7 +44,6 @@ def cases() -> dict[str, dict[str, Any]]:
     """Return what builds the trunk of each case, and what else differs from the usual."""
     return {
         "llama": {"build": a_trunk},
-        "qwen2": {"build": partial(a_trunk, "qwen2", value_head="adapter")},
         "gemma2": {"build": partial(a_trunk, "gemma2", value_head="detached")},
         "top-2": {"build": partial(a_trunk, value_head="adapter", adapter_layers="top-2")},
         "uneven": {"build": partial(a_trunk, adapter_layers="top-2"), "sizes": (1, 3)},
@@ -51,9 +51,7 @@ def cases() -> dict[str, dict[str, Any]]:
         "padding-free": {"build": partial(packed, "mistral", value_head="adapter", adapter_layers="top-2")},
         "continued": {"build": continued},
         "pretraining": {"build": a_trunk, "roles": ("value",)},
-        "value adapter alone": {"build": partial(a_trunk, value_head="adapter"), "roles": ("value",)},
         "one pack": {"build": a_trunk, "num_packs": 1},
-        "float64": {"build": partial(a_trunk, dtype=torch.float64)},
         "bfloat16": {"build": partial(a_trunk, dtype=torch.bfloat16)},
     }
 

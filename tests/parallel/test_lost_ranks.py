@@ -68,7 +68,7 @@ def uninterrupted() -> Path:
     return folder
 
 
-def test_the_other_process_names_the_lost_one_and_the_run_resumes(tmp_path):
+def test_the_other_process_lists_the_lost_one_and_the_run_resumes(tmp_path):
     folder = prepared(tmp_path)
     (folder / "fate").touch()
     first, second = started(folder)
@@ -80,12 +80,11 @@ def test_the_other_process_names_the_lost_one_and_the_run_resumes(tmp_path):
     assert second.wait() == -signal.SIGKILL
     log = (folder / "log-0.txt").read_text()
     (message,) = [line for line in log.splitlines() if "lost the connection to another process" in line]
-    assert f"rank 1 (process {second.pid} on {socket.gethostname()}) was killed or crashed in phase " in message
+    assert f"rank 1 (process {second.pid} on {socket.gethostname()}), last sign " in message
     assert "--resume auto" in message
     assert "Traceback" not in log and "gloo" not in message
     assert read_beat(folder / "out", 1).pid == second.pid
-    # A third process would not take this one for the lost one.
-    assert (read_beat(folder / "out", 0).phase, read_beat(folder / "out", 0).error) == ("failed", "")
+    assert read_beat(folder / "out", 0) is None
     finished(folder)
     for name in ("adapter_model.safetensors", "value_head.safetensors"):
         assert (folder / "out" / name).read_bytes() == (uninterrupted() / "out" / name).read_bytes()

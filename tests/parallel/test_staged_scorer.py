@@ -3,31 +3,21 @@
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing
 
-from onetrunk.parallel.staged import (
-    LayerForward,
-    _Blocks,
-    _StageModule,
-    keep_scorer_stage,
-    lowest_trained_layer,
-    scorer_obstacle,
-    verify_stages,
-)
+from onetrunk.parallel.staged import LayerForward, lowest_trained_layer, training_obstacle, verify_stages
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.reward_models.training import MODEL_INPUTS
 from tests.parallel import staged_scorer_worker
 from tests.parallel.staged_scorer_worker import a_batch, a_scorer
 from tests.places import found_by_ranks
-from tests.tiny import tiny_model
 
 CASES = tuple(staged_scorer_worker.cases())
 # By processes and stages: four stages of one layer, and two pipelines of two stages.
-RUNS = {(2, 2): CASES, (4, 4): ("llama", "qwen2", "gemma2", "top-2"), (4, 2): ("llama", "top-2")}
+RUNS = {(2, 2): CASES, (4, 4): ("top-2",), (4, 2): ("llama",)}
 
 
 def rows_of(batch):
@@ -35,8 +25,8 @@ def rows_of(batch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 2, 1), (1, 1, 1, 1)])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mistral", "qwen3"])
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2, 1)])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_the_stages_one_after_the_other_score_ragged_rows_as_the_whole_model(family, sizes):
     model, split = a_scorer(family).eval(), LayerSplit(sizes)
     expected = model(**rows_of(a_batch())).logits
@@ -58,30 +48,14 @@ def test_a_model_whose_layers_depend_on_each_other_is_rejected():
         verify_stages(model, LayerSplit((2, 2)))
 
 
-@pytest.mark.parametrize("changed", ["input_ids", "attention_mask", "position_ids"])
-def test_a_loss_that_asks_for_another_forward_is_refused(changed):
-    batch = rows_of(a_batch())
-    asked = {**batch, changed: batch["input_ids"].clone()}
-    stage = SimpleNamespace(model=a_scorer(), is_first=True, is_last=True)
-    module = _StageModule(stage, _Blocks(stage, [batch]), lambda _, model: model(**asked))
-    with pytest.raises(
-        ValueError, match=f"compute_loss must call the model once on input_ids.*; here {changed} differs"
-    ):
-        module(torch.zeros(1))
-
-
 def test_what_cannot_be_trained_in_stages_is_refused_with_the_fix():
-    with pytest.raises(ValueError, match="for a model whose weights all train; set use_peft"):
-        keep_scorer_stage(tiny_model("llama"), LayerSplit((2, 2)), torch.device("cpu"))
     model = a_scorer()
-    assert scorer_obstacle(model) is None and lowest_trained_layer(model) == 0
-    model.get_base_model().quantization_method = "bitsandbytes"
-    assert "quantised base" in scorer_obstacle(model)
+    assert training_obstacle(model) is None and lowest_trained_layer(model) == 0
     model = a_scorer(layers_to_transform=[2, 3])
     assert lowest_trained_layer(model) == 2
     next(p for n, p in model.named_parameters() if "norm" in n).requires_grad_(True)
-    assert "norm.weight among what trains; train LoRA adapters only" in scorer_obstacle(model)
-    assert "with dropout (" in scorer_obstacle(a_scorer(lora_dropout=0.1))
+    assert "norm.weight among what trains; train LoRA adapters only" in training_obstacle(model)
+    assert "with dropout (" in training_obstacle(a_scorer(lora_dropout=0.1))
     with pytest.raises(ValueError, match="4 layers cannot be divided into 5 stages; launch fewer processes"):
         LayerSplit.even(model, 5)
     assert LayerSplit.even(model, 3).sizes == (2, 1, 1) and LayerSplit.even(model, 2, [1, 3]).sizes == (1, 3)
@@ -109,12 +83,12 @@ def test_the_stages_have_the_scores_and_gradients_of_one_process(processes, stag
     for rank, found in enumerate(ranks):
         assert all(found[name] <= 1e-6 for name in ("scores", "trained scores", "gradients")), found
         # Cut into microbatches, the sums of a batch have another order.
-        assert found["gradients of the batch"] <= (1e-12 if case == "float64" else 1e-5)
+        assert found["gradients of the batch"] <= 1e-5
         assert found["identity"]
         parts = 1 if case == "one microbatch" else 5
-        # Only the last stage computes the loss, once per microbatch in each of two steps.
+        # Every stage computes the loss once per microbatch in each of two steps.
         mine = len(range(rank // stages, parts, processes // stages))
-        assert len(found["losses"]) == (2 * mine if rank % stages == stages - 1 else 0)
+        assert len(found["losses"]) == 2 * mine
         assert found["schedules"] == 2 * ["ScheduleGPipe" if mine < stages else "Schedule1F1B"]
-    lasts = [found["losses"] for found in ranks if found["losses"]]
+    lasts = [found["losses"] for found in ranks[stages - 1 :: stages]]
     assert sum(sum(losses) / 2 for losses in lasts) == pytest.approx(ranks[0]["loss"], rel=1e-6)

@@ -7,7 +7,6 @@ import pytest
 from onetrunk.plan.hardware import Rates
 from onetrunk.plan.timing import BAND
 from scripts.plan.measurements import (
-    FITTED_RATES,
     fit_steps,
     left_out,
     measured_steps,

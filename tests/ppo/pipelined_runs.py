@@ -15,16 +15,14 @@ import torch
 
 torch.set_num_threads(1)
 
-from safetensors.torch import save_file  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from onetrunk.models.base_model import decoder_layers  # noqa: E402
-from onetrunk.ppo.async_rollouts import load_rows  # noqa: E402
 from onetrunk.rollouts import pipelined  # noqa: E402
 from onetrunk.utils.startup import freeze_loaded  # noqa: E402
 from tests import learning  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
-from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402
+from tests.ppo.support import make_trainer  # noqa: E402
 
 PIPELINED = {"rollout_backend": "pipelined", "pipeline_batches": 3}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -34,29 +32,6 @@ CASES = {
     "adapter": {"pipeline_batches": 2},
     "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
 }
-
-
-def ahead(folder: Path) -> None:
-    """Train with rows that start in the rollout before, whole and resumed between and inside rollouts."""
-    case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "pipeline_ahead": True, "max_rollout_rows": 3}
-    case |= {"num_rollouts": 4, "max_completion_length": 10, "learning_rate": 0.05}
-    whole = make_trainer(folder / "ahead", **case)
-    whole.train()
-    facts = {name: logged(whole, name) for name in ("sampling/staleness", "sampling/staleness_max")}
-    facts["weights"] = logged(whole, "sampling/effective_sample_size")
-    rank = whole.accelerator.process_index
-    save_file(trained_weights(whole.model), folder / f"ahead-{rank}.safetensors")
-    for step in (3, 4):
-        place = folder / f"ahead-{step}"
-        make_trainer(place, callbacks=[StopAt(step)], **case).train()
-        resumed = make_trainer(folder / f"ahead-{step}-resumed", **case)
-        resumed.accelerator.wait_for_everyone()
-        checkpoint = place / f"checkpoint-{step}"
-        rows = [row for writer in (0, 1) for row in load_rows(checkpoint, writer).values()]
-        facts[f"unfinished-{step}"] = sum(not row.stopped and len(row.completion_ids) < 10 for row in rows)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        save_file(trained_weights(resumed.model), folder / f"ahead-{step}-{rank}.safetensors")
-    (folder / f"ahead-{rank}.json").write_text(json.dumps(facts))
 
 
 def whole_layers(folder: Path) -> None:
@@ -101,7 +76,6 @@ def main(folder: Path, what: str = "", seed: str = "0") -> None:
         two_processes.run(name, folder)
     if not IS_ALONE:
         whole_layers(folder)
-        ahead(folder)
         two_processes.resume(folder, **PIPELINED, num_rollouts=3).accelerator.end_training()
 
 

@@ -17,12 +17,11 @@ import torch
 
 torch.set_num_threads(1)
 
-from safetensors.torch import save_file  # noqa: E402
 
 from onetrunk.models.base_model import decoder_layers  # noqa: E402
 from onetrunk.utils.startup import freeze_loaded  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
-from tests.ppo.support import StopAt, logged, make_trainer, trained_weights  # noqa: E402
+from tests.ppo.support import make_trainer  # noqa: E402
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_stages": 2}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -50,22 +49,6 @@ def note_layers(folder: Path) -> None:
     (folder / f"layers-{rank}.json").write_text(json.dumps({"held": held, "outer": outer}))
 
 
-def ahead(folder: Path) -> None:
-    """Train with rows that start in the rollout before, whole and resumed inside a rollout."""
-    case = {**two_processes.SHAPE, **two_processes.PLACE, **STAGED, "pipeline_ahead": True, "max_rollout_rows": 3}
-    case |= {"num_rollouts": 4, "max_completion_length": 10, "learning_rate": 0.05, "pipeline_batches": 3}
-    whole = make_trainer(folder / "ahead", **case)
-    whole.train()
-    make_trainer(folder / "ahead-stopped", callbacks=[StopAt(3)], **case).train()
-    resumed = make_trainer(folder / "ahead-resumed", **case)
-    resumed.accelerator.wait_for_everyone()
-    resumed.train(resume_from_checkpoint=str(folder / "ahead-stopped" / "checkpoint-3"))
-    rank = whole.accelerator.process_index
-    (folder / f"ahead-{rank}.json").write_text(json.dumps(logged(whole, "sampling/staleness")))
-    save_file(trained_weights(whole.model), folder / f"ahead-{rank}.safetensors")
-    save_file(trained_weights(resumed.model), folder / f"ahead-resumed-{rank}.safetensors")
-
-
 def served(folder: Path, url: str, name: str) -> None:
     """Train on rows of a server, in stages or alone."""
     stages = {"pipeline_training": True, "pipeline_split": [1, 1]}
@@ -75,9 +58,6 @@ def served(folder: Path, url: str, name: str) -> None:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    if names == ["ahead"]:
-        ahead(folder)
-        return
     if names[:1] == ["served"]:
         served(folder, *names[1:])
         return

@@ -203,11 +203,8 @@ def test_a_judge_that_is_down_costs_a_measurement_and_not_the_run(tmp_path, capl
     # Not before training and not after rollouts 2 and 3; the first answer becomes the baseline.
     assert [m["step"] for m in monitor.measurements] == [2, 8, 10]
     assert len(logged(trainer, "judge/score")) == 3
-    said = [record.getMessage() for record in caplog.records if "monitor's" in record.getMessage()]
-    # One sentence per outage, however long, and one when it is over.
-    assert [s.split(":")[0].removeprefix("[RANK 0] ") for s in said] == ["step 0", "step 2", "step 4", "step 8"]
-    assert "0 of 48 of the monitor's completions have a score of both" in said[0] and "the server is down" in said[0]
-    assert "the monitor's judge answers again" in said[1]
+    assert caplog.text.count("0 of 48 of the monitor's completions have a score of both") == 3
+    assert "the server is down" in caplog.text
 
 
 def alarms(drift, num_runs=30, num_prompts=64, num_measurements=30):
@@ -239,12 +236,6 @@ def test_a_judge_that_stays_is_no_alarm_and_one_that_falls_slowly_is():
     assert None not in fast and sorted(fast)[len(fast) // 2] <= 6
 
 
-def test_stopping_with_one_checkpoint_is_warned_of(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, LOGGER):
-        watched(tmp_path, monitor={"action": "stop"}, save_strategy="steps", save_steps=4, save_total_limit=1)
-    assert "save_total_limit 1 may leave no checkpoint from before a fall" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -257,12 +248,3 @@ def test_stopping_with_one_checkpoint_is_warned_of(tmp_path, caplog):
 def test_settings_that_cannot_work_are_refused(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         HackingMonitor(BrevityJudge(), CONSTITUTION, **settings)
-
-
-def test_a_trainer_takes_one_monitor(tmp_path):
-    trainer, _ = watched(tmp_path)
-    with pytest.raises(ValueError, match="has a HackingMonitor already"):
-        HackingMonitor(BrevityJudge(), CONSTITUTION).attach(trainer)
-    other = make_trainer(tmp_path, restore_callback_states_from_checkpoint=True)
-    with pytest.raises(ValueError, match="leave it out, because the monitor restores itself"):
-        HackingMonitor(BrevityJudge(), CONSTITUTION).attach(other)

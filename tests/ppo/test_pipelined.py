@@ -79,24 +79,6 @@ def test_a_run_says_which_layers_a_stage_has_and_resumes_in_the_middle_of_a_roll
 
 
 @several
-@pytest.mark.parametrize(("place", "how"), LAUNCHES)
-def test_rows_sampled_ahead_are_one_rollout_old_corrected_and_resumed(place, how):
-    facts = [json.loads((launched(place, how) / f"ahead-{rank}.json").read_text()) for rank in (0, 1)]
-    assert facts[0] == facts[1]
-    # Checkpoints have rows that still run.
-    assert facts[0]["unfinished-3"] + facts[0]["unfinished-4"] > 0
-    # The first rollout has nothing to start from; later ones hold some rows of the version before.
-    first, *later = facts[0]["sampling/staleness"]
-    assert first == 0 and len(later) == 3 and all(0 <= share < 1 for share in later) and max(later) > 0
-    assert max(facts[0]["sampling/staleness_max"]) == 1
-    assert len(facts[0]["weights"]) == 4 and min(facts[0]["weights"]) < 1 - 1e-6
-    whole = weights(place, how, "ahead")
-    for step in (3, 4):  # Inside the second rollout, and after it.
-        for rank in (0, 1):
-            assert_same(weights(place, how, f"ahead-{step}", rank), whole, **REPEATED[place])
-
-
-@several
 @pytest.mark.parametrize("task", ["a", "b"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 def test_ppo_learns_the_tasks_with_two_stages(task, seed):
@@ -249,7 +231,7 @@ def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path, script, op
     second.wait()
     log = (folder / "log-0.txt").read_text()
     assert "lost the connection to another process" in log and "rank 1 (process " in log
-    assert "was killed or crashed" in log and "Traceback" not in log and "--resume auto" in log
+    assert "Traceback" not in log and "--resume auto" in log
     assert not (folder / "fate").exists() and (folder / "out" / "checkpoint-2").is_dir()
     finished(folder, script, options)
     finished(whole, script, options)

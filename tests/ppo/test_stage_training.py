@@ -112,18 +112,6 @@ def test_a_checkpoint_of_stages_goes_on_in_another_layout_and_the_other_way_roun
 
 
 @launches
-@pytest.mark.parametrize("place", places(2))
-def test_rows_sampled_ahead_are_those_of_the_pipeline_and_are_resumed(place):
-    folder = launched(place, 2, "ahead")
-    whole, resumed = (load_file(folder / f"ahead{part}-0.safetensors") for part in ("", "-resumed"))
-    assert_same(resumed, whole, **REPEATED[place])
-    for part, expected in (("", whole), ("-resumed", resumed)):
-        assert_same(load_file(folder / f"ahead{part}-1.safetensors"), expected)
-    first, *later = json.loads((folder / "ahead-0.json").read_text())
-    assert first == 0 and all(0 <= share < 1 for share in later) and max(later) > 0
-
-
-@launches
 @pytest.mark.parametrize("name", ["continued"])
 def test_stages_train_on_rows_of_a_server_as_one_process_does(name):
     logs, found = [], []

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 from collections import Counter
 
 import pytest
@@ -43,13 +42,6 @@ def test_a_trace_holds_the_rollouts_after_the_first_and_changes_nothing(tmp_path
     assert not (tmp_path / "plain" / "trace").exists()
     for name, tensor in trained_weights(plain.model).items():
         assert torch.equal(tensor, trained_weights(traced.model)[name])
-
-
-def test_a_run_of_one_rollout_says_that_there_is_nothing_to_trace(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        trained(tmp_path, num_rollouts=1, trace_rollouts=1)
-    assert "the run ended before its second rollout: nothing was traced" in caplog.text
-    assert not (tmp_path / "trace").exists()
 
 
 def test_one_process_has_no_rank_metrics(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from onetrunk import cli
 from onetrunk.judges.judge import Pair
 from onetrunk.judges.labels import judge_pairs
-from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.combine import resolve_reward
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from tests.ppo.support import logged, make_trainer
 from tests.stages.recipes import ROOT, load_recipe_module

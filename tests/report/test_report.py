@@ -166,8 +166,8 @@ def test_a_pipeline_is_a_chain_with_what_every_stage_reached(tmp_path):
     chain = write_pipeline(tmp_path)
     write_report([tmp_path / "ppo"])
     text = write_report([chain]).read_text()
-    assert "score 0.100 to 0.900, KL 7.0 nats" in svgs(text)["chain"]
-    assert "wins 40.0% of the pairs (25.0% to 55.0%)" in svgs(text)["chain"]
+    assert "<td>score 0.1 to 0.9, KL 7.0 nats</td>" in text
+    assert "<td>wins 40.0% of the pairs (25.0% to 55.0%)</td>" in text
     assert "<td>discrete win rate</td><td>40.0%</td><td>25.0% to 55.0%</td>" in text
     assert 'href="../../ppo/_report/report.html"' in text and ALARM in text
     assert "failed" in text and "1.2 minutes" in text  # 72 seconds.
@@ -181,10 +181,6 @@ def test_alarms_come_the_worst_first(tmp_path):
     assert [alarm.name for alarm in read_run(folder).alarms()] == ["kl", "entropy", "x"]
     (folder / "_finished.json").write_text(json.dumps({"step": 8, "ended": "alarm x at step 1", "files": []}))
     assert [alarm.name for alarm in read_run(folder).alarms()] == ["x", "kl", "entropy"]
-
-
-def test_every_plot_has_a_name_of_its_own():
-    assert len({plot.name for plot in PLOTS}) == len(PLOTS)
 
 
 def test_the_command_says_where_the_page_is_and_what_is_wrong_with_its_arguments(tmp_path, capsys):
@@ -206,60 +202,12 @@ def test_without_matplotlib_the_page_says_so_and_has_the_rest(tmp_path, monkeypa
     assert "No plots: matplotlib cannot be imported; pip install matplotlib." in text and ALARM in text
 
 
-def test_a_report_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_a_damaged_file_is_named_and_does_not_fail_a_run_that_has_ended(tmp_path, capsys, caplog):
     folder = write_ppo_run(tmp_path / "run")
-    (folder / "_report" / "report.md").mkdir()
-    assert write_report_of(folder) is None
-    assert "no report was written (IsADirectoryError" in caplog.text
-
-
-LARGE = "1" * 400
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("metrics.json", "{"),
-        ("metrics.json", "[" * 100_000),
-        ("metrics.json", "[1]"),
-        ("metrics.json", '{"win_rate": {"win_rate": "x", "interval": 3}}'),
-        ("metrics.json", f'{{"policy": {{"score/mean": {LARGE}}}, "reference": {{"score/mean": 1.5}}}}'),
-        ("_report/run.json", "{"),
-        ("_report/run.json", '{"verb": [], "planned_steps": "many"}'),
-        ("_report/run.json", '{"settings": [1], "changed": 3}'),
-        ("ledger/costs.db", "{" * 5000),
-        ("_report/completions-after.jsonl", f'{{"prompt": "prompt 0", "completion": 3, "score": {LARGE}}}'),
-    ],
-)
-def test_a_report_is_written_without_what_is_damaged_and_names_it(
-    tmp_path, monkeypatch, capsys, caplog, name, content
-):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # Plots take longer than all else.
-    folder = write_ppo_run(tmp_path / "run")
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(content)
-    assert cli.main(["report", str(folder)]) == 0
-    assert "Traceback" not in capsys.readouterr().err
-    assert ALARM in (folder / "_report" / "report.html").read_text()
-    is_readable = LARGE in content
-    assert is_readable or str(folder / name) in caplog.text or f"{folder}/_report is damaged" in caplog.text
-
-
-def test_log_lines_of_other_forms_are_left_out(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    folder = write_ppo_run(tmp_path / "run")
-    with (folder / "_report" / "log.jsonl").open("a") as file:
-        lines = ['{"step": "x"}', f'{{"step": {LARGE}}}', f'{{"step": 7, "score/mean": {LARGE}}}', '{"step": [1]}']
-        file.write("\n".join(lines))
-    assert read_run(folder).series("score/mean") == ([1, 3, 5, 7], [0.1, 0.3, 0.5, 0.7])
-    assert ALARM in write_report([folder]).read_text() and caplog.text == ""
-
-
-@pytest.mark.parametrize("stages", ["[1]", '{"ppo": 3}', '{"ppo": {"seconds": "x"}}'])
-def test_a_damaged_pipeline_has_a_page_that_says_so(tmp_path, caplog, stages):
-    (tmp_path / "pipeline.json").write_text(f'{{"stages": {stages}}}')
-    assert f"A part is left out: {tmp_path}/pipeline.json is damaged" in write_report([tmp_path]).read_text()
+    (folder / "metrics.json").write_text("{")
+    assert cli.main(["report", str(folder)]) == 1
+    assert str(folder / "metrics.json") in capsys.readouterr().err
+    assert write_report_of(folder) is None and str(folder / "metrics.json") in caplog.text
 
 
 def test_a_name_with_two_dollar_signs_is_drawn_as_it_is(tmp_path):

@@ -71,13 +71,6 @@ def test_shares_by_margin_hold_equal_numbers_the_closest_first():
     assert (close.count, close.observed, far.count, far.observed) == (2, 0, 2, 1)
     assert (close.low, close.high, far.low, far.high) == pytest.approx((0.1, 0.2, 2.0, 3.0))
     assert len(by_margin(leads[:1], labels[:1])) == 1
-    unsure, sure = by_margin(leads, labels, margins=tensor([0.1, 0.9, 0.2, 0.8]), num_bins=2)
-    assert (unsure.observed, sure.observed, unsure.high, sure.low) == (
-        1 / 2,
-        1 / 2,
-        pytest.approx(0.2),
-        pytest.approx(0.8),
-    )
 
 
 def test_the_interval_counts_prompts_and_not_pairs():

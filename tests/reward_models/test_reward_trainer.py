@@ -228,13 +228,12 @@ def rows_in_a_file(folder, monkeypatch, repeat=1):
 
 
 def test_rows_that_are_mapped_from_the_cache_train_as_rows_that_are_held(base, tmp_path, monkeypatch):
-    settings = {"use_margin": True, "max_length": 9}
+    settings = {"max_length": 9}
     mapped = a_trainer(base, tmp_path / "mapped", rows_in_a_file(tmp_path, monkeypatch), max_steps=6, **settings)
     tokenizer, held = tiny_tokenizer(), {}
     for side, texts in (("chosen", GOOD), ("rejected", BAD)):
         held[f"{side}_ids"] = encode_rows(tokenizer, PROMPTS, texts, None, True, "all at once")[0]
     held["probability"] = [0.9, 0.2, 0.6, 1.0] * 2
-    held["margin"] = [torch.logit(torch.tensor(max(p, 1 - p), dtype=float), 1e-4).item() for p in held["probability"]]
     short = [i for i in range(8) if max(len(held[f"{side}_ids"][i]) for side in ("chosen", "rejected")) <= 9]
     held = Dataset.from_dict(held).select(short)
     other = a_trainer(base, tmp_path / "held", held, max_steps=6, **settings)

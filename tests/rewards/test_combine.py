@@ -118,19 +118,6 @@ def test_a_function_that_raises_is_named_and_its_error_is_the_cause():
         assert type(caught.value.__cause__) is error
 
 
-class BareError(BaseException):
-    """As some timeout packages raise: no Exception, and no wish to end the process."""
-
-
-def test_an_error_of_any_class_is_a_failure_of_its_function():
-    def raises(**kwargs):
-        raise BareError("gone")
-
-    with pytest.raises(RuntimeError, match="'raises' raised BareError: gone") as caught:
-        score(raises)
-    assert isinstance(caught.value.__cause__, BareError)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_the_process_passes_through_a_function(error):
     def raises(**kwargs):
@@ -144,12 +131,11 @@ def test_what_ends_the_process_passes_through_a_function(error):
     ("result", "error", "reason"),
     [
         ([1.0], ValueError, "'bad' returned 1 scores, expected 2"),
-        (torch.tensor(1.0), TypeError, "'bad' returned one number; expected a list of 2"),
+        (torch.tensor(1.0), TypeError, "'bad' returned float; expected a list of 2"),
         (None, TypeError, "'bad' returned NoneType; expected a list of 2 numbers"),
         ({0: 1.0, 1: 2.0}, TypeError, "'bad' returned dict; expected"),
-        ([1.0, "2.0"], TypeError, "'bad' returned '2.0' of type str at index 1"),
-        ([1.0, torch.ones(2)], ValueError, "at index 1, which is not one number"),
-        ([1.0, 10**400], ValueError, "at index 1, which is not one number"),
+        ([1.0, "2.0"], TypeError, "'bad' returned '2.0' at index 1"),
+        ([1.0, torch.ones(2)], ValueError, "something that is not one number"),
     ],
 )
 def test_a_result_that_is_not_one_number_per_row_is_refused(result, error, reason):
@@ -249,14 +235,3 @@ def test_async_functions_work_in_a_forked_process():
         threading.Timer(20, os._exit, [3]).start()
         os._exit(0 if score(later).total.tolist() == [1.0, 2.0] else 2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_sync_functions_run_in_the_calling_thread():
-    threads = []
-
-    def here(**kwargs):
-        threads.append(threading.current_thread())
-        return [1, 2]
-
-    score(here)
-    assert threads == [threading.current_thread()]

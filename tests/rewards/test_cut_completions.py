@@ -20,8 +20,8 @@ from onetrunk.models.reward_model import ScoreScale, encode_rows
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, RewardSet
-from onetrunk.rewards.ensemble import load_reward
 from onetrunk.rewards.judge_reward import JudgeReward, prompt_key
+from onetrunk.rewards.model import load_reward
 from onetrunk.servers.fleet import run_async
 from onetrunk.types import SampledText
 from tests.judges.stub_server import StubServer
@@ -153,25 +153,6 @@ def test_a_tokenizer_that_adds_its_end_token_adds_none_to_a_cut_completion():
     tokenizer.sep_token = tokenizer.eos_token
     rows, _ = encode_rows(tokenizer, ["the "], ["cat"], None, False, "m", [False])
     assert rows[0][-1] == 1
-
-
-def test_a_template_that_moves_the_reasoning_of_a_message_still_renders_a_cut_completion():
-    tokenizer = tiny_tokenizer(
-        chat_template="{% for m in messages %}{{ m['content'].split('no')[-1] }} <eos> {% endfor %}"
-    )
-    cut = [[{"role": "assistant", "content": "the no cat"}]]
-    rows, _ = encode_rows(tokenizer, [[{"role": "user", "content": "a"}]], cut, None, True, "m", [False])
-    assert tokenizer.decode(rows[0]) == "a <eos> cat"
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'][:3] }} <eos> {% endfor %}"
-    with pytest.raises(ValueError, match="chat template of reward model 'm' leaves out the end of the last message"):
-        encode_rows(tokenizer, [[{"role": "user", "content": "a"}]], cut, None, True, "m", [False])
-
-
-def test_a_text_that_begins_with_bos_is_read_with_one():
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
-    rows, _ = encode_rows(tokenizer, ["<bos> the ", "the "], ["cat"] * 2, None, False, "m")
-    assert rows[0] == rows[1] and rows[0].count(2) == 1
 
 
 def test_a_student_learns_from_cut_rows_as_its_teacher_scores_them(adapter, tmp_path):

@@ -7,8 +7,7 @@ from onetrunk.models.reward_model import SCALE_FILE, ScoreScale, read_score_scal
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.setup import ModelInputs, resolve_rewards
 from onetrunk.rewards import EnsembleReward, ModelReward
-from onetrunk.rewards.ensemble import ensemble_reward, load_reward, names_an_ensemble
-from tests.models.reward_adapters import saved_base, saved_reward_adapter
+from onetrunk.rewards.model import ensemble_reward, names_an_ensemble
 from tests.rewards.test_model import scorer
 from tests.tiny import tiny_tokenizer
 
@@ -104,14 +103,3 @@ def test_a_scale_reads_back_and_a_damaged_or_flat_one_is_refused(tmp_path):
     for flat in ([1.0, 1.0], [1.0], [float("nan"), 1.0]):
         with pytest.raises(ValueError, match="tell nothing apart"):
             ScoreScale.of(torch.tensor(flat))
-
-
-@pytest.mark.parametrize("own_tokenizer", [True, False])
-def test_a_reward_adapter_is_a_member_too(tmp_path, own_tokenizer):
-    base = saved_base(tmp_path / "base")
-    tokenizer = tiny_tokenizer() if own_tokenizer else None
-    folder = saved_reward_adapter(tmp_path / "adapter", base, tokenizer=tokenizer)
-    reward = load_reward(folder)
-    scores = reward(prompts=PROMPTS, completions=COMPLETIONS)
-    assert len(set(scores)) == 3 and reward.__name__ == "adapter"
-    assert reward.model.config.pad_token_id == 0

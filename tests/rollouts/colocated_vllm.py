@@ -49,7 +49,7 @@ def sample(base: Path, folder: Path, sleeps: bool) -> None:
         greedy = SamplingParams(12, 0.0, STOPS)
         ours = LocalBackend(model).generate(PROMPTS, greedy, KEYS)
         assert backend.generate(PROMPTS, greedy, KEYS).completion_ids == ours.completion_ids
-        assert backend._llm.llm_engine.list_loras() == {backend._last_id}
+        assert backend._llm.llm_engine.list_loras() == {backend._num_loads}
     with model.as_role("reference"):
         backend.sync(model, 3)
         assert_sampled_from(model, backend.generate(PROMPTS, SamplingParams(12, 1.0), KEYS), 1.0)

@@ -20,7 +20,6 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from onetrunk.rollouts.token_draws import draw, row_uniforms
 from onetrunk.types import Rollout
 from tests.models.branches import a_trunk, lora, move
 from tests.places import CPU, join_group
@@ -178,66 +177,6 @@ def faults(device: torch.device) -> dict[str, str]:
     return messages
 
 
-def drawn_again(
-    model: nn.Module, prompt: list[int], completion: list[int], key: tuple[int, ...], params: SamplingParams
-) -> tuple[list[int], torch.Tensor]:
-    """Return the token that a model draws at each place of a completion, given those before it, and its logprob."""
-    ids = torch.tensor([[*prompt, *completion[:-1]]], device=model.device)
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 :].float().cpu()
-    uniforms = torch.from_numpy(row_uniforms(key, len(completion)))
-    tokens, logprobs = draw(logits / params.temperature, uniforms)
-    return tokens.tolist(), logprobs
-
-
-@torch.no_grad()
-def sampled_ahead(device: torch.device) -> dict[str, Any]:
-    """Return how rows that started at the end of an earlier call compare with what the policies of the calls draw."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model = a_trunk().to(device)
-    prompts, keys = rows_of(rank, world_size)
-    next_keys = [(4, 1, key[2]) for key in keys]
-    backend = PipelinedBackend(model, rows_per_batch=3)
-    backend.sync(model, 1)
-    first = backend.generate(prompts, SEEDED, keys, ahead=(prompts, next_keys))
-    plain = LocalBackend(model).generate(prompts, SEEDED, keys)
-    saved = backend.started()
-    tokens_so_far = [len(saved[key].completion_ids) if key in saved else 0 for key in next_keys]
-    kept = backend.generate(prompts, SEEDED, next_keys)
-    old = LocalBackend(model).generate(prompts, SEEDED, next_keys)
-    old_model, model = model, a_trunk().to(device)
-    move(model, seed=7)
-    backend.sync(model, 2)
-    # A resumed run has another backend, which knows what was saved.
-    resumed = PipelinedBackend(model, rows_per_batch=3)
-    resumed.sync(model, 2)
-    resumed.remember(saved)
-    second, again = (one.generate(prompts, SEEDED, next_keys) for one in (backend, resumed))
-    versions = list(second.policy_versions or [2] * len(second))
-    expected, logprobs = [], []
-    for row, count in enumerate(tokens_so_far):
-        of_row = (prompts[row], second.completion_ids[row], next_keys[row], SEEDED)
-        (first_tokens, first_logprobs), (last_tokens, last_logprobs) = (
-            drawn_again(policy, *of_row) for policy in (old_model, model)
-        )
-        expected.append(first_tokens[:count] + last_tokens[count:])
-        logprobs.append(torch.cat([first_logprobs[:count], last_logprobs[count:]]))
-    return {
-        "first_is_plain": first.completion_ids == plain.completion_ids,
-        "first_versions": sorted(set(first.policy_versions)),
-        "versions": versions,
-        "oldest": second.policy_version,
-        "tokens_so_far": tokens_so_far,
-        "lengths": [len(ids) for ids in second.completion_ids],
-        "as_drawn": second.completion_ids == expected,
-        "logprob_gap": largest_gap(second.sampler_logprobs, logprobs),
-        "same_without_update": kept.completion_ids == old.completion_ids and kept.stopped == old.stopped,
-        "gap_without_update": largest_gap(kept.sampler_logprobs, old.sampler_logprobs),
-        "resumed": again.completion_ids == second.completion_ids
-        and all(map(torch.equal, again.sampler_logprobs, second.sampler_logprobs))
-        and list(again.policy_versions or [2] * len(again)) == versions,
-    }
-
-
 def cache_bytes(device: torch.device) -> dict[str, int]:
     """Return the bytes of keys and values that a stage and a whole model have at their most, over the same rows."""
     held: dict[int, int] = {}
@@ -272,7 +211,6 @@ def work(rank: int, folder: str, world_size: int, names: list[str], place: str =
     device = join_group(place, folder, rank, world_size)
     found: dict[str, Any] = {name: compare(name, device) for name in names}
     found["faults"] = faults(device)
-    found["ahead"] = sampled_ahead(device)
     found["cache"] = cache_bytes(device)
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -78,10 +78,6 @@ class StubEngine:
         body |= {"max_tokens": params.max_tokens, "temperature": params.temperature}
         body |= {"top_p": params.top_p, "top_k": params.top_k}
         ids, logprobs = self.stub._sampled(body | {"stop_token_ids": params.stop_token_ids})
-        if self.fault == "other_prompt":
-            prompt_ids = [5, *prompt_ids]
-        if self.fault == "no_logprobs":
-            logprobs = []
         if self.fault == "other_adapter" and lora is not None:
             lora = SimpleNamespace(lora_name="another")
         places = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=False)]

@@ -71,10 +71,6 @@ def _unknown_token(answer: dict[str, Any], _body: Any) -> None:
     answer["choices"][0]["token_ids"][0] = 10**6
 
 
-def _negative_token(answer: dict[str, Any], _body: Any) -> None:
-    answer["choices"][0]["token_ids"][0] = -1
-
-
 async def _wait_a_day(_stub: StubVLLM, writer: asyncio.StreamWriter, _body: Any) -> None:
     await send(writer, 429, {"error": {"message": "the budget is used up"}}, {"Retry-After": "86400"})
 
@@ -99,9 +95,8 @@ WRONG: dict[str, Callable[[dict[str, Any], Any], None]] = {
     "no_choices": _no_choices,
 }
 # Wrong answers that no repetition mends, and failures that are shown here only.
-FATAL = {"unknown_token": _unknown_token, "negative_token": _negative_token}
+FATAL = {"unknown_token": _unknown_token}
 OWN_FAULTY = {"wait_a_day": _wait_a_day, "dead_engine": _dead_engine}
-SLOW = ("hang", "trickle")
 
 
 class StubVLLM(StubHTTP):
@@ -111,7 +106,6 @@ class StubVLLM(StubHTTP):
         model: the base; a copy is kept.
         fault: of WRONG, FATAL, FAULTY or OWN_FAULTY, shown by completions while `faulty`; None: the server is well.
         rate: share of the completions that it hits.
-        version: that it reports.
         max_rank, max_length: largest rank of an adapter, and positions.
         loads_adapters: False for a server without adapters at run time.
         raw: returns logprobs before temperature.
@@ -124,7 +118,6 @@ class StubVLLM(StubHTTP):
         fault: str | None = None,
         rate: float = 1.0,
         *,
-        version: str = "0.32.0",
         max_rank: int = 16,
         max_length: int = 128,
         loads_adapters: bool = True,
@@ -132,7 +125,7 @@ class StubVLLM(StubHTTP):
         key: str | None = None,
     ):
         super().__init__()
-        self.base, self.fault, self.rate, self.version = copy.deepcopy(model).eval(), fault, rate, version
+        self.base, self.fault, self.rate = copy.deepcopy(model).eval(), fault, rate
         self.max_rank, self.max_length, self.loads_adapters, self.raw = max_rank, max_length, loads_adapters, raw
         self.base_folder, self.key, self.is_well = "/models/base", key, True
         self.faulty = True
@@ -166,7 +159,7 @@ class StubVLLM(StubHTTP):
         self.missing += [name for name, (folder, _) in self.adapters.items() if not Path(folder).is_dir()]
         answers: dict[tuple[str, str], Callable[[Any], tuple[int, Any]]] = {
             ("GET", "/health"): lambda _body: (200 if self.is_well else 503, {}),
-            ("GET", "/version"): lambda _body: (200, {"version": self.version}),
+            ("GET", "/version"): lambda _body: (200, {"version": "0.32.0"}),
             ("GET", "/v1/models"): lambda _body: (200, {"data": self._models()}),
         }
         if self.loads_adapters:

@@ -10,14 +10,12 @@ import torch
 from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_bytes, sampling_bytes
 from onetrunk.parallel.stages import LayerSplit, StageCache, verify_split
 from onetrunk.ppo.memory_check import sampled_bytes
-from onetrunk.rollouts import SamplingParams
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from tests.places import found_by_ranks, places
 from tests.ppo.support import make_config
 from tests.rollouts import pipeline_worker
 from tests.rollouts.pipeline_worker import CASES, ROWS, SEEDED
 from tests.rollouts.small import KEYS, PROMPTS, tiny
-from tests.tiny import VOCAB_SIZE, tiny_model
 
 
 def several(function):
@@ -106,78 +104,6 @@ def test_an_error_on_one_stage_ends_the_call_on_all_with_its_reason(place):
         assert "all processes must pass the same settings" in messages["other settings"]
         assert "policy logits are not finite at row" in messages["not finite"]
         assert messages["afterwards"] == ""
-
-
-def require_rows_ahead(ranks):
-    """Require that rows of the next call started in free places and went on there, after the same tokens."""
-    for found in ranks:
-        # Rows of this call are not delayed, and not changed.
-        assert found["first_is_plain"] and found["first_versions"] == [1]
-        # Each token is the one that the policy in force drew, with its logprob.
-        assert found["as_drawn"] and found["logprob_gap"] < 1e-5
-        assert found["same_without_update"] and found["gap_without_update"] < 1e-5
-        assert found["versions"] == [1 if count else 2 for count in found["tokens_so_far"]]
-        assert found["oldest"] == min(found["versions"]) and found["resumed"]
-    pairs = [pair for found in ranks for pair in zip(found["tokens_so_far"], found["lengths"], strict=True)]
-    assert len(pairs) == ROWS
-    # Some rows had not started, some went on, and some were finished.
-    assert {0 if not count else 1 if count < length else 2 for count, length in pairs} == {0, 1, 2}
-
-
-@several
-@pytest.mark.parametrize("place", places(2))
-def test_rows_of_the_next_call_fill_free_places_and_go_on_in_it_in_stages(place):
-    require_rows_ahead([rank["ahead"] for rank in launched(2, place)])
-
-
-def test_rows_of_the_next_call_fill_free_places_and_go_on_in_it():
-    require_rows_ahead([pipeline_worker.sampled_ahead(torch.device("cpu"))])
-
-
-@torch.no_grad()
-def memoryless(first_token_share):
-    """Return a model that draws token 1 with probability 0.15 after any tokens, and token 0 with another one."""
-    model = tiny_model("llama", hidden_size=8, num_hidden_layers=1, eos_token_id=None)
-    for name, weight in model.named_parameters():
-        weight.fill_(0.0 if "layers" in name and "norm" not in name else 1.0)
-    shares = torch.full((VOCAB_SIZE,), (0.85 - first_token_share) / (VOCAB_SIZE - 2))
-    shares[0], shares[1] = first_token_share, 0.15
-    # Every state is a vector of 8 ones.
-    model.get_output_embeddings().weight.copy_(shares.log()[:, None].expand(-1, 8) / 8)
-    return model
-
-
-def chi_square(rollout, longest, stop_share):
-    """Return the statistic of completion lengths against those of rows that stop after each token with a probability.
-
-    There are `longest` classes of rows that stopped, and one of those that were cut off.
-    """
-    expected = [(1 - stop_share) ** n * stop_share for n in range(longest)] + [(1 - stop_share) ** longest]
-    expected = torch.tensor(expected) * len(rollout)
-    assert expected.min() > 5
-    classes = [
-        len(ids) - has_stopped for ids, has_stopped in zip(rollout.completion_ids, rollout.stopped, strict=True)
-    ]
-    counts = torch.bincount(torch.tensor(classes), minlength=longest + 1)
-    return ((counts - expected) ** 2 / expected).sum().item()
-
-
-def test_lengths_of_rows_that_started_ahead_are_those_of_all_rows():
-    # Both policies stop with the same probability, at other draws: where one stops early, the other may not.
-    rows, params = 600, SamplingParams(max_completion_length=12, stop_token_ids=(1,))
-    prompts = [[5]] * rows
-    first_keys, keys = ([(0, iteration, i) for i in range(rows)] for iteration in (0, 1))
-    backend = PipelinedBackend(memoryless(0.05), batches=2)
-    backend.generate(prompts, params, first_keys, ahead=(prompts, keys))
-    started = backend.started()
-    backend.sync(memoryless(0.75), 1)
-    rollout = backend.generate(prompts, params, keys)
-    # 12 degrees of freedom: one in a thousand samples is above 32.9.
-    assert chi_square(rollout, 12, 0.15) < 32.9
-    for key, completion in zip(keys, rollout.completion_ids, strict=True):
-        tokens = started[key].completion_ids if key in started else []
-        assert completion[: len(tokens)] == tokens
-    assert sum(not row.stopped and len(row.completion_ids) < 12 for row in started.values()) > 100
 
 
 @several

@@ -1,4 +1,4 @@
-"""Adapters as files for a server: how many bytes travel, what is written, and who owns a folder."""
+"""Adapters as files for a server: how many bytes travel, and what is written."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from onetrunk.models.adapters import adapter_parameters
-from onetrunk.rollouts.publishing import ADAPTER_FILE, AdapterFolder, active_adapter, owner_of
+from onetrunk.rollouts.publishing import ADAPTER_FILE, AdapterFolder, active_adapter
 from onetrunk.utils.files import load_tensors
 from tests.ppo.support import base_model, lora, sft_model
 from tests.tiny import tiny_model
@@ -41,7 +41,7 @@ def test_an_adapter_of_a_half_billion_model_is_56_times_smaller_than_its_weights
     assert (numbers, weights) == (8_798_208, 494_032_768)
     size = (tmp_path / folder.nonce / "1-policy-v1" / ADAPTER_FILE).stat().st_size
     assert 4 * numbers <= size < 1.01 * 4 * numbers and 4 * weights / size > 56
-    folder.close()
+    folder.delete()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
@@ -54,36 +54,7 @@ def test_peft_reads_what_is_written(family, tmp_path):
     torch.testing.assert_close(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=0, rtol=0)
     assert published.name == f"onetrunk-{folder.nonce}-1-policy-v3"
     assert all(name.startswith("base_model.model.") for name in load_tensors(f"{published.folder}/{ADAPTER_FILE}"))
-    folder.close()
-
-
-def test_an_owner_is_alive_while_its_lock_is_held(tmp_path):
-    folder = AdapterFolder(tmp_path)
-    published = folder.write(sft_model(), "default", "policy", 0)
-    name, path = published.name, published.folder
-    assert "is being written by another process" in owner_of(name, path)
-    # The folder of a run that was killed, and then deleted.
-    assert owner_of(name, path.replace(str(tmp_path), "/deleted/run")) is None
-    # Not ours by its name, or a path that does not belong to the name: nothing is locked or written there.
-    assert owner_of("somebody-elses", path) is None
-    other = tmp_path / "poetry" / "1-policy-v0"
-    other.mkdir(parents=True)
-    (tmp_path / "poetry.lock").write_text("kept")
-    assert owner_of(name, str(other)) is None and (tmp_path / "poetry.lock").read_text() == "kept"
-    folder.close(keeps_files=True)
-    assert owner_of(name, path) is None
-
-
-def test_what_a_server_says_is_deleted_only_inside_our_own_folder(tmp_path):
-    mine, nonce = AdapterFolder(tmp_path), "0123456789ab"
-    name = f"onetrunk-{nonce}-4-policy-v9"
-    inside, outside = tmp_path / nonce / "4-policy-v9", tmp_path.parent / "outside" / nonce / "4-policy-v9"
-    for path in (inside, outside):
-        path.mkdir(parents=True)
-        for left in mine.left_by_another(name, str(path)):
-            mine.delete(left.folder)
-    assert not inside.parent.exists() and outside.is_dir()
-    assert mine.left_by_another("mine", str(inside)) == []
+    folder.delete()
 
 
 def test_the_active_adapter_is_found_and_two_at_once_are_rejected():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onetrunk.rollouts.token_draws import inverse_cdf, row_uniforms
+from onetrunk.rollouts.decoding import inverse_cdf, row_uniforms
 
 LARGEST = float(np.nextafter(1.0, 0.0))
 INF = math.inf

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams
-from onetrunk.rollouts.token_draws import draw, truncation
+from onetrunk.rollouts.decoding import draw, truncation
 from tests.ppo.support import base_model
 from tests.rollouts.small import KEYS, MANY_KEYS, PROMPTS, generate, mixed_params, tiny
 from tests.rollouts.stub_engine import install

@@ -1,7 +1,6 @@
 """VLLMBackend against a fake server with a real model: what it publishes, asks, checks, and survives."""
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,10 +15,9 @@ from onetrunk.rollouts import LocalBackend, RolloutBackend, SamplingParams
 from onetrunk.rollouts.publishing import ADAPTER_FILE, check_servable
 from onetrunk.rollouts.vllm import VLLMBackend, vllm_policy
 from onetrunk.servers.fleet import RetryPolicy
-from onetrunk.utils.locks import WriterLock
 from tests.ppo.support import base_model, lora, sft_model
 from tests.rollouts.small import PROMPTS
-from tests.rollouts.stub_vllm import SLOW, StubVLLM, wait_until
+from tests.rollouts.stub_vllm import StubVLLM, wait_until
 
 ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(max_completion_length=5, temperature=0.8, stop_token_ids=tuple(range(8, 14)))
@@ -159,10 +157,6 @@ def test_rows_that_cannot_be_sampled_are_named(stub, tmp_path, prompts, keys, me
 # --- publishing --------------------------------------------------------------------------------------------------
 
 
-def folders(tmp_path):
-    return sorted(path.name for path in tmp_path.glob("*/*-policy-v*"))
-
-
 def test_each_version_has_a_new_name_and_files_outlive_their_adapter_by_one_sync(stub, tmp_path):
     model, backend = policy(), backend_of([stub], tmp_path)
     for version in range(4):
@@ -170,21 +164,21 @@ def test_each_version_has_a_new_name_and_files_outlive_their_adapter_by_one_sync
         assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
     events = [(kind, name.split("-", 2)[2]) for kind, name in stub.events]
     assert events == [
-        ("load", "1-trial-v0"),
-        ("load", "2-policy-v0"),
-        ("unload", "1-trial-v0"),
-        ("load", "3-policy-v1"),
-        ("load", "4-policy-v2"),
-        ("unload", "2-policy-v0"),
-        ("load", "5-policy-v3"),
-        ("unload", "3-policy-v1"),
+        ("load", "1-policy-v0"),
+        ("load", "2-policy-v1"),
+        ("load", "3-policy-v2"),
+        ("unload", "1-policy-v0"),
+        ("load", "4-policy-v3"),
+        ("unload", "2-policy-v1"),
     ]
-    assert {path.name for path in next(tmp_path.glob("*/5-policy-v3")).iterdir()} == {
-        ADAPTER_FILE,
-        "adapter_config.json",
-    }
+    written = next(tmp_path.glob("*/4-policy-v3")).iterdir()
+    assert {path.name for path in written} == {ADAPTER_FILE, "adapter_config.json"}
     # v0 was unloaded a sync ago and is gone; v1 was unloaded by this one.
-    assert folders(tmp_path) == ["3-policy-v1", "4-policy-v2", "5-policy-v3"]
+    assert sorted(path.name for path in tmp_path.glob("*/*-policy-v*")) == [
+        "2-policy-v1",
+        "3-policy-v2",
+        "4-policy-v3",
+    ]
     assert not stub.missing
     backend.close()
     assert not stub.adapters and not any(tmp_path.iterdir()) and not stub.missing
@@ -253,9 +247,6 @@ def test_only_the_roles_that_a_backend_names_are_published(stub, tmp_path):
     with pytest.raises(ValueError, match="the reference is an adapter that is not published; name it in roles"):
         backend.generate_as("reference", 0, PROMPTS, PARAMS, KEYS)
     assert_sampled_from(base_model(), backend.generate_as("base", 0, PROMPTS, PARAMS, KEYS))
-    for roles in ((), ("policy", "value")):
-        with pytest.raises(ValueError, match="name policy, reference, or both"):
-            VLLMBackend(stub.url, tmp_path, roles=roles)
 
 
 def test_a_model_without_adapters_samples_from_the_base(stub, tmp_path):
@@ -265,7 +256,7 @@ def test_a_model_without_adapters_samples_from_the_base(stub, tmp_path):
     assert not stub.events
 
 
-@pytest.mark.parametrize("fault", ["other_model", "cut", "429_seconds", "500", "reset"])
+@pytest.mark.parametrize("fault", ["cut", "500"])
 def test_a_fault_costs_calls_and_changes_no_sample(fault, stub, tmp_path):
     model, backend = policy(), backend_of([stub], tmp_path, policy=replace(PATIENT, max_calls=40))
     backend.sync(model, 1)
@@ -302,11 +293,10 @@ def test_a_fault_that_stays_ends_the_rollout_with_its_reason(fault, reason, stub
         backend.generate(PROMPTS, SamplingParams(4, 1.0), KEYS)
 
 
-@pytest.mark.parametrize("fault", SLOW)
-def test_a_row_that_a_server_never_finishes_ends_the_rollout_at_its_deadline(fault, stub, tmp_path):
+def test_a_row_that_a_server_never_finishes_ends_the_rollout_at_its_deadline(stub, tmp_path):
     backend = backend_of([stub], tmp_path)
     backend.sync(policy(), 1)
-    stub.fault, backend.policy = fault, vllm_policy(0.5)
+    stub.fault, backend.policy = "trickle", vllm_policy(0.5)
     with pytest.raises(RuntimeError, match="row . no completion: no answer within 0.5 s; raise vllm_request_timeout"):
         backend.generate(PROMPTS, PARAMS, KEYS)
     # One deadline for a row: it is not asked again.
@@ -318,7 +308,6 @@ def test_a_row_that_a_server_never_finishes_ends_the_rollout_at_its_deadline(fau
     [
         ("wait_a_day", r"it asks to wait 86400 s \(Retry-After; HTTP 429: the budget is used up\)"),
         ("unknown_token", "it serves another base model: it sampled the token 1000000, and the policy knows 64"),
-        ("negative_token", "it serves another base model: it sampled the token -1, and the policy knows 64"),
     ],
 )
 def test_what_no_repetition_mends_ends_the_rollout_at_once(fault, reason, stub, tmp_path):
@@ -360,18 +349,14 @@ def test_the_rows_of_a_server_that_dies_go_to_the_others_and_the_next_publicatio
 LOST = "vLLM server {}: it no longer has the adapter onetrunk-.*, so it was started again.*--resume auto"
 
 
-@pytest.mark.parametrize("versions", [[], [1]], ids=["before the first version", "between two versions"])
-def test_nothing_is_sampled_from_or_published_on_a_server_that_came_back_with_another_base(versions, stub, tmp_path):
+def test_nothing_is_sampled_from_or_published_on_a_server_that_came_back_with_another_base(stub, tmp_path):
     backend = backend_of([stub], tmp_path)
-    backend.check_policy(policy())
-    for version in versions:
-        backend.sync(policy(), version)
+    backend.sync(policy(), 1)
     stub.kill()
     stub.base = base_model(seed=1).eval()
     stub.restart()
-    if versions:
-        with pytest.raises(RuntimeError, match=LOST.format(stub.url)):
-            backend.generate(PROMPTS, PARAMS, KEYS)
+    with pytest.raises(RuntimeError, match=LOST.format(stub.url)):
+        backend.generate(PROMPTS, PARAMS, KEYS)
     with pytest.raises(RuntimeError, match=LOST.format(stub.url)):
         backend.sync(policy(), 7)
     assert not any(body["model"] != "base" for body in stub.bodies)
@@ -413,7 +398,6 @@ def test_the_check_waits_for_a_server_that_is_starting(stub, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"version": "0.9.2"}, "its version 0.9.2 is too old; install vLLM 0.11 or later"),
         ({"loads_adapters": False}, "start it with --enable-lora and .* VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
         ({"raw": True}, "logprobs before temperature .* start it with --logprobs-mode processed_logprobs"),
         ({"max_rank": 2}, "LoRA rank 4 is greater than max_lora_rank 2.; start it with --max-lora-rank 4 or more"),
@@ -422,7 +406,7 @@ def test_the_check_waits_for_a_server_that_is_starting(stub, tmp_path, caplog):
 def test_a_server_with_other_settings_is_rejected(settings, message, tmp_path):
     with StubVLLM(base_model(), **settings) as server:
         with pytest.raises(RuntimeError, match=rf"vLLM server {server.url}.*{message}"):
-            backend_of([server], tmp_path).check_policy(policy())
+            backend_of([server], tmp_path).sync(policy(), 0)
 
 
 def test_a_server_of_another_kind_is_rejected(tmp_path):
@@ -437,7 +421,7 @@ def test_a_server_of_another_kind_is_rejected(tmp_path):
     ("base", "message"),
     [
         (lambda: base_model(seed=1), r"serves another base model: its logprobs of 64 tokens differ .* /models/base"),
-        (lambda: base_model(vocab_size=40), "serves another base model: it does not know every token"),
+        (lambda: base_model(vocab_size=40), "gives row . no completion: .* is out of vocabulary"),
         (lambda: base_model(vocab_size=256), r"serves another base model: it sampled the token \d+, and the policy"),
     ],
 )
@@ -473,47 +457,19 @@ def test_an_adapter_that_no_server_can_serve_is_rejected(options, message):
 
 
 def test_a_folder_that_the_server_cannot_read_is_named(stub, tmp_path):
-    stub._load = lambda body: (
-        (400, {"error": "both"})
-        if not body["lora_name"]
-        else (404, {"error": {"message": f"Loading lora failed: No adapter found for {body['lora_path']}"}})
-    )
-    with pytest.raises(RuntimeError, match=f"must be able to read {tmp_path}/.*-trial-v0: put the folder where both"):
+    stub._load = lambda body: (404, {"error": {"message": f"No adapter found for {body['lora_path']}"}})
+    with pytest.raises(RuntimeError, match=f"must be able to read {tmp_path}/.*-policy-v0: put the folder where both"):
         backend_of([stub], tmp_path).sync(policy(), 0)
 
 
-@pytest.mark.slow
-def test_two_trainings_on_one_server_are_refused_and_one_that_is_gone_is_cleaned_up(stub, tmp_path):
-    first = backend_of([stub], tmp_path / "first")
-    first.sync(policy(), 0)
-    with pytest.raises(RuntimeError, match="is in use: .* is being written by another process"):
-        backend_of([stub], tmp_path / "second").check()
-    url = repr(stub.url)
-    code = f"from onetrunk.rollouts import VLLMBackend; VLLMBackend({url}, {str(tmp_path / 'other')!r}).check()"
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=1500)
-    assert (
-        "is being written by another process" in done.stderr
-        and "start a server of its own for this tra" in done.stderr
-    )
-    # As if its process had been killed: the lock is released, the adapters and files stay.
-    first._files._lock.release()
+def test_what_a_killed_process_of_the_run_has_left_is_unloaded_and_deleted(stub, tmp_path):
+    killed = backend_of([stub], tmp_path)
+    killed.sync(policy(), 0)
     left = set(stub.adapters)
-    same_run = backend_of([stub], tmp_path / "first")
-    same_run.sync(policy(), 0)
-    same_run.sync(policy(1), 1)
-    assert not left & set(stub.adapters) and not stub.missing
-    assert [path.name for path in (tmp_path / "first").iterdir() if path.is_dir()] == [same_run._files.nonce]
-
-
-def test_a_killed_run_whose_folder_was_deleted_leaves_the_server_to_the_next_one(stub, tmp_path):
-    first = backend_of([stub], tmp_path / "first")
-    first.sync(policy(), 0)
-    first._files._lock.release()
-    shutil.rmtree(tmp_path / "first")
-    second = backend_of([stub], tmp_path / "second")
-    second.sync(policy(), 0)
-    assert [second._files.nonce in name for name in stub.adapters] == [True]
+    resumed = backend_of([stub], tmp_path)
+    resumed.sync(policy(), 0)
+    assert left and not left & set(stub.adapters) and not stub.missing
+    assert [path.name for path in tmp_path.iterdir()] == [resumed._files.nonce]
 
 
 def test_an_adapter_of_someone_else_is_left_alone(stub, tmp_path):
@@ -559,11 +515,10 @@ def test_with_two_processes_the_first_publishes_and_both_sample(stub, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("sampled from version 2") == 2
     assert [name.split("-", 2)[2] for kind, name in stub.events if kind == "load"] == [
-        "1-trial-v0",
-        "2-policy-v0",
-        "3-policy-v1",
-        "4-policy-v2",
+        "1-policy-v0",
+        "2-policy-v1",
+        "3-policy-v2",
     ]
     assert "the other process failed as well" in done.stdout
     wait_until(lambda: not stub.adapters)
-    assert not stub.missing and not WriterLock(tmp_path / "free").release()
+    assert not stub.missing

@@ -11,27 +11,23 @@ from tests.stages.small_runs import make_material, run
 YAML = """
 num_rollouts: 3
 num_ppo_epochs: 4
-alarm_limits: {{entropy: 10.0, kl: null}}
+alarm_limits: {entropy: 10.0, kl: null}
 alarm_patience: 2
-stop_on_alarm: {names}
+stop_on_alarm: [entropy, negative_kl]
 """
 GO_ON = ["--continue_ended_run", "true", "--save_strategy", "steps"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["[entropy, negative_kl]"])
-def test_an_alarm_of_the_yaml_file_ends_the_run_in_order_and_is_its_last_word(tmp_path, monkeypatch, capsys, names):
+def test_an_alarm_of_the_yaml_file_ends_the_run_in_order_and_is_its_last_word(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_material(tmp_path)
-    (tmp_path / "ppo.yaml").write_text(YAML.format(names=names))
+    (tmp_path / "ppo.yaml").write_text(YAML)
     assert run("ppo", "--config", "ppo.yaml", "--num_rollouts", 3) == 0
     (folder,) = checkpoint_folders("out-ppo")
     assert folder.name == "checkpoint-8" and (tmp_path / "out-ppo" / "adapter_model.safetensors").is_file()
     out = capsys.readouterr().out
-    assert (
-        "ppo: 1 alarm, the worst first:\n  alarm entropy at step 8: the policy's entropy, nats per token, is " in out
-    )
-    assert "ppo: saved the adapter in out-ppo. What to do next:\n" in out
+    assert "ppo: saved the adapter in out-ppo; alarms: 1\n  alarm entropy at step 8: the policy's entropy" in out
     logged = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     assert [entry["alarm/entropy"] for entry in logged if "alarm/entropy" in entry] == [0.0, 1.0]
     assert not any("alarm/kl" in entry for entry in logged)
@@ -45,7 +41,7 @@ def test_an_alarm_of_the_yaml_file_ends_the_run_in_order_and_is_its_last_word(tm
     assert run("ppo", "--config", "ppo.yaml", "--resume", "auto", *options, *GO_ON) == 0
     assert checkpoint_folders("out-ppo")[-1].name == "checkpoint-12"
     assert (tmp_path / "out-ppo" / "manifest.json").is_file()
-    assert "ppo: 1 alarm, the worst first" in capsys.readouterr().out  # The one from before; there was no other.
+    assert "alarms: 1\n" in capsys.readouterr().out  # The one from before; there was no other.
 
 
 def test_a_name_that_is_no_alarm_is_a_mistake_of_the_command_line(tmp_path, monkeypatch, capsys):

@@ -74,7 +74,7 @@ def test_a_bad_row_is_named_before_anything_is_loaded(tmp_path, capsys, verb):
     assert f"row 1: {reason}" in said
 
 
-@pytest.mark.parametrize("verb", ["sft", "eval"])
+@pytest.mark.parametrize("verb", ["sft"])
 def test_so_is_a_bad_conversation(tmp_path, capsys, verb):
     good = good_row(verb, conversational=True)
     bad = {**good, "prompt": [{"role": "usr", "content": "a"}]}

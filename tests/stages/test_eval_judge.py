@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from onetrunk import cli
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge import Judge, Pair, Verdict
-from onetrunk.report.parts import contest_findings
-from onetrunk.stages.eval.contest import hold_contest
-from onetrunk.stages.eval.eval_arguments import EvalArguments
+from onetrunk.report.blocks import contest_findings
+from onetrunk.stages.eval import EvalArguments, hold_contest
 from tests.feedback import runs
 from tests.stages.recipes import ROOT
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -72,7 +71,6 @@ def inputs(tmp_path_factory):
         "dataset_name": str(folder / "prompts.jsonl"),
         "max_completion_length": 8,
         "use_cpu": True,
-        "num_completions_to_print": 2,
     }
     (folder / "eval.yaml").write_text(json.dumps(config))
     judge = {"judge": ["rubric"], "constitution": str(folder / "constitution.yaml")}
@@ -125,8 +123,6 @@ def test_an_adapter_is_compared_with_what_it_started_from(evaluate, inputs, tmp_
     assert (
         "## Win rate" in page and "by the principle: Which reply is warmer?" in page and "The clearest losses" in page
     )
-    for plot in ("win_rate.png", "win_rate_by_length.png"):
-        assert (out / plot).read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "against reference on 12 prompts by the judge rubric" in shown and "at equal length" in shown
 

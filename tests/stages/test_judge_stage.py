@@ -3,26 +3,13 @@
 import json
 import math
 
-import numpy as np
 import pytest
-from datasets import Dataset
 
 from onetrunk import cli
 from onetrunk.data.groups import Group
 from onetrunk.judges.labels import PairLabel
-from onetrunk.stages.judge.agreement import (
-    Judged,
-    agreement,
-    cohens_kappa,
-    findings,
-    judge_metrics,
-    wilson_interval,
-)
+from onetrunk.stages.judge import Judged, agreement, findings, judge_metrics, wilson_interval
 from tests.judges.stub_server import StubServer
-from tests.stages.recipes import ROOT, load_recipe_module
-
-REAL = ROOT.parent / "shared" / "data" / "gsm8k_model_solutions.jsonl"
-gsm8k = load_recipe_module("gsm8k-tiny", "prepare_preferences")
 
 LENGTHS = """
 def longer(prompts, completions, **columns):
@@ -100,31 +87,23 @@ def test_a_judge_of_length_is_exposed_and_a_fair_one_is_not():
     length = metrics["length"]
     assert length["preferred"] == 1.0 and length["preferred_by_people"] == 0.5
     assert length["accuracy_more"] == 1.0 and length["accuracy_less"] == 0.0
-    assert length["log_odds_interval"][0] > 0 and length["correlation"] == pytest.approx(1.0)
     said = " ".join(findings(metrics))
     assert "prefers the longer completion in 100% of the pairs, people in 50%" in said
     assert "not shown to be better than chance" in said
     fair = judge_metrics([row((0.8, 0.8), a, b) for a, b in pairs], [1.0])
     # Right in 80% of the words, in 100% of the pairs: under-confident, and nothing else.
     assert [line for line in findings(fair) if "calibration error" not in line] == []
-    assert fair["length"]["log_odds"] == pytest.approx(0.0, abs=1e-3)
 
 
-def test_kappa_is_that_of_the_paper_and_0_for_independent_judges():
-    # Both say first in 60 of 100, the same in 70: expected .6 * .6 + .4 * .4 = .52; (.7 - .52) / .48.
-    one, other = np.repeat([1, -1], [60, 40]), np.repeat([1, -1, 1, -1], [45, 15, 15, 25])
-    assert cohens_kappa(one, other) == pytest.approx((0.7 - 0.52) / 0.48)
-    assert cohens_kappa(np.array([1, 1, -1, -1]), np.array([1, -1, 1, -1])) == 0
-    assert math.isnan(cohens_kappa(np.ones(2), np.ones(2)))
-
-
-def test_two_judges_that_are_right_by_chance_alone_do_not_agree_because_people_do():
-    groups = [Group(f"prompt {i}", (f"better {i}", f"other {i}"), 1) for i in range(200)]
+def test_agreement_counts_equal_verdicts_of_judges_and_of_people():
+    groups = [Group(f"prompt {i}", (f"better {i}", f"other {i}"), 1) for i in range(4)]
     always = [Judged(g, (label(0.9, 0.9),)) for g in groups]
-    other = [Judged(g, (label(*([0.9] * 2 if i % 2 else [0.1] * 2)),)) for i, g in enumerate(groups)]
-    values = agreement({"always right": always, "half": other})
-    assert values["always right / people"]["kappa"] == 1.0
-    assert abs(values["always right / half"]["kappa"]) < 0.15 and values["always right / half"]["agreement"] == 0.5
+    other = [Judged(g, (label(p, p),)) for g, p in zip(groups, (0.9, 0.6, 0.5, 0.1), strict=True)]
+    assert agreement({"always": always, "other": other}) == {
+        "always / other": {"pairs": 4, "agreement": 0.5},
+        "always / people": {"pairs": 4, "agreement": 1.0},
+        "other / people": {"pairs": 4, "agreement": 0.5},
+    }
 
 
 # --- the verb -------------------------------------------------------------------------------------------------------
@@ -170,9 +149,7 @@ def test_a_judge_that_is_always_for_the_longer_one_is_exposed_in_the_report(judg
     for shown in (page, text):
         assert "prefers the longer completion in 100% of the pairs, people in 0%" in " ".join(shown.split())
         assert "Accuracy by subset" in shown and "mean of the subsets" in shown
-    for name in ("accuracy", "reliability"):
-        assert (tmp_path / f"out/_report/{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert f'data-plot="{name}"' in page
+    assert 'alt="reliability"' in page
     lines = [json.loads(line) for line in (tmp_path / "out/pairs.jsonl").read_text().splitlines()]
     assert len(lines) == 24 and lines[0]["judges"]["rubric"]["probability"] < 0.5
     assert "prefers the longer completion" in capsys.readouterr().out
@@ -212,7 +189,7 @@ def test_several_judges_are_measured_alone_and_together_and_compared(judge, tmp_
     for said in rows:
         mean = (said["rubric"]["probability"] + said["judge-1"]["probability"]) / 2
         assert said["ensemble"]["probability"] == pytest.approx(mean)
-    assert values["agreement"]["rubric / people"]["kappa"] == 1
+    assert values["agreement"]["rubric / people"]["agreement"] == 1
     assert set(values["agreement"]) > {"rubric / judge-1", "judge-1 / people"}
     assert "| rubric / judge-1 | 24 |" in (tmp_path / "out/_report/report.md").read_text()
 
@@ -222,7 +199,6 @@ def test_several_judges_are_measured_alone_and_together_and_compared(judge, tmp_
     [
         (WRITTEN[:2], [], 2, "judge is not set; name who is measured"),
         ([{"prompt": "p", "completions": ["a", "b"]}], [*rubric("longer")], 1, "say of no completion"),
-        (WRITTEN[:2], [*rubric("longer"), "--fewest_rows", "0"], 2, "fewest_rows is 0; set it to 1 or more"),
         (WRITTEN[:2], [*rubric("longer"), "--judge_budget_usd", "3"], 2, "judge_prices is not"),
     ],
 )  # fmt: skip
@@ -243,65 +219,3 @@ def test_a_measurement_is_quoted_by_the_card_of_the_rows_that_its_judge_labels(j
     assert "judge_report out measured rubric, and this run is judged by rubric" in capsys.readouterr().err
     assert cli.main(["prefs", *given[:-1], "absent", *rubric("right"), "--output_dir", "other"]) == 1
     assert "absent holds no measurement" in capsys.readouterr().err
-
-
-def test_ratings_are_measured_as_pairs_are(judge, tmp_path):
-    check = LENGTHS.replace('[float("right" in text)', '[0.5 + 0.5 * ("right" in text)')
-    (tmp_path / "checks.py").write_text(check)
-    assert judge(WRITTEN, *rubric("right"), "--judge_by", "ratings") == 0
-    values = metrics_of(tmp_path / "out")
-    metrics = values["judges"]["rubric"]["all"]
-    assert metrics["accuracy"] == 1 and metrics["position"]["first_slot_rate"] == 0.5
-    # Two completions of each row, once each; P = 1/2 + (1 - 1/2) / 2.
-    assert values["costs"]["rubric"]["questions"] == 2 * 24
-    line = json.loads((tmp_path / "out/pairs.jsonl").read_text().splitlines()[0])
-    assert line["judges"]["rubric"]["probability"] == 0.75
-
-
-OWN = """
-import json
-from pathlib import Path
-
-from onetrunk.judges.judge import Judge, Verdict
-
-
-class First(Judge):
-    name, identity = "first", {"kind": "always the first"}
-
-    def _answer(self, items, principle, keep):
-        for index in range(len(items)):
-            keep(index, Verdict(0.95))
-
-
-class Knowing(Judge):
-    name, identity = "knowing", {"kind": "knows which are right"}
-
-    def _answer(self, items, principle, keep):
-        right = set(json.loads(Path("right.json").read_text()))
-        for index, pair in enumerate(items):
-            keep(index, Verdict(0.97 if pair.first in right else 0.03))
-"""
-
-
-@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
-def test_on_solutions_of_models_biased_judges_are_exposed_and_one_that_knows_is_not(judge, tmp_path):
-    solved = Dataset.from_list([json.loads(line) for line in REAL.read_text().splitlines()[:150]])
-    rows = [{**pair, "subset": ("even", "odd")[len(pair["prompt"]) % 2]} for pair in gsm8k.solution_pairs(solved)]
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "right.json").write_text(json.dumps([row["chosen"] for row in rows]))
-    assert judge(rows, "--judge", "rubric", "own.py:First", "own.py:Knowing", *rubric("longer")[2:]) == 0
-    values = metrics_of(tmp_path / "out")
-    first, longer, knowing = (values["judges"][name]["all"] for name in ("first", "rubric", "knowing"))
-    assert first["rows"] == len(rows) > 100 and set(values["judges"]["knowing"]["subsets"]) == {"even", "odd"}
-    assert first["position"]["first_slot_rate"] == 1 and first["position"]["position_consistency"] == 0
-    assert first["accuracy"] == 0.5 and first["accuracy_interval"][0] < 0.5
-    assert longer["length"]["preferred"] == 1 > 0.6 > longer["length"]["preferred_by_people"]
-    assert longer["length"]["accuracy_more"] == 1 and longer["length"]["accuracy_less"] == 0
-    assert knowing["accuracy"] == 1 and values["judges"]["knowing"]["findings"] == []
-    assert values["agreement"]["knowing / people"]["kappa"] == 1
-    # The first one is always for one side, so it agrees with the others by chance alone.
-    assert abs(values["agreement"]["first / knowing"]["kappa"]) < 1e-9
-    text = " ".join((tmp_path / "out/_report/report.md").read_text().split())
-    assert "prefers the completion shown first in 100% of its answers" in text
-    assert "prefers the longer completion in 100% of the pairs, people in" in text
-    assert "not shown to be better than chance" in text

@@ -81,7 +81,6 @@ def test_a_second_merge_needs_leave_to_replace_the_first(there, capsys):
         (["nowhere/at/all", "--output_dir", "out"], 1, "there is no such folder"),
         (["reward", "--output_dir", "out"], 1, "is an adapter of task type SEQ_CLS"),
         (["adapter", "--output_dir", "out", "--push_to_hub", "true"], 1, "out cannot be pushed to: "),
-        (["adapter"], 2, "output_dir is not set"),
         (["--output_dir", "out"], 2, "no adapter is named; write onetrunk merge ADAPTER"),
         (["adapter", "--output_dir", "out", "--dtype", "int8"], 2, "int8"),
     ],

@@ -14,8 +14,8 @@ import yaml
 from onetrunk import PPOConfig, cli
 from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval.evaluate import parse_eval
-from onetrunk.stages.judge.measure import parse_judge
+from onetrunk.stages.eval import parse_eval
+from onetrunk.stages.judge import parse_judge
 from onetrunk.stages.options import help as helping
 from onetrunk.stages.options.help import FIRST
 from onetrunk.stages.options.table import load_options, shown_options
@@ -69,17 +69,12 @@ def test_the_table_read_from_the_source_equals_the_imported_classes(verb):
         assert option.default == default or (default, option.default) == ("", []), name
         assert option.kinds == plain_types(hint), name
         assert option.help == " ".join(field.metadata.get("help", "").replace("%%", "%").split()) != "", name
-        assert (
-            option.choices is None
-            or "choices" not in field.metadata
-            or [*option.choices] == [*field.metadata["choices"]]
-        ), name
+        assert not option.choices or [*option.choices] == [*field.metadata.get("choices", option.choices)], name
 
 
 @pytest.mark.parametrize("verb", PARSERS)
-def test_the_options_that_are_explained_first_exist_and_are_few(verb):
-    names = {option.name for option in shown_options(verb)}
-    assert len(FIRST[verb].split()) <= 20 and set(FIRST[verb].split()) <= names
+def test_the_options_that_are_explained_first_exist(verb):
+    assert set(FIRST.get(verb, "").split()) <= {option.name for option in shown_options(verb)}
 
 
 @pytest.mark.parametrize("verb", PARSERS)
@@ -119,7 +114,6 @@ def test_help_explains_an_option_or_all_with_a_word_in_their_names(capsys):
     text = capsys.readouterr().out
     assert "--kl_target" in text and "--kl_estimator" in text and "--learning_rate" not in text
     assert cli.main(["ppo", "--help", "epsilon"]) == 0 and "--epsilon_high" not in capsys.readouterr().out
-    assert cli.main(["ppo", "--help", "epsilon-high"]) == 0 and "Upper clip range" in capsys.readouterr().out
     assert cli.main(["ppo", "--help", "learning_raet"]) == 2
     assert "did you mean 'learning_rate'?" in capsys.readouterr().err
 

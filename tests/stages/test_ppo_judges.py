@@ -12,13 +12,13 @@ import torch
 
 from onetrunk import cli
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.judge import Principle, digest
+from onetrunk.judges.judge import Principle
 from onetrunk.judges.rubric import RubricJudge
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.reference_completions import sample_references
 from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key
-from onetrunk.stages.ppo_judges import RunJudges
-from onetrunk.utils.files import load_tensors
+from onetrunk.stages.ppo import RunJudges
+from onetrunk.utils.files import digest, load_tensors
 from tests.checkpoints.hub_stub import stand_in
 from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts
@@ -120,8 +120,6 @@ def test_the_card_quotes_how_well_the_judges_of_the_run_were_measured(there, cap
     other = ["--reward_funcs", "judge", *brief, "--judge_report", "measured"]
     assert ppo("quoting-another", *other) == 1
     assert "judge_report measured measured rubric, and this run is judged by rubric" in capsys.readouterr().err
-    assert ppo("quoting-none", "--reward_funcs", "checks.py:even", "--judge_report", "measured") == 2
-    assert "judge_report is set and no judge is" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -218,7 +216,6 @@ def test_without_held_out_rows_the_monitor_looks_at_training_prompts_and_they_ha
         (["--reward_funcs", "judge"], "reward_funcs names judge, and judge is not set"),
         (["--reward_funcs", "pairwise", *JUDGE[:2]], "judge is set and constitution is not"),
         (["--reward_funcs", "checks.py:even", *JUDGE], "reward_funcs names neither judge (its rating) nor pairwise"),
-        (["--reward_funcs", "judge", *JUDGE, "--monitor_rows", "3"], "monitor_rows is set and monitor_judge is not"),
         (["--reward_funcs", "checks.py:even", *MONITOR[:2]], "neither monitor_constitution nor constitution"),
         (["--reward_funcs", "judge", *JUDGE, *MONITOR[:2]], "is what the reward is made of, and would see no gap"),
         (

@@ -7,7 +7,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.rollouts.vllm import VLLMBackend
 from tests.ppo.support import base_model
 from tests.rollouts.stub_vllm import StubVLLM
 from tests.stages.small_runs import make_material, run, words_of
@@ -68,14 +67,13 @@ def test_a_server_that_is_down_is_named_with_the_command_that_starts_it(there, t
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        ({"version": "0.9.2"}, (), "its version 0.9.2 is too old; install vLLM 0.11 or later"),
         ({"loads_adapters": False}, (), "start it with --enable-lora and the environment variable"),
         ({"raw": True}, ("--temperature", 0.7), "start it with --logprobs-mode processed_logprobs"),
         ({"max_rank": 1}, (), "LoRA rank 2 is greater than max_lora_rank 1.; start it with --max-lora-rank 2 or more"),
         ({"max_length": 5}, (), "start it with --max-model-len 6 or more, or lower max_completion_length"),
         ({}, ("--use_dora", "true"), "the adapter 'default' is DoRA (use_dora)"),
     ],
-    ids=["too old", "no adapters", "raw logprobs", "rank", "positions", "dora"],
+    ids=["no adapters", "raw logprobs", "rank", "positions", "dora"],
 )
 def test_a_server_or_an_adapter_that_cannot_be_used_is_told(settings, options, message, there, tmp_path, capsys):
     with served(**settings) as server:
@@ -97,14 +95,3 @@ def test_an_adapter_with_whole_modules_is_told(there, tmp_path, capsys):
     with served() as server:
         said = rejected(capsys, tmp_path / "out", *on(server.url), *adapter, without=["--lora_r"])
         assert "modules_to_save" in said and "lm_head" in said and not server.events
-
-
-def test_a_server_on_which_another_training_publishes_is_told(there, tmp_path, capsys):
-    config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    with served() as server:
-        first = VLLMBackend(server.url, tmp_path / "first")
-        first.sync(get_peft_model(AutoModelForCausalLM.from_pretrained("base"), config), 0)
-        said = rejected(capsys, tmp_path / "second", *on(server.url))
-        assert f"{server.url} is in use" in said and "is being written by another process" in said
-        assert any("-policy-v0" in name for name in server.adapters)  # The first one goes on.
-        first.close()

@@ -6,7 +6,7 @@ import pytest
 
 from onetrunk import cli
 from onetrunk.feedback.shards import read_rows
-from onetrunk.judges.judge import digest
+from onetrunk.utils.files import digest
 from tests.judges.stub_server import StubServer
 
 CHECKS = """
@@ -66,35 +66,8 @@ def test_pairs_are_labelled_by_the_judge_whatever_their_order(prefs, tmp_path):
     }
     found = statistics(tmp_path / "out")
     assert found["counts"]["prompts"] == found["counts"]["labelled"] == 12
-    assert found["sources"]["subsets"] == {"all": {"pairs": 12, "agrees_with_people": 0.0}}
     card = (tmp_path / "out/README.md").read_text()
     assert "those of given.jsonl" in card and "temperature" not in card
-
-
-def test_people_and_judge_are_mixed_by_weight_and_people_alone_cost_nothing(prefs, tmp_path):
-    with StubServer() as stub:
-        words = ["--judge_model", stub.model, "--people_weight", "1"]
-        assert prefs(PAIRS, *words, judge=(stub.url,)) == 0
-        asked = about(stub, 3)
-    alone = rows_of(tmp_path / "out")
-    assert asked == [] and all(row["chosen"] == "short" and row["probability"] == 1.0 for row in alone)
-    assert json.loads(alone[0]["votes"]) == [{"principle": "people", "probabilities": [1.0]}]
-    assert prefs(PAIRS[:1], "--people_weight", "0.25", out="mixed") == 0
-    assert prefs(PAIRS[:1], out="judge") == 0
-    (mixed,), (judged,) = rows_of(tmp_path / "mixed"), rows_of(tmp_path / "judge")
-    # The judge is for the longer one, people for the other: 3/4 of its probability, and 1/4 of theirs, which is 0.
-    assert mixed["probability"] == pytest.approx(0.75 * judged["probability"]) and mixed["chosen"] == judged["chosen"]
-
-
-def test_groups_of_several_models_have_statistics_by_author_and_subset(prefs, tmp_path):
-    assert prefs(GROUPS) == 0
-    rows, found = rows_of(tmp_path / "out"), statistics(tmp_path / "out")
-    assert len(rows) == 6 * 3 and found["counts"]["completions"] == 18
-    authors = found["sources"]["authors"]
-    assert {name: (entry["pairs"], entry["won_fraction"]) for name, entry in authors.items()} == {
-        "m1": (12, 0.0), "m2": (12, 1.0), "m3": (12, 0.5),
-    }  # fmt: skip
-    assert found["sources"]["subsets"] == {"even": {"pairs": 9}, "odd": {"pairs": 9}}
 
 
 def test_logged_conversations_of_one_prompt_are_compared(prefs, tmp_path):
@@ -104,30 +77,6 @@ def test_logged_conversations_of_one_prompt_are_compared(prefs, tmp_path):
     (row,) = rows_of(tmp_path / "out")
     assert row["prompt"] == [USER] and row["chosen"] == [{"role": "assistant", "content": "A bird is a wren."}]
     assert statistics(tmp_path / "out")["counts"]["prompts_without_pair"] == 1
-
-
-@pytest.mark.parametrize("pairing", ["all", "best_worst"])
-def test_best_and_worst_of_n_become_rows_for_fine_tuning(prefs, tmp_path, pairing):
-    for kind, text in (("best", "bbbb"), ("worst", "a")):
-        assert prefs(GROUPS, "--output_rows", kind, "--pairing", pairing, out=kind) == 0
-        rows = rows_of(tmp_path / kind, f"{kind}_completions")
-        assert [row["completion"] for row in rows] == [text] * 6
-        assert set(rows[0]) == {"prompt", "completion", "completion_stopped", "rating"}
-    judged = statistics(tmp_path / "best")["judge"]
-    # Ratings alone: three questions for each prompt. Pairs: three, in both orders.
-    assert judged["questions"] == 6 * (3 if pairing == "best_worst" else 6)
-
-
-def test_unpaired_rows_say_good_or_bad_and_leave_the_undecided_out(prefs, tmp_path):
-    assert prefs(GROUPS, "--output_rows", "unpaired") == 0
-    rows = rows_of(tmp_path / "out", "labelled_completions")
-    # m3 wins one of its pairs and loses the other, but by different margins: its mean is below 1/2.
-    labels = {row["completion"]: row["label"] for row in rows}
-    assert labels["bbbb"] is True and labels["a"] is False
-    by_text = {row["completion"]: row["rating"] for row in rows}
-    assert by_text["a"] + by_text["bbbb"] + by_text["cc"] == pytest.approx(1.5)
-    assert prefs(GROUPS, "--output_rows", "unpaired", "--tie_margin", "0.1", out="clear") == 0
-    assert {row["completion"] for row in rows_of(tmp_path / "clear", "labelled_completions")} == {"a", "bbbb"}
 
 
 def test_ties_are_dropped_or_kept_within_a_margin(prefs, tmp_path):
@@ -149,7 +98,7 @@ def test_the_shards_of_a_job_array_are_the_unsharded_rows(prefs, tmp_path):
     parts = [row for path in sorted((tmp_path / "parts/data").iterdir()) for row in read_rows(path)]
     assert sorted(map(digest, parts)) == sorted(map(digest, whole))
     one, other = statistics(tmp_path / "whole"), statistics(tmp_path / "parts")
-    assert one["sources"] == other["sources"] and one["counts"] == other["counts"]
+    assert one["rows"] == other["rows"] and one["counts"] == other["counts"]
 
 
 def test_a_stream_gives_the_same_bytes(prefs, tmp_path):
@@ -176,7 +125,6 @@ def test_a_preview_shows_questions_and_answers_and_buys_nothing_twice(prefs, tmp
     [
         (PAIRS, ["--mode", "revise"], 2, "completions are given; leave mode revise, engine ray"),
         (PAIRS, ["--model_name_or_path", "m"], 2, "which would sample; leave one of them out"),
-        (PAIRS, ["--output_rows", "unpaired", "--keep_ties", "true"], 2, "a tie has no label"),
         (PAIRS, ["--preview", "0"], 2, "set preview to 1 or more"),
         ([{"question": "q"}], [], 1, "expected chosen and rejected"),
         ([{"prompt": "p", "completion": "a"}] * 2, ["--streaming", "true"], 1, "stand in several rows"),

@@ -12,7 +12,7 @@ from onetrunk.data.files import load_rows
 from onetrunk.data.preferences import check_preferences
 from onetrunk.data.prompts import check_completions
 from onetrunk.feedback.shards import read_rows
-from onetrunk.judges.judge import digest
+from onetrunk.utils.files import digest
 from tests.feedback import runs
 from tests.stages.stand_in_ray import StandInRay
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from onetrunk import cli
 from onetrunk.data.files import load_rows
@@ -18,7 +18,7 @@ SETTINGS = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_ste
 SETTINGS |= {"per_device_train_batch_size": 4, "max_length": 48, "gradient_checkpointing": False}
 
 
-def made(folder, form, kind):
+def made(folder, form):
     """Return the rows that the verb makes of given pairs: text or conversations."""
     rows = []
     for number, word in enumerate(WORDS):
@@ -30,7 +30,7 @@ def made(folder, form, kind):
     (folder / "checks.py").write_text(CHECKS)
     (folder / "c.yaml").write_text("name: t\nprinciples:\n  - {text: longer, tags: [longer]}\n")
     words = "--completions given --dataset_name given.jsonl --constitution c.yaml --judge rubric".split()
-    words += ["--rubric", '{"longer": "checks.py:longer"}', "--output_dir", "out", "--output_rows", kind]
+    words += ["--rubric", '{"longer": "checks.py:longer"}', "--output_dir", "out"]
     assert cli.main(["prefs", *words]) == 0
     return load_rows(folder / "out/data")
 
@@ -48,7 +48,7 @@ def in_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", ["text", "conversations"])
 def test_a_reward_trainer_of_trl_finds_no_margin(form, tmp_path):
-    rows = made(tmp_path, form, "pairs")
+    rows = made(tmp_path, form)
     tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
@@ -67,18 +67,8 @@ def test_a_reward_trainer_of_trl_finds_no_margin(form, tmp_path):
 @pytest.mark.slow
 def test_a_dpo_trainer_of_trl_trains_on_the_rows(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
-    pairs = made(tmp_path, "conversations", "pairs")
+    pairs = made(tmp_path, "conversations")
     args = DPOConfig(output_dir=str(tmp_path / "dpo"), **SETTINGS)
     trainer = DPOTrainer(saved_model(tmp_path), args=args, train_dataset=pairs, processing_class=tokenizer)
     # Policy and reference are equal before the first step: -log sigmoid(0).
     assert trainer.train().training_loss == pytest.approx(math.log(2), abs=1e-4)
-
-
-@pytest.mark.slow
-def test_a_kto_trainer_of_trl_trains_on_unpaired_rows(tmp_path):
-    tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
-    rows = made(tmp_path, "conversations", "unpaired")
-    assert set(rows["label"]) == {True, False}
-    args = KTOConfig(output_dir=str(tmp_path / "kto"), **SETTINGS)
-    trainer = KTOTrainer(saved_model(tmp_path), args=args, train_dataset=rows, processing_class=tokenizer)
-    assert torch.isfinite(torch.tensor(trainer.train().training_loss))

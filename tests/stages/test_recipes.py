@@ -4,9 +4,9 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval.evaluate import parse_eval
-from onetrunk.stages.judge.measure import parse_judge
-from onetrunk.stages.options.verbs import PLAIN_MODULES, VERBS
+from onetrunk.stages.eval import parse_eval
+from onetrunk.stages.judge import parse_judge
+from onetrunk.stages.options.table import PLAIN_MODULES, VERBS
 from onetrunk.stages.plan import parse_plan
 from onetrunk.stages.ppo import DRY_RUN, parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
@@ -66,18 +66,6 @@ def test_every_recipe_parses(path):
     verb = path.stem.split("_")[0]
     args = PARSERS[verb](["--config", relative(path)])
     assert any(getattr(part, "output_dir", "").startswith("runs/") for part in args)
-
-
-def test_the_promised_recipes_are_there():
-    promised = {"tiny", "gsm8k-tiny", "smollm2-135m", "qwen2.5-0.5b", "llama-3.1-8b"}
-    for recipe in promised:
-        names = {path.stem for path in RECIPES if path.parent.name == recipe}
-        assert {"sft", "ppo", "eval"} <= names
-        assert (ROOT / "recipes" / recipe / "README.md").is_file()
-    for recipe in ("tinystories-260k", "gsm8k-0.5b", "tldr-0.5b", "constitutional-1.5b"):
-        names = {path.stem for path in RECIPES if path.parent.name == recipe}
-        assert {"pipeline", "ppo", "eval"} <= names
-    assert (ROOT / "recipes/llama-3.1-8b/ppo_qlora.yaml").is_file()
 
 
 def check_command(words):

@@ -14,7 +14,7 @@ import torch
 from onetrunk import cli
 from onetrunk.models.reward_model import read_score_scale
 from onetrunk.rewards import ModelReward
-from onetrunk.rewards.ensemble import load_reward
+from onetrunk.rewards.model import load_reward
 from onetrunk.stages import plots as preference_plots
 from onetrunk.stages.distill import StudentArguments
 from onetrunk.utils.files import load_tensors

@@ -80,18 +80,6 @@ def test_a_training_that_saved_ends_with_0_but_after_ctrl_c_with_130(tmp_path, c
     assert f"stopped ({name}); everything is saved in out/checkpoint-2" in capsys.readouterr().err
 
 
-def test_an_error_stands_on_a_line_of_its_own_after_a_progress_bar(tmp_path, capsys):
-    def work(args):
-        print("PPO:  10%|#", end="", file=sys.stderr)
-        raise OSError("the disk is full")
-
-    def parse(argv):
-        return (SFTArguments(output_dir=str(tmp_path), use_cpu=True),)
-
-    assert run_stage("ppo", parse, work, []) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: the disk is full")
-
-
 def test_a_usage_error_is_exit_code_2_and_two_lines(capsys):
     assert run_stage("ppo", parse_ppo, print, ["--learning_ra", "1"]) == 2
     error, options = capsys.readouterr().err.splitlines()
@@ -183,15 +171,3 @@ def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(tmp_path, base
     assert not (tmp_path / "checkpoint-3").exists()
     assert stage(base, verb, tmp_path, *LONGER[verb], *resume, "--overwrite_output_dir", "true") == 0
     assert (tmp_path / "checkpoint-2").is_dir() and (tmp_path / "checkpoint-4").is_dir()
-
-
-def test_a_run_stopped_between_its_last_checkpoint_and_its_result_writes_it_when_resumed(tmp_path, base):
-    verb = "ppo"
-    assert stage(base, verb, tmp_path, *PLANS[verb]) == 0
-    name = "model.safetensors" if verb == "sft" else "adapter_model.safetensors"
-    weights = (tmp_path / name).read_bytes()
-    for file in tmp_path.iterdir():
-        if file.is_file():
-            file.unlink()
-    assert stage(base, verb, tmp_path, *PLANS[verb], "--resume_from_checkpoint", "true") == 0
-    assert (tmp_path / name).read_bytes() == weights

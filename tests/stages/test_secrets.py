@@ -9,16 +9,15 @@ import warnings
 
 import pytest
 
-from onetrunk.stages.eval.evaluate import parse_eval
-from onetrunk.stages.options.parser import UsageError
+from onetrunk.stages.eval import parse_eval
+from onetrunk.stages.options.reading import UsageError
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.run.pipeline import load_pipeline
-from onetrunk.stages.run_context import explain, say, secrets_redacted
+from onetrunk.stages.run_context import secrets_redacted
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 
 CANARY = "canary-of-a-log-4711"
-VERBS = [parse_sft, parse_eval]
 
 
 @pytest.fixture(autouse=True)
@@ -49,33 +48,15 @@ def test_a_log_record_is_redacted_in_message_arguments_and_stack_trace():
         logger.warning("token %s of %d", CANARY, 3)
         logger.error(f"plain {CANARY}")
         logger.warning({"a mapping": CANARY})
+        logger.warning("does not fit: %d rows", CANARY)
         try:
             raise_canary()
         except RuntimeError:
             logger.exception("it failed")
 
     said = logged(log)
-    assert CANARY not in said and said.count("<redacted HF_TOKEN>") >= 4
+    assert CANARY not in said and said.count("<redacted HF_TOKEN>") == 5
     assert "token <redacted HF_TOKEN> of 3" in said and "in raise_canary" in said
-
-
-def test_a_log_record_without_a_secret_keeps_its_arguments(caplog):
-    with secrets_redacted():
-        logging.getLogger("x").warning("%s rows of %s", 3, "a file")
-    assert caplog.records[-1].args == (3, "a file")
-
-
-def test_what_a_server_says_cannot_act_in_the_terminal_that_shows_it(caplog, capsys):
-    with secrets_redacted():
-        logging.getLogger("other").warning("the server says %s", "\x1b[2Jgone\rnothing")
-    say("error: \x1b[2Jgone")
-    assert r"the server says \x1b[2Jgone\rnothing" in caplog.text
-    assert capsys.readouterr().err == "error: \\x1b[2Jgone\n"
-
-
-def test_a_message_that_does_not_fit_its_arguments_stops_nothing(capsys):
-    assert CANARY not in logged(lambda logger: logger.warning("%d rows", CANARY))
-    assert CANARY not in capsys.readouterr().err
 
 
 def test_a_warning_and_an_error_in_a_thread_are_redacted(capsys):
@@ -100,12 +81,6 @@ def test_everything_is_as_it_was_afterwards():
     with pytest.raises(KeyError), secrets_redacted():
         raise KeyError("x")
     assert hooks() == before
-
-
-def test_a_sentence_and_an_error_are_said_without_secrets(capsys):
-    say(f"a {CANARY}")
-    assert explain(OSError(f"401 for {CANARY}")).startswith("401 for <redacted HF_TOKEN>")
-    assert CANARY not in capsys.readouterr().err
 
 
 OWN_CLASSES = """
@@ -143,8 +118,14 @@ def test_an_error_of_a_class_of_ones_own_leaves_no_secret_on_any_way_out(name):
 # --- secrets as settings --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parse", VERBS)
-@pytest.mark.parametrize("words", [["--hub_token", CANARY], [f"--hub-token={CANARY}"], ["--judge_api_key", CANARY]])
+@pytest.mark.parametrize(
+    ("parse", "words"),
+    [
+        (parse_sft, ["--hub_token", CANARY]),
+        (parse_sft, [f"--hub-token={CANARY}"]),
+        (parse_eval, ["--judge_api_key", CANARY]),
+    ],
+)
 def test_a_secret_on_a_command_line_is_refused_and_not_repeated(parse, words):
     with pytest.raises(UsageError, match="visible to all users") as caught:
         parse(["--output_dir", "x", *words])
@@ -152,30 +133,16 @@ def test_a_secret_on_a_command_line_is_refused_and_not_repeated(parse, words):
     assert "HF_TOKEN, or run `hf auth login`" in str(caught.value) or "judge_api_key_env" in str(caught.value)
 
 
-@pytest.mark.parametrize("parse", [parse_ppo])
 @pytest.mark.parametrize(
     "line",
     [f"hub_token: {CANARY}", f"model_init_kwargs: {{token: {CANARY}}}", f"env: {{HF_TOKEN: {CANARY}}}"],
 )
-def test_a_secret_in_a_recipe_is_refused_with_its_line_and_not_repeated(tmp_path, parse, line):
+def test_a_secret_in_a_recipe_is_refused_with_its_line_and_not_repeated(tmp_path, line):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"output_dir: x\n{line}\n")
     with pytest.raises(UsageError, match=r"recipe\.yaml line 2: .*(HF_TOKEN|hf auth login)") as caught:
-        parse(["--config", str(recipe)])
+        parse_ppo(["--config", str(recipe)])
     assert CANARY not in str(caught.value)
-
-
-def test_a_secret_in_a_mapping_on_the_command_line_is_refused():
-    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "x", "--use_cpu", "true"]
-    with pytest.raises(UsageError, match="model_init_kwargs holds a secret in token") as caught:
-        parse_sft([*words, "--model_init_kwargs", f'{{"token": "{CANARY}"}}'])
-    assert CANARY not in str(caught.value)
-
-
-def test_the_word_for_the_stored_token_is_no_secret(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("output_dir: x\nmodel_name_or_path: m\ndataset_name: d\nmodel_init_kwargs: {token: true}\n")
-    assert parse_sft(["--config", str(recipe), "--use_cpu", "true"])[1].model_init_kwargs == {"token": True}
 
 
 @pytest.mark.parametrize(
@@ -194,19 +161,7 @@ def test_a_secret_in_a_pipeline_is_refused_and_not_repeated(tmp_path, monkeypatc
     assert CANARY not in str(caught.value)
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["../x", "x" * 97])
-def test_a_run_name_that_could_lead_elsewhere_is_refused(name):
+def test_a_run_name_that_could_lead_elsewhere_is_refused():
     words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "x", "--use_cpu", "true"]
     with pytest.raises(UsageError, match="run_name is "):
-        parse_sft([*words, "--run_name", name])
-
-
-@pytest.mark.parametrize("name", ["..", "a/b"])
-def test_a_name_of_a_stage_that_could_lead_elsewhere_is_refused(tmp_path, name):
-    path = tmp_path / "p.yaml"
-    path.write_text(f'output_dir: out\nstages:\n  "{name}": {{config: sft.yaml}}\n')
-    with pytest.raises(UsageError, match="a name has 1 to 96 of the characters"):
-        load_pipeline(path)
+        parse_sft([*words, "--run_name", "../x"])

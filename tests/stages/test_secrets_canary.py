@@ -152,32 +152,19 @@ def test_an_evaluation_by_a_judge_behind_a_key_leaves_none(base, place, capfd, c
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 
-@pytest.mark.parametrize("trace", ["1"])
 @pytest.mark.slow
-def test_a_step_that_fails_with_a_secret_in_its_message_leaves_none(base, place, trace):
+def test_a_step_that_fails_with_a_secret_in_its_message_leaves_none(base, place):
     words = ["--model_name_or_path", base / "base", "--dataset_name", base / "rows.jsonl", "--output_dir", "out"]
     words += [*TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:failing"]
     command = [sys.executable, "-m", "onetrunk.cli", "ppo", *map(str, words)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ONETRUNK_TRACEBACK": trace}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ONETRUNK_TRACEBACK": "1"}
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 1
     assert "401 for <redacted HF_TOKEN> at https://<redacted password>@host/v1" in run.stderr
     assert "old address https://<redacted password>@host/<redacted HF_TOKEN>" in run.stderr
     assert "asked with <redacted HF_TOKEN>" in run.stderr and "asked with <redacted OPENAI_API_KEY>" in run.stderr
-    assert ("in failing" in run.stderr) == (trace == "1")
+    assert "in failing" in run.stderr
     nothing_leaked(place, run.stdout, run.stderr)
-
-
-def test_preferences_of_a_judge_behind_a_key_leave_none(base, place, capfd, caplog):
-    with StubServer(key=CANARIES["JUDGE_ACCESS"]) as stub:
-        judge = ["--judge", f"{stub.url}", "--judge_model", "judge-1", "--constitution", base / "constitution.yaml"]
-        judge += ["--num_generations", "2", "--max_completion_length", "6", "--use_cpu", "true"]
-        # Without its key the server refuses; what it says is told.
-        assert call(base, "prefs", "prompts.jsonl", *judge, "--output_dir", "refused") == 1
-        assert call(base, "prefs", "prompts.jsonl", *judge, "--judge_api_key_env", "JUDGE_ACCESS") == 0
-        assert any(CANARIES["JUDGE_ACCESS"] in str(headers) for headers in stub.headers)
-    assert (place / "out/README.md").is_file()
-    nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 
 @pytest.mark.parametrize(("verb", "where"), [("prefs", "inline"), ("judge", "reasoning")])
@@ -193,33 +180,6 @@ def test_a_server_that_repeats_its_headers_puts_the_key_into_no_file(base, place
     kept = b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
     assert b"'authorization': 'Bearer <redacted JUDGE_ACCESS>'" in kept
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--judge", "https://anna:kanari-url-Pw94@host/v1", "--judge_model", "m"],
-        ["--judge", "reward:https://anna:kanari-url-Pw94@host/v1"],
-        ["--dataset_name", "https://anna:kanari-url-Pw94@host/rows.jsonl"],
-    ],
-)
-def test_a_password_in_an_address_is_not_repeated_by_the_refusal(base, place, capfd, caplog, options):
-    given = ["--judge", "rubric", "--constitution", base / "constitution.yaml", "--use_cpu", "true"]
-    assert call(base, "prefs", "prompts.jsonl", *given, *options) == 1
-    said = capfd.readouterr()
-    assert "error: " in said.err
-    nothing_leaked(place, *said, caplog.text)
-
-
-def test_a_pipeline_tells_none_of_the_options_of_its_scripts(place, capfd):
-    (place / "make.py").write_text("import pathlib, sys\npathlib.Path('rows.txt').write_text(str(len(sys.argv)))\n")
-    options = {"source": f"https://anna:{CANARIES['url']}@host/rows", "tag": CANARIES["HF_TOKEN"]}
-    stage = {"script": "make.py", "outputs": ["rows.txt"], "options": options}
-    (place / "pipeline.yaml").write_text(json.dumps({"output_dir": "out", "stages": {"data": stage}}))
-    assert cli.main(["run", "pipeline.yaml"]) == 0
-    (place / "pipeline.yaml").unlink()
-    assert (place / "rows.txt").read_text() == "5" and (place / "out/pipeline.json").is_file()
-    nothing_leaked(place, *capfd.readouterr())
 
 
 def test_a_token_given_in_python_is_in_no_checkpoint_event_file_or_card(base, place, capfd, caplog):

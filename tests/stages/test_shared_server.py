@@ -7,8 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
-from onetrunk.rollouts.same_base import PROBE_PROMPTS
-from onetrunk.rollouts.vllm import VLLMBackend
+from onetrunk.rollouts.vllm_requests import PROBE_PROMPTS
 from tests.feedback import runs
 from tests.judges.stub_server import completion
 from tests.ppo.support import base_model
@@ -45,7 +44,7 @@ def stub(inputs, tmp_path, monkeypatch):
 def evaluate(inputs, *options, out):
     words = ["--model_name_or_path", inputs / "adapter", "--dataset_name", inputs / "prompts.jsonl"]
     words += ["--reward_funcs", f"{inputs}/checks.py:warm", "--max_completion_length", 6, "--use_cpu", "true"]
-    return cli.main(["eval", *map(str, [*words, "--output_dir", out, "--num_completions_to_print", 0, *options])])
+    return cli.main(["eval", *map(str, [*words, "--output_dir", out, *options])])
 
 
 def on(stub):
@@ -77,10 +76,10 @@ def test_every_side_of_an_evaluation_samples_under_its_own_name_and_ends_as_in_t
         for name in ("score/mean", "score/warm", "completion/length"):
             assert served[role][name] == local[role][name]
     assert served["policy"].keys() == local["policy"].keys()
-    # The reference is the server's base. The trial shows whether the server takes the adapter at all.
+    # The reference is the server's base.
     nonces, what = published(stub)
-    assert what == ["trial-v0", "policy-v0", "trial-v0", "reference-v0"]
-    assert nonces[0] == nonces[1] != nonces[2] == nonces[3]
+    assert what == ["policy-v0", "reference-v0"]
+    assert nonces[0] != nonces[1]
     assert asked(stub) == [NUM_PROMPTS] * 3
     # At the end nothing is left, on the server and on the disk.
     assert stub.adapters == {} and not stub.missing and not list((tmp_path / "served/_adapters").iterdir())
@@ -125,7 +124,7 @@ def test_preferences_are_sampled_on_the_server_and_never_twice(stub, inputs, tmp
     statistics = json.loads((tmp_path / "served/statistics.json").read_text())
     assert statistics["about"]["sampled by"] == "vLLM 0.32.0"
     assert statistics["counts"]["completions"] == 2 * (NUM_PROMPTS - 1)
-    assert published(stub)[1] == (["trial-v0", "policy-v1"] if model == "adapter" else [])
+    assert published(stub)[1] == (["policy-v1"] if model == "adapter" else [])
     assert stub.adapters == {} and not stub.missing
     # The same command reads the ledger: the server is only checked.
     rows = (tmp_path / "served/data/preferences.jsonl").read_bytes()
@@ -164,7 +163,7 @@ def test_revisions_sample_policy_and_critic_on_one_server_each_by_its_version(st
     (tmp_path / "revise.yaml").write_text(json.dumps(settings | own | models))
     for out, where in (("local", ()), ("served", on(stub))):
         assert cli.main(["prefs", "--config", "revise.yaml", "--output_dir", out, *where]) == 0
-    assert published(stub)[1] == ["trial-v0", "policy-v1", "policy-v2"]
+    assert published(stub)[1] == ["policy-v1", "policy-v2"]
     assert completions_in(tmp_path / "served") == completions_in(tmp_path / "local")
     assert stub.adapters == {} and not stub.missing
 
@@ -193,7 +192,7 @@ def test_one_server_samples_and_judges(inputs, tmp_path, monkeypatch):
         config |= {"judge": [f"{stub.url}/v1"], "judge_model": BASE, "model_name_or_path": str(inputs / "adapter")}
         (tmp_path / "shared.yaml").write_text(json.dumps({**config, "keep_ties": True}))
         assert cli.main(["prefs", "--config", "shared.yaml", "--output_dir", "out", *on(stub)]) == 0
-        assert stub.num_judged > 10 and published(stub)[1] == ["trial-v0", "policy-v1"] and stub.adapters == {}
+        assert stub.num_judged > 10 and published(stub)[1] == ["policy-v1"] and stub.adapters == {}
         judge = ["--judge", f"{stub.url}/v1", "--judge_model", BASE, "--constitution", inputs / "constitution.yaml"]
         assert evaluate(inputs, *judge, *on(stub), out="eval") == 0
     about = json.loads((tmp_path / "out/statistics.json").read_text())["about"]
@@ -202,19 +201,12 @@ def test_one_server_samples_and_judges(inputs, tmp_path, monkeypatch):
 
 
 def test_an_evaluation_shares_a_server_with_a_training_that_publishes_there(stub, inputs, tmp_path):
-    training = VLLMBackend(stub.url, tmp_path / "training")
-    training._files.open()
-    name = f"onetrunk-{training._files.nonce}-1-policy-v0"
-    folder = training._files.path / "1-policy-v0"
+    folder = tmp_path / "training/_adapters/0123456789ab/1-policy-v0"
     shutil.copytree(inputs / "adapter", folder)
+    name = "onetrunk-0123456789ab-1-policy-v0"
     assert stub._load({"lora_name": name, "lora_path": str(folder)})[0] == 200
     assert evaluate(inputs, *COLD, *on(stub), out="out") == 0
     assert list(stub.adapters) == [name] and folder.is_dir()
-    # Nor does it unload what a training publishes in a folder that this machine cannot see.
-    stub.adapters[name] = (f"/of/another/machine/{folder.name}", stub.adapters[name][1])
-    assert evaluate(inputs, *COLD, *on(stub), out="again") == 0
-    assert list(stub.adapters) == [name]
-    training._files.close()
 
 
 def test_a_signal_to_prefs_unloads_its_adapter(stub, inputs, monkeypatch):
@@ -223,4 +215,4 @@ def test_a_signal_to_prefs_unloads_its_adapter(stub, inputs, monkeypatch):
 
     monkeypatch.setattr("onetrunk.stages.prefs.stage._write_rows", interrupt)
     assert runs.prefs(inputs, "--model_name_or_path", inputs / "adapter", *on(stub)) == 130
-    assert published(stub)[1] == ["trial-v0", "policy-v1"] and stub.adapters == {}
+    assert published(stub)[1] == ["policy-v1"] and stub.adapters == {}

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from onetrunk.feedback.preferences import all_pairs
-from onetrunk.feedback.revision import Reviser
-from onetrunk.feedback.sampling import PromptItem, TextSampler
+from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.token_draws import row_uniforms
+from onetrunk.rollouts.decoding import row_uniforms
 from onetrunk.utils import randomness
 from onetrunk.utils.options import require_seed
 from onetrunk.utils.randomness import (

@@ -1,4 +1,4 @@
-"""No secret survives in a text, and a text without one stays as it is."""
+"""No secret survives in a text, a text without one stays as it is, and text of others acts nowhere."""
 
 import os
 from unittest import mock
@@ -6,8 +6,20 @@ from unittest import mock
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from rich.table import Table
 
-from onetrunk.utils.redaction import LEAST_LENGTH, add_secret, is_secret_name, redact, redact_all
+from onetrunk.utils.redaction import (
+    LEAST_LENGTH,
+    add_secret,
+    address_of,
+    is_secret_name,
+    markdown_text,
+    printable,
+    redact,
+    redact_all,
+    table_console,
+)
 
 # '<' and '>' delimit a mark; beside one a secret with them could seem to begin in it.
 CHARACTERS = st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters="<>", exclude_categories=("Cc",))
@@ -86,21 +98,11 @@ def test_what_only_resembles_a_secret_stays(text):
         assert redact(text) == text
 
 
-def test_short_values_and_other_variables_are_no_secrets():
-    with environment({"HF_TOKEN": "1234567", "HF_HOME": "somewhere-long"}):
-        assert redact("1234567 somewhere-long") == "1234567 somewhere-long"
-
-
 def test_a_change_of_the_environment_counts_at_once_and_a_newline_at_its_end_does_not():
     with environment({"MY_API_KEY": "first-secret\n"}):
         assert redact("first-secret second-secret") == "<redacted MY_API_KEY> second-secret"
     with environment({"MY_API_KEY": "second-secret"}):
         assert redact("first-secret second-secret") == "first-secret <redacted MY_API_KEY>"
-
-
-def test_the_longer_of_two_secrets_is_taken_whole():
-    with environment({"A_KEY": "secret-one", "B_KEY": "secret-one-and-more"}):
-        assert redact("secret-one-and-more, secret-one") == "<redacted B_KEY>, <redacted A_KEY>"
 
 
 def test_a_registered_value_is_redacted_whatever_its_name():
@@ -110,11 +112,61 @@ def test_a_registered_value_is_redacted_whatever_its_name():
     assert redact("registered-value-3417 short") == "<redacted the_judge_s_key> short"
 
 
-def test_nested_values_are_redacted_and_what_holds_none_is_the_same_object():
+def test_nested_values_are_redacted_and_others_stay():
     with environment({"HF_TOKEN": "canary-canary"}):
         settings_of_run = {"a": ["x canary-canary"], "token": "whatever it is", "b": {"token": True, "n": 1}}
         clean = {"a": ["x <redacted HF_TOKEN>"], "token": "<redacted token>", "b": {"token": True, "n": 1}}
         assert redact_all(settings_of_run) == clean == redact_all(clean)
-        assert redact_all(clean) is clean
         plain = {"a": [1, "x"], "b": ({"c": None},), "token": None}
-        assert redact_all(plain) is plain
+        assert redact_all(plain) == plain
+
+
+TITLE_OF_THE_WINDOW = "\x1b]0;mine\x07"
+HOSTILE = [
+    "![picture](https://host/p.png)",
+    "[link](https://host)",
+    "[link][1]",
+    "[1]: https://host",
+    r"\[link](https://host)",
+    r"\\[link](https://host)",
+    "<img src=https://host/p.png>",
+    "<javascript:alert(1)>",
+    "<script>",
+    "a | b\\| c \\",
+    "a\n\n# b\r\n- [c](d)",
+    "``` `[a](b)",
+]
+
+
+def kinds(text):
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text)
+    return [token.type for token in tokens] + [child.type for token in tokens for child in token.children or ()]
+
+
+def test_control_characters_are_written_out_and_lines_and_letters_stay():
+    assert printable(f"{TITLE_OF_THE_WINDOW}a\rb\x9b\u202e") == r"\x1b]0;mine\x07a\rb\x9b\u202e"
+    assert printable("Straße\n\t日本 🙂 [red]") == "Straße\n\t日本 🙂 [red]"
+
+
+def test_a_table_shows_texts_as_they_are(capsys):
+    table = Table("name [bold]", title="[red]title")
+    table.add_row(r"\[red]x[/] :warning: [/none]")
+    table.add_row(TITLE_OF_THE_WINDOW)
+    table_console().print(table)
+    shown = capsys.readouterr().out
+    assert r"\[red]x[/] :warning: [/none]" in shown and r"\x1b]0;mine\x07" in shown and "\x1b" not in shown
+    assert "[red]title" in shown and "name [bold]" in shown
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_link_picture_html_or_column_begins_in_a_text(text):
+    escaped = markdown_text(text)
+    allowed = {"paragraph_open", "paragraph_close", "inline", "text", "text_special", "code_inline"}
+    assert set(kinds(f"It says {escaped}")) <= allowed
+    row = kinds(f"| a | b |\n|---|---|\n| {escaped} | last |")
+    assert row.count("td_open") == 2 and not {"link_open", "image", "html_inline"} & set(row)
+
+
+def test_the_address_of_a_file_is_relative_and_no_scheme(tmp_path):
+    assert address_of(tmp_path / "javascript:a(1)" / "a b", tmp_path) == "javascript%3Aa%281%29/a%20b"
+    assert address_of(tmp_path / "a.html", tmp_path / "b") == "../a.html"

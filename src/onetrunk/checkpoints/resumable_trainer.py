@@ -92,7 +92,6 @@ from onetrunk.parallel.sharding import (
     train_in_stages,
     training_stages,
 )
-from onetrunk.parallel.tensor import distribute_frozen, keep_head_divided
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
@@ -148,6 +147,10 @@ class ResumableTrainer(Trainer):
 
     def divide_base(self) -> str | None:
         """Divide the frozen base over the processes as the run asks; return a line for the user, if it was divided."""
+        if self._layout is None:
+            return None
+        from onetrunk.parallel.tensor import distribute_frozen
+
         return distribute_frozen(self.model, self._layout, self.args.device)
 
     def make_tensorboard(self) -> RunTensorBoard:
@@ -647,6 +650,8 @@ class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
         else:
             super().__init__(*args, train_dataset=train_dataset, **kwargs)
         if is_divided(self.model):
+            from onetrunk.parallel.tensor import keep_head_divided
+
             keep_head_divided(self.model.get_base_model())
 
     def _prepare_streamed(self, sample: Dataset) -> None:

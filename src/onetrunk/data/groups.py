@@ -2,12 +2,12 @@
 
 pairs    `chosen`, `rejected`, and `prompt` (text, messages, or left out): the first is better
 lists    the same with lists of texts (RewardBench 2): each of the first is better than each of the second
-groups   `prompt`, `completions`: texts, or dicts with `text`, `response`, `completion` or `content`, and `model`
+groups   `prompt`, `completions`: texts, or dicts with `text`, `response`, `completion` or `content`
 logs     `prompt` and `completion`, or `messages`: rows of one prompt belong together
 
 A side that is a list of messages may begin with the prompt's messages, as in UltraFeedback-binarized. Optional
-columns: `subset`, `reference` (an answer that is known to be good), `source` (of a log: who wrote it), `probability`
-(that `chosen` is better) and the flags `*_stopped` of `preferences.py`.
+columns: `subset`, `reference` (an answer that is known to be good), `probability` (that `chosen` is better) and the
+flags `*_stopped` of `preferences.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from onetrunk.data.rows import (
 from onetrunk.types import Message, Prompt, as_text
 
 Row = Mapping[str, Any]
-# Where the text of a completion and the name of its author stand in a dict.
-TEXT_KEYS, AUTHOR_KEYS = ("text", "response", "completion", "content"), ("model", "source", "name")
+# Where the text of a completion stands in a dict.
+TEXT_KEYS = ("text", "response", "completion", "content")
 MESSAGE_COLUMNS = ("messages", "conversation", "conversations")
 SIDES = ("chosen", "rejected")
 ALL = "all"
@@ -48,7 +48,6 @@ class Group:
         texts: the completions, as a judge reads them.
         num_better: the first so many are better than each of the others; 0: nothing is known.
         probability: of that, above 0.5 up to 1; 0.5: people call them equal.
-        authors: who wrote each completion; "" if that is not known.
         stopped: False for a completion that was cut off at a length limit.
         subset: the part of the dataset that it belongs to.
         reference: an answer that is known to be good; None without one.
@@ -58,14 +57,9 @@ class Group:
     texts: tuple[str, ...]
     num_better: int = 0
     probability: float = 1.0
-    authors: tuple[str, ...] = ()
     stopped: tuple[bool, ...] = ()
     subset: str = ALL
     reference: str | None = None
-
-    def author(self, index: int) -> str:
-        """Return who wrote a completion; "" if that is not known."""
-        return self.authors[index] if self.authors else ""
 
     def is_whole(self, index: int) -> bool:
         """Return whether a completion ended by itself."""
@@ -161,7 +155,6 @@ def _joined(parts: Sequence[Group]) -> Group:
     return replace(
         parts[0],
         texts=tuple(part.texts[0] for part in parts),
-        authors=tuple(part.author(0) for part in parts),
         stopped=tuple(part.is_whole(0) for part in parts),
     )
 
@@ -179,7 +172,7 @@ def _oriented(row: Row, group: Group) -> Group:
         return replace(group, probability=float(probability))
     if len(group.texts) != 2:
         raise Bad(f"probability is {probability} of several completions; put the better ones into chosen")
-    flipped = replace(group, texts=group.texts[::-1], authors=group.authors[::-1], stopped=group.stopped[::-1])
+    flipped = replace(group, texts=group.texts[::-1], stopped=group.stopped[::-1])
     return replace(flipped, probability=1 - float(probability))
 
 
@@ -190,8 +183,7 @@ def _pair(row: Row) -> Group:
         sides = [_text(row[name], name) for name in SIDES]
         prompt, sides = (_prompt(row["prompt"]), sides) if "prompt" in row else _shared_text(*sides)
     stopped = tuple(_stopped(row, name) for name in SIDES)
-    authors = tuple(str(row.get(f"{name}_model") or "") for name in SIDES)
-    return Group(prompt, tuple(as_text(side) for side in sides), 1, authors=authors, stopped=stopped)
+    return Group(prompt, tuple(as_text(side) for side in sides), 1, stopped=stopped)
 
 
 def _lists(row: Row) -> Group:
@@ -205,34 +197,29 @@ def _lists(row: Row) -> Group:
 def _group(row: Row) -> Group:
     completions = row["completions"]
     _require(type_fault(completions, (list,), "a list"), "completions")
-    texts, authors = [], []
+    texts = []
     for index, entry in enumerate(completions):
-        text, author = entry, ""
+        text = entry
         if isinstance(entry, Mapping):
             text = next((entry[key] for key in TEXT_KEYS if entry.get(key)), None)
-            author = next((str(entry[key]) for key in AUTHOR_KEYS if entry.get(key)), "")
         elif isinstance(entry, list):
             text = as_text(_messages(entry, f"completion {index}"))
         texts.append(_text(text, f"completion {index}"))
-        authors.append(author)
-    if len(authors) == len(row.get("models") or ()) and not any(authors):
-        authors = [str(name) for name in row["models"]]
-    return Group(_prompt(row["prompt"]), tuple(texts), authors=tuple(authors))
+    return Group(_prompt(row["prompt"]), tuple(texts))
 
 
 def _log(row: Row) -> Group:
-    author = (next((str(row[key]) for key in AUTHOR_KEYS if isinstance(row.get(key), str)), ""),)
     stopped = (_stopped(row, "completion"),)
     if row.get("completion") is not None:
         completion = row["completion"]
         read = _messages if isinstance(completion, list) else _text
         completion = read(completion, "completion")
-        return Group(_prompt(row["prompt"]), (as_text(completion),), authors=author, stopped=stopped)
+        return Group(_prompt(row["prompt"]), (as_text(completion),), stopped=stopped)
     name = next((column for column in MESSAGE_COLUMNS if column in row), "completion")
     messages = _messages(row.get(name), name)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise Bad(f"{name} does not end with an answer of the assistant")
-    return Group(messages[:-1], (messages[-1]["content"],), authors=author, stopped=stopped)
+    return Group(messages[:-1], (messages[-1]["content"],), stopped=stopped)
 
 
 READERS: dict[str, Callable[[Row], Group]] = {

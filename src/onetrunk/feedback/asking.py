@@ -10,23 +10,23 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from onetrunk.feedback.costs import Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict, digest
+from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict
 from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
     RememberedJudge,
     ask_missing_each,
     judge_pairs,
-    rate_pairs,
     rating_label,
 )
 from onetrunk.types import Prompt, SampledText
+from onetrunk.utils.files import digest
 
 # The failed fraction is taken of this number of questions at least.
 FEWEST = 50
@@ -47,7 +47,6 @@ class Asker:
         limit: of questions without an answer.
         both_orders: as in `judge_pairs`.
         costs: checks the budget after each answer; None: no budget.
-        judge_by: one of JUDGE_BY: whether pairs are shown, or completions are rated alone.
     """
 
     def __init__(
@@ -58,11 +57,9 @@ class Asker:
         limit: FailureLimit,
         both_orders: bool = True,
         costs: Costs | None = None,
-        judge_by: str = "pairs",
     ):
         self.judge, self.constitution, self.ledger = _remembered(judge, ledger), constitution, ledger
         self.limit, self.both_orders, self.costs = limit, both_orders, costs
-        self.judge_by = judge_by
         self.statistics = JudgeStatistics()
 
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
@@ -71,16 +68,14 @@ class Asker:
         Raises:
             RuntimeError: too many questions have no answer.
         """
-        labels = [label for part in parts_of(pairs) for label in self._labels(part)]
+        labels: list[PairLabel] = []
+        for start in range(0, len(pairs), PAIRS_PER_PART):
+            part = pairs[start : start + PAIRS_PER_PART]
+            keeping = {"memory": self.ledger, "on_answer": self._note}
+            labels += judge_pairs(self.judge, part, self.constitution, both_orders=self.both_orders, **keeping)
         for label in labels:
             self.statistics.add(label)
         return labels
-
-    def _labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
-        keeping: dict[str, Any] = {"memory": self.ledger, "on_answer": self._note}
-        if self.judge_by == "ratings":
-            return rate_pairs(self.judge, pairs, self.constitution, **keeping)
-        return judge_pairs(self.judge, pairs, self.constitution, both_orders=self.both_orders, **keeping)
 
     def ratings(
         self,
@@ -117,12 +112,6 @@ class Asker:
         self.limit.note(answer.error, answer.error_kind, item.prompt)
         if self.costs is not None:
             self.costs.check()
-
-
-def parts_of(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-    """Yield the pairs in parts that are asked about together."""
-    for start in range(0, len(pairs), PAIRS_PER_PART):
-        yield pairs[start : start + PAIRS_PER_PART]
 
 
 def _remembered(judge: Judge, ledger: Ledger) -> Judge:

@@ -7,16 +7,14 @@ only with `keep_ties`.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from onetrunk.data.groups import Group
 from onetrunk.data.rows import text_fault
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.sampling import PromptItem
@@ -37,14 +35,6 @@ COLUMNS: dict[str, type] = {
     "votes": str,
     "consistent": bool,
 }
-RATED_COLUMNS: dict[str, type] = {"prompt": list, "completion": list, "completion_stopped": bool, "rating": float}
-# By the kind of rows. `margin` is no column: TRL's RewardTrainer would use it unasked.
-COLUMNS_OF = {
-    "pairs": COLUMNS,
-    "unpaired": RATED_COLUMNS | {"label": bool},
-    "best": RATED_COLUMNS,
-    "worst": RATED_COLUMNS,
-}
 COUNTS = (
     "prompts",
     "repeated_prompts",
@@ -60,10 +50,6 @@ COUNTS = (
 )
 # Bins of the histogram of labels, from 0.5 to 1.
 BINS = 10
-# A label of 1 means that all votes agree, not certainty: its logit stays finite.
-SUREST = 1 - 1e-4
-# Stands for a principle in the votes of a label that people had a part in.
-PEOPLE = "people"
 
 
 @dataclass
@@ -72,13 +58,11 @@ class PreferenceMaker:
 
     Args:
         asker: asks the judge.
-        seed: of the pairs.
-        pairing: one of PAIRINGS.
-        pairs_per_prompt: with the pairing "random".
+        seed: decides which pairs are drawn, and which completion of a pair is shown first.
+        pairing: "all" pairs, the "best_worst" pair by the judge's ratings, or pairs_per_prompt "random" ones.
+        pairs_per_prompt: only with the pairing "random".
         keep_ties: write labels that are ties.
         tie_margin: labels at most this far from 1/2 are ties.
-        output_rows: one of OUTPUT_ROWS.
-        people_weight: share of the people's label in a label, where a group has one; 1: the judge is not asked there.
     """
 
     asker: Asker
@@ -86,99 +70,45 @@ class PreferenceMaker:
     pairing: str = "all"
     pairs_per_prompt: int | None = None
     keep_ties: bool = False
+    tie_margin: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     statistics: PreferenceStatistics = field(default_factory=lambda: PreferenceStatistics())
-    tie_margin: float = 0.0
-    output_rows: str = "pairs"
-    people_weight: float = 0.0
-    sources: SourceStatistics = field(default_factory=lambda: SourceStatistics())
 
     def rows(
         self,
         items: Sequence[PromptItem],
         completions: Sequence[Sequence[SampledText]],
-        groups: Sequence[Group | None] | None = None,
+        references: Sequence[str | None] | None = None,
     ) -> list[dict[str, Any]]:
         """Return the rows of a chunk, in the order of prompts and pairs.
 
         Args:
             items, completions: the prompts, and the completions of each.
-            groups: of completions that were given, with their authors and what people say of them.
+            references: per prompt an answer that is known to be good, if any.
 
         Raises:
             RuntimeError: too many questions have no answer.
         """
-        groups = groups or [None] * len(items)
+        references = references or [None] * len(items)
         ratings: list[tuple[list[float | None], bool]] = [([], False)] * len(items)
         if self.pairing == "best_worst":
-            references = [None if group is None else group.reference for group in groups]
             ratings = self.asker.ratings([item.prompt for item in items], completions, references)
-        asked = [
-            _Asked(number, first, second, _pair(item, row, first, second, group), _of_people(group, first, second))
-            for number, (item, row, rated, group) in enumerate(zip(items, completions, ratings, groups, strict=True))
+        pairs = [
+            _pair(item, row[first], row[second], reference)
+            for item, row, rated, reference in zip(items, completions, ratings, references, strict=True)
             for first, second in self._pairs(item, [sampled.text for sampled in row], *rated)
         ]
-        if self.output_rows in ("best", "worst") and self.pairing == "best_worst":
-            # The ratings decide; nobody needs to compare.
-            asked = []
-        labels = self._labels(asked)
-        for question, label in zip(asked, labels, strict=True):
-            self.sources.add(groups[question.number], question, label)
-        if self.output_rows == "pairs":
-            # A label over some of the questions would change once the others are answered.
-            decided = [(q.pair, label) for q, label in zip(asked, labels, strict=True) if self._counts(label)]
-            rows = [_row(pair, label) for pair, label in decided if self.keep_ties or not self._is_tie(label)]
-        else:
-            rows = self._rated_rows(items, completions, ratings, asked, labels)
-        self.counts["pairs"] += len(asked)
+        labels = self.asker.labels(pairs)
+        decided = [(pair, label) for pair, label in zip(pairs, labels, strict=True) if self._has_label(label)]
+        rows = [_row(pair, label) for pair, label in decided if self.keep_ties or not self._is_tie(label)]
+        self.counts["pairs"] += len(pairs)
         self.counts["labelled"] += len(rows)
         self.statistics.add(rows)
         return rows
 
-    def _labels(self, asked: Sequence[_Asked]) -> list[PairLabel]:
-        """Return the labels of pairs: the judge's, the people's, or both by weight."""
-        alone = self.people_weight == 1
-        to_judge = [question for question in asked if not (alone and question.people is not None)]
-        judged = iter(self.asker.labels([question.pair for question in to_judge]))
-        labels = []
-        for question in asked:
-            if question.people is None:
-                labels.append(next(judged))
-            elif alone:
-                labels.append(PairLabel(question.people, True, ((PEOPLE, (question.people,)),)))
-            else:
-                labels.append(_mixed(next(judged), question.people, self.people_weight))
-        return labels
-
-    def _rated_rows(
-        self,
-        items: Sequence[PromptItem],
-        completions: Sequence[Sequence[SampledText]],
-        ratings: Sequence[tuple[list[float | None], bool]],
-        asked: Sequence[_Asked],
-        labels: Sequence[PairLabel],
-    ) -> list[dict[str, Any]]:
-        """Return rows of single completions, each with its rating: the judge's, or the mean of its pairs' labels."""
-        by_prompt: list[list[tuple[_Asked, PairLabel]]] = [[] for _ in items]
-        for question, label in zip(asked, labels, strict=True):
-            by_prompt[question.number].append((question, label))
-        rows = []
-        for item, texts, (given, is_unrated), pairs in zip(items, completions, ratings, by_prompt, strict=True):
-            if is_unrated:
-                continue  # Counted with the pairs.
-            decided = [(question, label) for question, label in pairs if self._counts(label)]
-            if len(decided) < len(pairs) and any(label.errors for _, label in pairs):
-                continue  # A rating of some of the pairs would change once the others are answered.
-            if self.output_rows != "unpaired" and given:
-                usable = distinct([sampled.text for sampled in texts])
-                rated = {index: given[index] for index in usable if given[index] is not None}
-            else:
-                rated = _mean_ratings(decided)
-            rows += self._chosen(item, texts, rated)
-        return rows
-
-    def _counts(self, label: PairLabel) -> bool:
+    def _has_label(self, label: PairLabel) -> bool:
         """Return whether a pair has a label; count it."""
+        # A label over some of the questions would change once the others are answered.
         if label.errors or label.probability is None:
             self.counts["unjudged" if label.errors else "abstained"] += 1
             return False
@@ -187,20 +117,6 @@ class PreferenceMaker:
 
     def _is_tie(self, label: PairLabel) -> bool:
         return abs(label.probability - 0.5) <= self.tie_margin
-
-    def _chosen(self, item: PromptItem, texts: Sequence[SampledText], rated: dict[int, float]) -> list[dict[str, Any]]:
-        """Return the rows of one prompt: the best, the worst, or each that is better or worse than a tie."""
-        if not rated:
-            return []
-        if self.output_rows == "unpaired":
-            clear = {i: rating for i, rating in rated.items() if abs(rating - 0.5) > self.tie_margin}
-            return [_rated_row(item, texts[i], rating) | {"label": rating > 0.5} for i, rating in clear.items()]
-        if len(set(rated.values())) == 1 and len(rated) > 1 and not self.keep_ties:
-            self.counts["ties"] += 1
-            return []
-        pick = max if self.output_rows == "best" else min
-        index = pick(rated, key=lambda i: rated[i])
-        return [_rated_row(item, texts[index], rated[index])]
 
     def _pairs(
         self, item: PromptItem, texts: Sequence[str], ratings: Sequence[float | None], is_unrated: bool
@@ -224,54 +140,8 @@ class PreferenceMaker:
         return pairs
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A pair of completions of a prompt of a chunk: their indices, and the people's probability of the first."""
-
-    number: int
-    first: int
-    second: int
-    pair: Pair
-    people: float | None
-
-
-def _pair(item: PromptItem, row: Sequence[SampledText], first: int, second: int, group: Group | None) -> Pair:
-    one, other = row[first], row[second]
-    reference = None if group is None else group.reference
-    return Pair(item.prompt, one.text, other.text, one.stopped, other.stopped, reference)
-
-
-def _of_people(group: Group | None, first: int, second: int) -> float | None:
-    """Return the people's probability that the first is better; None if they say nothing about these two."""
-    if group is None or (first < group.num_better) == (second < group.num_better):
-        return None
-    return group.probability if first < group.num_better else 1 - group.probability
-
-
-def _mixed(label: PairLabel, people: float, weight: float) -> PairLabel:
-    """Return the mean of a judge's label and the people's; the people's alone if the judge abstains."""
-    if label.errors or weight == 0:
-        return label
-    mean = people if label.probability is None else weight * people + (1 - weight) * label.probability
-    return replace(label, probability=mean, votes=(*label.votes, (PEOPLE, (people,))))
-
-
-def _mean_ratings(decided: Sequence[tuple[_Asked, PairLabel]]) -> dict[int, float]:
-    """Return the mean probability of each completion of being better, over its pairs."""
-    won: dict[int, list[float]] = {}
-    for question, label in decided:
-        won.setdefault(question.first, []).append(label.probability)
-        won.setdefault(question.second, []).append(1 - label.probability)
-    return {index: sum(won[index]) / len(won[index]) for index in sorted(won)}
-
-
-def _rated_row(item: PromptItem, sampled: SampledText, rating: float) -> dict[str, Any]:
-    return {
-        "prompt": item.prompt,
-        "completion": as_completion(item.prompt, sampled.text),
-        "completion_stopped": sampled.stopped,
-        "rating": rating,
-    }
+def _pair(item: PromptItem, first: SampledText, second: SampledText, reference: str | None) -> Pair:
+    return Pair(item.prompt, first.text, second.text, first.stopped, second.stopped, reference)
 
 
 def _row(pair: Pair, label: PairLabel) -> dict[str, Any]:
@@ -293,12 +163,6 @@ def _row(pair: Pair, label: PairLabel) -> dict[str, Any]:
         "votes": json.dumps(votes, ensure_ascii=False),
         "consistent": label.consistent,
     }
-
-
-def logit(probability: float) -> float:
-    """Return log(p / (1 - p)) for p in [0.5, 1], at most 9.2."""
-    p = min(probability, SUREST)
-    return math.log(p / (1 - p))
 
 
 def all_pairs(completions: Sequence[str], words: Sequence[int], count: int | None = None) -> list[tuple[int, int]]:
@@ -352,82 +216,8 @@ def _ordered(pairs: list[tuple[int, int]], generator: np.random.Generator) -> li
     return [pair if generator.random() < 0.5 else pair[::-1] for pair in pairs]
 
 
-class SourceStatistics:
-    """Sums over the pairs of given completions: by who wrote them, and by the part of the dataset."""
-
-    def __init__(self) -> None:
-        self.authors: dict[str, dict[str, float]] = {}
-        self.subsets: dict[str, dict[str, float]] = {}
-
-    def add(self, group: Group | None, asked: _Asked, label: PairLabel) -> None:
-        """Add a pair with its label; nothing for sampled completions, or without a label."""
-        if group is None or label.errors or label.probability is None:
-            return
-        for index, probability in ((asked.first, label.probability), (asked.second, 1 - label.probability)):
-            if group.author(index):
-                won = 0.5 if probability == 0.5 else float(probability > 0.5)
-                _sum_up(self.authors, group.author(index), pairs=1, won=won, probability=probability)
-        agrees = {}
-        if asked.people is not None and asked.people != 0.5:
-            same = (label.probability - 0.5) * (asked.people - 0.5)
-            agrees = {"labelled_by_people": 1, "agrees": 0.5 if same == 0 else float(same > 0)}
-        _sum_up(self.subsets, group.subset, pairs=1, **agrees)
-
-    def merge(self, sums: dict[str, dict[str, dict[str, float]]]) -> None:
-        """Add the sums of a shard."""
-        for name, ours in vars(self).items():
-            for key, values in sums.get(name, {}).items():
-                _sum_up(ours, key, **values)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return pairs, share won and mean probability by author; pairs and agreement with people by subset."""
-        authors = {
-            name: {
-                "pairs": int(sums["pairs"]),
-                "won_fraction": _share(sums["won"], sums["pairs"]),
-                "mean_probability": _share(sums["probability"], sums["pairs"]),
-            }
-            for name, sums in sorted(self.authors.items())
-        }
-        subsets = {}
-        for name, sums in sorted(self.subsets.items()):
-            subsets[name] = {"pairs": int(sums["pairs"])}
-            if sums.get("labelled_by_people"):
-                subsets[name]["agrees_with_people"] = _share(sums["agrees"], sums["labelled_by_people"])
-        return {"authors": authors, "subsets": subsets}
-
-
-def _sum_up(table: dict[str, dict[str, float]], key: str, **values: float) -> None:
-    row = table.setdefault(key, {})
-    for name, value in values.items():
-        row[name] = row.get(name, 0) + value
-
-
 def _share(part: float, whole: float) -> float | None:
     return round(part / whole, 6) if whole else None
-
-
-class RatedStatistics:
-    """Sums over rows of single completions. Lengths are in characters."""
-
-    def __init__(self) -> None:
-        self.sums: Counter[str] = Counter()
-
-    def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Add rows."""
-        for row in rows:
-            values = {"rows": 1, "rating": row["rating"], "characters": len(plain(row["completion"]))}
-            self.sums.update(values | {"labels": "label" in row, "true": bool(row.get("label"))})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the statistics; None for a mean of nothing."""
-        sums = self.sums
-        return {
-            "rows": sums["rows"],
-            "mean_rating": _share(sums["rating"], sums["rows"]),
-            "mean_characters": _share(sums["characters"], sums["rows"]),
-            "label_true_fraction": _share(sums["true"], sums["labels"]),
-        }
 
 
 class PreferenceStatistics:

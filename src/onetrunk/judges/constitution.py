@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onetrunk.judges.judge import Principle, digest
-from onetrunk.utils.yaml_files import read_yaml
+from onetrunk.judges.judge import Principle
+from onetrunk.utils.files import digest, read_yaml
 
 KEYS = ("name", "principles")
 PRINCIPLE_KEYS = ("text", "weight", "tags", "marks")

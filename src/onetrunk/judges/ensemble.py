@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from onetrunk.judges.judge import Answer, Done, DoneEach, Items, Judge, Principle, unique_names
+from onetrunk.judges.judge import Answer, Done, DoneEach, Items, Judge, Principle
 from onetrunk.servers.errors import EndOfCalls
+from onetrunk.utils.files import unique_names
 
 # How long an ensemble that ends with an error waits for the calls of its members.
 JOIN_S = 5.0

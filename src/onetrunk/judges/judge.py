@@ -7,19 +7,17 @@ the answers into labels.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, count
 from typing import Any
 
 from onetrunk.servers.errors import ErrorKind
 from onetrunk.types import Message, Prompt
+from onetrunk.utils.files import digest
 
 
 @dataclass(frozen=True)
@@ -319,21 +317,6 @@ def logistic(x: float) -> float:
 def model_name(source: str) -> str:
     """Return the last part of a path or a Hub name, with only the characters that `Judge.name` may have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", source.rstrip("/").rpartition("/")[2])[:96]
-
-
-def unique_names(names: Sequence[str]) -> list[str]:
-    """Return different names: the second of a name becomes name_2."""
-    unique: list[str] = []
-    for name in names:
-        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
-        unique.append(next(candidate for candidate in numbered if candidate not in unique))
-    return unique
-
-
-def digest(value: Any) -> str:
-    """Return the sha256 of a JSON value, the same for equal values."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def prompt_key(prompt: Prompt) -> str:

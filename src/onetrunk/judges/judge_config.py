@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Judge, digest, model_name
+from onetrunk.judges.judge import Judge, model_name
 from onetrunk.judges.rubric import Check, RubricJudge
 from onetrunk.judges.template import VERDICT_TOKENS
+from onetrunk.utils.files import digest
 from onetrunk.utils.import_path import find_object, is_dotted_path
 from onetrunk.utils.options import option
 
@@ -187,7 +188,7 @@ def own_judge(spec: str) -> Judge:
         TypeError: the object is no Judge, or its class needs arguments.
         RuntimeError: importing the module failed.
     """
-    judge = find_object(spec, "judge", _is_judge, "judges")
+    judge = find_object(spec, "judge")
     if not _is_judge(judge):
         raise TypeError(
             f"judge {spec!r} is of type {type(judge).__name__}; expected a subclass of onetrunk.judges.judge.Judge, or"

@@ -23,9 +23,9 @@ from onetrunk.judges.judge import (
     Rating,
     Single,
     Verdict,
-    digest,
 )
 from onetrunk.types import Prompt
+from onetrunk.utils.files import digest
 
 Kind = TypeVar("Kind", bound=Answer)
 # Called with an item and its new answer.
@@ -108,44 +108,6 @@ def judge_pairs(
     principles = constitution.principles
     by_principle = ask_missing_each(judge, [(shown, principle) for principle in principles], memory, on_answer)
     return [_label([v[i :: len(pairs)] for v in by_principle], principles) for i in range(len(pairs))]
-
-
-def rate_pairs(
-    judge: Judge,
-    pairs: Sequence[Pair],
-    constitution: Constitution,
-    *,
-    memory: Memory | None = None,
-    on_answer: OnAnswer | None = None,
-) -> list[PairLabel]:
-    """Return a label per pair from ratings of its completions alone: P = 1/2 + (rating of first - of second) / 2.
-
-    Each different completion of a prompt is rated once, so n completions take n questions per principle instead of
-    n (n - 1). Both orders have the same vote, because no order was shown.
-
-    Args:
-        memory, on_answer: as in `ask_missing_each`; `on_answer` gets completions.
-    """
-    singles = list({digest(vars(single)): single for pair in pairs for single in pair.singles()}.values())
-    asked = [(singles, principle) for principle in constitution.principles]
-    by_principle = ask_missing_each(judge, asked, memory, on_answer)
-    places = {digest(vars(single)): place for place, single in enumerate(singles)}
-    labels = []
-    for pair in pairs:
-        first, second = (places[digest(vars(single))] for single in pair.singles())
-        in_orders = [[_verdict_of(r[first], r[second]), _verdict_of(r[second], r[first])] for r in by_principle]
-        labels.append(_label(in_orders, constitution.principles))
-    return labels
-
-
-def _verdict_of(first: Rating, second: Rating) -> Verdict:
-    """Return what two ratings say about a pair; an error if one of them is."""
-    failed = next((rating for rating in (first, second) if rating.error is not None), None)
-    if failed is not None:
-        return Verdict(None, error=failed.error, error_kind=failed.error_kind)
-    if first.score is None or second.score is None:
-        return Verdict(None, first.reason or second.reason)
-    return Verdict(TIE + (first.score - second.score) / 2)
 
 
 def kept_ratings(

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.data.chat_template import apply_chat_template
-from onetrunk.judges.judge import Done, Items, Judge, Principle, digest, model_name
+from onetrunk.judges.judge import Done, Items, Judge, Principle, model_name
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,
@@ -40,6 +40,7 @@ from onetrunk.models.reward_model import length_limit
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import Message
+from onetrunk.utils.files import digest
 from onetrunk.utils.startup import peft_calls
 
 ANSWER, REASONS = "Answer:", "Reasons:"

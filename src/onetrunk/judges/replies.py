@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from onetrunk.judges.template import Opinion, is_mark
+from onetrunk.servers.client import is_same_model
 from onetrunk.servers.errors import CallError
 from onetrunk.utils.files import parse_json
 
 # A label may be in quotes, brackets or bold type; a sentence around it is not a verdict.
 BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
 VERDICT_KEYS = ("label", "verdict", "answer", "choice", "better", "winner", "score", "rating")
-# What a server adds to the name of a model that it pins: a date or a revision.
-PINNED = r"[-@:](\d{4}|\d{4}-?\d\d-?\d\d|latest|main|[0-9a-f]{7,40})"
 # How tokenizers write the space before a word.
 SPACE_MARKS = "\u0120\u2581"
 # With less probability on the labels their order says little about what the model wanted to write.
@@ -89,12 +88,6 @@ def checked_reply(output: Any, model: str) -> Reply:
     thought = str(thought) or text.removesuffix(verdict)
     positions = None if thought else _positions(choices[0].get("logprobs"), text)
     return Reply(verdict, ending != "length", positions, thought, None if refusal is None else str(refusal))
-
-
-def is_same_model(model: str, reported: str) -> bool:
-    """Return whether two names mean one model: the second may differ in its owner and have a date or revision."""
-    ours, theirs = (name.rstrip("/").rpartition("/")[2].lower() for name in (model, reported))
-    return ours == theirs or re.fullmatch(re.escape(ours) + PINNED, theirs) is not None
 
 
 def read_label(text: str, labels: Sequence[str]) -> str | None:

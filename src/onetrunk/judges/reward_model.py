@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, digest, logistic, model_name
+from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, logistic, model_name
 from onetrunk.models.loading import base_fingerprint, read_tokenizer
 from onetrunk.models.reward_model import (
     ScoreScale,
@@ -29,6 +29,7 @@ from onetrunk.models.reward_model import (
     reads_end_token,
     score_token_ids,
 )
+from onetrunk.utils.files import digest
 
 logger = logging.getLogger(__name__)
 

@@ -5,17 +5,15 @@ It is deterministic, and no text can persuade it. Checks have the signature of r
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, logistic
 from onetrunk.servers.fleet import run_async
+from onetrunk.utils.import_path import source_identity
 
 Check = Callable[..., Any]
 # A difference of one temperature makes odds of e to 1; one of a whole score, .993.
@@ -120,28 +118,3 @@ class RubricJudge(ScoringJudge):
 
 def _not_applied(by_tag: Mapping[str, Any]) -> str:
     return f"no check applies ({', '.join(by_tag)})"
-
-
-def source_identity(check: Check) -> dict[str, Any]:
-    """Return a check's name, a hash of its source file, and the plain settings of an object or a partial.
-
-    A ledger asks again after a change of the check. A change in what the file imports is not noticed.
-    """
-    settings: dict[str, Any] = {}
-    while isinstance(check, functools.partial):
-        settings |= _plain(check.keywords) | _plain(dict(enumerate(check.args)))
-        check = check.func
-    if not inspect.isroutine(check):
-        settings |= _plain(getattr(check, "__dict__", {}))
-        check = type(check)
-    try:
-        source = hashlib.sha256(Path(inspect.getsourcefile(check)).read_bytes()).hexdigest()[:16]
-    except (TypeError, OSError):
-        source = None  # Built in, or typed into a console.
-    return {"name": check.__qualname__, "source": source, "settings": settings}
-
-
-def _plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    kinds = (str, int, bool, type(None))
-    plain = {str(name): value for name, value in settings.items() if isinstance(value, kinds)}
-    return plain | {str(name): repr(value) for name, value in settings.items() if isinstance(value, float)}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.judges.judge import Done, DoneEach, Items, Judge, Pair, Principle, Single, digest, model_name
+from onetrunk.judges.judge import Done, DoneEach, Items, Judge, Pair, Principle, Single, model_name
 from onetrunk.judges.replies import (
     MORE_TOKENS,
     Reply,
@@ -45,6 +45,7 @@ from onetrunk.servers.client import Connection, Server, checked_url
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import Fleet, RetryPolicy, run_async
 from onetrunk.types import Message
+from onetrunk.utils.files import digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

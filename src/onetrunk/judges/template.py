@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.judges.judge import Pair, Principle, Rating, Single, Verdict, digest
+from onetrunk.judges.judge import Pair, Principle, Rating, Single, Verdict
 from onetrunk.types import Message, Prompt
+from onetrunk.utils.files import digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

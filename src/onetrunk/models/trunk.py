@@ -48,12 +48,11 @@ from onetrunk.models.base_model import (
     output_head,
     verify_head,
 )
-from onetrunk.models.frozen_prefix import only_above, only_below, only_between, verify_cut
+from onetrunk.models.frozen_layers import only_above, only_below, only_between, verify_cut
 from onetrunk.models.loading import write_base_marks
 from onetrunk.models.reward_model import ScoreBranch
 from onetrunk.models.speedups.fused_lora import fuse_lora
-from onetrunk.models.speedups.narrow import Positions, narrow_blocks
-from onetrunk.models.speedups.padding_free import TokenGrid, packing_obstacle, token_grid
+from onetrunk.models.speedups.token_grid import Positions, TokenGrid, narrow_blocks, packing_obstacle, token_grid
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.options import VALUE_HEADS

@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onetrunk.ops.logprob_tiles import Chunk
+from onetrunk.ops.logprob_tiles import Chunk, ShardChunk
 from onetrunk.ops.masking import at_least_float32
 from onetrunk.ops.running_softmax import Head
-from onetrunk.ops.vocab_parallel import ShardChunk
 
 # Measured on CPU: products run at full speed if the tiles stay in the cache. A GPU needs larger products.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +14,15 @@ from accelerate.utils import gather_object, recursively_apply, send_to_device
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.parallel.sharding import group_size, is_divided, training_stages
+from onetrunk.types import Pack, PackOutput
 
 T = TypeVar("T")
+
+# The attribute of a base under which `parallel.staged` keeps the stage of this process.
+STAGED = "onetrunk_stage"
 
 
 def process_mesh(group_size: int) -> DeviceMesh:
@@ -159,10 +164,10 @@ def forwards_of_first(model: nn.Module) -> Iterator[bool]:
         yield False
         return
 
-    def tell(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def announce(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         dist.broadcast_object_list([(base.training, args, kwargs)], src=0, group=group)
 
-    hook = base.register_forward_pre_hook(tell, with_kwargs=True)
+    hook = base.register_forward_pre_hook(announce, with_kwargs=True)
     try:
         yield True
     finally:
@@ -172,7 +177,7 @@ def forwards_of_first(model: nn.Module) -> Iterator[bool]:
 
 @torch.no_grad()
 def _follow(base: nn.Module, group: dist.ProcessGroup) -> None:
-    """Run the forwards that the first process tells of, until it tells that there are no more."""
+    """Run the forwards that the first process announces, until it announces that there are no more."""
     while True:
         message: list[Any] = [None]
         dist.broadcast_object_list(message, src=0, group=group)
@@ -222,3 +227,43 @@ def _computed_by(first: int, compute: Callable[[], T], group: dist.ProcessGroup 
     if result[1] is not None:
         raise RuntimeError(f"process {first}, which does this for the others, failed: {result[1]}")
     return result[0]
+
+
+# --- models in pipeline stages ---------------------------------------------------------------------------------------
+
+
+def staged(model: nn.Module) -> Any | None:
+    """Return the `parallel.staged.Stage` of a model whose layers are divided, wrapped in DDP or not; else None."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return vars(base).get(STAGED)
+
+
+def pack_outputs(
+    model: nn.Module,
+    packs: Sequence[Pack],
+    roles: Sequence[str],
+    temperature: float,
+    states: Sequence[Tensor | None] | None = None,
+    poll: Callable[[], None] = lambda: None,
+) -> Iterator[PackOutput]:
+    """Yield the outputs of `roles` over each pack, without gradients, whether or not the model is in stages.
+
+    Args:
+        model: wrapped or not.
+        packs: run one after another; the stages of a pipeline run them together.
+        roles, temperature: as TrunkModel takes them.
+        states: [N, H] of each pack at the cut, where they are known.
+        poll: called before each forward; may raise to give up.
+    """
+    stage = staged(model)
+    if stage is not None:
+        poll()
+        yield from stage.outputs(packs, roles, temperature)
+        return
+    for number, pack in enumerate(packs):
+        poll()
+        known = None if states is None else states[number]
+        with torch.no_grad():
+            output = model(pack=pack, states=known, roles=tuple(roles), temperature=temperature)
+        yield output

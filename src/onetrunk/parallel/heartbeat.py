@@ -1,8 +1,7 @@
-"""Heartbeats: each process of a training writes where it is, for supervisors and for naming a process that is lost.
+"""Heartbeats: each process of a training writes where it is, for supervisors and for finding a process that is lost.
 
 `_heartbeat-RANK.json` in the output folder is replaced when work makes progress, at most once per second. Only
-progress renews it, so a process that hangs is recognised by the age of its file. If the connection to another process
-breaks, the files say which process is lost.
+progress renews it, so a process that hangs is recognised by the age of its file.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -19,25 +19,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from onetrunk.parallel.stages import is_broken_link
 from onetrunk.utils.files import atomic_path, delete_temporaries, parse_json
-from onetrunk.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
 # Least seconds between two writes: steps may be short, and the folder may be on a network.
 INTERVAL_S = 1.0
-# How long a process whose connection broke waits for a sign of who is lost.
-GRACE_S = 10.0
-START, TRAIN, GATHER, UPDATE, SAVE, FAILED = "start", "train", "gather", "update", "save", "failed"
-# In these phases a process may be waiting for the others.
-WAITING = (TRAIN, GATHER, UPDATE, SAVE)
+START, TRAIN, GATHER, UPDATE, SAVE = "start", "train", "gather", "update", "save"
+# What gloo and torch.distributed say when the connection to another process breaks or its answer does not come.
+BROKEN = re.compile(
+    r"gloo|Connection (closed|reset) by peer|NCCL|ProcessGroup|Socket Timeout|Timed out (waiting|after)|Broken pipe"
+)
 
 
 class LostRanks(RuntimeError):
-    """Other processes of the run ended or gave no answer; the message names them."""
+    """Another process of the run ended or gave no answer."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,10 @@ class Beat:
     """The content of a heartbeat file.
 
     Args:
-        rank, host, pid: of the process.
+        rank, host, pid: the process.
         time: when it last made progress, in seconds since 1970.
-        phase: what it does; `failed` after an error.
-        step, rollout: the optimizer step and the number of the rollout, None before there is one.
-        error: of a failed process: its message, or "" if the process only lost the connection to another one.
+        phase: what it does.
+        step, rollout: the optimizer step and the number of the rollout, None before the first one.
     """
 
     rank: int
@@ -59,7 +57,6 @@ class Beat:
     phase: str
     step: int | None = None
     rollout: int | None = None
-    error: str | None = None
 
     @property
     def place(self) -> str:
@@ -69,29 +66,9 @@ class Beat:
         words += [f"at step {self.step}"] if self.step is not None else []
         return " ".join(words)
 
-    @property
-    def fate(self) -> str | None:
-        """What became of the process, in words, if that is certain: it failed, or has ended on this machine.
-
-        A process that failed because it lost another one has none.
-        """
-        if self.phase == FAILED:
-            return f"failed: {self.error}" if self.error else None
-        if self.host != socket.gethostname() or not Path("/proc/self/stat").exists():
-            return None
-        try:
-            # The name before the state may contain anything, also parentheses.
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            state = "X"
-        return "was killed or crashed" if state in "ZX" else None
-
     def __str__(self) -> str:
-        who = f"rank {self.rank} (process {self.pid} on {self.host})"
-        if self.phase == FAILED:
-            return f"{who} {self.fate}"
         age = time.time() - self.time
-        return f"{who} {self.fate or 'is silent'} {self.place}; its last sign was {age:.0f} s ago"
+        return f"rank {self.rank} (process {self.pid} on {self.host}), last sign {age:.0f} s ago {self.place}"
 
 
 def heartbeat_file(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -115,7 +92,7 @@ class Heartbeat(TrainerCallback):
 
     Args:
         folder: the output folder of the run.
-        rank: of this process.
+        rank: the rank of this process.
     """
 
     _by_path: ClassVar[dict[Path, Heartbeat]] = {}
@@ -123,7 +100,6 @@ class Heartbeat(TrainerCallback):
     def __init__(self, folder: str | os.PathLike[str], rank: int):
         self.path = heartbeat_file(folder, rank)
         self.rank = rank
-        self.world_size = 1
         self._depth = 0
         self._lock = threading.Lock()
         self._begin()
@@ -138,7 +114,6 @@ class Heartbeat(TrainerCallback):
         self.phase = START
         self.step: int | None = None
         self.rollout: int | None = None
-        self._error: str | None = None
         self._is_writable, self._written = True, 0.0
 
     def enter(self, phase: str, is_due: bool = False) -> None:
@@ -158,52 +133,51 @@ class Heartbeat(TrainerCallback):
 
     def beat(self, is_due: bool = False) -> None:
         """Record progress. Cheap enough for every token: the file is written now and then, or if it `is_due`."""
-        if is_due or time.monotonic() - self._written >= INTERVAL_S:
-            self._write()
-
-    @property
-    def now(self) -> Beat:
-        """What the file says if it is written now."""
-        place = (self.phase, self.step, self.rollout)
-        return Beat(self.rank, socket.gethostname(), os.getpid(), time.time(), *place, self._error)
-
-    def _write(self) -> None:
         if not self._depth or not self._is_writable or not self.path.parent.is_dir():
             return
+        if not is_due and time.monotonic() - self._written < INTERVAL_S:
+            return
+        beat = Beat(self.rank, socket.gethostname(), os.getpid(), time.time(), self.phase, self.step, self.rollout)
         with self._lock:  # Scoring makes progress in a thread of its own.
             self._written = time.monotonic()
             try:
                 with atomic_path(self.path, is_durable=False) as temporary:
-                    temporary.write_text(json.dumps(asdict(self.now)) + "\n", encoding="utf-8")
+                    temporary.write_text(json.dumps(asdict(beat)) + "\n", encoding="utf-8")
             except OSError as failure:
                 self._is_writable = False
                 logger.warning(f"{self.path} cannot be written ({failure}); the run continues without heartbeats")
 
     @contextlib.contextmanager
     def running(self, world_size: int) -> Iterator[None]:
-        """Write heartbeats inside the block; the outermost one deletes the file if it ends without an error.
+        """Write heartbeats inside the block. The end of the outermost block deletes the file.
 
         Args:
             world_size: number of processes.
 
         Raises:
-            LostRanks: instead of an error of the connection to another process.
+            LostRanks: instead of an error of the connection to another process; it lists their last signs.
         """
         self._depth += 1
         if self._depth == 1:
-            self.world_size = world_size
             self._begin()
             self.beat(is_due=True)
             if self.rank == 0:
-                self._delete_others()
+                self._delete_beyond(world_size)
         try:
             yield
         except Exception as error:
-            self._explain(error)
-            raise
+            if not is_connection_error(error) or isinstance(error, LostRanks):
+                raise
+            others = [rank for rank in range(world_size) if rank != self.rank]
+            signs = [str(read_beat(self.path.parent, rank) or f"rank {rank} has ended") for rank in others]
+            raise LostRanks(
+                f"rank {self.rank} lost the connection to another process in phase {self.phase}: {'; '.join(signs)}."
+                " Look at the logs of these processes, then run the same command with --resume auto to resume from"
+                " the last checkpoint"
+            ) from error
         finally:
             self._depth -= 1
-            if self._depth == 0 and self.phase != FAILED:
+            if self._depth == 0:
                 self.delete()
 
     def delete(self) -> None:
@@ -212,27 +186,12 @@ class Heartbeat(TrainerCallback):
             self.path.unlink(missing_ok=True)
             delete_temporaries(self.path.parent, self.path.name)
 
-    def _delete_others(self) -> None:
-        """Delete what ranks left behind that this launch does not have."""
-        with contextlib.suppress(OSError):
-            for path in self.path.parent.glob("_heartbeat-*.json"):
-                number = path.stem.removeprefix("_heartbeat-")
-                if number.isdecimal() and int(number) >= self.world_size:
-                    path.unlink()
-
-    def _explain(self, error: Exception) -> None:
-        """Record that this process failed; raise LostRanks if the reason is that other processes are lost."""
-        if self.world_size == 1 or self.phase == FAILED:
-            return
-        place, is_broken = self.now.place, is_connection_error(error)
-        self.phase, self._error = FAILED, "" if is_broken else redact(f"{type(error).__name__}: {error}")[:500]
-        self._write()
-        if is_broken:
-            lost = describe_lost(self.path.parent, self.rank, self.world_size)
-            raise LostRanks(
-                f"rank {self.rank} lost the connection to another process {place}: {lost}. Look at the log of the rank"
-                " that is named first, then run the same command with --resume auto to resume from the last checkpoint"
-            ) from error
+    def _delete_beyond(self, world_size: int) -> None:
+        """Delete the files of ranks that this launch does not have."""
+        for path in self.path.parent.glob("_heartbeat-[0-9]*.json"):
+            number = path.stem.removeprefix("_heartbeat-")
+            if number.isdecimal() and int(number) >= world_size:
+                path.unlink(missing_ok=True)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.step = state.global_step
@@ -247,33 +206,9 @@ class Heartbeat(TrainerCallback):
 
 def is_connection_error(error: BaseException | None) -> bool:
     """Return whether an error says that the connection to another process broke, or that it gave no answer."""
-    while error is not None and not is_broken_link(error):
+    while error is not None:
+        is_broken = isinstance(error, RuntimeError) and BROKEN.search(str(error)) and dist.is_initialized()
+        if is_broken or isinstance(error, dist.DistError):
+            return True
         error = error.__cause__
-    return error is not None
-
-
-def describe_lost(folder: Path, rank: int, world_size: int, grace_s: float = GRACE_S) -> str:
-    """Return who is lost, in words: all whose fate is certain, else the one process that most likely is.
-
-    Args:
-        folder: with the heartbeats, shared by all processes.
-        rank: of this process.
-        world_size: number of processes.
-        grace_s: seconds to wait for a certain sign. A process that lost a connection itself is not lost.
-    """
-    end, others = time.monotonic() + grace_s, [other for other in range(world_size) if other != rank]
-    while True:
-        beats = {other: read_beat(folder, other) for other in others}
-        certain = [str(beat) for beat in beats.values() if beat is not None and beat.fate is not None]
-        if certain:
-            return "; ".join(certain)
-        if time.monotonic() >= end:
-            break
-        time.sleep(0.2)
-    for other, beat in beats.items():
-        if beat is None:
-            return f"rank {other} (without a heartbeat: it has ended, or does not share output_dir)"
-    # One that waits in vain is no culprit while another one is busy with work of its own.
-    silent = [beat for beat in beats.values() if beat.phase != FAILED]
-    silent.sort(key=lambda beat: (beat.phase in WAITING, beat.time))
-    return str(silent[0]) if silent else "no process is known to be lost, so look at the network between the machines"
+    return False

@@ -256,12 +256,14 @@ def require_adapters(model: nn.Module, what: str) -> None:
 
 
 def begin_sharing(model: PeftModel) -> int:
-    """Keep what identifies a base while every process has all of it; return the bytes of the model's weights.
+    """Keep a base's identity and size while every process has all of it; return the bytes of the model's weights.
 
     Raises:
         RuntimeError: the processes loaded different bases.
     """
-    keep_identity(model.get_base_model())
+    base = model.get_base_model()
+    keep_identity(base)
+    vars(base)[WHOLE_SIZE] = whole_size(base)
     require_one_base(model)
     return local_bytes(model)
 
@@ -326,11 +328,6 @@ def is_sharded(model: nn.Module) -> bool:
 def mark_divided(base: nn.Module) -> None:
     """Note that the base is divided over a group of processes: its matrices, or its layers."""
     vars(base)[DIVIDED] = True
-
-
-def keep_whole_size(base: nn.Module) -> None:
-    """Note how large a base is, before layers of it are dropped, for `whole_size`."""
-    vars(base)[WHOLE_SIZE] = whole_size(base)
 
 
 def whole_size(model: nn.Module) -> tuple[int, int]:

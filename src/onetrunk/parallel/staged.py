@@ -5,8 +5,8 @@ of `StagedScorer` (a reward adapter) is a block of rows. The schedule is 1F1B of
 as the last stage has run the forward of one microbatch, every stage alternates between a backward and a forward.
 
 What trains (adapters, heads) stays whole on every process, as with FSDP2 and tensor parallelism. A stage computes the
-gradients of its own layers; `reduce_gradients` adds those of all processes. So optimizer state, clipping, checkpoints
-and the saved PEFT folder are those of one process.
+gradients of its own layers; `reduce_gradients` adds the gradients of all processes. So optimizer state, clipping,
+checkpoints and the saved PEFT folder equal those of one process.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from onetrunk.costs import SCORED_AT_ONCE
 from onetrunk.models.base_model import active_dropout, backbone, computes, decoder_layers, probe_inputs
-from onetrunk.models.frozen_prefix import only_between
+from onetrunk.models.frozen_layers import only_between
 from onetrunk.models.reward_model import score_layer
-from onetrunk.models.speedups.padding_free import token_grid
+from onetrunk.models.speedups.token_grid import token_grid
 from onetrunk.models.trunk import PackOutput, StageInput, TrunkModel
-from onetrunk.parallel.stages import LayerSplit, StagePlace, base_obstacle, divide_layers, naming_lost_stage
+from onetrunk.parallel.cast_on_read import cast_now
+from onetrunk.parallel.groups import STAGED, process_mesh, staged
+from onetrunk.parallel.sharding import begin_sharing, ignore_frozen, mark_divided, share_line
+from onetrunk.parallel.stages import LayerSplit
 from onetrunk.types import Pack
 
-STAGED = "onetrunk_staged"
-# What stages do together, where one of them is lost.
-WHEN = "the model scored or was updated"
-# The outputs of each role, by the shape that they have: of the completions [R, C], or one per row [R].
+# The outputs of each role, by the number of their dimensions: [R, C] for the completions, or [R], one per row.
 OUTPUTS = {
     "policy": {"logprobs": 2, "entropy": 2},
     "value": {"values": 2, "next_values": 1},
@@ -49,30 +48,100 @@ Rows = dict[str, Tensor]
 LossOf = Callable[[int, Callable[..., Any]], Tensor]
 
 
-def staged(model: nn.Module) -> Any | None:
-    """Return the stage of a model whose layers are divided, wrapped in DDP or not; None for any other model."""
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    return vars(base).get(STAGED)
+# --- keeping one stage ----------------------------------------------------------------------------------------------
+
+
+def keep_stage(model: PeftModel, split: LayerSplit, device: torch.device) -> str:
+    """Drop the frozen weights of other stages, move the rest to `device`; return a line for the user.
+
+    Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
+    here) and before the trainer wraps the model.
+
+    Args:
+        model: a TrunkModel whose split has passed `verify_split`, or a reward adapter.
+        split: which layers each stage keeps.
+
+    Raises:
+        ValueError: the model cannot be trained in stages; the message says why.
+        RuntimeError: the processes loaded different bases.
+    """
+    obstacle = training_obstacle(model)
+    if obstacle is not None:
+        raise ValueError(f"pipeline_training is not supported {obstacle}")
+    if not isinstance(model, TrunkModel):
+        verify_stages(model, split)
+    base, whole_bytes = model.get_base_model(), begin_sharing(model)
+    stage = (StagedTrunk if isinstance(model, TrunkModel) else StagedScorer)(model, split, device)
+    for number, layer in enumerate(decoder_layers(model)):
+        if number not in stage.layers:
+            drop_frozen(layer)
+    _drop_ends(base, stage.is_first, stage.is_last)
+    cast_now(model)
+    mark_divided(base)
+    model.to(device)
+    ignore_frozen(model)
+    how = f"pipelined training: the base is divided into stages of {', '.join(map(str, split.sizes))} layers"
+    return share_line(model, how, whole_bytes, dist.get_world_size() // split.num_stages)
+
+
+def training_obstacle(model: nn.Module) -> str | None:
+    """Return why a model cannot be trained in stages, or None; it continues "is not supported"."""
+    if not isinstance(model, PeftModel):
+        return "for a model whose weights all train; set use_peft: true"
+    if getattr(model.get_base_model(), "quantization_method", None) is not None:
+        return "for a quantised base, whose layers load on one device at once; load it in bfloat16"
+    is_trunk = isinstance(model, TrunkModel)
+    if is_trunk and model.reward_branch is not None:
+        return "with a reward adapter on the policy's trunk; score with a function, or with a model on a server"
+    head = set((model.value_head if is_trunk else score_layer(model)).parameters())
+    others = [n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n and p not in head]
+    if others:
+        return f"with {others[0]} among what trains; train LoRA adapters only (no modules_to_save)"
+    dropout = active_dropout(model)
+    if dropout is not None:
+        return f"with dropout ({dropout}), which every stage would draw for itself; set it to 0"
+    return None
+
+
+def _drop_ends(base: nn.Module, is_first: bool, is_last: bool) -> None:
+    """Drop the embedding and the language model's head, if it has one, where no forward reads them."""
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    is_tied = head is not None and embedding.weight is head.weight
+    if not (is_first or (is_last and is_tied)):
+        drop_frozen(embedding)
+    if head is not None and not (is_last or (is_first and is_tied)):
+        drop_frozen(head)
+
+
+@torch.no_grad()
+def drop_frozen(module: nn.Module) -> None:
+    """Replace the frozen weights of a module by empty ones: to run it would be an error."""
+    for path, part in module.named_modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            # Frozen adapters, such as the reference, are saved whole.
+            if "lora_" in f"{path}.{name}" or parameter.requires_grad:
+                continue
+            part._parameters[name] = nn.Parameter(
+                torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False
+            )
 
 
 @torch.no_grad()
 def reduce_gradients(model: nn.Module) -> None:
     """Add the gradients of all processes; a weight that has one on any of them then has it on all.
 
-    Each process has those of its own layers, and of its own rows if there are several pipelines.
+    A process has the gradients of its own layers, and of its own rows if there are several pipelines.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    with naming_lost_stage(staged(model).stage, dist.get_world_size(), WHEN):
-        has_gradient = torch.tensor([float(p.grad is not None) for p in trained], device=trained[0].device)
-        dist.all_reduce(has_gradient)
-        reduced = [p for p, count in zip(trained, has_gradient.tolist(), strict=True) if count]
-        if not reduced:
-            return
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reduced])
-        dist.all_reduce(flat)
+    has_gradient = torch.tensor([float(p.grad is not None) for p in trained], device=trained[0].device)
+    dist.all_reduce(has_gradient)
+    reduced = [p for p, count in zip(trained, has_gradient.tolist(), strict=True) if count]
+    if not reduced:
+        return
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reduced])
+    dist.all_reduce(flat)
     for parameter, gradient in zip(reduced, flat.split([p.numel() for p in reduced]), strict=True):
-        # The value head is float32 also beside adapters in float64.
+        # The value head is float32 also next to adapters in float64.
         parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
 
 
@@ -84,12 +153,14 @@ class Microbatches(Protocol):
 
     # Tokens of each microbatch.
     lengths: Sequence[int]
+    # Type of the model's output.
+    output_type: type
 
-    def forward(self, number: int, states: tuple[Tensor, ...] | None) -> Any:
-        """Return the states [N, H] after the layers of this stage; of the last stage the model's output."""
+    def forward(self, number: int, states: tuple[Tensor, ...] | None, asked: dict[str, Any]) -> Any:
+        """Return the states [N, H] after the layers of this stage; of the last stage the model's output.
 
-    def require_same(self, number: int, asked: dict[str, Any]) -> None:
-        """Raise ValueError if a loss calls the model with other keywords than `forward` does."""
+        `asked` are the keywords with which a loss calls the model; ValueError if other stages have run it otherwise.
+        """
 
     def streams(self, layer: int) -> Sequence[bool]:
         """Return for each tensor of states that enters a layer whether it has a gradient."""
@@ -102,16 +173,19 @@ class Stage:
     """This process's stage of a model. `run` is collective: all stages call it on the same microbatches.
 
     Args:
-        model: without the frozen weights of other stages.
-        place: of this process.
+        model: the whole model; `keep_stage` drops the frozen weights of other stages afterwards.
+        split: which layers each stage has.
+        device: the device of this process.
     """
 
-    def __init__(self, model: PeftModel, place: StagePlace):
-        self.layers, self.stage, self.num_stages, self.group = place.layers, place.stage, place.num_stages, place.group
+    def __init__(self, model: PeftModel, split: LayerSplit, device: torch.device):
+        mesh = process_mesh(split.num_stages)["tensor"]
+        self.model, self.device = model, device
+        self.group, self.stage, self.num_stages = mesh.get_group(), mesh.get_local_rank(), split.num_stages
+        self.layers = split.layers(self.stage)
         self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
         layer = decoder_layers(model)[self.layers.start]
         self.dtype = next(p.dtype for p in layer.parameters() if p.is_floating_point())
-        self.device = next(p.device for p in model.parameters() if p.requires_grad)
         self.hidden_size = backbone(model).config.get_text_config().hidden_size
         # Where `staged` finds it.
         vars(model.get_base_model())[STAGED] = self
@@ -121,8 +195,9 @@ class Stage:
 
         Args:
             batches: the microbatches.
-            loss_of: called on the last stage once per microbatch, and backwards run; None: forwards only. Each process
-                adds the gradients of its own layers, the last one also those of the head, to `.grad`.
+            loss_of: called once per microbatch, and backwards run; None: forwards only. Each process adds the
+                gradients of its own layers, the last one also those of the head, to `.grad`. The other stages call it
+                after the backwards on the outputs of the last stage, so that all stages have loss and metrics.
         """
         module = _StageModule(self, batches, loss_of)
         count, has_gradients = len(batches.lengths), loss_of is not None
@@ -132,7 +207,7 @@ class Stage:
         # The schedule divides these into microbatches; every stage knows the real ones.
         inputs = (torch.zeros(count, device=self.device),) if self.is_first else ()
         targets = torch.zeros(count, device=self.device) if self.is_last and has_gradients else None
-        with naming_lost_stage(self.stage, self.num_stages, WHEN), torch.set_grad_enabled(has_gradients):
+        with torch.set_grad_enabled(has_gradients):
             stage = self._pipeline_stage(module, batches, has_gradients)
             try:
                 kind(stage, count, **loss).step(*inputs, target=targets, return_outputs=False)
@@ -141,7 +216,12 @@ class Stage:
                 if error.__cause__ is None:
                     raise
                 raise error.__cause__ from None
-            return self._from_last(module.outputs, [batches.shapes(number) for number in range(count)])
+        outputs = self._from_last(module.outputs, [batches.shapes(number) for number in range(count)])
+        if has_gradients and not self.is_last:
+            with torch.no_grad():
+                for number, output in enumerate(outputs):
+                    loss_of(number, lambda output=output, **_: batches.output_type(**output))
+        return outputs
 
     def _pipeline_stage(self, module: nn.Module, batches: Microbatches, has_gradients: bool) -> PipelineStage:
         def boundary(layer: int) -> tuple[Tensor, ...]:
@@ -169,10 +249,10 @@ class Stage:
         if self.is_last:
             flat = torch.cat([outputs[number][name].float().flatten() for number, name, _ in places])
         dist.broadcast(flat, dist.get_global_rank(self.group, self.num_stages - 1), group=self.group)
-        found: list[dict[str, Tensor]] = [{} for _ in shapes]
+        joined: list[dict[str, Tensor]] = [{} for _ in shapes]
         for (number, name, shape), part in zip(places, flat.split(sizes), strict=True):
-            found[number][name] = part.view(shape)
-        return found
+            joined[number][name] = part.view(shape)
+        return joined
 
 
 class _StageModule(nn.Module):
@@ -194,110 +274,39 @@ class _StageModule(nn.Module):
         if not stage.is_last:
             longest = max(batches.lengths)
             # autocast's wrapper returns float32; the states have the precision of the base.
-            sent = [
-                F.pad(out.to(stage.dtype), (0, 0, 0, longest - len(out))) for out in batches.forward(number, states)
-            ]
+            computed = [out.to(stage.dtype) for out in batches.forward(number, states, {})]
+            sent = [F.pad(out, (0, 0, 0, longest - len(out))) for out in computed]
             return tuple(sent) if len(sent) > 1 else sent[0]
 
-        def last() -> Any:
-            output = batches.forward(number, states)
+        def model(**asked: Any) -> Any:
+            output = batches.forward(number, states, asked)
             self.outputs.append({name: getattr(output, name).detach() for name in batches.shapes(number)})
             return output
 
-        def model(**asked: Any) -> Any:
-            batches.require_same(number, asked)
-            return last()
-
         if self.loss_of is not None:
             return self.loss_of(number, model)
-        last()
+        model()
         return torch.zeros((), device=stage.device)
 
 
 # --- the trunk ------------------------------------------------------------------------------------------------------
 
 
-def keep_stage(trunk: TrunkModel, split: LayerSplit, device: torch.device) -> str:
-    """Drop the frozen weights of other stages from a trunk, move the rest to `device`; return a line for the user.
-
-    Call it as `divide_layers`.
-
-    Raises:
-        ValueError: the trunk cannot be trained in stages; the message says why.
-        RuntimeError: the processes loaded different bases.
-    """
-    obstacle = training_obstacle(trunk)
-    if obstacle is not None:
-        raise ValueError(f"pipeline_training is not supported {obstacle}")
-    place, line = divide_layers(trunk, split, device)
-    StagedTrunk(trunk, place)
-    return line
-
-
-def training_obstacle(trunk: nn.Module) -> str | None:
-    """Return why a model cannot be trained in stages, or None; it continues "is not supported"."""
-    if isinstance(trunk, TrunkModel) and trunk.reward_branch is not None:
-        return "with a reward adapter on the policy's trunk; score with a function, or with a model on a server"
-    return base_obstacle(trunk, lambda name, _: name.startswith("value_head"))
-
-
-def trains_in_stages(model: nn.Module) -> bool:
-    """Return whether the layers of a model are divided over the processes of a pipeline."""
-    return staged(model) is not None
-
-
-def pack_outputs(
-    model: nn.Module,
-    packs: Sequence[Pack],
-    roles: Sequence[str],
-    temperature: float,
-    states: Sequence[Tensor | None] | None = None,
-    poll: Callable[[], None] = lambda: None,
-) -> Iterator[PackOutput]:
-    """Yield the outputs of `roles` over each pack, without gradients, whether or not the model is in stages.
-
-    Args:
-        model: wrapped or not.
-        packs: run one after another; the stages of a pipeline run them together.
-        roles, temperature: as TrunkModel takes them.
-        states: [N, H] of each pack at the cut, where they are known.
-        poll: called before each forward; may raise to give up.
-    """
-    stage = staged(model)
-    if stage is not None:
-        poll()
-        yield from stage.outputs(packs, roles, temperature)
-        return
-    for number, pack in enumerate(packs):
-        poll()
-        known = None if states is None else states[number]
-        with torch.no_grad():
-            output = model(pack=pack, states=known, roles=tuple(roles), temperature=temperature)
-        yield output
-
-
 def update_in_stages(
     model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], loss_of: LossOf, temperature: float, entropy: bool
 ) -> None:
-    """Run forward and backward over packs in the pipeline of a model (`trains_in_stages`).
+    """Run forward and backward over packs in the pipeline of a model; every stage gets all gradients.
 
-    Every stage gets the gradients, and calls `loss_of` on each pack, so that all of them have loss and stats. The
-    arguments are those of `StagedTrunk.update`.
+    The arguments are those of `StagedTrunk.update`.
     """
     stage = staged(model)
-    outputs = stage.update(packs, roles, loss_of, temperature, entropy)
-    if not stage.is_last:
-        with torch.no_grad():
-            for number, output in enumerate(outputs):
-                loss_of(number, lambda output=output, **_: output)
-    reduce_gradients(stage.trunk)
+    stage.update(packs, roles, loss_of, temperature, entropy)
+    reduce_gradients(stage.model)
 
 
-def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy: bool) -> bool:
-    """Score and update on as many copies of a pack as are in flight at once, without effect; False if in no stages."""
+def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy: bool) -> None:
+    """Score and update on as many copies of a pack as are in flight at once, without effect."""
     stage = staged(model)
-    if stage is None:
-        return False
     packs = [pack] * stage.num_stages
     stage.outputs(packs, ("policy", "value", "reference"), temperature)
 
@@ -306,36 +315,26 @@ def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy
         return output.logprobs.sum() + output.values.sum()
 
     stage.update(packs, ("policy", "value"), loss_of, temperature, entropy)
-    stage.trunk.zero_grad(set_to_none=True)
-    return True
+    stage.model.zero_grad(set_to_none=True)
 
 
 class StagedTrunk(Stage):
-    """This process's stage of a trunk. `outputs` and `update` are collective: all stages call them on the same packs.
-
-    Args:
-        trunk: without the frozen weights of other stages.
-        place: of this process.
-    """
-
-    def __init__(self, trunk: TrunkModel, place: StagePlace):
-        super().__init__(trunk, place)
-        self.trunk = trunk
+    """This process's stage of a trunk. `outputs` and `update` are collective: all stages pass the same packs."""
 
     def outputs(self, packs: Sequence[Pack], roles: Sequence[str], temperature: float) -> list[PackOutput]:
         """Return the outputs of `roles` over each pack, on every stage."""
-        step, found = SCORED_AT_ONCE * self.num_stages, []
+        step, outputs = SCORED_AT_ONCE * self.num_stages, []
         for first in range(0, len(packs), step):
-            found += self.run(_Packs(self, packs[first : first + step], tuple(roles), temperature))
-        return [PackOutput(**tensors) for tensors in found]
+            outputs += self.run(_Packs(self, packs[first : first + step], tuple(roles), temperature))
+        return [PackOutput(**tensors) for tensors in outputs]
 
     def base_logprobs(self, pack: Pack, temperature: float) -> Tensor:
         """Return the logprobs [R, C] of completions under the bare base, on every stage; collective."""
-        kept, self.trunk.has_reference_adapter = self.trunk.has_reference_adapter, False
+        kept, self.model.has_reference_adapter = self.model.has_reference_adapter, False
         try:
             return self.outputs([pack], ("reference",), temperature)[0].ref_logprobs
         finally:
-            self.trunk.has_reference_adapter = kept
+            self.model.has_reference_adapter = kept
 
     def update(
         self,
@@ -350,7 +349,7 @@ class StagedTrunk(Stage):
         Args:
             packs: the microbatches of the schedule.
             roles: "policy", "value" or both.
-            loss_of: called on the last stage once per pack.
+            loss_of: as in `run`.
             temperature, entropy_grad: as TrunkModel takes them.
         """
         batches = _Packs(self, packs, tuple(roles), temperature, entropy_grad)
@@ -366,33 +365,35 @@ class _Packs:
     roles: tuple[str, ...]
     temperature: float
     entropy_grad: bool = False
+    output_type = PackOutput
 
     def __post_init__(self) -> None:
-        trunk = self.stage.trunk
+        trunk = self.stage.model
         self.lengths = [token_grid(trunk, pack, trunk.padding_free).num_tokens for pack in self.packs]
 
-    def forward(self, number: int, states: tuple[Tensor, ...] | None) -> Any:
-        return self.stage.trunk(
-            pack=self.packs[number],
-            roles=self.roles,
-            temperature=self.temperature,
-            entropy_grad=self.entropy_grad,
-            stage=StageInput(self.stage.layers, states, self.stage.is_last),
-        )
-
-    def require_same(self, number: int, asked: dict[str, Any]) -> None:
-        settings = {name: value for name, value in asked.items() if name not in ("pack", "states")}
-        differs = [name for name, value in settings.items() if value != getattr(self, name, None)]
-        if differs or asked.get("pack", self.packs[number]) is not self.packs[number]:
+    def forward(self, number: int, states: tuple[Tensor, ...] | None, asked: dict[str, Any]) -> Any:
+        keywords = {
+            "pack": self.packs[number],
+            "roles": self.roles,
+            "temperature": self.temperature,
+            "entropy_grad": self.entropy_grad,
+        }
+        differs = [
+            name
+            for name, value in asked.items()
+            if name != "states" and value is not keywords.get(name) and (name == "pack" or value != keywords.get(name))
+        ]
+        if differs:
             raise ValueError(
                 "with pipeline_training compute_loss must call the model on the experience's pack, with roles"
                 f" {self.roles}, temperature {self.temperature} and entropy_grad {self.entropy_grad}, because the"
-                f" stages before have run it so; here {', '.join(differs) or 'the pack'} differs"
+                f" stages before have run it so; here {', '.join(differs)} differs"
             )
+        return self.stage.model(**keywords, stage=StageInput(self.stage.layers, states, self.stage.is_last))
 
     def streams(self, layer: int) -> Sequence[bool]:
         # The layers below the cut run once for all roles, without gradient.
-        trunk = self.stage.trunk
+        trunk = self.stage.model
         return list(trunk.streams(self.roles).values()) if layer > trunk.cut else [False]
 
     def shapes(self, number: int) -> dict[str, Sequence[int]]:
@@ -403,52 +404,18 @@ class _Packs:
 # --- a reward adapter -----------------------------------------------------------------------------------------------
 
 
-def keep_scorer_stage(model: PeftModel, split: LayerSplit, device: torch.device) -> str:
-    """Drop the frozen weights of other stages from a reward adapter's base, as `divide_layers`; return its line.
-
-    Raises:
-        ValueError: the model cannot be trained in stages; the message says why.
-        RuntimeError: the processes loaded different bases.
-    """
-    obstacle = scorer_obstacle(model)
-    if obstacle is not None:
-        raise ValueError(f"pipeline_training is not supported {obstacle}")
-    verify_stages(model, split)
-    num_parameters = model.get_base_model().num_parameters(exclude_embeddings=True)
-    place, line = divide_layers(model, split, device)
-    StagedScorer(model, place, num_parameters)
-    return line
-
-
-def scorer_obstacle(model: nn.Module) -> str | None:
-    """Return why a reward model cannot be trained in stages, or None; it continues "is not supported"."""
-    head = {id(parameter) for parameter in score_layer(model).parameters()} if isinstance(model, PeftModel) else set()
-    obstacle = base_obstacle(model, lambda _, parameter: id(parameter) in head)
-    if obstacle is not None:
-        return obstacle
-    dropout = active_dropout(model)
-    if dropout is not None:
-        return f"with dropout ({dropout}), which every stage would draw for itself; set it to 0"
-    return None
-
-
 class StagedScorer(Stage):
     """This process's stage of a reward adapter. It replaces the forward of the base, which is collective from now on.
 
     Every stage runs the forward of the sequence-classification model itself, with the layers of other stages and the
     embedding replaced by stand-ins, so masks, positions and the place of the score are the model's own. A forward
     without gradients, as in an evaluation, goes through the pipeline too: all stages call it on the same rows.
-
-    Args:
-        model: a PEFT model for sequence classification, without the frozen weights of other stages.
-        place: of this process.
-        num_parameters: of the whole model, without its embeddings.
     """
 
-    def __init__(self, model: PeftModel, place: StagePlace, num_parameters: int):
-        super().__init__(model, place)
+    def __init__(self, model: PeftModel, split: LayerSplit, device: torch.device):
+        super().__init__(model, split, device)
         base = model.get_base_model()
-        self.model, self.num_parameters = model, num_parameters
+        self.num_parameters = base.num_parameters(exclude_embeddings=True)
         self.layer_forward = LayerForward(model, self.layers)
         self._updating: _Blocks | None = None
         base.forward = self._forward
@@ -458,18 +425,18 @@ class StagedScorer(Stage):
         num_rows = len(rows["input_ids"])
         size = -(-num_rows // min(num_rows, SCORED_AT_ONCE * self.num_stages))
         blocks = [{name: tensor[i : i + size] for name, tensor in rows.items()} for i in range(0, num_rows, size)]
-        return torch.cat([found["logits"] for found in self.run(_Blocks(self, blocks))])
+        return torch.cat([outputs["logits"] for outputs in self.run(_Blocks(self, blocks))])
 
     def update(self, blocks: Sequence[Rows], loss_of: LossOf) -> list[SequenceClassifierOutput]:
         """Run forward and backward over blocks of rows; return their outputs, without gradients, on every stage.
 
         Args:
             blocks: the microbatches of the schedule.
-            loss_of: called on the last stage once per block.
+            loss_of: as in `run`; it calls the model once, on the block.
         """
         self._updating = _Blocks(self, blocks, has_gradients=True)
         try:
-            return [SequenceClassifierOutput(**found) for found in self.run(self._updating, loss_of)]
+            return [SequenceClassifierOutput(**outputs) for outputs in self.run(self._updating, loss_of)]
         finally:
             self._updating = None
 
@@ -488,6 +455,7 @@ class _Blocks:
     stage: StagedScorer
     blocks: Sequence[Rows]
     has_gradients: bool = False
+    output_type = SequenceClassifierOutput
 
     def __post_init__(self) -> None:
         self.lengths = [block["input_ids"].numel() for block in self.blocks]
@@ -495,7 +463,7 @@ class _Blocks:
         # [b, T, H] of the block that runs.
         self.states: Tensor | None = None
 
-    def forward(self, number: int, states: tuple[Tensor, ...] | None) -> Any:
+    def forward(self, number: int, states: tuple[Tensor, ...] | None, asked: dict[str, Any]) -> Any:
         stage, block = self.stage, self.blocks[number]
         self.states = None if states is None else states[0].view(*block["input_ids"].shape, stage.hidden_size)
         # Through the forward of the adapter, which accelerate wraps in autocast. It calls `StagedScorer._forward`.
@@ -504,15 +472,6 @@ class _Blocks:
             return output
         # What nothing below trains from gets no gradient, whatever the model's own forward asks for.
         return ((output.detach() if stage.layers.stop <= self.cut else output).flatten(0, 1),)
-
-    def require_same(self, number: int, asked: dict[str, Any]) -> None:
-        block = self.blocks[number]
-        differs = sorted(name for name in {**block, **asked} if asked.get(name) is not block.get(name))
-        if differs:
-            raise ValueError(
-                "with pipeline_training compute_loss must call the model once on input_ids and attention_mask of"
-                f" its inputs, because the stages before have run it so; here {', '.join(differs)} differs"
-            )
 
     def streams(self, layer: int) -> Sequence[bool]:
         return [layer > self.cut]

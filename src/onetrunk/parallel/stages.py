@@ -1,78 +1,39 @@
-"""The layers of a decoder, divided into stages that several processes run one after the other.
+"""The layers of a decoder, divided into stages that consecutive processes run one after the other; and their messages.
 
-A stage runs its layers in the model's own forward (`cut.only_between`), on the hidden states of the stage before and
-with a key-value cache of its own layers only. transformers' own pipeline decodes wrongly here: its later stages take
-the offsets of masks from a layer of the cache that they never fill.
+A stage runs its layers in the model's own forward (`only_between`), on the hidden states of the stage before and with
+a key-value cache of its own layers only. transformers' own pipeline decodes wrongly here: its later stages take the
+offsets of masks from a layer of the cache that they never fill.
+
+Plans and tokens are small and read by the host, so they travel over gloo; hidden states travel over the backend of
+their device (NCCL on GPUs) and never wait for the host. Between two processes messages of a group arrive in the order
+in which they were sent, so none needs a tag.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from onetrunk.costs import ModelShape, decode_split
 from onetrunk.models.base_model import backbone, computes, decoder_layers, probe_inputs
-from onetrunk.models.frozen_prefix import StageRun, only_between
+from onetrunk.models.frozen_layers import StageRun, only_between
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.cast_on_read import cast_now
-from onetrunk.parallel.groups import process_mesh
-from onetrunk.parallel.sharding import begin_sharing, ignore_frozen, keep_whole_size, mark_divided, share_line
 
-# What gloo and torch.distributed say when the connection to another process breaks or its answer does not come.
-BROKEN = re.compile(
-    r"gloo|Connection (closed|reset) by peer|NCCL|ProcessGroup|Socket Timeout|Timed out (waiting|after)|Broken pipe"
-)
+T = TypeVar("T")
 
-
-class StageLost(RuntimeError):
-    """The connection to another stage broke.
-
-    Args:
-        stage: of this process.
-        peer: names the other stage.
-        when: what the stages did together, a clause.
-    """
-
-    def __init__(self, stage: int, peer: str, when: str):
-        super().__init__(
-            f"stage {stage} of the pipeline (process {dist.get_rank()}) lost {peer} while {when}; look at the output"
-            " of that process, whose end came first, then resume the run from its last checkpoint"
-        )
-
-
-def is_broken_link(error: BaseException) -> bool:
-    """Return whether an error says by itself that the connection to another process broke, or gave no answer."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and bool(BROKEN.search(str(error))) and dist.is_initialized()
-
-
-@contextlib.contextmanager
-def naming_lost_stage(stage: int, num_stages: int, when: str) -> Iterator[None]:
-    """Turn an error about a broken connection to another stage of the pipeline into StageLost.
-
-    Args:
-        stage, num_stages: of this process. Of two stages the other one is named.
-        when: as StageLost takes it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, StageLost) or not is_broken_link(error):
-            raise
-        other = 1 - stage
-        peer = "another stage" if num_stages > 2 else f"stage {other} (process {dist.get_rank() + other - stage})"
-        raise StageLost(stage, peer, when) from error
+# The types of states that a message can announce, by their place here.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REMEDY = "set rollout_backend to 'local', or sample on a server (use_vllm), without pipeline_training"
 
 
 @dataclass(frozen=True)
@@ -225,7 +186,7 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
     """
     obstacle = stage_obstacle(model)
     if obstacle is not None:
-        raise ValueError(f"{type(backbone(model)).__name__} cannot run in pipeline stages: {obstacle}; {_REMEDY}")
+        raise ValueError(f"{type(backbone(model)).__name__} cannot run in pipeline stages: {obstacle}; {REMEDY}")
     ids = probe_inputs(model)["input_ids"]
     ids = torch.cat([ids, ids.flip(1)])
     mask = torch.ones_like(ids)
@@ -256,94 +217,133 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
     if not computes(in_stages, expected=whole()):
         raise ValueError(
             f"the layers of {type(backbone(model)).__name__} cannot run in stages (one returns or reads more than its"
-            f" hidden states); {_REMEDY}"
+            f" hidden states); {REMEDY}"
         )
 
 
-_REMEDY = "set rollout_backend to 'local', or sample on a server (use_vllm), without pipeline_training"
+# --- messages between stages ---------------------------------------------------------------------------------------
 
 
-# --- keeping one stage -------------------------------------------------------------------------------------------
+@functools.cache
+def _groups_of(_world: dist.ProcessGroup, num_stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups of this process's pipeline for plans and for states. The first call is collective."""
+    world_size = dist.get_world_size()
+    ranks = [list(range(first, first + num_stages)) for first in range(0, world_size, num_stages)]
+    control, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+    states, _ = dist.new_subgroups_by_enumeration(ranks)
+    return control, states
 
 
-@dataclass(frozen=True)
-class StagePlace:
-    """The place of this process in its pipeline.
-
-    Args:
-        layers: numbers of the layers of this stage.
-        stage, num_stages: of the pipeline.
-        group: the processes of the pipeline.
-    """
-
-    layers: range
-    stage: int
-    num_stages: int
-    group: dist.ProcessGroup
-
-
-def base_obstacle(model: nn.Module, may_train: Callable[[str, nn.Parameter], bool]) -> str | None:
-    """Return why a base with adapters cannot be divided, or None; it continues "is not supported".
+class StageLinks:
+    """This process's place in its pipeline, and its links to the other stages.
 
     Args:
-        may_train: whether a parameter besides LoRA may train, by its name: that of a head.
-    """
-    if not isinstance(model, PeftModel):
-        return "for a model whose weights all train; set use_peft: true"
-    if getattr(model.get_base_model(), "quantization_method", None) is not None:
-        return "for a quantised base, whose layers load on one device at once; load it in bfloat16"
-    others = [
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and ".lora_" not in name and not may_train(name, p)
-    ]
-    return f"with {others[0]} among what trains; train LoRA adapters only (no modules_to_save)" if others else None
-
-
-def divide_layers(model: PeftModel, split: LayerSplit, device: torch.device) -> tuple[StagePlace, str]:
-    """Drop the frozen weights of other stages, move the rest to `device`; return the place and a line for the user.
-
-    Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
-    here) and before the trainer wraps the model.
+        num_stages: divides the number of processes; 1: nothing is sent.
 
     Raises:
-        RuntimeError: the processes loaded different bases.
+        ValueError: the number of processes is not a multiple of the stages.
     """
-    base, whole_bytes = model.get_base_model(), begin_sharing(model)
-    keep_whole_size(base)
-    mesh = process_mesh(split.num_stages)["tensor"]
-    stage = mesh.get_local_rank()
-    for number, layer in enumerate(decoder_layers(model)):
-        if number not in split.layers(stage):
-            drop_frozen(layer)
-    _drop_ends(base, is_first=stage == 0, is_last=stage == split.num_stages - 1)
-    cast_now(model)
-    mark_divided(base)
-    model.to(device)
-    ignore_frozen(model)
-    how = f"pipelined training: the base is divided into stages of {', '.join(map(str, split.sizes))} layers"
-    line = share_line(model, how, whole_bytes, dist.get_world_size() // split.num_stages)
-    return StagePlace(split.layers(stage), stage, split.num_stages, mesh.get_group()), line
 
-
-def _drop_ends(base: nn.Module, is_first: bool, is_last: bool) -> None:
-    """Drop the embedding and the language model's head, if there is one, where no forward reads them."""
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    is_tied = head is not None and embedding.weight is head.weight
-    if not (is_first or (is_last and is_tied)):
-        drop_frozen(embedding)
-    if head is not None and not (is_last or (is_first and is_tied)):
-        drop_frozen(head)
-
-
-@torch.no_grad()
-def drop_frozen(module: nn.Module) -> None:
-    """Replace the frozen weights of a module by empty ones: to run it would be an error."""
-    for path, part in module.named_modules():
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            # Frozen adapters, such as that of the reference, are saved whole.
-            if "lora_" in f"{path}.{name}" or parameter.requires_grad:
-                continue
-            part._parameters[name] = nn.Parameter(
-                torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False
+    def __init__(self, num_stages: int):
+        self.num_stages = num_stages
+        self.stage = 0
+        self.first_process = 0
+        # What was sent must stay in memory until it has arrived: at most two messages of each turn under way.
+        self.max_turns = 1
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        if num_stages == 1:
+            return
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if world_size % num_stages:
+            raise ValueError(
+                f"{num_stages} pipeline stages and {world_size} processes: the number of processes must be a multiple"
+                " of pipeline_stages"
             )
+        self._control, self._states = _groups_of(dist.group.WORLD, num_stages)
+        self.first_process, self.stage = divmod(dist.get_rank(), num_stages)
+        self.first_process *= num_stages
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    # --- what all stages do together ---------------------------------------------------------------------------------
+
+    def shared(self, item: T) -> list[T]:
+        """Return the items of all stages, in their order."""
+        if self.num_stages == 1:
+            return [item]
+        items: list[Any] = [None] * self.num_stages
+        dist.all_gather_object(items, item, group=self._control)
+        return items
+
+    def dealt(self, items: Sequence[T] | None) -> T:
+        """Return this stage's share of `items`, which the last stage has: one for each stage."""
+        if self.num_stages == 1:
+            return items[0]
+        share: list[Any] = [None]
+        last = self._process(self.num_stages - 1)
+        dist.scatter_object_list(share, None if items is None else list(items), src=last, group=self._control)
+        return share[0]
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def send_on(self, plan: Tensor, states: Tensor | None = None) -> None:
+        """Send a plan (int64, on the CPU) to the next stage, and states if there are any."""
+        stage = self.stage + 1
+        code = -1 if states is None else DTYPES.index(states.dtype)
+        self._send(torch.cat([torch.tensor([code]), plan]), stage, self._control)
+        if states is not None:
+            self._send(states.contiguous(), stage, self._states)
+
+    def next_plan(self, length: int) -> tuple[Tensor, torch.dtype | None]:
+        """Wait for a plan of `length` numbers; return it and the type of the states that follow, None if none do."""
+        message = torch.empty(length + 1, dtype=torch.int64)
+        self._receive(message, self.stage - 1, self._control)
+        code = int(message[0])
+        return message[1:], None if code < 0 else DTYPES[code]
+
+    def next_states(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Wait for `count` numbers of the stage before."""
+        states = torch.empty(count, dtype=dtype, device=device)
+        self._receive(states, self.stage - 1, self._states)
+        return states
+
+    # --- back --------------------------------------------------------------------------------------------------------
+
+    def send_back(self, tokens: Tensor) -> None:
+        """Send tokens (int64, on the CPU) from the last stage to the first."""
+        self._send(tokens.contiguous(), 0, self._control)
+
+    def next_tokens(self, count: int) -> Tensor:
+        """Wait for [2, count] numbers of the last stage."""
+        tokens = torch.empty(2, count, dtype=torch.int64)
+        self._receive(tokens, self.num_stages - 1, self._control)
+        return tokens
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        while self._sent:
+            self._drop_oldest()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _process(self, stage: int) -> int:
+        return self.first_process + stage
+
+    def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
+        self._sent.append((dist.isend(tensor, self._process(stage), group=group), tensor))
+        # gloo does not say whether a message has arrived. In a turn that is over it has, so this does not wait.
+        while len(self._sent) > 2 * (self.max_turns + 1):
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._sent[0][0].wait()
+        self._sent.popleft()
+
+    def _receive(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
+        dist.recv(tensor, self._process(stage), group=group)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from onetrunk.utils.yaml_files import read_yaml
+from onetrunk.utils.files import read_yaml
 
 FILE = Path(__file__).with_name("hardware.yaml")
 GIB = 2**30

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from onetrunk.costs import ModelShape
-from onetrunk.utils.files import read_json
-from onetrunk.utils.yaml_files import read_yaml
+from onetrunk.utils.files import read_json, read_yaml
 
 MODELS = Path(__file__).with_name("models.yaml")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"

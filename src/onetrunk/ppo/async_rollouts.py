@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from onetrunk.models.adapters import POLICY, adapter_parameters
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.rollout import PromptBatch, RolloutSource, Sampled, SourceParts, SyncSource
+from onetrunk.ppo.rollout import PromptBatch, Sampled, SamplingStream
 from onetrunk.ppo.stream_state import num_writers
 from onetrunk.rollouts.async_sampler import AsyncSampler, StartedRow
 from onetrunk.types import Rollout, RowKey
@@ -33,43 +31,6 @@ VERSIONS_FILE = "policy_versions.safetensors"
 PARTS = 8
 
 
-def rollout_source(parts: SourceParts, rows: int) -> RolloutSource:
-    """Return where the rollouts of a run come from; `rows` are this process's rows of a rollout."""
-    if parts.config.schedule != "sync":
-        return AsyncSource(parts, rows)
-    return PipelinedSource(parts) if parts.config.pipeline_ahead else SyncSource(parts)
-
-
-class PipelinedSource(SyncSource):
-    """Samples when it is asked. While the last rows of a rollout decode, free places take rows of the next one."""
-
-    def next(self, iteration: int) -> Sampled:
-        """Sample rollout `iteration`, whose rows say which version they started with."""
-        sampled = super().next(iteration)
-        rollout = sampled.rollout
-        versions = rollout.policy_versions or [rollout.policy_version] * len(rollout)
-        return replace(sampled, rollout=replace(rollout, policy_versions=versions))
-
-    def options(self, iteration: int) -> dict[str, Any]:
-        """Return the prompts of the next rollout."""
-        if iteration + 1 >= self.parts.num_rollouts:
-            return {}
-        batch = self.parts.prompts(iteration + 1)
-        return {"ahead": (batch.prompt_ids, batch.keys)}
-
-    def save(self, folder: str | Path, first: int) -> None:
-        """Write the rows of the next rollout that have started."""
-        if self.parts.ranks.is_first_of_group:
-            # Not those of a rollout that was given up: the resumed run makes it again, and starts them there.
-            rows = {key: row for key, row in self.parts.sampler.backend.started().items() if key[1] == first}
-            save_rows(folder, self.parts.ranks.process_index, rows)
-
-    def load(self, folder: str | Path, first: int) -> None:
-        """Read the rows that have started, of all processes."""
-        for rank in range(num_writers(folder)):
-            self.parts.sampler.backend.remember(load_rows(folder, rank))
-
-
 class AsyncSource:
     """Samples rollouts under earlier versions of the policy, at most `max_staleness` rollouts old.
 
@@ -77,17 +38,17 @@ class AsyncSource:
     With async several rollouts may be under way, each in PARTS parts.
 
     Args:
-        parts: of the run; the backend is a VersionedBackend.
-        rows: of a rollout, this process.
+        stream: the rollouts are for it; its backend is a VersionedBackend.
+        rows: of a rollout, on this process.
     """
 
-    def __init__(self, parts: SourceParts, rows: int):
-        config = parts.config
-        self.parts = parts
+    def __init__(self, stream: SamplingStream, rows: int):
+        config = stream.config
+        self.stream = stream
         self.max_staleness = config.max_staleness
         is_whole = config.schedule == "one_step" or not config.max_staleness
         self.sampler = AsyncSampler(
-            partial(parts.sampler.generate_as, "policy"),
+            partial(stream.sampler.generate_as, "policy"),
             rows,
             self.max_staleness,
             rows_per_part=rows if is_whole else math.ceil(rows / PARTS),
@@ -107,8 +68,8 @@ class AsyncSource:
         self._forget(iteration)
         self._publish(iteration)
         self._offer(iteration, iteration + self.max_staleness)
-        with self.parts.sampling(False):
-            return Sampled(self._batches[iteration], self.sampler.take(iteration, self.parts.poll))
+        with self.stream.sampling(is_collective=False):
+            return Sampled(self._batches[iteration], self.sampler.take(iteration, self.stream.poll))
 
     def close(self) -> None:
         """Start nothing more."""
@@ -121,17 +82,17 @@ class AsyncSource:
             del self._batches[iteration]
 
     def _publish(self, iteration: int) -> None:
-        model, version = self.parts.model(), iteration * self.parts.config.slots_per_rollout
-        self.parts.sampler.backend.sync(model, version)
+        model, version = self.stream.model, iteration * self.stream.config.slots_per_rollout
+        self.stream.sampler.backend.sync(model, version)
         self._published[iteration] = {name: p.detach().cpu().clone() for name, p in _trained(model).items()}
         for old in [number for number in self._published if number < iteration - self.max_staleness]:
             del self._published[old]
         self.sampler.publish(iteration, version)
 
     def _offer(self, first: int, last: int) -> None:
-        for iteration in range(first, min(last, self.parts.num_rollouts - 1) + 1):
+        for iteration in range(first, min(last, self.stream.num_rollouts - 1) + 1):
             if iteration not in self._batches:
-                batch = self._batches[iteration] = self.parts.prompts(iteration)
+                batch = self._batches[iteration] = self.stream.prompts(iteration)
                 self.sampler.offer(iteration, batch.prompt_ids, batch.keys)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -139,9 +100,9 @@ class AsyncSource:
     def save(self, folder: str | Path, first: int) -> None:
         """Write the rows that have started, and on the main process the adapters that they need."""
         self._forget(first)
-        save_rows(folder, self.parts.ranks.process_index, self.sampler.started())
+        save_rows(folder, self.stream.data_parallel.process_index, self.sampler.started())
         needed = {i: weights for i, weights in self._published.items() if i >= first - self.max_staleness}
-        if self.parts.ranks.accelerator.is_main_process and needed:
+        if self.stream.data_parallel.accelerator.is_main_process and needed:
             tensors = {f"{i}|{name}": t for i, weights in needed.items() for name, t in weights.items()}
             save_tensors(Path(folder) / VERSIONS_FILE, tensors)
 
@@ -154,7 +115,7 @@ class AsyncSource:
             number, _, parameter = name.partition("|")
             if int(number) >= first - self.max_staleness:
                 self._published.setdefault(int(number), {})[parameter] = tensor
-        slots = self.parts.config.slots_per_rollout
+        slots = self.stream.config.slots_per_rollout
         for rank in range(num_writers(folder)):
             rows = load_rows(folder, rank)
             fresh = {key: row for key, row in rows.items() if key[1] - row.version // slots <= self.max_staleness}
@@ -167,7 +128,7 @@ class AsyncSource:
         if self._resumes_at is None:
             return
         first, self._resumes_at = self._resumes_at, None
-        trained = _trained(self.parts.model())
+        trained = _trained(self.stream.model)
         current = {name: parameter.detach().clone() for name, parameter in trained.items()}
         for number in sorted(self._published):
             for name, tensor in self._published[number].items():

@@ -20,9 +20,8 @@ from tqdm.auto import tqdm
 
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import DataParallel, pack_outputs
 from onetrunk.parallel.sharding import equal_counts, reshard
-from onetrunk.parallel.staged import pack_outputs
 from onetrunk.ppo.monitoring.metrics import rollout_metrics
 from onetrunk.ppo.rollout import (
     Sampled,
@@ -32,10 +31,9 @@ from onetrunk.ppo.rollout import (
     rollout_packs,
     with_importance,
 )
-from onetrunk.utils.escaping import table_console
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import redact, table_console
 
 # Characters of a text in a table.
 LONGEST_CELL = 400

@@ -7,81 +7,43 @@ the last update left, so it must never be read ahead. A RolloutSource (rollout.p
 from __future__ import annotations
 
 import contextlib
-import sys
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import Accelerator
-from datasets import Dataset
 from torch import Tensor, nn
+from transformers import Trainer
 
-from onetrunk.checkpoints.signals import StopSignals
-from onetrunk.data.sharded import ShardedRows
-from onetrunk.models.frozen_states import TrunkCache
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.packing import PackLimits
-from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import equal_counts
-from onetrunk.ppo.async_rollouts import (
-    rollout_source,
-    staleness_metrics,
-)
-from onetrunk.ppo.config import PPOConfig, plan_batches
-from onetrunk.ppo.forward import Background, Forward
-from onetrunk.ppo.monitoring.metrics import MetricLog, global_moments, importance_metrics, rollout_metrics
-from onetrunk.ppo.monitoring.profiling import Watch
+from onetrunk.ppo.async_rollouts import AsyncSource, staleness_metrics
+from onetrunk.ppo.config import plan_batches
+from onetrunk.ppo.forward import Forward
+from onetrunk.ppo.monitoring.metrics import global_moments, importance_metrics, rollout_metrics
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
     RolloutPack,
     RolloutSource,
     Sampled,
-    Sampler,
     ScoredRollout,
-    SourceParts,
+    SyncSource,
     prompt_batch,
     rollout_packs,
     with_importance,
 )
-from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, run_settings, save_buffer, save_state
+from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, save_buffer, save_state
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
-
-
-@dataclass(frozen=True)
-class StreamParts:
-    """What an ExperienceStream works with.
-
-    Args:
-        dataset: rows with `prompt` and `prompt_ids`; the other columns go to the reward functions.
-        sampler, config, accelerator: of the run.
-        model: returns the TrunkModel; a function, because the trainer wraps the model late.
-        metrics: receives the metrics of each rollout.
-        watch: records the phases of a rollout.
-        trunk_cache: keeps the trunk states for the epochs of a rollout; None: every forward computes them.
-        reward_extras: returns further keywords for the reward functions; called once per rollout.
-        stop_signals: interrupt a rollout when the run is asked to stop.
-        num_rollouts: of the whole run, for sampling ahead.
-    """
-
-    dataset: Dataset | ShardedRows
-    sampler: Sampler
-    model: Callable[[], nn.Module]
-    config: PPOConfig
-    accelerator: Accelerator
-    metrics: MetricLog
-    watch: Watch
-    trunk_cache: TrunkCache | None = None
-    reward_extras: Callable[[], dict[str, Any]] = dict
-    stop_signals: StopSignals = field(default_factory=StopSignals)
-    num_rollouts: int = sys.maxsize
 
 
 class ExperienceStream:
@@ -96,20 +58,19 @@ class ExperienceStream:
                 return returns, returns
 
     Args:
-        parts: of the run.
+        trainer: the PPOTrainer that trains on the stream.
     """
 
-    def __init__(self, parts: StreamParts):
-        config = parts.config
-        self.parts = parts
+    def __init__(self, trainer: Trainer):
+        config = trainer.args
+        self.trainer = trainer
         self.config = config
-        self.sampler = parts.sampler
-        self.accelerator = parts.accelerator
-        self.watch = parts.watch
+        self.sampler, self.accelerator, self.watch = trainer.sampler, trainer.accelerator, trainer.watch
         # Rows are dealt to these; processes that hold the same rows count as one.
-        self.data_parallel = DataParallel(parts.accelerator)
-        self.plan = plan_batches(config, parts.accelerator.num_processes)
-        self.order = PromptOrder.from_config(config, parts.dataset)
+        self.data_parallel = trainer.data_parallel
+        self.num_rollouts = math.ceil(trainer.planned_steps() / config.slots_per_rollout)
+        self.plan = plan_batches(config, trainer.accelerator.num_processes)
+        self.order = PromptOrder.from_config(config, trainer.train_dataset)
         self.kl_controller = (
             KLController(config.initial_beta)
             if config.kl_target is None
@@ -118,33 +79,26 @@ class ExperienceStream:
         # Whether samples are weighted: a sampler with weights of its own rounds differently, or has older ones; and a
         # truncated one draws from another distribution.
         corrects = config.vllm_importance_sampling_correction
-        differs = self.sampler.has_own_weights or config.pipeline_ahead or config.truncates
+        differs = self.sampler.has_own_weights or config.truncates
         self.corrects_sampler = differs if corrects is None else corrects
         self.score_moments = RunningMoments()
-        self.settings = run_settings(config, parts.dataset, self.data_parallel, parts.model(), self.sampler.rewards)
+        self.settings = trainer.settings_of_run()
         self.state = StreamState()
         self.last_scored: ScoredRollout | None = None
-        beat, stop = self.watch.heartbeat.beat, parts.stop_signals.poll
-        self.forward = Forward(parts.model, parts.accelerator, config.temperature, parts.trunk_cache, beat, stop)
+        beat, stop = self.watch.heartbeat.beat, trainer.stop_signals.poll
+        cache = trainer.trunk_plan.cache
+        self.forward = Forward(lambda: self.model, self.accelerator, config.temperature, cache, beat, stop)
         self.source = self.make_source()
         self._experiences: list[Experience] | None = None
-        self._before: tuple[StreamState, list[Experience] | None] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy; the trainer wraps it late."""
+        return self.trainer.model
 
     def make_source(self) -> RolloutSource:
         """Return where the rollouts come from. Override it to sample in another way, such as in episodes."""
-        beat, stop = self.watch.heartbeat.beat, self.parts.stop_signals.poll
-        parts = SourceParts(
-            config=self.config,
-            sampler=self.sampler,
-            ranks=self.data_parallel,
-            model=self.parts.model,
-            prompts=lambda iteration: self.prompts(iteration),
-            num_rollouts=self.parts.num_rollouts,
-            sampling=lambda is_collective: self._interruptible("generate", is_collective),
-            poll=lambda: (beat(), stop()),
-            reads_last=self._reads_next_values,
-        )
-        return rollout_source(parts, self.plan.rows_per_rank)
+        return SyncSource(self) if self.config.schedule == "sync" else AsyncSource(self, self.plan.rows_per_rank)
 
     # --- one rollout ------------------------------------------------------------------------------------------------
 
@@ -171,23 +125,23 @@ class ExperienceStream:
     def prompts(self, iteration: int) -> PromptBatch:
         """Return this process's prompts of a rollout, one per completion."""
         completions, _ = self._deal(iteration)
-        return prompt_batch(self.parts.dataset, *self.order.rows(iteration, completions))
+        return prompt_batch(self.trainer.train_dataset, *self.order.rows(iteration, completions))
 
     def form_packs(self, rollout: Rollout) -> list[RolloutPack]:
         """Return the packs of the rollout in use; they keep their rows and width for all of its steps."""
         limits = PackLimits(self.plan.rows_per_pack, self.config.microbatch_tokens, self.config.padding_free)
         _, minibatches = self._deal(self.state.iteration)
-        agree, pad_id = equal_counts(self.parts.model(), self.accelerator), self.sampler.params.pad_token_id
+        agree, pad_id = equal_counts(self.model, self.accelerator), self.sampler.params.pad_token_id
         return rollout_packs(rollout, minibatches, limits, pad_id, self.accelerator.device, agree)
 
-    def run_model(self, packs: Sequence[RolloutPack]) -> Background[list[RolloutPack]]:
+    def run_model(self, packs: Sequence[RolloutPack]) -> Future[list[RolloutPack]]:
         """Begin to run the policy, the value head and the reference over the packs.
 
         Reward functions may need the main thread, so this happens in the background where they may wait for a server;
         but a trace sees the main thread only.
         """
         roles = self.sampler.roles("policy", "value", *(("reference",) if self.config.initial_beta else ()))
-        has_time = self.sampler.may_wait and not self.watch.trace.is_recording
+        has_time = self.sampler.may_wait and not self.watch.is_tracing
         return self.forward.start(packs, roles, self.state.iteration, has_time)
 
     def score(self, sampled: Sampled, packs: Callable[[], Sequence[RolloutPack]]) -> ScoredRollout:
@@ -195,7 +149,7 @@ class ExperienceStream:
         # What reward functions draw from the global generators depends on the rollout alone. Seeded just before them,
         # because threads of other libraries draw from Python's too: retries of an upload, a tracker.
         seed_generators(self.config.seed, ROLLOUT_STREAM, self.state.iteration, self.data_parallel.process_index)
-        scored = self.sampler.score(sampled, packs, **self.parts.reward_extras())
+        scored = self.sampler.score(sampled, packs, **self.trainer.reward_extras())
         self.last_scored = replace(scored, rollout=replace(scored.rollout, states=None))
         return scored
 
@@ -303,7 +257,7 @@ class ExperienceStream:
     # --- what surrounds it ------------------------------------------------------------------------------------------
 
     @property
-    def _reads_next_values(self) -> bool:
+    def reads_next_values(self) -> bool:
         """Whether an override may read `next_values` (the value after a row's last token), which GAE does not need."""
         names = ("advantages", "add_advantages")
         return any(getattr(type(self), name) is not getattr(ExperienceStream, name) for name in names)
@@ -320,13 +274,26 @@ class ExperienceStream:
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.parts.metrics.add_seconds(phase, time.perf_counter() - start)
+        self.trainer.metric_log.add_seconds(phase, time.perf_counter() - start)
 
     @contextlib.contextmanager
     def _interruptible(self, phase: str, is_collective: bool = True) -> Iterator[None]:
         """Record a phase that ends early, by StopAsked, if the run is to stop; collective: only with one process."""
-        with self.parts.stop_signals.giving_up(self.accelerator, alone=is_collective), self.watch.phase(phase):
+        stop_signals = self.trainer.stop_signals
+        with stop_signals.giving_up(self.accelerator, alone=is_collective), self.watch.phase(phase):
             yield
+
+    def sampling(self, is_collective: bool) -> AbstractContextManager[None]:
+        """Return a block in which this process samples, and the run may be stopped.
+
+        Args:
+            is_collective: whether processes sample together there, so that none may give up alone.
+        """
+        return self._interruptible("generate", is_collective)
+
+    def poll(self) -> None:
+        """Renew the heartbeat, and give up the work in progress if the run is to stop."""
+        self.trainer.poll()
 
     def log_rollout(self, scored: ScoredRollout, scores: Tensor, packs: Sequence[RolloutPack]) -> None:
         """Log the metrics of a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
@@ -343,7 +310,7 @@ class ExperienceStream:
         if "kl/ref" in metrics and (self.state.iteration > pretraining or not pretraining):
             num_rows = self.config.rollout_batch_size * self.config.num_generations
             self.kl_controller.update(metrics["kl/ref"], num_rows)
-        self.parts.metrics.add_rollout(metrics)
+        self.trainer.metric_log.add_rollout(metrics)
 
     def _unscored_fraction(self, scores: Tensor) -> float:
         has_score = scores.isfinite().float().to(self.accelerator.device)
@@ -396,21 +363,11 @@ class ExperienceStream:
         )
 
     def _advance(self) -> None:
-        self._before = (replace(self.state), self._experiences)
         self.state.slot += 1
         if self.state.slot == self.config.slots_per_rollout:
             # beta stays: the last step of the rollout is still to come.
             self.state = StreamState(iteration=self.state.iteration + 1, beta=self.state.beta)
             self._experiences = None
-
-    @property
-    def can_retreat(self) -> bool:
-        """Whether the current step can be given up: it is not the first of its rollout."""
-        return self._before is not None and self._before[0].slot > 0
-
-    def retreat(self) -> None:
-        """Give up the current step; it is yielded again."""
-        self.state, self._experiences = self._before
 
     def skip_rest_of_rollout(self) -> None:
         """Leave the remaining steps of the rollout in use empty; called after the step that exceeded `target_kl`."""

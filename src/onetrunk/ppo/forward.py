@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from onetrunk.models.frozen_states import TrunkCache
+from onetrunk.models.frozen_layers import TrunkCache
+from onetrunk.parallel.groups import pack_outputs
 from onetrunk.parallel.sharding import is_collective, reshard
-from onetrunk.parallel.staged import pack_outputs
 from onetrunk.ppo.rollout import RolloutPack
 from onetrunk.types import Experience
-
-T = TypeVar("T")
 
 
 class Forward:
@@ -51,13 +47,17 @@ class Forward:
 
     def start(
         self, packs: Sequence[RolloutPack], roles: Sequence[str], iteration: int, has_time: bool
-    ) -> Background[list[RolloutPack]]:
-        """Begin `run` over the packs of a rollout: in the background if the main thread `has_time` for it.
+    ) -> Future[list[RolloutPack]]:
+        """Begin `run` over the packs of a rollout: in a thread if the main one `has_time` for user code meanwhile.
 
         Forwards that processes run together have a certain order in the main thread only, so there they run at once.
         """
 
+        device = self.accelerator.device
+
         def run() -> list[RolloutPack]:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # It is set per thread.
             try:
                 return self.run(packs, roles)
             except FloatingPointError as error:
@@ -66,7 +66,14 @@ class Forward:
                     " learning_rate or max_grad_norm and resume from an earlier checkpoint"
                 ) from error
 
-        return Background(run, self.accelerator.device, has_time and not self.is_collective)
+        if has_time and not self.is_collective:
+            executor = ThreadPoolExecutor(max_workers=1)
+            running = executor.submit(run)
+            executor.shutdown(wait=False)
+            return running
+        done: Future[list[RolloutPack]] = Future()
+        done.set_result(run())
+        return done
 
     @torch.no_grad()
     def run(self, packs: Sequence[RolloutPack], roles: Sequence[str]) -> list[RolloutPack]:
@@ -132,49 +139,3 @@ class Forward:
     def _in_trunk_dtype(self, states: Tensor) -> Tensor:
         # Accelerate's wrapper of forward returns float32; the trunk's own dtype holds every bit of it.
         return states.to(self.accelerator.unwrap_model(self.model()).states_dtype)
-
-
-LONGEST_WAIT_S = 60.0
-
-
-class Background(Generic[T]):
-    """Runs `function` in a thread, while the main thread does what only it may do (user code, signals).
-
-    An error in the main thread is reported at once; the process then ends with the thread, or LONGEST_WAIT_S later.
-
-    Args:
-        function: takes nothing. Grad mode and autocast are set per thread: it sets what it needs.
-        device: the accelerator it works on, which is set per thread too.
-        in_thread: False to run it at once, in the main thread.
-    """
-
-    def __init__(self, function: Callable[[], T], device: torch.device, in_thread: bool = True):
-        self._function = function
-        self._device = device
-        self._values: list[T] = []
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if not in_thread:
-            self._values.append(function())
-            return
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        # At exit Python kills a daemon thread inside torch, which aborts with exit code 134.
-        atexit.register(self._thread.join, LONGEST_WAIT_S)
-
-    def _run(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            self._values.append(self._function())
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> T:
-        """Wait, and return what the function returned or raise what it raised."""
-        if self._thread is not None:
-            self._thread.join()
-            atexit.unregister(self._thread.join)
-        if self._error is not None:
-            raise self._error
-        return self._values[0]

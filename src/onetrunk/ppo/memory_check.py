@@ -23,7 +23,6 @@ from onetrunk.models.speedups.memory_use import is_out_of_memory, offloaded_acti
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
 from onetrunk.parallel.sharding import gathered_itemsize, local_bytes
-from onetrunk.parallel.staged import rehearse_in_stages
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.monitoring.metrics import peak_gib
 from onetrunk.types import Pack, to_device
@@ -107,7 +106,10 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
     """Score and train on `pack`, and discard the gradients; raises RuntimeError if memory runs out."""
     try:
         model.train()
-        if rehearse_in_stages(model, pack, args.temperature, args.entropy_coef > 0):
+        if args.pipeline_training:
+            from onetrunk.parallel.staged import rehearse_in_stages
+
+            rehearse_in_stages(model, pack, args.temperature, args.entropy_coef > 0)
             return
         with torch.no_grad():
             states = model(pack=pack, roles=("trunk",)).states

@@ -20,10 +20,9 @@ from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.loading import can_be_on_hub
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.utils.escaping import markdown_text
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import VLLM_RANKS
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import markdown_text, redact
 
 ROLES = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
 METRICS = ("score/mean", "kl/ref", "completion/length")

@@ -21,7 +21,6 @@ from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import gathered
-from onetrunk.parallel.staged import trains_in_stages
 from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.rewards.judge_reward import COLUMN
 from onetrunk.rollouts.local import LocalBackend
@@ -43,7 +42,7 @@ def sample_references(trainer: Trainer, more: Sequence[Dataset] = ()) -> dict[st
         trainer: a PPOTrainer before training; its reference samples.
         more: further tokenized prompts. Rows with a column for the reference completion need none.
     """
-    if trains_in_stages(trainer.model):
+    if trainer.args.pipeline_training:
         raise ValueError(
             "reference completions are sampled by one process on its own, and with pipeline_training none has the"
             " whole model; give the rows a column with them, or leave the judge that compares with them out"

@@ -24,8 +24,7 @@ from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.ensemble import EnsembleReward
-from onetrunk.rewards.model import ModelReward, TrunkReward
+from onetrunk.rewards.model import EnsembleReward, ModelReward, TrunkReward
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
@@ -402,55 +401,48 @@ class RolloutSource(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class SourceParts:
-    """What a RolloutSource needs of a run.
-
-    Args:
-        config, sampler, ranks: of the run.
-        model: returns the policy, unwrapped.
-        prompts: returns this process's prompts of a rollout.
-        num_rollouts: of the whole run; none beyond them is sampled.
-        sampling: returns a block in which this process samples, and the run may be stopped; its argument says whether
-            processes sample together there, so that none may give up alone.
-        poll: called while waiting; may raise to give up.
-        reads_last: whether the states of last tokens are needed (`Sampler.training_options`).
-    """
+class SamplingStream(Protocol):
+    """What a RolloutSource reads from the ExperienceStream that it samples for."""
 
     config: PPOConfig
     sampler: Sampler
-    ranks: DataParallel
-    model: Callable[[], nn.Module]
-    prompts: Callable[[int], PromptBatch]
+    data_parallel: DataParallel
+    # The policy.
+    model: nn.Module
+    # Of the whole run: no rollout beyond them is sampled.
     num_rollouts: int
-    sampling: Callable[[bool], AbstractContextManager[Any]]
-    poll: Callable[[], None]
-    reads_last: bool = False
+    # Whether the states of last tokens are needed.
+    reads_next_values: bool
+
+    def prompts(self, iteration: int) -> PromptBatch:
+        """Return this process's prompts of a rollout."""
+        ...
+
+    def sampling(self, is_collective: bool) -> AbstractContextManager[None]:
+        """Return a block in which this process samples, and the run may be stopped."""
+        ...
+
+    def poll(self) -> None:
+        """Renew the heartbeat, and give up the work in progress if the run is to stop."""
+        ...
 
 
 class SyncSource:
     """A RolloutSource that samples each rollout when it is asked for, from the weights that the last update left."""
 
-    def __init__(self, parts: SourceParts):
-        self.parts = parts
+    def __init__(self, stream: SamplingStream):
+        self.stream = stream
 
     def next(self, iteration: int) -> Sampled:
         """Sample rollout `iteration`."""
-        parts, sampler = self.parts, self.parts.sampler
-        batch, version = parts.prompts(iteration), iteration * parts.config.slots_per_rollout
-        sampler.backend.sync(parts.model(), version)
-        options = {**sampler.training_options(parts.reads_last), **self.options(iteration)}
-        with parts.sampling(self.is_collective):
+        stream, sampler = self.stream, self.stream.sampler
+        batch, version = stream.prompts(iteration), iteration * stream.config.slots_per_rollout
+        sampler.backend.sync(stream.model, version)
+        # No process can give up sampling alone where others work on the same rows.
+        is_collective = stream.data_parallel.shares_rows or getattr(sampler.backend, "is_collective", False)
+        options = sampler.training_options(stream.reads_next_values)
+        with stream.sampling(is_collective):
             return Sampled(batch, sampler.generate(batch, version=version, **options))
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether no process can give up sampling alone, because others work on the same rows."""
-        return self.parts.ranks.shares_rows or getattr(self.parts.sampler.backend, "is_collective", False)
-
-    def options(self, iteration: int) -> dict[str, Any]:
-        """Return further keywords of the backend's `generate` for a rollout."""
-        return {}
 
     def start(self) -> None:
         """Do nothing: no rollout is under way at a checkpoint."""

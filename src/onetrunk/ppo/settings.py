@@ -29,7 +29,7 @@ from onetrunk.utils.options import (
 # What the monitor does at an alarm.
 MONITOR_ACTIONS = ("warn", "stop")
 STAGE_SETTINGS = ("pipeline_stages", "pipeline_split", "pipeline_training")
-PIPELINE_SETTINGS = (*STAGE_SETTINGS, "pipeline_batches", "pipeline_ahead")
+PIPELINE_SETTINGS = (*STAGE_SETTINGS, "pipeline_batches")
 SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_timeout", "vllm_request_timeout", "vllm_api_key_env")
 ENGINE_SETTINGS = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
 IS_CLIP = "vllm_importance_sampling_clip"
@@ -119,7 +119,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("vllm_gpu_memory_utilization", lambda v: _is_number(v) and 0 < v < 1, "above 0 and below 1"),
     ("value_pretraining_rollouts trace_rollouts max_staleness", lambda v: is_whole(v) and v >= 0, "0 or more"),
     ("pipeline_stages", lambda v: is_whole(v) and v > 1, "a whole number above 1"),
-    ("padding_free pipeline_ahead pipeline_training", lambda v: isinstance(v, bool), "true or false"),
+    ("padding_free pipeline_training", lambda v: isinstance(v, bool), "true or false"),
     ("max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more"),
     ("kl_estimator", *_one_of("k1", "k2", "k3")),
     ("truncated_completions", *_one_of("terminal", "bootstrap", "penalize", "mask")),
@@ -236,13 +236,6 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
         "With rollout_backend pipelined, or pipeline_training: number of layers of each stage, 1 or more; their sum is"
         " the model's layers."
         " None: stages that should be equally fast, the output head included.",
-    )
-    pipeline_ahead: bool = option(
-        False,
-        "With rollout_backend pipelined: let rows of the next rollout start where places are free while the last rows"
-        " of a rollout decode. The next one uses all of them: rows that still run go on there, with tokens of the new"
-        " policy. Tokens of the old one are corrected by vllm_importance_sampling_correction, as with schedule"
-        " one_step.",
     )
     pipeline_training: bool = option(
         False,
@@ -416,7 +409,7 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
     @property
     def limits(self) -> dict[str, float | None]:
         """Limit of each alarm; None: no such alarm."""
-        return limits_in_use(self.alarm_limits, self.truncates, self.max_staleness > 0 or self.pipeline_ahead)
+        return limits_in_use(self.alarm_limits, self.truncates, self.max_staleness > 0)
 
     @property
     def slots_per_rollout(self) -> int:

@@ -40,7 +40,7 @@ from onetrunk.models.build import (
     check_new_adapter,
     init_value_head,
 )
-from onetrunk.models.frozen_states import TrunkCache, choose_place
+from onetrunk.models.frozen_layers import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
@@ -51,23 +51,16 @@ from onetrunk.parallel.sharding import (
     launch_layout,
     train_in_stages,
 )
-from onetrunk.parallel.staged import keep_stage, trains_in_stages
-from onetrunk.parallel.stages import LayerSplit, verify_split
-from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.ppo.settings import REFUSED_OPTIMIZERS
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.ensemble import ensemble_reward, names_an_ensemble
-from onetrunk.rewards.model import ModelReward, trunk_reward
-from onetrunk.rewards.remote import RemoteReward
-from onetrunk.rewards.resolve import names_a_model
-from onetrunk.rewards.reward import RewardFunction
+from onetrunk.rewards.model import ModelReward, ensemble_reward, names_an_ensemble, trunk_reward
+from onetrunk.rewards.reward import BuiltInReward, RewardFunction, names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
 from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.pipelined import PipelinedBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 Reward = RewardFunction | str | PreTrainedModel
@@ -193,6 +186,11 @@ def load_sampled_model(
 
 def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[str | None]:
     """Divide the frozen base over the processes as the run asks, and return lines for the user."""
+    from onetrunk.parallel.staged import keep_stage
+    from onetrunk.parallel.stages import LayerSplit, verify_split
+    from onetrunk.parallel.tensor import distribute_frozen
+    from onetrunk.rollouts.pipelined import PipelinedBackend
+
     if args.pipeline_training and not isinstance(backend, PipelinedBackend):
         split = LayerSplit.of(trunk, args.pipeline_stages or args.world_size, args.pipeline_split)
         verify_split(trunk, split)
@@ -299,7 +297,7 @@ def resolve_rewards(
             reward = trunk_reward(reward, base, base_tokenizer, tokenizer)
         elif is_model_name or isinstance(reward, PreTrainedModel):
             reward = ModelReward(reward, tokenizer, device=device)
-        elif isinstance(reward, RemoteReward):
+        elif isinstance(reward, BuiltInReward):
             reward.check()
         resolved.append(reward)
     return resolved
@@ -340,7 +338,7 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
             )
         return TrunkPlan(None, f"trunk: adapters train on all {num_layers} layers, nothing to reuse{reward}")
     lower = f"trunk: the lower {trunk.cut} of {num_layers} layers are frozen and the same for every role"
-    if trains_in_stages(trunk):
+    if args.pipeline_training:
         report = f"{lower}; in pipeline stages they run once for all roles of a forward, and nothing is kept"
         return TrunkPlan(None, f"{report}{reward}")
     if args.trunk_cache == "off":

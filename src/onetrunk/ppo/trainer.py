@@ -12,7 +12,7 @@ import inspect
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,17 +26,15 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from onetrunk.checkpoints.resumable_trainer import ResumableTrainer
 from onetrunk.checkpoints.resume_point import LOOP_FILES
-from onetrunk.checkpoints.signals import StopAsked
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.parallel.staged import trains_in_stages, update_in_stages
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
-from onetrunk.ppo.experience import ExperienceStream, StreamParts
+from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.foreign_names import explain_arguments
 from onetrunk.ppo.monitoring.alarms import Alarms
 from onetrunk.ppo.monitoring.metrics import MetricLog, merged_log
@@ -208,20 +206,7 @@ class PPOTrainer(ResumableTrainer):
     def get_train_dataloader(self) -> ExperienceStream:
         """Return the experience stream; it is not prepared by accelerate, which would read one item ahead."""
         self.end_training()  # Of an earlier call.
-        parts = StreamParts(
-            dataset=self.train_dataset,
-            sampler=self.sampler,
-            model=lambda: self.model,
-            config=self.args,
-            accelerator=self.accelerator,
-            metrics=self.metric_log,
-            watch=self.watch,
-            trunk_cache=self.trunk_plan.cache,
-            reward_extras=self._reward_extras,
-            stop_signals=self.stop_signals,
-            num_rollouts=math.ceil(self.planned_steps() / self.args.slots_per_rollout),
-        )
-        stream = self.stream_class(parts)
+        stream = self.stream_class(self)
         if self._resume_from is not None:
             stream.load(self._resume_from)
         self._stream, self._has_best_weights = stream, False
@@ -239,9 +224,10 @@ class PPOTrainer(ResumableTrainer):
     def _poll_sampling(self) -> None:
         """Give up sampling if the run is to stop, or a rollout ahead once it is over."""
         if not samples_ahead():
-            self._poll()
+            self.poll()
 
-    def _reward_extras(self) -> dict[str, Any]:
+    def reward_extras(self) -> dict[str, Any]:
+        """Return the keywords that reward functions get besides the columns; called once per rollout."""
         self.samples.begin()
         log_metric = self.metric_log.add_own
         return {"trainer_state": self.state, "log_extra": self.samples.add_column, "log_metric": log_metric}
@@ -256,11 +242,11 @@ class PPOTrainer(ResumableTrainer):
         total = torch.zeros((), device=self.accelerator.device)
         if not self._begin_step(model, minibatch):
             return total
-        with self._undo_step_on_stop(model), self.watch.phase("update"):
+        with self.watch.phase("update"):
             # The stages of a pipeline run the packs together.
             packs = () if self._run_in_stages(model, minibatch, total) else minibatch.experiences
             for experience in packs:
-                self._poll()
+                self.heartbeat.beat()
                 is_last = experience is packs[-1]
                 with self.watch.last_backward(model) if is_last else self.accelerator.no_sync(model):
                     with offloaded_activations(model) if self.args.activation_offloading else contextlib.nullcontext():
@@ -287,9 +273,11 @@ class PPOTrainer(ResumableTrainer):
 
     def _run_in_stages(self, model: nn.Module, minibatch: Minibatch, total: Tensor) -> bool:
         """Run the packs through the pipeline of the model and add their losses to `total`; False if it is in none."""
-        if not trains_in_stages(model):
+        if not self.args.pipeline_training:
             return False
-        self._poll()
+        from onetrunk.parallel.staged import update_in_stages
+
+        self.heartbeat.beat()
         inputs, args = [self._inputs_of(experience, minibatch) for experience in minibatch.experiences], self.args
 
         def loss_of(number: int, run: Any) -> Tensor:
@@ -301,26 +289,10 @@ class PPOTrainer(ResumableTrainer):
         update_in_stages(model, packs, minibatch.roles, loss_of, args.temperature, args.entropy_coef > 0)
         return True
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
         """Renew the heartbeat, and give up the work in progress if the run is to stop."""
         self.heartbeat.beat()
         self.stop_signals.poll()
-
-    @contextlib.contextmanager
-    def _undo_step_on_stop(self, model: nn.Module) -> Iterator[None]:
-        # The first step of a rollout is not interrupted, because sampling has already moved beta and the score
-        # moments. With several processes none is, because the others wait for its gradients.
-        if self.accelerator.num_processes > 1 or not self._stream.can_retreat:
-            yield
-            return
-        try:
-            with self.stop_signals.giving_up(self.accelerator):
-                yield
-        except StopAsked:
-            model.zero_grad()
-            self.metric_log.drop_step()
-            self._stream.retreat()
-            raise
 
     def _give_scaler_gradients(self, model: nn.Module) -> None:
         # The gradient scaler of fp16 fails on a step without gradients; StepGuard removes these again.
@@ -412,8 +384,7 @@ class PPOTrainer(ResumableTrainer):
         per_row = 2 * 8 * width + (2 * 8 + 7 * 4) * args.max_completion_length
         if self.trunk_plan.captures_states:
             per_row += 4 * width * self.model.get_base_model().config.get_text_config().hidden_size
-        is_ahead = args.schedule != "sync" or args.pipeline_ahead
-        versions = args.max_staleness + 1 if is_ahead else 0
+        versions = 0 if args.schedule == "sync" else args.max_staleness + 1
         per_row += versions * (8 + 4) * args.max_completion_length
         adapter = sum(p.nbytes for p in adapter_parameters(self.model, POLICY).values())
         return rows * per_row + versions * adapter

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from onetrunk.report.blocks import MARKDOWN, Block, rendered
-from onetrunk.report.parts import all_measured, blocks_of, flat, number, plain, share
-from onetrunk.report.plots import COLORS, SIZE, figures_block
-from onetrunk.report.runs import METRICS, PAIRS, Run, read_lines, read_run
+from onetrunk.report.blocks import MARKDOWN, Block, all_measured, flat, number, plain, rendered, share
+from onetrunk.report.plots import figures_block
+from onetrunk.report.runs import PAIRS, Run, read_lines, read_run
 
 NUM_SAMPLES = 3
-# Rows in a plot; the tables have all.
-MOST_ROWS = 35
 Judges = dict[str, dict[str, Any]]
 # Rows of the first table: title, and where the value is.
 FACTS = (
@@ -34,35 +30,19 @@ FACTS = (
     ("people prefer that", "format/preferred_by_people"),
 )
 COUNTS = ("rows", "equal_for_people", "decided", "ties", "abstained", "unjudged")
-# Rows of the plot of accuracy, before the subsets.
-CASES = (
-    ("all rows", "accuracy"),
-    ("where longer is better", "length/accuracy_more"),
-    ("where shorter is better", "length/accuracy_less"),
-    ("where more Markdown is better", "format/accuracy_more"),
-    ("where less Markdown is better", "format/accuracy_less"),
-)
 
 
 def judge_blocks(run: Run, target: Path) -> list[Block]:
-    """Return the report of a measurement of judges; the plots are also written as PNG files."""
-    results, metrics = run.results, run.folder / METRICS
-    judges: Judges = results.get("judges", {})
-    drawings = [
-        ("accuracy", "Accuracy", "With 95% intervals; the dashed line is chance for pairs. A judge without bias is as"
-         " often right where the better completion is longer as where it is shorter.", partial(draw_accuracy, judges)),
-        ("reliability", "Reliability", "On the line, a probability means what it says.",
-         partial(draw_reliability, judges)),
-    ]  # fmt: skip
-    return blocks_of(
-        [
-            (metrics, lambda: [first_block(results)]),
-            (metrics, lambda: [figures_block("Plots", target, drawings)]),
-            (metrics, lambda: [*table_blocks(results), reliability_block(judges)]),
-            (run.folder / PAIRS, lambda: sample_blocks(run, judges)),
-            (metrics, lambda: [all_measured(judges, "All that was measured")]),
-        ]
-    )
+    """Return the report of a measurement of judges, with the pictures that the stage has drawn."""
+    judges: Judges = run.results["judges"]
+    return [
+        first_block(run.results),
+        figures_block("Plots", target, (), run.images),
+        *table_blocks(run.results),
+        reliability_block(judges),
+        *sample_blocks(run, judges),
+        all_measured(judges, "All that was measured"),
+    ]
 
 
 def card_of(results: dict[str, Any]) -> str:
@@ -98,12 +78,8 @@ def first_block(results: dict[str, Any]) -> Block:
 def table_blocks(results: dict[str, Any]) -> list[Block]:
     """Return accuracy by subset, how much judges agree, and costs."""
     agreement, costs = results.get("agreement", {}), results.get("costs", {})
-    rows = [
-        [pair, str(value.get("pairs")), share(value.get("agreement")), number(value.get("kappa"))]
-        for pair, value in agreement.items()
-    ]
-    note = "Kappa is the agreement beyond chance: 0 is chance, 1 is perfect."
-    agreed = Block("Agreement", note, columns=["", "pairs", "same verdict", "kappa"], rows=rows)
+    rows = [[pair, str(value["pairs"]), share(value["agreement"])] for pair, value in agreement.items()]
+    agreed = Block("Agreement", columns=["", "pairs", "same verdict"], rows=rows)
     return [*subset_blocks(results["judges"]), *([agreed] if rows else []), *cost_blocks(costs)]
 
 
@@ -158,54 +134,6 @@ def _sides(row: dict[str, Any], probability: float, name: str) -> list[tuple[str
     sides = [(f"better for people, probability {probability:.3f}", row["better"]), ("the other one", row["other"])]
     sides += [("what the judge thought", "\n\n".join(thoughts))] if thoughts else []
     return [(title, plain(text)) for title, text in sides]
-
-
-def draw_accuracy(judges: Judges) -> Any:
-    """Return a figure of the accuracy of each judge, with its interval: of all rows, in cases of bias, by subset."""
-    tables = {judge: _accuracies(entry) for judge, entry in judges.items()}
-    names = list(dict.fromkeys(name for table in tables.values() for name in table))[:MOST_ROWS]
-    axes = _axes(max(SIZE[1], 0.28 * len(names) + 1))
-    for index, (judge, table) in enumerate(tables.items()):
-        shift, color = 0.7 * ((index + 0.5) / len(judges) - 0.5), COLORS[index % len(COLORS)]
-        axes.plot([], [], "o", color=color, markersize=4, label=judge)
-        for row, name in enumerate(names):
-            if name in table:
-                value, interval = table[name]
-                axes.plot(interval, [row + shift] * 2, color=color, linewidth=1.4)
-                axes.plot(value, row + shift, "o", color=color, markersize=4)
-    axes.axvline(0.5, linestyle="--", linewidth=1, color=COLORS[-1])
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlim=(0, 1.02), ylim=(len(names) - 0.5, -0.5), xlabel="accuracy")
-    if len(judges) > 1:
-        axes.legend(frameon=False)
-    return axes.figure
-
-
-def _accuracies(entry: dict[str, Any]) -> dict[str, tuple[float, list[float]]]:
-    values = dict(flat(entry["all"]))
-    found = {title: (values.get(key), values.get(f"{key}_interval")) for title, key in CASES}
-    found |= {name: (part["accuracy"], part["accuracy_interval"]) for name, part in entry["subsets"].items()}
-    return {name: (value, interval) for name, (value, interval) in found.items() if value is not None}
-
-
-def draw_reliability(judges: Judges) -> Any:
-    """Return a figure of probability against the share that is right, one line per judge."""
-    axes = _axes(SIZE[1])
-    axes.plot([0.5, 1], [0.5, 1], linestyle="--", linewidth=1, color=COLORS[-1])
-    for index, (judge, entry) in enumerate(judges.items()):
-        bins = [b for b in entry["all"]["reliability"] if b["count"]]
-        color = COLORS[index % len(COLORS)]
-        axes.plot([b["predicted"] for b in bins], [b["observed"] for b in bins], marker="o", color=color, label=judge)
-    axes.set(xlim=(0.48, 1.02), ylim=(-0.02, 1.05))
-    axes.set(xlabel="probability of the preferred completion", ylabel="share in which people agree")
-    axes.legend(frameon=False)
-    return axes.figure
-
-
-def _axes(height: float) -> Any:
-    from matplotlib.figure import Figure as Canvas
-
-    return Canvas(figsize=(SIZE[0], height), layout="constrained").add_subplot()
 
 
 @dataclass(frozen=True)

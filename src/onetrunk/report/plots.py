@@ -18,8 +18,8 @@ from markupsafe import Markup
 
 from onetrunk.report.blocks import Block, Figure
 from onetrunk.report.runs import Run
-from onetrunk.utils.escaping import address_of
 from onetrunk.utils.files import atomic_write_bytes
+from onetrunk.utils.redaction import address_of
 
 if TYPE_CHECKING:
     from matplotlib import figure as mpl

@@ -12,18 +12,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from onetrunk.ppo.evaluation import write_samples
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.report.runs import FOLDER, LOG_FILE, RUN_FILE, SAMPLES, STOP, read_log
+from onetrunk.report.runs import FOLDER, LOG_FILE, RUN_FILE, SAMPLES, STOP, read_lines
 from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.redaction import redact, redact_all
 
@@ -61,29 +61,21 @@ class RunRecord(TrainerCallback):
 
     # --- events of the training loop --------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._safely(self._begin, state)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # What is logged before the record begins is in the history that it begins with.
         if state.log_history and self._has_begun:
             self._safely(self._append, {**state.log_history[-1], "time": time.time()})
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._safely(self._append_alarms, state)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._safely(self.write_samples)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._safely(self._append, {"event": "end", "step": state.global_step, "time": time.time()})
 
     def note_stop(self, signal_name: str) -> None:
@@ -112,7 +104,7 @@ class RunRecord(TrainerCallback):
     def _begin(self, state: TrainerState) -> None:
         """Write run.json. A resumed run keeps the record up to its checkpoint; the rest is made again."""
         path, step = self.folder / LOG_FILE, state.global_step
-        entries = read_log(path) if step else []
+        entries = read_lines(path) if step else []
         if not any("event" not in entry for entry in entries):
             entries = [dict(entry) for entry in state.log_history]
         last = max((entry["time"] for entry in entries if "time" in entry), default=None)
@@ -192,13 +184,8 @@ def _comparable(value: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, onetrunk and the libraries that decide what a run computes."""
-    found = {"python": platform.python_version(), "onetrunk": sys.modules["onetrunk"].__version__}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    ours = {"python": platform.python_version(), "onetrunk": sys.modules["onetrunk"].__version__}
+    return ours | {name: version(name) for name in PACKAGES}
 
 
 def _values(arguments: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The report of one run or of several: report.html, which needs no other file, and report.md with PNGs next to it."""
+"""The report of a run, of several runs or of a pipeline: report.html, which needs no other file, and report.md."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -9,15 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onetrunk.feedback.costs import COSTS_FILE, read_costs
-from onetrunk.report.blocks import MARKDOWN, PAGE, Block, rendered
-from onetrunk.report.chain import chain_blocks
+from onetrunk.feedback.costs import read_costs
+from onetrunk.report.blocks import (
+    MARKDOWN,
+    PAGE,
+    Block,
+    alarm_blocks,
+    lost_blocks,
+    number,
+    rendered,
+    result_blocks,
+    sample_blocks,
+    share,
+    win_rates,
+)
 from onetrunk.report.judges import cost_blocks, judge_blocks
-from onetrunk.report.parts import alarm_blocks, blocks_of, lost_blocks, result_blocks, sample_blocks
 from onetrunk.report.plots import draw, figures_block, plots_of
-from onetrunk.report.runs import FOLDER, LOG_FILE, METRICS, PAIRS, RUN_FILE, Run, read_run
+from onetrunk.report.runs import FOLDER, Run, read_run
 from onetrunk.utils.files import atomic_write_text
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import address_of, redact
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +43,14 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
 
     Raises:
         ValueError: a folder holds no run, or two runs have the same name.
+        RuntimeError: a file of a run is damaged; the message names it.
     """
     runs = [read_run(folder) for folder in folders]
     # Each run has its own page in its folder, which a comparison must not replace.
     place = Path(folders[0]) if len(runs) == 1 else Path(os.path.commonpath([run.folder.resolve() for run in runs]))
     target = Path(target) if target is not None else place / FOLDER
     title = " and ".join(run.name for run in runs)
-    own = {"run": chain_blocks, "judge": judge_blocks}
+    own = {"run": pipeline_blocks, "judge": judge_blocks}
     if len(runs) > 1:
         blocks = comparison_blocks(runs, target, price)
     elif runs[0].verb in own:
@@ -61,19 +73,16 @@ def write_report_of(folder: str | Path) -> Path | None:
 
 def run_blocks(run: Run, target: Path, price: float | None) -> list[Block]:
     """Return what there is to say about one run."""
-    record = run.folder / FOLDER
-    return blocks_of(
-        [
-            (record, lambda: [facts_of([run], price)]),
-            (record / LOG_FILE, lambda: alarm_blocks(run)),
-            (run.folder / METRICS, lambda: result_blocks(run)),
-            (run.folder / COSTS_FILE, lambda: cost_blocks(read_costs(run.folder))),
-            (record / LOG_FILE, lambda: plot_blocks([run], target)),
-            (record, lambda: sample_blocks(run)),
-            (run.folder / PAIRS, lambda: lost_blocks(run)),
-            (record / RUN_FILE, lambda: setting_blocks([run])),
-        ]
-    )
+    return [
+        facts_of([run], price),
+        *alarm_blocks(run),
+        *result_blocks(run),
+        *cost_blocks(read_costs(run.folder)),
+        *plot_blocks([run], target),
+        *sample_blocks(run),
+        *lost_blocks(run),
+        *setting_blocks([run]),
+    ]
 
 
 def comparison_blocks(runs: Sequence[Run], target: Path, price: float | None) -> list[Block]:
@@ -84,16 +93,67 @@ def comparison_blocks(runs: Sequence[Run], target: Path, price: float | None) ->
         raise ValueError(
             f"two of the runs are named {twice[0]}; their curves could not be told apart: rename a folder"
         )
-    around = Path(os.path.commonpath([run.folder.resolve() for run in runs]))
-    alarms = [(run.folder, partial(alarm_blocks, run, f"Alarms of {run.name}")) for run in runs]
-    return blocks_of(
-        [
-            (around, lambda: [facts_of(runs, price), final_values(runs)]),
-            *alarms,
-            (around, lambda: plot_blocks(runs, target)),
-            (around, lambda: setting_blocks(runs)),
-        ]
-    )
+    alarms = [block for run in runs for block in alarm_blocks(run, f"Alarms of {run.name}")]
+    plots = plot_blocks(runs, target)
+    return [facts_of(runs, price), final_values(runs), *alarms, *plots, *setting_blocks(runs)]
+
+
+def pipeline_blocks(pipeline: Run, target: Path) -> list[Block]:
+    """Return what every stage of a pipeline reached, and the win rates, alarms and samples of its stages."""
+    rows, links, blocks, total = [], {}, [], 0.0
+    for name, record in pipeline.results.get("stages", {}).items():
+        output, verb = record["settings"].get("output_dir"), record["settings"].get("verb", "script")
+        run = _run_in(output)
+        seconds = record.get("seconds")
+        total += seconds or 0
+        result = "" if run is None else headline(run)
+        rows.append([name, verb, record["status"], "" if seconds is None else f"{seconds:.0f}", result, output or ""])
+        if run is None:
+            continue
+        page = run.folder / FOLDER / PAGE
+        if page.is_file():
+            links[name] = address_of(page, target)
+        rate = run.results.get("win_rate")
+        blocks += [win_rates(rate, f"Win rate ({name})")] if rate else []
+        blocks += alarm_blocks(run, f"Alarms of {name}")
+        blocks += sample_blocks(run) if verb == "eval" else []
+    columns = ["stage", "verb", "status", "seconds", "result", "output"]
+    summary = Block(text=f"{pipeline.status}; {total / 60:.1f} minutes in all stages.")
+    return [summary, Block("Stages", columns=columns, rows=rows, links=links), *blocks]
+
+
+def _run_in(folder: str | None) -> Run | None:
+    """Return the run in the output folder of a stage; None if the stage has not written any."""
+    if folder is None or not Path(folder).is_dir():
+        return None
+    with contextlib.suppress(ValueError):
+        return read_run(folder)
+    return None
+
+
+def headline(run: Run) -> str:
+    """Return what a stage reached, in a few words."""
+    match run.results:
+        case {"win_rate": {"discrete_win_rate": rate, **rest}}:
+            low, high = (share(end) for end in rest["discrete_win_rate_interval"])
+            return f"wins {share(rate)} of the pairs ({low} to {high})"
+        case {"judges": dict(judges)} if run.verb == "judge":
+            shares = [f"{name} {share(entry['all']['accuracy'])}" for name, entry in judges.items()]
+            return f"agrees with people: {', '.join(shares)}"
+        case {"reference": dict(before), "policy": {"score/mean": score, **rest}}:
+            kl = f", KL {rest['kl/ref']:.1f} nats" if rest.get("kl/ref") is not None else ""
+            return f"score {number(before.get('score/mean'))} to {number(score)}{kl}"
+        case {"fidelity": dict(fidelity)}:
+            return f"agrees with its teacher on {share(fidelity['agreement'])}"
+        case {"held_out": dict(held_out)}:
+            return f"orders {share(held_out['accuracy'])} of the held-out pairs as the judge"
+        case {"counts": dict(counts)}:
+            return ", ".join([f"{n:,} {name.replace('_', ' ')}" for name, n in counts.items() if n][:3])
+    for metric, words in (("eval_loss", "held-out loss"), ("loss", "loss")):
+        _, values = run.series(metric)
+        if values:
+            return f"{words} {values[-1]:.3f}"
+    return ""
 
 
 def facts_of(runs: Sequence[Run], price: float | None) -> Block:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
 from onetrunk.parallel.heartbeat import read_beat
-from onetrunk.utils.files import parse_json, read_json
+from onetrunk.utils.files import read_json
 
 # Trainer pushes no path that begins with an underscore to the Hub.
 FOLDER = "_report"
@@ -32,12 +31,8 @@ PAIRS = "pairs.jsonl"
 # What `onetrunk sft` leaves; transformers names it.
 RESULTS = "all_results.json"
 TRAINER_STATE = "trainer_state.json"
-# The samples of `onetrunk eval`: what it is compared with first.
-EVAL_SAMPLES = (("samples-reference.jsonl", "samples-opponent.jsonl"), ("samples-policy.jsonl",))
 # A run whose heartbeat is older counts as killed.
 ALIVE_S = 120.0
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,14 +106,15 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Return what is known of the run in a folder; a file that is damaged is left out, with a warning that names it.
+    """Return what is known of the run in a folder.
 
     Raises:
         ValueError: the folder holds no run.
+        RuntimeError: a file of the run is damaged; the message names it.
     """
     folder = Path(folder)
     about = _json_if_there(folder / FOLDER / RUN_FILE)
-    entries = read_log(folder / FOLDER / LOG_FILE) or _log_of_checkpoints(folder)
+    entries = read_lines(folder / FOLDER / LOG_FILE) or _log_of_checkpoints(folder)
     results = next((found for n in (METRICS, STATISTICS, RESULTS) if (found := _json_if_there(folder / n))), {})
     pipeline = _json_if_there(folder / PIPELINE)
     finished = _json_if_there(folder / FINISHED)
@@ -127,44 +123,31 @@ def read_run(folder: str | Path) -> Run:
             f"{folder} holds no run: there is no {FOLDER}/{LOG_FILE}, checkpoint, {METRICS}, {STATISTICS} or"
             f" {PIPELINE} in it; give the output_dir of a stage or of a pipeline"
         )
-    verb = str(about.get("verb") or "") or _verb(folder, results, pipeline)
-    log = [entry for entry in entries if "event" not in entry]
-    try:
-        status = _status(folder, finished, entries, verb, pipeline)
-    except (AttributeError, TypeError) as error:
-        logger.warning("%s: its status is not known, because a file has another form (%s)", folder, error)
-        status = "not known"
-    run = Run(folder, verb, status, about, log)
+    verb = about.get("verb") or _verb(folder, results, pipeline)
+    run = Run(folder, verb, _status(folder, finished, entries, verb, pipeline), about)
+    run.log = [entry for entry in entries if "event" not in entry]
     run.events = [entry for entry in entries if "event" in entry]
     run.results, run.ended = pipeline or results, finished.get("ended")
     run.before, run.after = (read_lines(folder / FOLDER / name) for name in SAMPLES.values())
     if verb == "eval":
-        run.before, run.after = (_first_samples(folder, names) for names in EVAL_SAMPLES)
+        before, run.after = (read_lines(folder / f"samples-{role}.jsonl") for role in ("opponent", "policy"))
+        run.before = before or read_lines(folder / "samples-reference.jsonl")
     run.images = sorted(folder.glob("*.png"))
     return run
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a record; without a file none. A line that a kill cut short is left out."""
-    return _with_steps(read_lines(path))
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the mappings in a file of JSON lines; a line that is not JSON is left out."""
+    """Return the mappings in a file of JSON lines, none without the file; a line that a kill cut short is left out."""
     values = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
-            values.append(parse_json(line))
-    return [value for value in values if isinstance(value, dict)]
+            values.append(json.loads(line))
+    return values
 
 
 def pairs_of(run: Run) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the completions of the same prompts before and after training."""
-    if len(run.before) != len(run.after):
-        after = {json.dumps(row.get("prompt")): row for row in run.after}
-        both = [(row, after.get(json.dumps(row.get("prompt")))) for row in run.before]
-        return [(first, second) for first, second in both if second is not None]
-    return [(a, b) for a, b in zip(run.before, run.after, strict=True) if a.get("prompt") == b.get("prompt")]
+    return [(a, b) for a, b in zip(run.before, run.after, strict=False) if a["prompt"] == b["prompt"]]
 
 
 def gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float | None:
@@ -174,31 +157,14 @@ def gain(pair: tuple[dict[str, Any], dict[str, Any]]) -> float | None:
 
 
 def _json_if_there(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path) if path.is_file() else {}
-        if isinstance(value, dict):
-            return value
-        problem = f"{path} holds no JSON object"
-    except RuntimeError as error:
-        problem = str(error)
-    logger.warning("%s; the report leaves it out", problem)
-    return {}
-
-
-def _with_steps(entries: Any) -> list[dict[str, Any]]:
-    listed = entries if isinstance(entries, list) else []
-    return [entry for entry in listed if isinstance(entry, dict) and isinstance(entry.get("step", 0), int)]
+    return read_json(path) if path.is_file() else {}
 
 
 def _log_of_checkpoints(folder: Path) -> list[dict[str, Any]]:
     for checkpoint in reversed(checkpoint_folders(folder)):
         if (checkpoint / TRAINER_STATE).is_file():
-            return _with_steps(_json_if_there(checkpoint / TRAINER_STATE).get("log_history"))
+            return read_json(checkpoint / TRAINER_STATE)["log_history"]
     return []
-
-
-def _first_samples(folder: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    return next((rows for name in reversed(names) if (rows := read_lines(folder / name))), [])
 
 
 def _verb(folder: Path, results: dict[str, Any], pipeline: dict[str, Any]) -> str:
@@ -214,7 +180,7 @@ def _status(
     folder: Path, finished: dict[str, Any], entries: Sequence[dict[str, Any]], verb: str, pipeline: dict[str, Any]
 ) -> str:
     if pipeline:
-        states = [str(stage.get("status")) for stage in pipeline.get("stages", {}).values()]
+        states = [stage["status"] for stage in pipeline["stages"].values()]
         left = [state for state in states if state != "done"]
         return ", ".join(left) if left else f"all {len(states)} stages that ran are done"
     if finished:

@@ -125,26 +125,18 @@ def _agreement_metrics(name: str, leads: Tensor, labels: Tensor, prompts: Sequen
 def preference_metrics(pairs: ScoredPairs) -> dict[str, Any]:
     """Return accuracy with its interval, accuracy by margin, calibration, and the influence of length.
 
-    `length/score_correlation` is Pearson's, over all completions. `length/lead_correlation` is that of the lead with
-    the difference in tokens, which does not depend on the prompt; `length/label_correlation` is that of the labels.
-    `length/accuracy_chosen_shorter` is the accuracy on pairs whose better completion is the shorter one.
+    `length/score_correlation` is Pearson's, over all completions; `length/lead_correlation` is that of the lead with
+    the difference in tokens, which does not depend on the prompt.
     """
     leads, labels = pairs.leads, pairs.labels
     differences = (pairs.lengths[0] - pairs.lengths[1]).double()
-    shorter = torch.where(labels >= 0.5, differences, -differences) < 0
-    metrics = _agreement_metrics("accuracy", leads, labels, pairs.prompts) | {
+    return _agreement_metrics("accuracy", leads, labels, pairs.prompts) | {
         "score_mean": float(pairs.scores.double().mean()),
         "score_std": float(pairs.scores.double().std()),
         "length/score_correlation": pearson(pairs.scores, torch.cat(list(pairs.lengths))),
         "length/lead_correlation": pearson(leads, differences),
-        "length/label_correlation": pearson(labels - 0.5, differences),
-        "length/accuracy_chosen_shorter": accuracy(leads[shorter], labels[shorter]),
         "accuracy_by_margin": [asdict(b) for b in by_margin(leads, labels)],
     }
-    if labels.unique().numel() > 1:
-        certainty = (labels - 0.5).abs()
-        metrics["accuracy_by_label_certainty"] = [asdict(b) for b in by_margin(leads, labels, certainty)]
-    return metrics
 
 
 def fidelity_metrics(student: ScoredPairs, probabilities: Tensor, teacher: ScoredPairs | None) -> dict[str, Any]:
@@ -157,19 +149,14 @@ def fidelity_metrics(student: ScoredPairs, probabilities: Tensor, teacher: Score
 
     Returns:
         `agreement` (pairs in the same order), `calibration_error` and `loss` against the teacher's probabilities. For
-        a teacher with scores also `spearman` and `pearson` over all completions, `lead` (the teacher's mean |lead|),
-        and `disagreement_lead` (the same over the pairs on which the student disagrees).
+        a teacher with scores also `spearman` and `pearson` over all completions.
     """
     metrics = _agreement_metrics("agreement", student.leads, probabilities.double(), student.prompts)
     if teacher is not None:
-        leads = teacher.leads.double()
-        disagree = torch.sign(leads) != torch.sign(student.leads.double())
         metrics |= {
-            "agreement": agreement(student.leads, leads),
+            "agreement": agreement(student.leads, teacher.leads),
             "spearman": spearman(student.scores, teacher.scores),
             "pearson": pearson(student.scores, teacher.scores),
-            "lead": float(leads.abs().mean()),
-            "disagreement_lead": float(leads[disagree].abs().mean()) if disagree.any() else 0.0,
         }
     return metrics
 
@@ -261,18 +248,16 @@ def expected_calibration_error(bins: list[Bin]) -> float:
     return sum(b.count * abs(b.predicted - b.observed) for b in bins if b.count) / total if total else NAN
 
 
-def by_margin(leads: Tensor, labels: Tensor, margins: Tensor | None = None, num_bins: int = 5) -> list[Bin]:
-    """Return the pairs in equal shares by margin, the smallest first: accuracy should rise with the margin.
+def by_margin(leads: Tensor, labels: Tensor, num_bins: int = 5) -> list[Bin]:
+    """Return the pairs in equal shares by |lead|, the smallest first: accuracy should rise with it.
 
     Args:
         leads, labels: [n], as in `accuracy`.
-        margins: [n], not negative, to sort the pairs by; None: |lead|.
         num_bins: number of shares; fewer if there are fewer pairs.
     """
-    sizes = leads.double().abs() if margins is None else margins.double()
-    order = torch.argsort(sizes, stable=True)
+    sizes = leads.double().abs()
     confidences, observed = _preferred(leads, labels)
-    shares = [share for share in torch.tensor_split(order, num_bins) if len(share)]
+    shares = [share for share in torch.tensor_split(torch.argsort(sizes, stable=True), num_bins) if len(share)]
     return [_bin(sizes[s].min(), sizes[s].max(), confidences[s], observed[s]) for s in shares]
 
 
@@ -316,9 +301,7 @@ def ranks(x: Tensor) -> Tensor:
 
 def pearson(x: Tensor, y: Tensor) -> float:
     """Return the correlation of two [n] tensors; NaN where one does not vary or n is below 2."""
-    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
-    scale = x.norm() * y.norm()
-    return float(x @ y / scale) if scale > 0 else NAN
+    return float(torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1]) if len(x) > 1 else NAN
 
 
 def spearman(x: Tensor, y: Tensor) -> float:

@@ -19,12 +19,11 @@ from tqdm.auto import tqdm
 from onetrunk.data.preferences import PAIR, SIDES, STOPPED, check_preferences, stopped_column
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.judges.judge import digest
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.rewards.ensemble import load_reward
-from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.model import ModelReward, load_reward
 from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
+from onetrunk.utils.files import digest
 
 SCORES_FILE = "teacher_scores.db"
 # Rows scored between two writes to the ledger: the most that a killed run computes again.

@@ -31,18 +31,17 @@ from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.resumable_trainer import ResumableTRLTrainer
 from onetrunk.data.preferences import SIDES, check_preferences
 from onetrunk.data.sharded import ShardedRows
-from onetrunk.feedback.preferences import logit
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.reward_model import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
+from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import check_stage_launch, check_stage_layout, train_in_stages
-from onetrunk.parallel.staged import StagedScorer, keep_scorer_stage, reduce_gradients, staged
+from onetrunk.parallel.staged import StagedScorer, keep_stage, reduce_gradients
 from onetrunk.parallel.stages import LayerSplit
-from onetrunk.reward_models.stage_settings import StageTrainingConfig
 from onetrunk.rewards.model import encode_rows
-from onetrunk.utils.options import option, require_seed
+from onetrunk.utils.options import is_whole, option, require_seed, require_split
 from onetrunk.utils.redaction import SecretFreeArguments
 
 logger = logging.getLogger(__name__)
@@ -58,6 +57,51 @@ BATCHES_PER_STAGE = 4
 
 
 @dataclass(repr=False)
+class StageTrainingConfig:
+    """How a reward adapter trains in pipeline stages. List it before TrainingArguments among the bases."""
+
+    pipeline_training: bool = option(
+        False,
+        "With use_peft: divide the layers of the frozen base over consecutive processes, which train as the stages of"
+        " a pipeline, by the 1F1B schedule. Each process loads and holds the weights of its own layers only, so that a"
+        " base that needs several devices can be trained on them; a pipeline counts as one process for rows (not yet"
+        " run on hardware).",
+    )
+    pipeline_stages: int | None = option(
+        None, "With pipeline_training: processes that form a pipeline, 2 or more; None: all processes."
+    )
+    pipeline_split: list[int] | None = option(
+        None,
+        "With pipeline_training: number of layers of each stage, 1 or more; their sum is the model's layers. None:"
+        " equally many, the first stages one more where they do not divide.",
+    )
+    pipeline_batches: int | None = option(
+        None,
+        "With pipeline_training: microbatches that the per_device_train_batch_size rows are cut into, 1 or more. Fewer"
+        " leave processes idle, more make them small; the result does not depend on it. None: 4 per stage, as far as"
+        " there are rows.",
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pipeline_training, bool):
+            raise ValueError(f"pipeline_training is {self.pipeline_training!r}; it must be true or false")
+        for name, least in (("pipeline_stages", 2), ("pipeline_batches", 1)):
+            value = getattr(self, name)
+            if value is not None and not (is_whole(value) and value >= least):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        names = ("pipeline_stages", "pipeline_split", "pipeline_batches")
+        unused = next((name for name in names if getattr(self, name) is not None), None)
+        if unused is not None and not self.pipeline_training:
+            raise ValueError(f"{unused} is set and pipeline_training is not; set both, or leave {unused} out")
+        require_split(self)
+        if self.pipeline_training and self.fp16:
+            raise ValueError(
+                "pipeline_training is not supported with fp16, which scales gradients; set bf16, or neither"
+            )
+        super().__post_init__()
+
+
+@dataclass(repr=False)
 class RewardModelConfig(StageTrainingConfig, CheckpointConfig, SecretFreeArguments, RewardConfig):
     """TRL's RewardConfig, how the labels of the rows are used, and how the base is divided over processes.
 
@@ -70,8 +114,7 @@ class RewardModelConfig(StageTrainingConfig, CheckpointConfig, SecretFreeArgumen
     )
     use_margin: bool = option(
         False,
-        "Require a lead of the better completion by the column margin; without that column, by the logit of the column"
-        " probability.",
+        "Require a lead of the better completion by the column margin.",
     )
     end_token: bool = option(
         True, "Read the score at the end token, with which sampled completions end; adapters always do."
@@ -177,13 +220,11 @@ class PairEncoder:
         tokenizer: of the model.
         reads_end: whether completions end with the end token.
         labels: names of the columns to keep as labels.
-        margin_of_probability: whether a column `margin` is made of the column `probability`.
     """
 
     tokenizer: PreTrainedTokenizerBase
     reads_end: bool
     labels: tuple[str, ...] = ()
-    margin_of_probability: bool = False
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], places: Sequence[int]) -> dict[str, list[Any]]:
         """Return chosen_ids, rejected_ids and labels of rows, given as columns.
@@ -200,15 +241,13 @@ class PairEncoder:
         except ValueError as error:
             raise ValueError(f"rows {places[0]} to {places[-1]}: {error}") from error
         columns |= {name: list(batch[name]) if name in batch else [None] * len(places) for name in self.labels}
-        if self.margin_of_probability:
-            columns["margin"] = [logit(max(p, 1 - p)) for p in batch["probability"]]
         return columns
 
     def features(self, rows: Dataset) -> Features:
         """Return the types of the encoded rows of a dataset."""
         ids = {f"{side}_ids": List(Value("int32")) for side in SIDES}
         labels = {name: rows.features.get(name, Value("float64")) for name in self.labels}
-        return Features(ids | labels | ({"margin": Value("float64")} if self.margin_of_probability else {}))
+        return Features(ids | labels)
 
     def _side(self, batch: Mapping[str, Sequence[Any]], side: str, number: int) -> list[list[int]]:
         """Return the token ids of prompt and completion of each row; none where it has no completion on this side."""
@@ -280,7 +319,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             return super().divide_base()
         stages = self.args.pipeline_stages or self.args.world_size
         split = LayerSplit.even(self.model, stages, self.args.pipeline_split)
-        return keep_scorer_stage(self.model, split, self.args.device)
+        return keep_stage(self.model, split, self.args.device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Return the floating-point operations of a step; each stage counts an equal share of those of the model."""
@@ -322,8 +361,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             name for name, is_used in (("probability", args.soft_labels), ("margin", args.use_margin)) if is_used
         ]
         used = tuple(name for name in labels if name in columns)
-        makes_margin = args.use_margin and "margin" not in columns and "probability" in columns
-        return PairEncoder(tokenizer, self.reads_end, used, makes_margin)
+        return PairEncoder(tokenizer, self.reads_end, used)
 
     def encode_rows(
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig, kind: str
@@ -393,12 +431,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             # `reduce_gradients` adds those of all pipelines, and the mean of their losses is trained.
             return loss / self.accelerator.num_processes
 
-        outputs = stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
-        if not stage.is_last:
-            # The metrics of the loss, from the outputs of the last stage.
-            with torch.no_grad():
-                for number, output in enumerate(outputs):
-                    loss_of(number, lambda output=output, **_: output)
+        stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
         if self.accelerator.sync_gradients:
             reduce_gradients(stage.model)
         if self.args.torch_empty_cache_steps and not self.state.global_step % self.args.torch_empty_cache_steps:

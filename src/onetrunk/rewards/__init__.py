@@ -21,7 +21,7 @@ Several rewards are summed with weights:
 A row to which no function applies, or to which one gives NaN or infinity, has the total NaN and is left out of the
 update. An error in a function stops the run and names the function.
 
-A resumed run compares what its rewards are computed from (`contents.py`): the name and source file of a function, the
+A resumed run compares what its rewards are computed from (`content_of`): the name and source file of a function, the
 columns that it reads, the weights of a model, the address of a server. A change is an error unless
 `allow_config_change` is set. README.md lists what YAML can name.
 '''
@@ -30,7 +30,7 @@ from onetrunk.utils.startup import imported_when_used
 
 _HOMES = {
     "Completion": "reward",
-    "EnsembleReward": "ensemble",
+    "EnsembleReward": "model",
     "JudgeReward": "judge_reward",
     "ModelReward": "model",
     "PairwiseReward": "judge_reward",
@@ -41,7 +41,7 @@ _HOMES = {
     "Scores": "reward",
     "length_penalty": "shaping",
     "missing_eos_penalty": "shaping",
-    "resolve_reward": "resolve",
+    "resolve_reward": "combine",
 }
 __all__ = [*_HOMES]
 __getattr__ = imported_when_used(__name__, _HOMES)

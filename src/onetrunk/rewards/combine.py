@@ -1,4 +1,4 @@
-"""Several reward functions become one score per completion: a weighted sum over the functions that apply.
+"""Find reward functions by their names, and add up the scores of several: a weighted sum over those that apply.
 
 Synchronous functions are called one after the other, asynchronous ones together in a background thread's event loop.
 """
@@ -6,6 +6,7 @@ Synchronous functions are called one after the other, asynchronous ones together
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import os
@@ -15,18 +16,29 @@ from typing import Any
 
 import torch
 
-from onetrunk.judges.judge import unique_names
-from onetrunk.rewards.contents import columns_read, content_of
 from onetrunk.rewards.model import TrunkReward
-from onetrunk.rewards.resolve import resolve_reward
-from onetrunk.rewards.reward import Completion, RewardFunction, Scores, is_async, reward_name
+from onetrunk.rewards.reward import (
+    Completion,
+    RewardFunction,
+    Scores,
+    columns_read,
+    content_of,
+    is_async,
+    names_a_model,
+    reward_name,
+)
 from onetrunk.types import Prompt
+from onetrunk.utils.files import unique_names
+from onetrunk.utils.import_path import find_object
 
 # Columns of the dataset that functions receive under another name, or not at all.
 OWN_COLUMNS = ("prompt", "prompt_ids", "completion", "completion_ids")
 EXTRAS = ("trainer_state", "log_extra", "log_metric")
 # Not one of TRL's keywords: a function without **kwargs that does not list it is called without it.
 OPTIONAL = "completion_stopped"
+NO_FUNCTION = (
+    ", nor a reward model: a folder that exists or a Hub name 'owner/model', nor a server: 'http://host/classify'"
+)
 
 
 class RewardSet:
@@ -137,7 +149,7 @@ class RewardSet:
                     raise _failure(name, error) from error
         if waiting:
             calls = [self.functions[i](**_taken(self.functions[i], keywords)) for i in waiting]
-            for index, result in zip(waiting, _LOOP.run(_all_results(calls)), strict=True):
+            for index, result in zip(waiting, _awaited(calls), strict=True):
                 if isinstance(result, BaseException):
                     raise _failure(self.names[index], result) from result
                 results[index] = result
@@ -145,6 +157,37 @@ class RewardSet:
             # Errors of the trunk are not reported as those of a reward function.
             results[self.functions.index(self.trunk_reward)] = (trunk_scores or self.trunk_reward)()
         return results
+
+
+def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
+    """Return the reward function that `spec` names.
+
+    Args:
+        spec: a callable, which is returned unchanged; "package.module.name"; "path/to/file.py:name"; or the URL of a
+            reward server, which is called once to check that it works.
+
+    Raises:
+        ValueError: the text has another form or names a model, or the module, file or name does not exist.
+        RuntimeError: importing the module failed, or the server does not answer as it should.
+        TypeError: the object is not callable, or is a class where an instance is needed.
+    """
+    if not isinstance(spec, str):
+        return _checked_callable(spec, repr(spec))
+    if spec.startswith(("http://", "https://")):
+        from onetrunk.rewards.remote import remote_reward  # Only a run with a server needs HTTP.
+
+        return remote_reward(spec)
+    if names_a_model(spec):
+        raise ValueError(f"reward function {spec!r} names a model; give onetrunk.rewards.ModelReward({spec!r})")
+    return _checked_callable(find_object(spec, "reward function", NO_FUNCTION), repr(spec))
+
+
+def _checked_callable(function: object, spec: str) -> RewardFunction:
+    if not callable(function):
+        raise TypeError(f"reward function {spec} is of type {type(function).__name__}; expected something to call")
+    if inspect.isclass(function):
+        raise TypeError(f"reward function {spec} is a class; give an instance of it, or a function")
+    return function
 
 
 def _ignore(*_args: Any, **_kwargs: Any) -> None:
@@ -161,35 +204,33 @@ def _failure(name: str, error: BaseException) -> RuntimeError:
     return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}")
 
 
-async def _all_results(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    # Errors are collected and raised later, so that no call is still running when the trainer stops.
-    return await asyncio.gather(*calls, return_exceptions=True)
+def _awaited(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Return the results of all calls, errors among them, so that no call is running when the trainer stops."""
+
+    async def all_results() -> list[Any]:
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    future = asyncio.run_coroutine_threadsafe(all_results(), _background_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
-class _BackgroundLoop:
-    """One event loop in a daemon thread, started at its first use and kept, so that clients bound to it stay valid.
+@functools.cache
+def _background_loop() -> asyncio.AbstractEventLoop:
+    """Return one event loop in a daemon thread, kept so that clients bound to it stay valid.
 
-    It also works inside a running loop (a notebook's). A forked process starts a thread of its own.
+    It also works inside a running loop (a notebook's).
     """
-
-    def __init__(self) -> None:
-        self._pid: int | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        if self._pid != os.getpid():
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="onetrunk-rewards", daemon=True).start()
-            self._pid = os.getpid()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="onetrunk-rewards", daemon=True).start()
+    return loop
 
 
-_LOOP = _BackgroundLoop()
+# A forked process has no threads and starts a loop of its own.
+os.register_at_fork(after_in_child=_background_loop.cache_clear)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -236,25 +277,21 @@ def _checked_scores(name: str, result: Any, num_rows: int) -> list[float | None]
     if inspect.iscoroutine(result):
         result.close()
         raise TypeError(f"{returned} a coroutine; define it with 'async def'")
-    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
-        raise TypeError(f"{returned} {type(result).__name__}; expected a list of {num_rows} numbers")
-    values = result.tolist() if hasattr(result, "tolist") else list(result)
-    if not isinstance(values, list):
-        raise TypeError(f"{returned} one number; expected a list of {num_rows} numbers")
+    values = result.tolist() if hasattr(result, "tolist") else result
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{returned} {type(values).__name__}; expected a list of {num_rows} numbers")
+    values = list(values)
     if len(values) != num_rows:
         raise ValueError(
             f"{returned} {len(values)} scores, expected {num_rows}: one per completion, None where it does not apply"
         )
-    scores: list[float | None] = []
     for index, value in enumerate(values):
         if value is not None and not hasattr(value, "__float__"):
-            kind = type(value).__name__
-            raise TypeError(f"{returned} {value!r} of type {kind} at index {index}; expected a number or None")
-        try:
-            scores.append(None if value is None else float(value))
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ValueError(f"{returned} {value!r} at index {index}, which is not one number: {error}") from error
-    return scores
+            raise TypeError(f"{returned} {value!r} at index {index}; expected a number or None")
+    try:
+        return [None if value is None else float(value) for value in values]
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{returned} something that is not one number: {error}") from error
 
 
 def _weighted_sum(names: list[str], rows: list[list[float | None]], weights: list[float]) -> Scores:

@@ -13,14 +13,15 @@ from typing import Any
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, Pair, prompt_key
 from onetrunk.judges.labels import JudgeStatistics, Memory, PairLabel, judge_pairs, kept_ratings
-from onetrunk.rewards.reward import Completion
+from onetrunk.rewards.reward import BuiltInReward, Completion
 from onetrunk.types import Prompt, SampledText, as_text
+from onetrunk.utils.files import digest
 
 COLUMN = "reference_completion"
 AS_GOOD = 0.5
 
 
-class JudgeReward:
+class JudgeReward(BuiltInReward):
     """The judge's mean rating over the principles of a constitution, weighted.
 
     Without a memory of the judge's earlier answers every question is asked. The name is for metrics.
@@ -40,8 +41,11 @@ class JudgeReward:
         # A mean over some of the principles would change once the others are answered.
         return [None if label.errors else label.score for label in labels]
 
+    def content(self) -> str:
+        return judged_by(self.judge, self.constitution, [])
 
-class PairwiseReward:
+
+class PairwiseReward(BuiltInReward):
     """beta * log P(y > y_ref), where P comes from a judge that is asked in both orders.
 
     y_ref is sampled once per prompt from the model that training starts from. It is read from the column
@@ -58,6 +62,8 @@ class PairwiseReward:
     Raises:
         ValueError: a setting is out of range.
     """
+
+    columns_read = (COLUMN,)
 
     def __init__(
         self,
@@ -103,6 +109,9 @@ class PairwiseReward:
             self._log(columns["log_metric"], labels, probabilities)
         return [None if p is None else self.beta * math.log(max(p, self.floor)) for p in probabilities]
 
+    def content(self) -> str:
+        return judged_by(self.judge, self.constitution, [self.beta, self.floor])
+
     def _references(self, prompts: Sequence[Prompt], column: Sequence[Completion] | None) -> list[SampledText]:
         if column is not None:
             return [SampledText(as_text(completion)) for completion in column]
@@ -132,3 +141,8 @@ class PairwiseReward:
         consistency = statistics.as_dict()["position_consistency"]
         if consistency is not None:
             log_metric(f"score/{self.__name__}_consistency", consistency)
+
+
+def judged_by(judge: Judge, constitution: Constitution, numbers: list[float]) -> str:
+    """Return the content of a judge's reward; `numbers` are its other settings."""
+    return f"judge, sha256 {digest([judge.identity, numbers])[:16]}, constitution {constitution.version[:16]}"

@@ -22,11 +22,10 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl
 
-from onetrunk.judges.replies import is_same_model
 from onetrunk.models.loading import load_config, read_tokenizer
 from onetrunk.models.reward_model import encode_rows, length_limit, reads_end_token
-from onetrunk.rewards.reward import Completion
-from onetrunk.servers.client import Connection, Server
+from onetrunk.rewards.reward import BuiltInReward, Completion
+from onetrunk.servers.client import Connection, Server, is_same_model
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import Fleet, RetryPolicy, run_async
 from onetrunk.types import Prompt
@@ -79,7 +78,7 @@ def remote_reward(spec: str) -> RemoteReward:
     return reward
 
 
-class RemoteReward:
+class RemoteReward(BuiltInReward):
     """Scores of a reward model behind HTTP, in concurrent batches; calls are made again after temporary errors.
 
     A row that still has no score is None: it is left out of the update and counted as unscored. The run stops if the
@@ -155,6 +154,9 @@ class RemoteReward:
                 f"{self.server} gives two different completions the probability 1: a softmax over its one label; serve"
                 " it with a vLLM that knows use_activation, or with a pooler without softmax"
             )
+
+    def content(self) -> str:
+        return f"server {self.server.url}, model {self.model or 'not named'}"
 
     async def __call__(
         self, prompts: list[Prompt], completions: list[Completion], **columns: Any

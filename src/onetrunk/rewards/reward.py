@@ -1,20 +1,24 @@
-"""The signature of a reward function, and the scores of a set of them.
+"""What a reward function is: its signature, its name, and what its scores depend on.
 
-The signature is that of TRL's GRPO and RLOO trainers, so functions written for TRL work unchanged. `resolve.py` finds
-a reward function by its name.
+The signature is that of TRL's GRPO and RLOO trainers, so functions written for TRL work unchanged. A resumed run
+compares the contents of its rewards (`content_of`), so that no reward changes unnoticed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from onetrunk.types import Completion, Prompt
+from onetrunk.utils.files import digest
+from onetrunk.utils.import_path import source_identity
 
 
 class RewardFunction(Protocol):
@@ -38,6 +42,19 @@ class RewardFunction(Protocol):
         completion_ids: list[list[int]] | None = None,
         **columns: Any,
     ) -> list[float | None] | Awaitable[list[float | None]]: ...
+
+
+class BuiltInReward:
+    """A reward class of this package. `columns_read` are the columns of the dataset that it reads."""
+
+    columns_read: tuple[str, ...] = ()
+
+    def content(self) -> str:
+        """Return what the scores depend on, as a short text."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise a RuntimeError before training if the reward cannot score. Only servers have something to check."""
 
 
 @dataclass(frozen=True)
@@ -74,3 +91,41 @@ def without_partials(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
     return function
+
+
+def names_a_model(spec: str) -> bool:
+    """Return whether a text names a reward model (a folder, or a Hub name "owner/model") and not a function."""
+    if Path(spec).expanduser().is_dir():
+        return True
+    return "/" in spec and ":" not in spec and not spec.endswith(".py")
+
+
+def content_of(reward: Callable[..., Any]) -> str:
+    """Return what a reward is computed from: the same text in every process, until something changes.
+
+    A function is known by its name and the sha256 of its source file. Imports and values in closures are not followed.
+    """
+    is_ours = isinstance(reward, BuiltInReward)
+    if is_ours and type(reward).__module__.partition(".")[0] == "onetrunk":
+        return reward.content()
+    about = source_identity(reward)
+    inner = inspect.unwrap(without_partials(reward))
+    sources = [about["source"], source_identity(inner)["source"]]
+    if inspect.isfunction(inner) and inner.__module__ == "__main__":
+        with contextlib.suppress(OSError):  # Typed into a console.
+            sources = [digest(inspect.getsource(inner))[:16]]  # The script also holds the settings of the run.
+    # As a digest, because some settings are secrets.
+    own = f"{about['name']}, sha256 {digest([sources, about['settings']])[:16]}"
+    return f"{reward.content()}, {own}" if is_ours else own
+
+
+def columns_read(reward: Callable[..., Any], columns: Sequence[str]) -> list[str]:
+    """Return the columns of the dataset that a reward function reads: those it names; with `**kwargs`, all of them."""
+    if isinstance(reward, BuiltInReward):
+        return [name for name in columns if name in reward.columns_read]
+    try:
+        parameters = inspect.signature(reward).parameters
+    except (TypeError, ValueError):
+        return list(columns)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return [name for name in columns if takes_all or name in parameters]

@@ -51,10 +51,7 @@ def samples_ahead() -> bool:
 
 @dataclass(frozen=True)
 class StartedRow:
-    """A row that was sampled, or is being sampled, from `version`.
-
-    `completion_ids` are None while it runs; a pipeline keeps the tokens so far (`PipelinedBackend.generate`, `ahead`).
-    """
+    """A row that was sampled, or is being sampled, from `version`; `completion_ids` are None while it runs."""
 
     version: int
     completion_ids: list[int] | None = None

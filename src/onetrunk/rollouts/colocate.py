@@ -2,8 +2,8 @@
 
 As with a server, only the adapter travels: each version is written to a folder of its own and loaded under a new name
 and id (`publishing.py` says why). The engine has the base once more. With sleep mode its weights are in the machine's
-memory between rollouts and its cache is freed; the adapters' places belong to its weights, so an adapter is loaded
-only while it is awake. It cannot sample during an update, so it has one role at a time, that of the last `sync`.
+memory between rollouts and its cache is freed; the adapter's place belongs to its weights, so an adapter is loaded
+only while it is awake. It cannot sample during an update, so it has one adapter at a time, that of the last `sync`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -31,16 +32,21 @@ from onetrunk.rollouts.publishing import (
     AdapterFolder,
     Published,
     active_adapter,
-    check_servable,
     is_same_adapter,
-    policy_adapter,
     published_dtype,
-    reference_adapter,
     role_of,
+    servable_adapters,
     served_rank,
 )
-from onetrunk.rollouts.same_base import probe_requests, require_same_base
-from onetrunk.rollouts.vllm_calls import Completed, Request, as_rollout, checked_completion, requests_of
+from onetrunk.rollouts.vllm_requests import (
+    Completed,
+    Request,
+    as_rollout,
+    checked_completion,
+    probe_requests,
+    requests_of,
+    require_same_base,
+)
 from onetrunk.servers.errors import CallError
 from onetrunk.types import Rollout, RowKey
 
@@ -65,8 +71,6 @@ class ColocatedBackend:
     Args:
         folder: where adapters are written for the engine.
         gpu_memory_utilization: share of the GPU's memory that the engine takes, above 0, below 1; unused on a CPU.
-        max_model_length: most tokens of prompt and completion together; None: what the first check of a policy asks
-            for, else the model's positions.
         sleeps: put the engine to sleep after each call; needs a GPU.
         max_rows: most rows that it decodes at once; None: vLLM's own number.
         progress: called as `progress(done_rows, total_rows, done_tokens)` whenever a row finishes.
@@ -76,7 +80,6 @@ class ColocatedBackend:
     folder: str | Path
     _: KW_ONLY
     gpu_memory_utilization: float = 0.3
-    max_model_length: int | None = None
     sleeps: bool = False
     max_rows: int | None = None
     progress: Callable[[int, int, int], None] | None = None
@@ -88,12 +91,11 @@ class ColocatedBackend:
     def __post_init__(self) -> None:
         self._files = AdapterFolder(self.folder)
         self._llm: Any = None
-        self._num_calls = self._last_id = 0
-        # By role: what the role samples from, and its id in the engine. The bare base has none.
-        self._published: dict[str, tuple[Published, int]] = {}
-        self._retired: list[tuple[Published, int]] = []
-        self._role: str | None = None
-        self._has_process_group = False
+        self._num_calls = self._num_loads = 0
+        self._is_synced = self._has_process_group = False
+        # What samples (None: the bare base), and what the engine has loaded under the id `_num_loads`.
+        self._published: Published | None = None
+        self._loaded: Published | None = None
 
     # --- checks before training --------------------------------------------------------------------------------------
 
@@ -127,17 +129,19 @@ class ColocatedBackend:
 
         Raises:
             ValueError: an adapter or a base that vLLM does not serve in this process.
-            RuntimeError: the engine does not start, has another base, too few positions, or rejects the adapter.
+            RuntimeError: the engine does not start, has another base, or too few positions.
         """
         self.check()
         if self._llm is None:
-            adapters = {policy_adapter(model), reference_adapter(model)} - {None}
-            for adapter in adapters:
-                check_servable(model.peft_config[adapter], f"the adapter {adapter!r}")
-            settings = self._engine_settings(model, longest_row, [model.peft_config[a].r for a in adapters])
+            ranks = [model.peft_config[adapter].r for adapter in servable_adapters(model).values()]
+            settings = self._engine_settings(model, longest_row, ranks)
             with eager_on_cpu(), kept_generators():
                 self._start(settings)
-            self._prove(model, adapters)
+            requests = probe_requests(model, self._positions)
+            self._vocab_size = requests[0].vocab_size
+            with self._awake():
+                completed = self._complete(requests, None)
+            require_same_base(model, ENGINE, settings["model"], requests, completed)
         self._check_length(longest_row)
 
     def _engine_settings(self, model: nn.Module, longest_row: int, ranks: Sequence[int]) -> dict[str, Any]:
@@ -153,11 +157,11 @@ class ColocatedBackend:
             # The commit that the policy was loaded from; None for a folder.
             "revision": getattr(base.config, "_commit_hash", None),
             "dtype": str(published_dtype(model)).removeprefix("torch."),
-            "max_model_len": self.max_model_length or longest_row or None,
+            "max_model_len": longest_row or None,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "skip_tokenizer_init": True,
-            "max_num_batched_tokens": max(TOKENS_PER_STEP, self.max_rows or 0, self.max_model_length or longest_row),
+            "max_num_batched_tokens": max(TOKENS_PER_STEP, self.max_rows or 0, longest_row),
         }
         if quantization is not None:
             if not getattr(quantization, "load_in_4bit", False):
@@ -170,12 +174,9 @@ class ColocatedBackend:
             settings["max_num_seqs"] = self.max_rows
         if ranks:
             settings |= {"enable_lora": True, "max_lora_rank": served_rank(max(ranks)), "max_loras": 1}
-            settings["max_cpu_loras"] = 2  # The policy and the reference.
         if has_gpu():
-            return settings | {
-                "gpu_memory_utilization": self.gpu_memory_utilization,
-                "enable_sleep_mode": self.sleeps,
-            }
+            memory = self.gpu_memory_utilization
+            return settings | {"gpu_memory_utilization": memory, "enable_sleep_mode": self.sleeps}
         return settings | {"enforce_eager": True}
 
     def _start(self, settings: dict[str, Any]) -> None:
@@ -197,19 +198,6 @@ class ColocatedBackend:
             ) from error
         torch.set_num_threads(num_threads)
         atexit.register(self.close)
-
-    def _prove(self, model: nn.Module, adapters: set[str]) -> None:
-        """Compare the engine's base with the model's, and load each adapter once."""
-        requests, name = probe_requests(model, self._positions), self._llm.llm_engine.model_config.model
-        self._vocab_size = requests[0].vocab_size
-        with self._awake():
-            completed = self._complete(requests, None)
-            for adapter in adapters:
-                trial = self._files.write(model, adapter, "trial", 0)
-                number = self._load(trial)
-                self._llm.llm_engine.remove_lora(number)
-                self._files.delete(trial.folder)
-        require_same_base(model, ENGINE, name, requests, completed)
 
     @property
     def _positions(self) -> int:
@@ -237,49 +225,34 @@ class ColocatedBackend:
             ValueError, RuntimeError: as `check_policy`.
         """
         self.check_policy(model)
-        adapter = active_adapter(model)
-        self._role, self.policy_version = role_of(adapter), version
-        before = self._published.get(self._role)
+        adapter, before = active_adapter(model), self._published
+        self._is_synced, self.policy_version = True, version
         if adapter is None:
-            self._retire(self._role)
+            self._published = None
             return
-        number = version if self._role == "policy" else 0
-        if before is None or before[0].version != number or not is_same_adapter(before[0], model, adapter):
-            self._retire(self._role)
-            self._published[self._role] = self._files.write(model, adapter, self._role, number), 0
+        role = role_of(adapter)
+        is_same = before is not None and (before.role, before.version) == (role, version)
+        if not is_same or not is_same_adapter(before, model, adapter):
+            self._published = self._files.write(model, adapter, role, version)
 
-    def _retire(self, role: str) -> None:
-        if role in self._published:
-            self._retired.append(self._published.pop(role))
-
-    def _load(self, published: Published) -> int:
-        """Load an adapter under a new id, which is returned; the engine must be awake."""
+    def _load(self) -> Any | None:
+        """Load what samples, under a new id, unless it is loaded; return it as vLLM is asked for it."""
         from vllm.lora.request import LoRARequest
 
-        self._last_id += 1
-        try:
-            is_loaded = self._llm.llm_engine.add_lora(LoRARequest(published.name, self._last_id, published.folder))
-        except Exception as error:
-            raise RuntimeError(f"{ENGINE} does not load the adapter in {published.folder}: {error}") from error
-        if not is_loaded:
-            raise RuntimeError(f"{ENGINE} does not load the adapter in {published.folder}")
-        return self._last_id
-
-    def _loaded(self) -> Any | None:
-        """Return the request for the adapter that samples, loaded; unload and delete the retired ones."""
-        from vllm.lora.request import LoRARequest
-
-        for old, number in self._retired:
-            if number:
-                self._llm.llm_engine.remove_lora(number)
-            self._files.delete(old.folder)
-        self._retired.clear()
-        if self._role not in self._published:
+        engine = self._llm.llm_engine
+        if self._loaded not in (None, self._published):
+            engine.remove_lora(self._num_loads)
+            shutil.rmtree(self._loaded.folder, ignore_errors=True)
+            self._loaded = None
+        if self._published is None:
             return None
-        published, number = self._published[self._role]
-        number = number or self._load(published)
-        self._published[self._role] = published, number
-        return LoRARequest(published.name, number, published.folder)
+        is_new = self._loaded is None
+        self._num_loads += is_new
+        request = LoRARequest(self._published.name, self._num_loads, self._published.folder)
+        if is_new:
+            engine.add_lora(request)
+            self._loaded = self._published
+        return request
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -290,11 +263,11 @@ class ColocatedBackend:
             ValueError: an empty prompt, or rows without a key.
             RuntimeError: nothing was synced, too few positions, or an answer that breaks a check.
         """
-        if self._role is None:
+        if not self._is_synced:
             raise RuntimeError("nothing is published yet; call sync(model, version) first")
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
         with self._awake():
-            adapter = self._loaded()
+            adapter = self._load()
             name = None if adapter is None else adapter.lora_name
             requests = requests_of(prompt_ids, params, keys, name, self._vocab_size)
             rows = self._complete(requests, adapter, self.progress)
@@ -314,7 +287,7 @@ class ColocatedBackend:
                 prompt = {"prompt_token_ids": requests[index].prompt_ids}
                 engine.add_request(name, prompt, _sampling_params(requests[index]), lora_request=adapter)
             while engine.has_unfinished_requests():
-                if self.poll is not None and self._role is not None:
+                if self.poll is not None and self._is_synced:
                     self.poll()
                 with eager_on_cpu():
                     outputs = engine.step()
@@ -358,10 +331,9 @@ class ColocatedBackend:
 
                 cleanup_dist_env_and_memory()
             atexit.unregister(self.close)
-        self._published.clear()
-        self._retired.clear()
-        self._role = None
-        self._files.close()
+        self._published = self._loaded = None
+        self._is_synced = False
+        self._files.delete()
 
 
 def has_gpu() -> bool:
@@ -410,18 +382,10 @@ def _completed(output: Any, request: Request) -> Completed:
     (choice,) = output.outputs
     token_ids = list(choice.token_ids)
     logprobs = [places[token].logprob for token, places in zip(token_ids, choice.logprobs or [], strict=False)]
+    row = {"prompt_token_ids": list(output.prompt_token_ids), "token_ids": token_ids}
+    row["logprobs"] = {"token_logprobs": logprobs}
     sampled_by = None if output.lora_request is None else output.lora_request.lora_name
-    answer = {
-        "model": sampled_by,
-        "choices": [
-            {
-                "prompt_token_ids": list(output.prompt_token_ids),
-                "token_ids": token_ids,
-                "logprobs": {"token_logprobs": logprobs},
-            }
-        ],
-    }
     try:
-        return checked_completion(answer, request, request.model)
+        return checked_completion({"model": sampled_by, "choices": [row]}, request, request.model)
     except CallError as error:
         raise RuntimeError(f"{ENGINE}: {error}") from None

@@ -1,36 +1,13 @@
-"""The backend that the settings of a run choose (`ppo/settings.py`)."""
+"""The backend that the settings of a run choose (`ppo/settings.py`); a run imports no other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.rollouts.local import LocalBackend
-
-if TYPE_CHECKING:
-    from onetrunk.rollouts.vllm import VLLMBackend
-
-# Where adapters are published. Trainer pushes no path that begins with an underscore to the Hub.
-ADAPTERS_FOLDER = "_adapters"
-
-
-def load_servers(config: Any, **settings: Any) -> VLLMBackend:
-    """Return the backend of the servers that a config (PPOConfig, or a stage's arguments) names.
-
-    `settings` are those of VLLMBackend.
-    """
-    from onetrunk.rollouts.vllm import VLLMBackend, vllm_policy
-
-    return VLLMBackend(
-        config.server_urls,
-        Path(config.output_dir) / ADAPTERS_FOLDER,
-        policy=vllm_policy(config.vllm_request_timeout),
-        wait_s=config.vllm_server_timeout,
-        api_key_env=config.vllm_api_key_env,
-        **settings,
-    )
 
 
 def load_backend(config: Any, **hooks: Callable[..., None]) -> RolloutBackend:
@@ -56,6 +33,7 @@ def load_backend(config: Any, **hooks: Callable[..., None]) -> RolloutBackend:
         return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
     if config.is_colocated:
         from onetrunk.rollouts.colocate import ColocatedBackend
+        from onetrunk.rollouts.publishing import ADAPTERS_FOLDER
 
         return ColocatedBackend(
             Path(config.output_dir) / ADAPTERS_FOLDER,
@@ -63,4 +41,6 @@ def load_backend(config: Any, **hooks: Callable[..., None]) -> RolloutBackend:
             sleeps=config.vllm_enable_sleep_mode,
             max_rows=config.max_rollout_rows,
         )
+    from onetrunk.rollouts.vllm import load_servers
+
     return load_servers(config, keep_versions=max(2, config.versions_in_use))

@@ -2,7 +2,7 @@
 
 Why not `generate` of transformers: it draws from one global random state, and carries finished rows to the end. Here a
 row's randomness derives from its key alone, a finished row leaves the batch with its share of the cache, and one that
-waits takes its place. decoding.py has the rows and their cache, token_draws.py the draws.
+waits takes its place. decoding.py has the draws, the rows and their cache.
 
 The backend shares its weights with the trainer, so it serves the synchronous schedule only. A sharded base is gathered
 once per call, so that each process runs as many forwards as its own rows need.
@@ -11,7 +11,6 @@ once per call, so that each process runs as many forwards as its own rows need.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,12 +20,11 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
-from onetrunk.models.speedups.memory_use import free_memory, is_out_of_memory
-from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.onednn_weights import packed_weights
-from onetrunk.parallel.sharding import gathered, is_divided
+from onetrunk.models.speedups.merged import merged_policy, packed_weights
+from onetrunk.parallel.sharding import gathered
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
+    STOPPED,
     Completion,
     DecodeState,
     SamplingCall,
@@ -36,10 +34,7 @@ from onetrunk.rollouts.decoding import (
     next_logits,
     prefill,
 )
-from onetrunk.rollouts.token_draws import STOPPED
 from onetrunk.types import Rollout, RowKey
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, repr=False)
@@ -114,10 +109,20 @@ class LocalBackend:
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
         capture = StateCapture((len(prompt_ids), width), keeps_last_state) if keeps_states else None
         call = SamplingCall(model, prompt_ids, params, keys, capture, last_logits_only(model))
+        # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
+        order = sorted(range(len(prompt_ids)), key=lambda row: (-len(prompt_ids[row]), prompt_ids[row]))
+        most = self.max_rows or max(len(order), 1)
         # Merged first: its proof is a forward, which must not be captured.
         # A sharded base is whole in here, so rows may end at different steps on different processes.
-        with gathered(model), torch.no_grad(), eval_mode(model), merged_policy(model):
-            for finished in self._sample(call):
+        with (
+            gathered(model),
+            torch.no_grad(),
+            eval_mode(model),
+            merged_policy(model),
+            packed_weights(model),
+            capturing(capture, model),
+        ):
+            for finished in self._decode(call, order, most):
                 done.update(finished)
                 num_tokens += sum(len(completion.token_ids) for completion in finished.values())
                 if self.progress is not None:
@@ -131,28 +136,6 @@ class LocalBackend:
             policy_version=self.policy_version,
             states=None if capture is None else capture.states,
         )
-
-    def _sample(self, call: SamplingCall) -> Iterator[dict[int, Completion]]:
-        """Yield rows as they finish. If memory runs out, restart the unfinished rows, half as many at once."""
-        # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
-        prompts = call.prompt_ids
-        unfinished = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), prompts[row]))
-        most = self.max_rows or max(len(unfinished), 1)
-        while unfinished:
-            message = None
-            try:
-                with packed_weights(call.model), capturing(call.capture, call.model):
-                    for finished in self._decode(call, unfinished, most):
-                        unfinished = [row for row in unfinished if row not in finished]
-                        yield finished
-            except RuntimeError as error:
-                # The processes of a group decode in step, so one of them cannot decode fewer rows.
-                if not is_out_of_memory(error) or is_divided(call.model):
-                    raise
-                message = str(error).splitlines()[0]
-            if message is not None:  # Outside the `except` block, whose error holds tensors.
-                free_memory()
-                most = self.max_rows = _half(min(most, len(unfinished)), message)
 
     def _decode(self, call: SamplingCall, rows: Sequence[int], most: int) -> Iterator[dict[int, Completion]]:
         """Sample `rows` to their ends, at most `most` at once; yield {row: completion} as they finish."""
@@ -236,23 +219,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _half(num_rows: int, error: str) -> int:
-    if num_rows == 1:
-        raise RuntimeError(
-            f"the memory does not hold the decoding of one row ({error}); lower max_completion_length, or load the"
-            " base in 4 bit"
-        )
-    most = -(-num_rows // 2)
-    logger.warning(
-        "the memory did not hold %d rows that decode at once (%s); from now on at most %d, with the same completions."
-        " Set max_rollout_rows to avoid the attempt",
-        num_rows,
-        error,
-        most,
-    )
-    return most
 
 
 def last_logits_only(model: nn.Module) -> dict[str, int]:

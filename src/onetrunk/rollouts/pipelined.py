@@ -6,8 +6,7 @@ of Pipe-RLHF (DOI 10.7544/issn1000-1239.202550127); the design is our own.
 
 The first stage has the queue of prompts. It sends a plan with every turn of a batch (which rows stay, which prompts
 join) and its hidden states; each stage applies the plan to its own cache and passes it on; the last one draws, and
-sends token ids back. All of it happens within one call, under one version of the policy, so no sample is stale. Only
-rows of the next call may start early (`ahead`); that call continues them under its own version.
+sends token ids back. All of it happens within one call, under one version of the policy, so no sample is stale.
 Randomness derives from a row's key: a completion depends neither on the number of stages and batches nor on timing.
 """
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 
@@ -24,16 +23,14 @@ from torch import Tensor, nn
 
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.memory_use import is_out_of_memory, used_gib
-from onetrunk.models.speedups.merged import merged_policy
-from onetrunk.models.speedups.onednn_weights import packed_weights
+from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.links import StageLinks
+from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded
-from onetrunk.parallel.staged import staged
-from onetrunk.parallel.stages import LayerSplit, StageModel, verify_split
-from onetrunk.rollouts.async_sampler import StartedRow
+from onetrunk.parallel.stages import LayerSplit, StageLinks, StageModel, verify_split
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
+    STOPPED,
     Completion,
     DecodeState,
     SamplingCall,
@@ -42,7 +39,6 @@ from onetrunk.rollouts.decoding import (
     left_padded,
 )
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
-from onetrunk.rollouts.token_draws import STOPPED
 from onetrunk.types import Rollout, RowKey
 
 # In place of the number of a batch: nothing follows.
@@ -93,8 +89,6 @@ class PipelinedBackend:
     is_collective: bool = field(default=True, init=False)
     # Of each stage: the most memory that its process used after a turn, GiB.
     stage_gib: list[float] = field(default_factory=list, init=False)
-    # Rows of this process that started ahead, with their tokens so far.
-    _ahead: dict[RowKey, StartedRow] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         for name in ("stages", "batches", "rows_per_batch", "max_rows"):
@@ -146,25 +140,11 @@ class PipelinedBackend:
         """Sample from `model` from now on, and stamp rollouts with `version`. The weights are shared, not copied."""
         self.model, self.policy_version = model, version
 
-    def generate(
-        self,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
-        *,
-        ahead: tuple[Sequence[list[int]], Sequence[RowKey]] | None = None,
-    ) -> Rollout:
+    def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
         """Return one completion per prompt, in the order of this process's prompts. All stages call it together.
-
-        Args:
-            ahead: prompts and keys of the next call. They start where places are free while the last rows of this call
-                decode. The next call uses every row that has started. One that still runs when this call ends goes on
-                there after its tokens so far, with tokens of the policy of then; to draw it anew would be a selection
-                of short completions.
 
         Returns:
             n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0) and truncation.
-            `policy_versions`, those that rows started with, are there if any has, or may have, started ahead.
 
         Raises:
             ValueError: rows that LocalBackend rejects, on any stage, or other settings than on another stage.
@@ -173,7 +153,7 @@ class PipelinedBackend:
         if self.links is None or self.links.num_stages != self.num_stages:
             self.links = StageLinks(self.num_stages)
         links = self.links
-        rows, call = self._joined_call(links, prompt_ids, params, keys, ahead)
+        row_owners, call = self._joined_call(links, prompt_ids, params, keys)
         layers, split = decoder_layers(call.model), self.split_of(call.model)
         own = [layers[i] for i in split.layers(links.stage)]
         stage = StageModel(call.model, split.layers(links.stage), call.last_only)
@@ -187,7 +167,7 @@ class PipelinedBackend:
                 stack.enter_context(merged_policy(call.model, own))
             stack.enter_context(packed_weights(call.model))
             stack.enter_context(stage.running())
-            run = _StageRun(self, call, rows, stage, links)
+            run = _StageRun(self, call, row_owners, stage, links)
             error = run.until_end()
         errors, memory = zip(*links.shared((error, run.most_gib)), strict=True)
         self.stage_gib = [max(pair) for pair in zip(memory, self.stage_gib or memory, strict=True)]
@@ -196,58 +176,40 @@ class PipelinedBackend:
             raise RuntimeError(message)
         owners = [0] * links.num_stages if self.shares_rows else range(links.num_stages)
         shares = [run.rows_of(owner) for owner in owners] if links.is_last else None
-        return self._own_rows(prompt_ids, params, keys, links.dealt(shares), None if ahead is None else ahead[1])
+        finished = links.dealt(shares)
+        completions, values = zip(*finished, strict=True) if finished else ((), ())
+        return Rollout(
+            prompt_ids=[list(ids) for ids in prompt_ids],
+            completion_ids=[completion.token_ids for completion in completions],
+            sampler_logprobs=[completion.logprobs for completion in completions],
+            stopped=[completion.stopped for completion in completions],
+            policy_version=self.policy_version,
+            sampler_values=list(values) if values and values[0] is not None else None,
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return the most memory that each stage used, GiB."""
         return {f"memory/stage_{stage}_gib": gib for stage, gib in enumerate(self.stage_gib)}
 
-    def started(self) -> dict[RowKey, StartedRow]:
-        """Return the rows of this process that started ahead, with their tokens so far, for a checkpoint."""
-        return dict(self._ahead)
-
-    def remember(self, rows: Mapping[RowKey, StartedRow]) -> None:
-        """Use rows of a checkpoint that started ahead; keys of other processes do no harm."""
-        self._ahead |= rows
-
-    def _is_finished(self, key: RowKey, params: SamplingParams) -> bool:
-        """Return whether a row started ahead and has ended."""
-        row = self._ahead.get(tuple(key))
-        return row is not None and (row.stopped or len(row.completion_ids) >= params.max_completion_length)
-
     def _joined_call(
-        self,
-        links: StageLinks,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
-        ahead: tuple[Sequence[list[int]], Sequence[RowKey]] | None,
-    ) -> tuple[_Rows, SamplingCall]:
-        """Return the rows of all stages that must be sampled, and the call over them."""
+        self, links: StageLinks, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]
+    ) -> tuple[list[int], SamplingCall]:
+        """Return the stage of each row of all stages, and the call over these rows."""
         error, model = None, self.model
-        later: tuple[Sequence[list[int]], Sequence[RowKey]] = ((), ()) if ahead is None else ahead
         try:
-            model = require_inputs(model, [*prompt_ids, *later[0]], params, [*keys, *later[1]])
+            model = require_inputs(model, prompt_ids, params, keys)
         except (ValueError, RuntimeError) as raised:
             # The others wait for this stage: they must learn of it.
             error = raised
-        own = [
-            [
-                (list(ids), tuple(key), self._ahead.get(tuple(key)))
-                for ids, key in zip(*part, strict=False)
-                if not self._is_finished(key, params)
-            ]
-            for part in ((prompt_ids, keys), later)
-        ]
+        own = [(list(ids), tuple(key)) for ids, key in zip(prompt_ids, keys, strict=False)]
         bounds = (self.batches, self.rows_per_batch, self.max_rows)
         settings = (params, self.policy_version, *bounds, self.computes_values, self.shares_rows)
-        asked = len(prompt_ids)
         if self.shares_rows and not links.is_first:
-            own, asked = [[], []], 0
-        stages = links.shared((own, asked, settings, None if error is None else str(error)))
+            own = []
+        stages = links.shared((own, settings, None if error is None else str(error)))
         if error is not None:
             raise error
-        for stage, (_, _, theirs, message) in enumerate(stages):
+        for stage, (_, theirs, message) in enumerate(stages):
             if message is not None:
                 raise ValueError(f"stage {stage} of the pipeline: {message}")
             if theirs != settings:
@@ -255,67 +217,9 @@ class PipelinedBackend:
                     f"stage {stage} of the pipeline samples with {theirs} and stage {links.stage} with {settings}; all"
                     " processes must pass the same settings and have the same policy version"
                 )
-        joined = [[(stage, *row) for stage, (parts, *_) in enumerate(stages) for row in parts[i]] for i in (0, 1)]
-        owners, prompts, all_keys, started = zip(*joined[0], *joined[1], strict=True) if any(joined) else ((),) * 4
-        begun = {place: row for place, row in enumerate(started) if row is not None}
-        rows = _Rows(owners, begun, num_current=len(joined[0]), num_asked=sum(count for _, count, *_ in stages))
-        # The tokens so far of a row run with its prompt: under another policy their keys and values are others.
-        prompts = [ids if row is None else ids + row.completion_ids for ids, row in zip(prompts, started, strict=True)]
-        return rows, SamplingCall(model, prompts, params, all_keys, None, last_logits_only(model))
-
-    def _own_rows(
-        self,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
-        sampled: tuple[list[_Finished], dict[RowKey, Completion]],
-        later_keys: Sequence[RowKey] | None,
-    ) -> Rollout:
-        """Return this process's rows, and keep those of the next call that have started."""
-        now, later = sampled
-        has_known = any(tuple(key) in self._ahead for key in keys)
-        new = (completion for completion, _ in now)
-        rows = [
-            self._ahead[tuple(key)] if self._is_finished(key, params) else self._as_row(tuple(key), next(new))
-            for key in keys
-        ]
-        if later_keys is not None:
-            # Rows of this call stay as they came, for a checkpoint of a run that is stopped before it uses them.
-            needed = {tuple(key) for key in (*keys, *later_keys)}
-            kept = {key: row for key, row in self._ahead.items() if key in needed}
-            self._ahead = kept | {key: self._as_row(key, completion) for key, completion in later.items()}
-        has_values = bool(now) and not has_known and all(values is not None for _, values in now)
-        return Rollout(
-            prompt_ids=[list(ids) for ids in prompt_ids],
-            completion_ids=[row.completion_ids for row in rows],
-            sampler_logprobs=[row.logprobs for row in rows],
-            stopped=[row.stopped for row in rows],
-            policy_version=min((row.version for row in rows), default=self.policy_version),
-            policy_versions=[row.version for row in rows] if later_keys is not None or has_known else None,
-            sampler_values=[values for _, values in now] if has_values else None,
-        )
-
-    def _as_row(self, key: RowKey, completion: Completion) -> StartedRow:
-        version = self._ahead[key].version if key in self._ahead else self.policy_version
-        return StartedRow(version, completion.token_ids, completion.logprobs, completion.stopped)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of all stages that a call samples: those that it must return, then those of the next call.
-
-    Args:
-        owners: the stage of each row.
-        begun: rows that have tokens of an earlier call.
-        num_current: rows that the call must return.
-        num_asked: rows that the stages asked for, with those that were sampled ahead; the size of a batch follows from
-            it.
-    """
-
-    owners: Sequence[int]
-    begun: Mapping[int, StartedRow]
-    num_current: int
-    num_asked: int
+        joined = [(stage, *row) for stage, (rows, *_) in enumerate(stages) for row in rows]
+        owners, prompts, all_keys = (list(column) for column in zip(*joined, strict=True)) if joined else ([], [], [])
+        return owners, SamplingCall(model, prompts, params, all_keys, None, last_logits_only(model))
 
 
 @dataclass(frozen=True)
@@ -340,30 +244,27 @@ class _StageRun:
     """The work of a stage in one call. Every stage has the same picture of the batches, and its own cache of them."""
 
     def __init__(
-        self, backend: PipelinedBackend, call: SamplingCall, rows: _Rows, stage: StageModel, links: StageLinks
+        self, backend: PipelinedBackend, call: SamplingCall, owners: list[int], stage: StageModel, links: StageLinks
     ):
-        self.backend, self.rows, self.stage, self.links = backend, rows, stage, links
+        self.backend, self.owners, self.stage, self.links = backend, owners, stage, links
         self.call = replace(call, new_cache=stage.new_cache)
         self.device = next(call.model.parameters()).device
         self.hidden_size = call.model.config.get_text_config(decoder=True).hidden_size
         self.num_batches = links.max_turns = backend.batches or links.num_stages
-        bounds = [-(-rows.num_asked // self.num_batches)]
+        num_rows, prompts = len(call.prompt_ids), call.prompt_ids
+        bounds = [-(-num_rows // self.num_batches)]
         if backend.rows_per_batch is not None:
             bounds.append(backend.rows_per_batch)
         if backend.max_rows is not None:
             bounds.append(backend.max_rows * links.num_stages // self.num_batches)
         self.capacity = max(1, min(bounds))
-        num_rows, prompts = len(call.prompt_ids), call.prompt_ids
         # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
-        self.waiting, self.later = (
-            deque(sorted(part, key=lambda row: (-len(prompts[row]), prompts[row])))
-            for part in (range(rows.num_current), range(rows.num_current, num_rows))
-        )
+        self.waiting = deque(sorted(range(num_rows), key=lambda row: (-len(prompts[row]), prompts[row])))
         self.most_gib = 0.0
         self.states: dict[int, DecodeState] = {}
         # Status of the rows of a turn, if the first stage is the last one too.
         self._drawn: dict[int, list[int]] = {}
-        # Of the last stage: rows that ended, at the end all that have started, and the value of each token's state.
+        # Of the last stage: rows that ended, and the value of each token's state.
         self.completions: dict[int, Completion] = {}
         self.has_values = backend.computes_values and _has_policy_values(call.model)
         shape = (num_rows, call.params.max_completion_length) if links.is_last and self.has_values else (0, 0)
@@ -374,8 +275,6 @@ class _StageRun:
         try:
             error = self._lead() if self.links.is_first else self._follow()
             self.links.flush()
-            if self.links.is_last:
-                self._keep_running()
             return error
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -386,36 +285,24 @@ class _StageRun:
             f" up to {self.capacity} rows ({message}); set max_rollout_rows, or lower it, then resume the run"
         )
 
-    def _keep_running(self) -> None:
-        """Keep the tokens so far of rows that have not ended."""
-        for state in self.states.values():
-            for place, row in enumerate(state.rows):
-                if row not in self.completions:
-                    self.completions[row] = state.completion(place, stopped=False)
-
-    def rows_of(self, stage: int) -> tuple[list[_Finished], dict[RowKey, Completion]]:
-        """Return a stage's rows, on the last one: all of this call in their order, and those ahead that started."""
-        now, ahead = [], {}
-        for row, owner in enumerate(self.rows.owners):
-            completion = self.completions.get(row)
-            if owner != stage or completion is None:
-                continue
-            if row < self.rows.num_current:
-                values = self.values[row, : len(completion.token_ids)].cpu() if self.has_values else None
-                now.append((completion, values))
-            else:
-                ahead[self.call.keys[row]] = completion
-        return now, ahead
+    def rows_of(self, stage: int) -> list[_Finished]:
+        """Return the rows of a stage in their order; called on the last stage."""
+        finished = []
+        for row in (row for row, owner in enumerate(self.owners) if owner == stage and row in self.completions):
+            completion = self.completions[row]
+            values = self.values[row, : len(completion.token_ids)].cpu() if self.has_values else None
+            finished.append((completion, values))
+        return finished
 
     # --- the first stage ---------------------------------------------------------------------------------------------
 
     def _lead(self) -> str | None:
         """Start the batches, and give each its next turn when its tokens are back; return an error message."""
         flight: deque[int] = deque()
-        current = self.rows.num_current
+        num_rows = len(self.owners)
         num_done, num_tokens, error = 0, 0, None
         for batch in range(self.num_batches):
-            new = self._next_rows(self.capacity) if current else []
+            new = self._next_rows(self.capacity)
             if new:
                 flight.append(self._begin_turn(_Turn(batch, [], new)))
         while flight:
@@ -423,19 +310,14 @@ class _StageRun:
             state, status = self.states[batch], self._status_of(batch)
             error = error or state.fault(status, self.backend.policy_version)
             ended = state.ended(status, self.call.params.max_completion_length)
-            lengths = [
-                n
-                for row, n, has_ended in zip(state.rows, state.counts, ended, strict=True)
-                if has_ended and row < current
-            ]
+            lengths = [n for n, has_ended in zip(state.counts, ended, strict=True) if has_ended]
             if lengths:
                 num_done, num_tokens = num_done + len(lengths), num_tokens + sum(lengths)
                 if self.backend.progress is not None:
-                    self.backend.progress(num_done, current, num_tokens)
+                    self.backend.progress(num_done, num_rows, num_tokens)
             staying = [place for place, has_ended in enumerate(ended) if not has_ended]
-            goes_on = error is None and num_done < current
-            new = self._next_rows(self._room(state, len(staying))) if goes_on else []
-            if goes_on and (staying or new):
+            new = self._next_rows(self._room(state, len(staying))) if error is None else []
+            if error is None and (staying or new):
                 flight.append(self._begin_turn(_Turn(batch, staying, new)))
             elif not self.links.is_last:
                 del self.states[batch]
@@ -444,9 +326,7 @@ class _StageRun:
         return error
 
     def _next_rows(self, count: int) -> list[int]:
-        """Take rows that wait, and once there are none, rows of the next call."""
-        queue = self.waiting or self.later
-        return [queue.popleft() for _ in range(min(count, len(queue)))]
+        return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
 
     def _room(self, state: DecodeState, num_staying: int) -> int:
         if not num_staying:
@@ -516,7 +396,6 @@ class _StageRun:
                 index = torch.tensor(copies, device=self.device)
                 outputs[-1] = tuple(output.index_select(0, index) for output in outputs[-1])
             new.rows, new.uniforms = list(turn.new), self.call.uniforms(turn.new).to(self.device)
-            self._count_begun(new)
             if state is None:
                 state = new
             else:
@@ -529,14 +408,6 @@ class _StageRun:
                 self.values[rows, state.places] = self.call.model.value_head(hidden).float()
         self.most_gib = max(self.most_gib, used_gib(self.device))
         return result
-
-    def _count_begun(self, state: DecodeState) -> None:
-        """Count the tokens that rows have from an earlier call, which ran with their prompts, as completion tokens."""
-        for place, row in enumerate(state.rows):
-            if row in self.rows.begun:
-                logprobs = self.rows.begun[row].logprobs
-                state.counts[place] = state.places[place] = len(logprobs)
-                state.logprobs[place, : len(logprobs)] = logprobs
 
     def _received(self, parts: Sequence[DecodeState], dtype: torch.dtype | None) -> list[Tensor | None]:
         """Return the states [b, t, H] of each part from the stage before; None on the first stage."""

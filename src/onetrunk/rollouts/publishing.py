@@ -1,4 +1,4 @@
-"""Adapters as files that a vLLM server loads: which ones it can serve, writing them, and who owns the folder.
+"""Adapters as files that a vLLM server loads: which ones it can serve, and their folders.
 
 Every version has a new name and a new folder. vLLM keys its prefix cache by name and keeps the weights of a name, so a
 name or a folder that is used again would sample from old weights without any error. Names carry a nonce of the run,
@@ -8,12 +8,11 @@ engine dies if it reads a loaded adapter again and its files are gone.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-import re
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +22,12 @@ from torch import Tensor, nn
 
 from onetrunk.models.adapters import ADAPTER_FILE, POLICY, REFERENCE, adapter_parameters, find_tuner_layers, is_active
 from onetrunk.utils.files import load_tensors, save_tensors
-from onetrunk.utils.locks import WriterLock
 from onetrunk.utils.options import VLLM_RANKS
 
-NAME = re.compile(r"onetrunk-([0-9a-f]{12})-(\d+-[a-z]+-v\d+)")
+# Where the adapters of a run are published. Trainer pushes no path that begins with an underscore to the Hub.
+ADAPTERS_FOLDER = "_adapters"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROLES = ("policy", "reference")
 # Modules that vLLM keeps without LoRA.
 HEADS = {"lm_head", "embed_tokens", "embed_out", "wte", "score"}
 
@@ -60,26 +60,6 @@ def active_adapter(model: nn.Module) -> str | None:
     return names.pop()
 
 
-def check_servable(config: LoraConfig, what: str = "the adapter") -> None:
-    """Raise ValueError for a LoRA adapter that vLLM does not serve, or would serve as another one."""
-    problems = {
-        "is DoRA (use_dora), whose magnitudes vLLM does not load": config.use_dora,
-        f"has modules_to_save {config.modules_to_save}": config.modules_to_save,
-        f"has a bias ({config.bias!r})": config.bias != "none" or getattr(config, "lora_bias", False),
-    }
-    targets = config.target_modules if isinstance(config.target_modules, (list, set, tuple)) else []
-    heads = sorted(HEADS & set(targets))
-    problems[f"adapts {', '.join(heads)}, where vLLM has no LoRA"] = heads
-    patterned = [name for name in ("rank_pattern", "alpha_pattern") if getattr(config, name, None)]
-    problems[f"has {' and '.join(patterned)}, which some versions of vLLM ignore"] = patterned
-    for problem, holds in problems.items():
-        if holds:
-            raise ValueError(
-                f"{what} {problem}, so no vLLM server can sample from it; train a plain LoRA adapter, or sample in"
-                " this process (leave the rollout backend out)"
-            )
-
-
 def published_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype in which adapters are published: that of the base, float32 if it is quantised."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -102,32 +82,24 @@ def adapter_tensors(model: PeftModel, adapter: str) -> dict[str, Tensor]:
 
 
 class AdapterFolder:
-    """The folder in which one process publishes, locked while it lives; its name is the nonce of the process.
+    """A folder of this process below `root`, in which each published adapter has a folder of its own.
 
     Args:
-        root: folder of the run that the servers can read too.
+        root: folder of the run, which no other process uses at the same time; the servers can read it too.
     """
 
     def __init__(self, root: str | os.PathLike[str]):
         self.root = Path(root).resolve()
         self.nonce = secrets.token_hex(6)
         self.path = self.root / self.nonce
-        self._lock: WriterLock | None = None
         self._num_written = 0
-
-    def open(self) -> None:
-        """Make and lock the folder; a second call does nothing."""
-        if self._lock is None:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = WriterLock(self.path)
 
     def write(self, model: PeftModel, adapter: str, role: str, version: int) -> Published:
         """Write an adapter into a new folder, which gets its name only when it is whole."""
-        self.open()
         self._num_written += 1
         final = self.path / f"{self._num_written}-{role}-v{version}"
         partial = final.with_name(f".{final.name}.partial")
-        partial.mkdir()
+        partial.mkdir(parents=True)
         save_tensors(partial / ADAPTER_FILE, adapter_tensors(model, adapter))
         config = copy.deepcopy(model.peft_config[adapter])
         config.inference_mode = True
@@ -135,33 +107,20 @@ class AdapterFolder:
         partial.rename(final)
         return Published(f"onetrunk-{self.nonce}-{final.name}", str(final), role, version)
 
-    def delete(self, folder: str) -> None:
-        """Delete the files of an adapter; of a process that is gone all its files."""
-        if folder:
-            path = Path(folder)
-            shutil.rmtree(path if path.parent == self.path else path.parent, ignore_errors=True)
+    def is_leftover(self, folder: str) -> bool:
+        """Return whether a killed process of this run has published an adapter in a folder."""
+        owner = Path(folder).parent
+        return owner.parent == self.root and owner != self.path
 
-    def left_by_another(self, name: str, folder: str) -> list[Published]:
-        """Return the adapter `name` of a process that is gone, to be unloaded; its files only if they are in `root`.
+    def delete_leftovers(self) -> None:
+        """Delete what killed processes of this run have written; no server may have it any more."""
+        for path in self.root.glob("[0-9a-f]" * 12):
+            if path != self.path:
+                shutil.rmtree(path, ignore_errors=True)
 
-        A server says where they are, and what a server says is never deleted unless it is ours by its path.
-        """
-        match = NAME.fullmatch(name)
-        if match is None:
-            return []
-        own = self.root / match.group(1) / match.group(2)
-        return [Published(name, str(own) if str(own) == folder else "", "other", 0)]
-
-    def close(self, keeps_files: bool = False) -> None:
-        """Delete everything, unless the servers may still read it, and release the lock."""
-        if self._lock is not None:
-            if not keeps_files:
-                shutil.rmtree(self.path, ignore_errors=True)
-            self._lock.release()
-            # No other process ever writes under this nonce.
-            with contextlib.suppress(OSError):
-                self._lock.file.unlink()
-            self._lock = None
+    def delete(self) -> None:
+        """Delete all that this process has written; no server may have it any more."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def is_same_adapter(published: Published, model: PeftModel, adapter: str) -> bool:
@@ -191,23 +150,34 @@ def policy_adapter(model: nn.Module) -> str | None:
     return POLICY if POLICY in getattr(model, "peft_config", {}) else None
 
 
-def owner_of(name: str, folder: str) -> str | None:
-    """Return who publishes the adapter `name` that a server lists; None if that process is gone, or it is not ours.
+def servable_adapters(model: nn.Module, roles: Sequence[str] = ROLES) -> dict[str, str]:
+    """Return the adapter of each role; a role that the bare base plays has none.
 
-    Args:
-        name: of the adapter on the server.
-        folder: of its files, as the server knows it.
+    Raises:
+        ValueError: vLLM does not serve an adapter, or would serve it as another one.
     """
-    match = NAME.fullmatch(name)
-    if match is None:
-        return None
-    path = Path(folder).parent
-    # Its lock goes when the process ends in order, and with a deleted folder. The name is compared because a server
-    # could list any path.
-    if path.name != match.group(1) or not path.with_name(f"{path.name}.lock").is_file():
-        return None
-    try:
-        WriterLock(path).release()
-    except RuntimeError as error:
-        return str(error).split(";")[0]
-    return None
+    by_role = {"policy": policy_adapter(model), "reference": reference_adapter(model)}
+    adapters = {role: by_role[role] for role in roles if by_role[role] is not None}
+    for adapter in adapters.values():
+        check_servable(model.peft_config[adapter], f"the adapter {adapter!r}")
+    return adapters
+
+
+def check_servable(config: LoraConfig, what: str = "the adapter") -> None:
+    """Raise ValueError for a LoRA adapter that vLLM does not serve, or would serve as another one."""
+    problems = {
+        "is DoRA (use_dora), whose magnitudes vLLM does not load": config.use_dora,
+        f"has modules_to_save {config.modules_to_save}": config.modules_to_save,
+        f"has a bias ({config.bias!r})": config.bias != "none" or getattr(config, "lora_bias", False),
+    }
+    targets = config.target_modules if isinstance(config.target_modules, (list, set, tuple)) else []
+    heads = sorted(HEADS & set(targets))
+    problems[f"adapts {', '.join(heads)}, where vLLM has no LoRA"] = heads
+    patterned = [name for name in ("rank_pattern", "alpha_pattern") if getattr(config, name, None)]
+    problems[f"has {' and '.join(patterned)}, which some versions of vLLM ignore"] = patterned
+    for problem, holds in problems.items():
+        if holds:
+            raise ValueError(
+                f"{what} {problem}, so no vLLM server can sample from it; train a plain LoRA adapter, or sample in"
+                " this process (leave the rollout backend out)"
+            )

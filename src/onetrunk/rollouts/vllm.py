@@ -1,9 +1,8 @@
 """Rollouts sampled by vLLM servers: only the adapter travels, and no sample is of another version.
 
-A publication is a new folder and a new name on every server (`publishing.py`); `vllm_calls.py` has the calls. Before
-training it must hold that the servers' base is the trainer's, by its logprobs, and that nobody else publishes there. A
-server that loses an adapter has been started again, perhaps with another base: the run ends, and a resumed run proves
-the base again.
+A publication is a new folder and a new name on every server (`publishing.py`). Before training the servers' base must
+prove to be the trainer's, by its logprobs (`vllm_requests.py`). A server that loses an adapter has been started again,
+perhaps with another base: the run ends, and a resumed run proves the base again.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from peft import PeftModel
 from torch import nn
@@ -24,30 +24,24 @@ from torch import nn
 from onetrunk.parallel.groups import is_first_process, on_first_process, once_per_group
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.publishing import (
+    ADAPTERS_FOLDER,
+    ROLES,
     AdapterFolder,
     Published,
     active_adapter,
-    check_servable,
     is_same_adapter,
-    owner_of,
-    policy_adapter,
     reference_adapter,
     role_of,
+    servable_adapters,
 )
-from onetrunk.rollouts.same_base import probe_requests, require_same_base
-from onetrunk.rollouts.vllm_calls import (
+from onetrunk.rollouts.vllm_requests import (
     Completed,
     Request,
-    ServedBase,
     as_rollout,
-    check_lora,
     checked_completion,
-    checked_version,
-    load_adapter,
-    loaded_adapters,
+    probe_requests,
     requests_of,
-    served_base,
-    unload_adapters,
+    require_same_base,
 )
 from onetrunk.servers.client import Connection, Server
 from onetrunk.servers.errors import CallError
@@ -57,17 +51,46 @@ from onetrunk.types import Rollout, RowKey
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ROLES = ("policy", "reference")
 # The servers' base itself, whatever the reference is.
 BASE = "base"
-TRIAL = ("trial", 0)
 HEALTH_S = 30.0
 REQUEST_TIMEOUT_S = 900.0
+# Why a load fails, by a part of the error, and what to change.
+LOAD_HINTS = {
+    "No adapter found": "; it must be able to read {folder}: put the folder where both see it",
+    "rank": "; start it with --max-lora-rank {rank} or more",
+    "HTTP 404": "; start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as"
+    " onetrunk serve does",
+}
+
+
+def load_servers(config: Any, **settings: Any) -> VLLMBackend:
+    """Return the backend of the servers that a config (PPOConfig, or a stage's arguments) names.
+
+    `settings` are those of VLLMBackend.
+    """
+    return VLLMBackend(
+        config.server_urls,
+        Path(config.output_dir) / ADAPTERS_FOLDER,
+        policy=vllm_policy(config.vllm_request_timeout),
+        wait_s=config.vllm_server_timeout,
+        api_key_env=config.vllm_api_key_env,
+        **settings,
+    )
 
 
 def vllm_policy(timeout_s: float = REQUEST_TIMEOUT_S) -> RetryPolicy:
     """Return the policy of calls to vLLM servers; `timeout_s` is longer than the longest completion takes."""
     return RetryPolicy(max_calls=5, max_delay_s=10.0, call_timeout_s=timeout_s, patience_s=timeout_s, max_timeouts=1)
+
+
+@dataclass(frozen=True)
+class ServedBase:
+    """The base model of a server: its name there, what it was loaded from, and its positions (0: unknown)."""
+
+    name: str
+    root: str
+    max_length: int
 
 
 @dataclass(eq=False, repr=False)
@@ -80,11 +103,10 @@ class VLLMBackend:
     Args:
         server_urls: of the servers, such as "http://127.0.0.1:8000". Several single servers, not replicas behind one
             address: an adapter would reach only one of them.
-        folder: where adapters are published; the servers must be able to read it under the same path.
+        folder: where adapters are published; no other process publishes there, and the servers must be able to read it
+            under the same path.
         keep_versions: policies that stay loaded, the newest included; at least 2, and staleness + 2.
         roles: what is published and may be asked for; a stage that samples from one role publishes no other.
-        shares_servers: also work on servers on which another process publishes. A training needs its servers for
-            itself when it starts; an evaluation does not.
         policy: deadlines and repeated calls.
         wait_s: how long to wait until a server is up, at the start.
         max_concurrency: rows in flight per server.
@@ -101,7 +123,6 @@ class VLLMBackend:
     _: KW_ONLY
     keep_versions: int = 2
     roles: tuple[str, ...] = ROLES
-    shares_servers: bool = False
     policy: RetryPolicy = field(default_factory=vllm_policy)
     wait_s: float = 600.0
     max_concurrency: int = 256
@@ -114,8 +135,6 @@ class VLLMBackend:
         urls = [self.server_urls] if isinstance(self.server_urls, str) else list(self.server_urls)
         if not urls:
             raise ValueError("server_urls is empty; give the address of a vLLM server, such as http://127.0.0.1:8000")
-        if not self.roles or not set(self.roles) <= set(ROLES):
-            raise ValueError(f"roles is {self.roles!r}; name policy, reference, or both")
         if self.keep_versions < 2:
             raise ValueError(
                 f"keep_versions is {self.keep_versions}; set it to 2 or more: a version may be in use while the next"
@@ -207,7 +226,7 @@ class VLLMBackend:
     # --- checks before training --------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check the servers alone: up, vLLM, new enough, LoRA at run time, one base, no other training. Runs once.
+        """Wait for the servers, and unload what killed processes of this run have left on them. Runs once.
 
         Raises:
             RuntimeError: what is wrong with which server, and how to start it instead.
@@ -220,9 +239,9 @@ class VLLMBackend:
 
     def _check_servers(self) -> None:
         run_async(gathered(map(self._wait, self.servers)), self._poll)
-        self._vllm_version = list(self._on_each(checked_version).values())[-1]
-        self._on_each(check_lora)
-        self._require_alone()
+        self._vllm_version = list(self._on_each(vllm_version).values())[-1]
+        self._on_each(self._unload_leftovers)
+        self._files.delete_leftovers()
 
     async def _wait(self, server: Server) -> None:
         """Wait until a server is up; RuntimeError after `wait_s`."""
@@ -244,22 +263,9 @@ class VLLMBackend:
                     is_told = True
                 await asyncio.sleep(self.policy.first_delay_s)
 
-    def _require_alone(self) -> None:
-        """Unload what a process that is gone has left; RuntimeError if another one needs the server."""
-        left = []
-        for server, adapters in ({} if self.shares_servers else self._on_each(loaded_adapters)).items():
-            for name, folder in adapters.items():
-                if f"-{self._files.nonce}-" in name:
-                    continue
-                owner = owner_of(name, folder)
-                if owner is not None:
-                    raise RuntimeError(
-                        f"{server} is in use: {owner}; wait for the other training, or start a server of its own for"
-                        " this training (onetrunk serve MODEL --port ...). In one process, close() the earlier"
-                        " VLLMBackend first"
-                    )
-                left += self._files.left_by_another(name, folder)
-        self._unload(left)
+    async def _unload_leftovers(self, to: Connection) -> None:
+        names = await loaded_adapters(to)
+        await unload_adapters(to, [name for name, folder in names.items() if self._files.is_leftover(folder)])
 
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
         """Check that the servers can sample from `model`: its adapter, its base by its logprobs, its lengths.
@@ -272,24 +278,15 @@ class VLLMBackend:
 
         Raises:
             ValueError: an adapter that vLLM does not serve.
-            RuntimeError: another base, raw logprobs, too few positions, or an adapter that the server rejects.
+            RuntimeError: another base, raw logprobs, or too few positions.
         """
         self.check()
         self._check_length(longest_row)
         if self._is_proved:
             return
-        adapters = self._adapters_of(model)
-        for adapter in adapters.values():
-            check_servable(model.peft_config[adapter], f"the adapter {adapter!r}")
+        servable_adapters(model, self.roles)
         self._prove_base(model)
-        if adapters:
-            on_first_process(lambda: self._try_adapter(model, next(iter(adapters.values()))))
         self._is_proved = True
-
-    def _adapters_of(self, model: nn.Module) -> dict[str, str]:
-        """Return the adapter of each role that is published; a role that the bare base plays has none."""
-        by_role = {"policy": policy_adapter(model), "reference": reference_adapter(model)}
-        return {role: adapter for role, adapter in by_role.items() if role in self.roles and adapter is not None}
 
     def _check_length(self, longest_row: int) -> None:
         for server, base in self._bases.items():
@@ -308,28 +305,8 @@ class VLLMBackend:
         def sampled() -> list[tuple[str, str, list[Completed]]]:
             return [(str(s), self._bases[s].root, self._complete([s], requests)) for s in self.servers]
 
-        try:
-            proofs = on_first_process(sampled)
-        except RuntimeError as error:
-            if "out of vocabulary" not in str(error):
-                raise
-            raise RuntimeError(
-                f"a server serves another base model: it does not know every token of the policy ({error})"
-            ) from None
-        for server, root, completed in proofs:
+        for server, root, completed in on_first_process(sampled):
             require_same_base(model, server, root, requests, completed)
-
-    def _try_adapter(self, model: PeftModel, adapter: str) -> None:
-        """Load the adapter on every server, so that a rank that is too large shows before training.
-
-        The first publication unloads it, which shows whether a server was started again after its proof.
-        """
-        trial = self._files.write(model, adapter, *TRIAL)
-        self._published[TRIAL] = trial
-        rank = model.peft_config[adapter].r
-        self._on_each(lambda to: load_adapter(to, trial.name, trial.folder, rank))
-        # A training that began at the same moment is seen now.
-        self._require_alone()
 
     # --- publishing --------------------------------------------------------------------------------------------------
 
@@ -346,7 +323,7 @@ class VLLMBackend:
             ValueError, RuntimeError: as `check` and `check_policy`; a server does not load the adapter.
         """
         self.check_policy(model)
-        self._role, adapters = role_of(active_adapter(model)), self._adapters_of(model)
+        self._role, adapters = role_of(active_adapter(model)), servable_adapters(model, self.roles)
         self._reference_is_base = reference_adapter(model) is None
         if self._role != "policy":
             adapters.pop("policy", None)
@@ -373,7 +350,9 @@ class VLLMBackend:
             if gone:
                 raise RuntimeError(f"{server}: {_lost(gone[0])}; run the same command again with --resume auto")
         with self._lock:
-            old = [self._published.pop(key) for key in ((role, version), TRIAL) if key in self._published]
+            old = [] if before is None else [before]
+            # Without it first, so that it becomes the newest one.
+            self._published.pop((role, version), None)
             self._published[role, version] = published
             # In the order in which they were published: a second training begins again at version 0.
             policies = [key for key in self._published if key[0] == "policy"]
@@ -385,11 +364,11 @@ class VLLMBackend:
         if old:
             self._on_each(lambda to: unload_adapters(to, [published.name for published in old]))
         for published in self._unloaded:
-            self._files.delete(published.folder)
+            shutil.rmtree(published.folder, ignore_errors=True)
         self._unloaded = list(old)
 
     def close(self) -> None:
-        """Unload what this process has published, delete its files and release the folder."""
+        """Unload what this process has published, and delete its files."""
         if not self._is_checked or not is_first_process():
             return
         policy = self.policy
@@ -397,13 +376,11 @@ class VLLMBackend:
         self.policy = replace(policy, max_calls=1, call_timeout_s=min(10.0, policy.call_timeout_s))
         try:
             self._unload(list(self._published.values()))
-            self._unload([])
         except Exception:
             # The files stay: a server that is only out of reach may still have their adapters.
             logger.warning("the servers do not answer, so adapters stay on them and in %s", self._files.path)
-            self._files.close(keeps_files=True)
         else:
-            self._files.close()
+            self._files.delete()
         self.policy = policy
         self._published.clear()
         self._unloaded.clear()
@@ -486,11 +463,8 @@ class ServedModel:
         Raises:
             ValueError, RuntimeError: as `VLLMBackend.sync`; an adapter that vLLM does not serve.
         """
-        adapter = policy_adapter(model)
-        if adapter is not None:
-            check_servable(model.peft_config[adapter])
         servers.sync(model, version)
-        return cls(servers, BASE if adapter is None else "policy", version)
+        return cls(servers, "policy" if "policy" in servable_adapters(model) else BASE, version)
 
     @property
     def description(self) -> str:
@@ -512,3 +486,63 @@ class ServedModel:
 
 def _lost(name: str) -> str:
     return f"it no longer has the adapter {name}, so it was started again, or another process has unloaded it"
+
+
+# --- the calls of a server ------------------------------------------------------------------------------------------
+
+
+async def _models(to: Connection) -> tuple[ServedBase, dict[str, str]]:
+    """Return the base model and the loaded adapters, {name: folder}."""
+    answer = await to.ask("GET", "/v1/models")
+    try:
+        base = next(entry for entry in answer["data"] if entry.get("parent") is None)
+        adapters = {e["id"]: str(e.get("root")) for e in answer["data"] if e.get("parent") is not None}
+        return ServedBase(base["id"], str(base.get("root")), int(base.get("max_model_len") or 0)), adapters
+    except (TypeError, KeyError, AttributeError, StopIteration, ValueError):
+        raise CallError("a list of models of an unknown form") from None
+
+
+async def served_base(to: Connection) -> ServedBase:
+    """Return the base model of a server."""
+    return (await _models(to))[0]
+
+
+async def loaded_adapters(to: Connection) -> dict[str, str]:
+    """Return the adapters that a server has, {name: folder}."""
+    return (await _models(to))[1]
+
+
+async def vllm_version(to: Connection) -> str:
+    """Return the version of vLLM; CallError if another kind of server answers."""
+    try:
+        return str((await to.ask("GET", "/version"))["version"])
+    except (TypeError, KeyError):
+        raise CallError("no vLLM answers there (/version has another form)", "stop") from None
+    except CallError as error:
+        if error.status == 404:
+            raise CallError(f"no vLLM answers there (/version: {error})", "stop") from None
+        raise
+
+
+async def load_adapter(to: Connection, name: str, folder: str, rank: int) -> None:
+    """Load an adapter on a server; raises CallError with its reason, and what to change."""
+    body = {"lora_name": name, "lora_path": folder}
+    try:
+        await to.ask("POST", "/v1/load_lora_adapter", body, is_json=False)
+    except CallError as error:
+        if error.status is None:
+            raise
+        # vLLM answers 500 too for an adapter that it does not load. A call whose answer was lost may have loaded it.
+        if (await loaded_adapters(to)).get(name) != folder:
+            hint = next((hint for word, hint in LOAD_HINTS.items() if word in str(error)), "")
+            raise CallError(f"{error}{hint.format(folder=folder, rank=rank)}", "refused") from None
+
+
+async def unload_adapters(to: Connection, names: Sequence[str]) -> None:
+    """Unload adapters from a server; one that is not loaded is no error."""
+    for name in names:
+        try:
+            await to.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, is_json=False)
+        except CallError as error:
+            if error.status != 404:
+                raise

@@ -46,6 +46,8 @@ FOR_ALL = {
     405: "check the URL's path",
     407: "the proxy wants credentials",
 }
+# What a server adds to the name of a model that it pins: a date or a revision.
+PINNED = r"[-@:](\d{4}|\d{4}-?\d\d-?\d\d|latest|main|[0-9a-f]{7,40})"
 
 
 class Server:
@@ -190,6 +192,12 @@ def is_nearby(url: str) -> bool:
         return host == "localhost"
 
 
+def is_same_model(model: str, reported: str) -> bool:
+    """Return whether two names mean one model: the second may differ in its owner and have a date or revision."""
+    ours, theirs = (name.rstrip("/").rpartition("/")[2].lower() for name in (model, reported))
+    return ours == theirs or re.fullmatch(re.escape(ours) + PINNED, theirs) is not None
+
+
 def read_secret(variable: str | None) -> str | None:
     """Return the value of an environment variable, which `redact` knows from then on; None without a variable.
 
@@ -209,6 +217,7 @@ def read_secret(variable: str | None) -> str | None:
     if not secret.isascii() or re.search(r"[\s\x00-\x1f\x7f]", secret):
         raise ValueError(f"api_key_env: the value of {variable} holds spaces or other characters that no key has")
     add_secret(secret, variable)
+    add_secret(json.dumps(secret)[1:-1], variable)  # As JSON text spells a key with quotes.
     return secret
 
 

@@ -3,9 +3,9 @@
     onetrunk ppo --config recipes/tiny/ppo.yaml --learning_rate 1e-3
 
 The YAML file sets values, and the command line overrides them. Relative paths in both start at the working folder, not
-at the YAML file. One field of a dataclass is one YAML key and one option. `options/reading.py` reads both and checks
-keys and types; TrlParser makes the dataclasses, which check themselves. `options/table.py` reads the fields from the
-source code of this file.
+at the YAML file. One field of a dataclass is one YAML key and one option: `options/table.py` reads the fields from the
+source code of this file, and `options/reading.py` reads the values and checks their types. The dataclasses check the
+values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trl import ModelConfig, SFTConfig, TrlParser, get_peft_config
+from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.data.names import looks_like_path
@@ -23,9 +23,9 @@ from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.ppo.settings import VLLMServerConfig
 from onetrunk.stages.options.help import help_text, help_topic
-from onetrunk.stages.options.parser import Parser, UsageError, mapping_reader
-from onetrunk.stages.options.reading import check_values, read
-from onetrunk.stages.options.table import WITHOUT_MEANING, load_options
+from onetrunk.stages.options.reading import UsageError, read
+from onetrunk.stages.options.table import WITHOUT_MEANING
+from onetrunk.utils.files import require_name
 from onetrunk.utils.options import option, require_seed, require_truncation
 from onetrunk.utils.redaction import SecretFreeArguments
 
@@ -149,8 +149,6 @@ class PPODataArguments(TrainingDataArguments):
         super().__post_init__()
         if not self.reward_funcs:
             raise ValueError("reward_funcs is not set; give at least one, such as path/to/file.py:function")
-        if isinstance(self.reward_funcs, str):
-            self.reward_funcs = [self.reward_funcs]
 
 
 @dataclass
@@ -266,6 +264,8 @@ class StageTrainingArguments:
 
     def __post_init__(self) -> None:
         require_output_dir_is_set(self)
+        if self.run_name is not None:  # A tracker makes it a part of a path.
+            require_name(self.run_name, "run_name")
         if self.bf16 is None:
             self.bf16 = bf16_by_default(self)
         super().__post_init__()
@@ -294,18 +294,6 @@ class PPOArguments(StageTrainingArguments, PPOConfig):
     """Settings of `onetrunk ppo`."""
 
 
-class StageParser(TrlParser, Parser):
-    """TrlParser that reads mappings as JSON, and raises UsageError where argparse would print all options and exit."""
-
-    error = Parser.error
-
-    def __init__(self, dataclass_types: Sequence[type], mappings: Sequence[str] = (), **kwargs: Any):
-        super().__init__(dataclass_types, **kwargs)
-        for action in self._actions:
-            if action.dest in mappings:
-                action.type = mapping_reader(action.dest)
-
-
 def parse(
     argv: Sequence[str],
     verb: str,
@@ -328,14 +316,12 @@ def parse(
     if topic is not None:
         print(help_text(verb, topic))
         raise SystemExit(0)
-    reading = read(verb, argv)
-    mappings = [option.name for option in load_options(verb).values() if option.is_mapping]
-    parser = StageParser(dataclass_types, mappings, prog=f"onetrunk {verb}", add_help=False, allow_abbrev=False)
+    values = read(verb, argv)
     try:
-        parser.set_defaults_with_config(**reading.values)
-        parsed = parser.parse_args_into_dataclasses(reading.words)
-        for arguments in parsed:
-            check_values(vars(arguments))
+        parsed = tuple(
+            settings(**{f.name: values[f.name] for f in fields(settings) if f.name in values})
+            for settings in dataclass_types
+        )
         if check is not None:
             check(*parsed)
         return parsed

@@ -10,11 +10,12 @@ from tqdm.auto import tqdm
 from onetrunk.feedback.asking import FailureLimit
 from onetrunk.feedback.costs import BudgetReached, Costs
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.judge import ErrorKind, Judge, digest
+from onetrunk.judges.judge import ErrorKind, Judge
 from onetrunk.judges.judge_config import JudgeConfig, check_judge, load_judge
 from onetrunk.report.judges import quotes_of
-from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.combine import resolve_reward
 from onetrunk.types import Prompt
+from onetrunk.utils.files import digest
 
 
 def load_judge_parts(settings: JudgeConfig, asks: bool = True) -> tuple[Judge | None, Constitution]:

@@ -23,10 +23,9 @@ from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardware, why_not
 from onetrunk.plan.timing import PIPELINED, Around, around_times
 from onetrunk.ppo.settings import PPOSettings
-from onetrunk.stages.options.parser import UsageError, say
-from onetrunk.stages.options.plan_words import PlanWords, plan_words
-from onetrunk.stages.options.reading import parsed_values, read
+from onetrunk.stages.options.reading import UsageError, read, say
 from onetrunk.stages.options.table import load_options
+from onetrunk.stages.options.words import PlanWords, plan_words
 from onetrunk.utils.files import atomic_write_text, read_json, require_output_dir
 
 
@@ -48,7 +47,8 @@ def parse_plan(argv: Sequence[str]) -> tuple[PlanWords, dict[str, Any]]:
     """Return the own options, and the values of every setting of PPO; raises UsageError for a mistake in them."""
     words = plan_words(argv)
     config = [] if words.own["config"] is None else ["--config", words.own["config"]]
-    values = parsed_values("ppo", read("ppo", [*config, *words.settings]))
+    values = {name: option.default for name, option in load_options("ppo").items()}
+    values |= read("ppo", [*config, *words.settings])
     settings = object.__new__(_Settings)
     # A plan of a model alone has no folder.
     vars(settings).update(values, output_dir=values["output_dir"] or "runs/plan")

@@ -1,4 +1,4 @@
-"""Plots of the reward, distill and eval stages. Where matplotlib cannot be imported, a warning takes their place."""
+"""Plots of the judge, reward and distill stages. Where matplotlib cannot be imported, a warning takes their place."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from onetrunk.utils.files import atomic_path
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from onetrunk.stages.eval.contest import Contest
-
 logger = logging.getLogger(__name__)
 
 SIZE = (4.5, 4.0)
-# Points at which a fitted curve is drawn.
-NUM_POINTS = 101
 
 
 def plot(name: str) -> Callable[[Callable[..., None]], Callable[..., list[str]]]:
@@ -78,43 +74,3 @@ def plot_scores(axes: Axes, teacher: Sequence[float], student: Sequence[float]) 
     ends = [min(*teacher, *student), max(*teacher, *student)]
     axes.plot(ends, ends, color="grey", linestyle="--", linewidth=1)
     axes.set(xlabel="teacher's score", ylabel="student's score")
-
-
-def plot_contest(folder: Path, contest: Contest) -> list[str]:
-    """Draw the win rates and, where the pairs differ in length, the fit; return the names of the files."""
-    names = _plot_estimates(folder, contest)
-    return names + _plot_length_fit(folder, contest) if names and contest.rates.length_fit.scale > 0 else names
-
-
-@plot("win_rate.png")
-def _plot_estimates(axes: Axes, contest: Contest) -> None:
-    rates = contest.rates
-    kinds = {
-        "mean probability": rates.win_rate,
-        "at equal length": rates.length_controlled_win_rate,
-        "wins and half the ties": rates.discrete_win_rate,
-    }
-    for place, estimate in enumerate(kinds.values()):
-        # An estimate that is NaN is not drawn.
-        axes.plot([estimate.low, estimate.high], [place, place], color="C0", linewidth=2)
-        axes.plot(estimate.value, place, marker="o", color="C0")
-    axes.axvline(0.5, color="grey", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.set(xlim=(0, 1), ylim=(len(kinds) - 0.5, -0.5), xlabel="share won, 95% interval over prompts")
-    axes.set_title(f"{rates.wins} wins, {rates.ties} ties, {rates.losses} losses", fontsize="medium")
-
-
-@plot("win_rate_by_length.png")
-def _plot_length_fit(axes: Axes, contest: Contest) -> None:
-    """Draw one point per pair, and the fit from which the win rate at equal length is read."""
-    fit = contest.rates.length_fit
-    judged = [i for i, outcome in enumerate(contest.outcomes) if outcome is not None]
-    lengths = [len(contest.pairs[i].first) - len(contest.pairs[i].second) for i in judged]
-    axes.scatter(lengths, [contest.labels[i].probability for i in judged], s=8, alpha=0.4)
-    low, high = min(lengths), max(lengths)
-    grid = [low + (high - low) * step / (NUM_POINTS - 1) for step in range(NUM_POINTS)]
-    axes.plot(grid, [fit.probability(x) for x in grid], color="C1", label="logistic fit")
-    axes.axvline(0, color="grey", linestyle="--", linewidth=1)
-    axes.set(xlabel="characters that the policy's completion is longer", ylabel="probability that it is better")
-    axes.set(ylim=(-0.02, 1.02))
-    axes.legend()

@@ -1,28 +1,111 @@
-"""PPO: prompts and reward functions -> a LoRA adapter on the frozen base; held-out metrics before and after."""
+"""PPO: prompts and reward functions -> a LoRA adapter on the frozen base; held-out metrics before and after.
+
+A judge can be a reward function, and another one can monitor the reward. Their answers are kept in a ledger in the
+run's folder, so that a resumed run gets the same answers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from datasets import Dataset
 from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
-from onetrunk.judges.judge_config import JudgeConfig
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
+from onetrunk.ppo.reference_completions import KEPT_FOLDER, sample_references
+from onetrunk.ppo.settings import MONITOR_ACTIONS, check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rewards.ensemble import names_an_ensemble
-from onetrunk.rewards.resolve import names_a_model, resolve_reward
-from onetrunk.rewards.reward import RewardFunction
+from onetrunk.rewards.combine import resolve_reward
+from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
+from onetrunk.rewards.model import names_an_ensemble
+from onetrunk.rewards.reward import RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
+from onetrunk.stages.judging import load_judge_parts, measured_words
 from onetrunk.stages.options.reading import DRY_RUN
-from onetrunk.stages.ppo_judges import JUDGE, PAIRWISE, PPOJudgeArguments, check_judges, run_judges
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
 from onetrunk.stages.tables import metrics_table, show, without_prefix, write_metrics
+from onetrunk.utils.options import option
+
+# Words in reward_funcs that stand for the judge.
+JUDGE, PAIRWISE = "judge", "pairwise"
+
+
+@dataclass
+class PPOJudgeArguments:
+    """A judge as a reward function, and another judge that monitors the reward."""
+
+    judge_report: str | None = option(
+        None, "output_dir of onetrunk judge, which measured the judge of this run: the model card quotes it."
+    )
+    monitor_judge: list[str] | None = option(
+        None,
+        "Specs of a judge that is not part of the reward, as in judge. It rates completions of held-out prompts during"
+        " training, and an alarm is raised where the reward rises while its ratings fall.",
+    )
+    monitor_constitution: str | None = option(None, "YAML file with its principles; None: constitution.")
+    monitor_rubric: dict[str, str] | None = option(None, "Its rubric, where it is one; None: rubric.")
+    monitor_every: int = option(1, "Rollouts between two of its measurements.")
+    monitor_rows: int = option(64, "Number of held-out prompts that it rates; without held-out rows training prompts.")
+    monitor_action: str = option("warn", "At an alarm: warn, or stop training.", MONITOR_ACTIONS)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.monitor_judge, str):
+            self.monitor_judge = [self.monitor_judge]
+        check_monitor(self.monitor_every, self.monitor_action, self.monitor_rows)
+
+    def monitor_settings(self, settings: JudgeConfig) -> JudgeConfig:
+        """Return the settings of the monitor's judge: those of the reward's judge with the monitor's own values."""
+        return replace(
+            settings,
+            judge=self.monitor_judge,
+            constitution=self.monitor_constitution or settings.constitution,
+            rubric=self.monitor_rubric or (settings.rubric if "rubric" in self.monitor_judge else None),
+        )
+
+
+def check_settings(
+    data: PPODataArguments,
+    args: PPOArguments,
+    model_args: ModelArguments,
+    settings: JudgeConfig,
+    judge_args: PPOJudgeArguments,
+) -> None:
+    """Raise ValueError for settings that have no meaning in PPO, or that contradict each other."""
+    if model_args.use_peft is False:
+        raise ValueError("use_peft is false, but ppo trains a LoRA adapter on a frozen base; leave it out")
+    if model_args.lora_dropout:
+        raise ValueError("lora_dropout makes the first PPO ratio differ from 1; leave it out")
+    words = [word for word in (JUDGE, PAIRWISE) if word in data.reward_funcs]
+    if words and not settings.judge:
+        raise ValueError(f"reward_funcs names {words[0]}, and judge is not set; name who judges, such as rubric")
+    if settings.judge and not words:
+        raise ValueError(
+            f"judge is set, and reward_funcs names neither {JUDGE} (its rating) nor {PAIRWISE} (log P of being better"
+            " than the reference's completion); add one of them, or leave judge out (monitor_judge only watches)"
+        )
+    if words and not settings.constitution:
+        raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
+    if not judge_args.monitor_judge:
+        return
+    monitor = judge_args.monitor_settings(settings)
+    if not monitor.constitution:
+        raise ValueError("monitor_judge is set, and neither monitor_constitution nor constitution; name a YAML file")
+    is_rewarded = any(spec.removeprefix(REWARD) in data.reward_funcs for spec in judge_args.monitor_judge)
+    if is_rewarded or (words and monitor == settings):
+        raise ValueError(
+            f"monitor_judge {judge_args.monitor_judge[0]} is what the reward is made of, and would see no gap; name a"
+            " judge that PPO does not see"
+        )
 
 
 def run(
@@ -96,19 +179,63 @@ def compare(trainer: PPOTrainer, reference: dict[str, float], model_name: str, m
         show(metrics_table(f"PPO from {model_name}", policy, reference))
 
 
-def check_settings(
-    data: PPODataArguments,
-    args: PPOArguments,
-    model_args: ModelArguments,
-    judge_settings: JudgeConfig,
-    judge_args: PPOJudgeArguments,
-) -> None:
-    """Raise ValueError for settings that have no meaning in PPO, or that contradict each other."""
-    if model_args.use_peft is False:
-        raise ValueError("use_peft is false, but ppo trains a LoRA adapter on a frozen base; leave it out")
-    if model_args.lora_dropout:
-        raise ValueError("lora_dropout makes the first PPO ratio differ from 1; leave it out")
-    check_judges(data, args, model_args, judge_settings, judge_args)
+@dataclass(frozen=True)
+class RunJudges:
+    """The loaded judges of a run."""
+
+    reward_funcs: list[str | RewardFunction]  # With functions in place of the words judge and pairwise.
+    monitor: HackingMonitor | None
+    measured: dict[str, str] = field(default_factory=dict)  # What the card says about the judges.
+
+    def begin(self, trainer: PPOTrainer) -> None:
+        """Attach the monitor, and sample the completions that pairwise rewards compare with."""
+        trainer.card_facts = tuple(self.measured.items())
+        if self.monitor is not None:
+            self.monitor.attach(trainer)
+        pairwise = [reward for reward in self.reward_funcs if isinstance(reward, PairwiseReward)]
+        if pairwise:
+            references = sample_references(trainer, [] if self.monitor is None else [self.monitor.rows])
+            for reward in pairwise:
+                reward.references.update(references)
+
+
+@contextlib.contextmanager
+def run_judges(
+    reward_funcs: Sequence[str], args: PPOArguments, settings: JudgeConfig, arguments: PPOJudgeArguments
+) -> Iterator[RunJudges]:
+    """Load the judges before any other model, and yield them.
+
+    Raises:
+        ValueError: a constitution or a judge is not valid.
+        RuntimeError: another process uses the ledger.
+    """
+    if not settings.judge and not arguments.monitor_judge:
+        yield RunJudges(list(reward_funcs), None)
+        return
+    settings = replace(settings, judge_device=settings.judge_device or str(args.device))
+    # The monitor first: it may only be a constitution, so mistakes in it are reported before a model loads.
+    watching = judging = None
+    if arguments.monitor_judge:
+        watching = load_judge_parts(arguments.monitor_settings(settings), asks=args.process_index == 0)
+    if settings.judge:
+        judging = load_judge_parts(settings)
+    asked = [parts[0] for parts in (judging, watching) if parts is not None and parts[0] is not None]
+    measured = measured_words(arguments.judge_report, asked) if args.process_index == 0 else {}
+    with Ledger(Path(args.output_dir) / KEPT_FOLDER / f"judged-{args.process_index}.db") as ledger:
+        rewards: dict[str, RewardFunction] = {}
+        if judging is not None:
+            rewards[JUDGE] = JudgeReward(*judging, memory=ledger)
+            rewards[PAIRWISE] = PairwiseReward(*judging, memory=ledger)
+        monitor = None
+        if watching is not None:
+            monitor = HackingMonitor(
+                *watching,
+                every=arguments.monitor_every,
+                action=arguments.monitor_action,
+                num_rows=arguments.monitor_rows,
+                memory=ledger,
+            )
+        yield RunJudges([rewards.get(spec, spec) for spec in reward_funcs], monitor, measured)
 
 
 parse_ppo = partial(
@@ -124,7 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not set(DRY_RUN) & set(words):
         return run_stage("ppo", parse_ppo, run, words)
-    from onetrunk.stages.tools.dry_run import DryRun, dry_run
+    from onetrunk.stages.tools.dry_run import dry_run
 
-    words = [word for word in words if word not in DRY_RUN]
-    return run_stage("ppo", lambda argv: (DryRun(*parse_ppo(argv)),), dry_run, words)
+    return run_stage("ppo", parse_ppo, dry_run, words, is_dry=True)

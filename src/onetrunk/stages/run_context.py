@@ -10,7 +10,6 @@ import contextlib
 import errno
 import logging
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -30,18 +29,17 @@ from onetrunk.checkpoints.folders import (
     problems,
     require_free,
 )
-from onetrunk.checkpoints.resume_point import LOOP_FILES, locate, open_mirror
+from onetrunk.checkpoints.resume_point import AUTO, LOOP_FILES, locate, open_mirror
 from onetrunk.checkpoints.signals import Stopped
 from onetrunk.models.speedups.memory_use import is_out_of_memory
 from onetrunk.parallel.heartbeat import Heartbeat
 from onetrunk.parallel.sharding import launch_layout
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
-from onetrunk.stages.options.parser import UsageError, say, shown
-from onetrunk.utils.escaping import print_any_text, printable
+from onetrunk.stages.options.reading import UsageError, say
 from onetrunk.utils.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
-from onetrunk.utils.redaction import add_stored_token, redact
+from onetrunk.utils.redaction import add_stored_token, print_any_text, printable, shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -64,12 +62,6 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 # Trainings and evaluations have one of these fields. Shards of preferences share a folder, so `prefs` locks its own.
 LOCKING_FIELDS = ("resume_from_checkpoint", "opponent")
 CARD = "README.md"  # Pushing a result rewrites it.
-AUTO = "auto"
-# How the result is loaded, by whether it is an adapter; a reward model has its own README.
-LOADING = {
-    True: 'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")',
-    False: 'transformers.AutoModelForCausalLM.from_pretrained("{folder}")',
-}
 
 
 class Terminated(BaseException):
@@ -85,22 +77,26 @@ def run_stage(
     parse: Callable[[list[str]], tuple[Any, ...]],
     work: Callable[..., None],
     argv: Sequence[str] | None = None,
+    is_dry: bool = False,
 ) -> int:
     """Run a stage and return its exit code. Raises only errors that are bugs.
 
-    `parse` turns the words after the verb (None: those of this process) into the arguments of `work`.
+    Args:
+        verb: name of the stage.
+        parse: turns the words after the verb into the arguments of `work`.
+        work: the stage itself.
+        argv: the words; None: those of this process.
+        is_dry: the work writes nothing, so the output folder is not locked.
     """
-    # No user of a stage can act on either: deprecated names that PEFT and transformers use of each other, and kernels
-    # that only matter for 4-bit models on a CPU.
+    # Deprecated names that PEFT and transformers use of each other: no user of a stage can act on them.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     parsed: tuple[Any, ...] = ()
     print_any_text()
     try:
         with secrets_redacted(), signals_as_exception():
             parsed = parse(list(sys.argv[1:] if argv is None else argv))
             check_launch_of(verb)  # Before any model loads.
-            with locked_output_dir(parsed), _heartbeat(parsed):
+            with _output_folder(() if is_dry else parsed):
                 work(*parsed)
         return 0
     except BaseException as error:
@@ -149,30 +145,21 @@ def signals_as_exception() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked_output_dir(parsed: Sequence[Any]) -> Iterator[None]:
-    """Lock the output folder for this run. Does nothing for commands without one, and on ranks other than 0.
+def _output_folder(parsed: Sequence[Any]) -> Iterator[None]:
+    """Lock the output folder of a training or an evaluation, and write the heartbeat of a training. Rank 0 locks.
 
     Raises:
         ValueError, RuntimeError: the folder cannot be written to, or another process writes there.
     """
     args = next((part for part in parsed if any(hasattr(part, name) for name in LOCKING_FIELDS)), None)
-    if args is None or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    with held_folder(require_output_dir(args.output_dir)):
-        delete_temporaries(args.output_dir)
-        yield
-
-
-@contextlib.contextmanager
-def _heartbeat(parsed: Sequence[Any]) -> Iterator[None]:
-    """Write the heartbeat of a training, from here to its end. Does nothing for a command that does not train."""
-    args = _training_settings(parsed)
-    if args is None:
-        yield
-        return
-    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    with Heartbeat.of(args.output_dir, rank).running(world_size):
+    rank = int(os.environ.get("RANK", "0"))
+    with contextlib.ExitStack() as stack:
+        if args is not None and rank == 0:
+            stack.enter_context(held_folder(require_output_dir(args.output_dir)))
+            delete_temporaries(args.output_dir)
+        if _training_settings(parsed) is not None:
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            stack.enter_context(Heartbeat.of(args.output_dir, rank).running(world_size))
         yield
 
 
@@ -232,12 +219,7 @@ def _how_to_resume(parsed: Sequence[Any]) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message to print for an error, without secrets; None for an error that is a bug."""
-    message = _message(error)
-    return None if message is None else redact(message)
-
-
-def _message(error: BaseException) -> str | None:
+    """Return the message to print for an error; None for an error that is a bug."""
     if isinstance(error, OSError) and error.errno in FULL:
         where = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
         return (
@@ -266,7 +248,7 @@ def secrets_redacted() -> Iterator[None]:
     """Redact log records, warnings, and errors raised in a thread or a destructor, inside the block.
 
     Log records are redacted when they are made, not by a filter: libraries add handlers of their own at any time, and
-    each would need the filter. They are also made printable: a server's message cannot act in a terminal.
+    each would need the filter.
     """
     add_stored_token()
     make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
@@ -285,17 +267,12 @@ def secrets_redacted() -> Iterator[None]:
 def _redacted_record(record: logging.LogRecord) -> logging.LogRecord:
     try:
         message = record.getMessage()
-    except Exception:
-        # The message does not fit its arguments; logging reports that itself and prints both.
-        message, record.msg, record.args = "", shown(f"{record.msg} {record.args}"), ()
-    clean = shown(message)
-    if clean != message:
-        record.msg, record.args = clean, ()
+    except Exception:  # The message does not fit its arguments.
+        message = f"{record.msg} {record.args}"
+    record.msg, record.args = shown(message), ()
     if record.exc_info and record.exc_info[0] is not None:
         trace = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
         record.exc_info, record.exc_text = None, shown(trace)
-    if record.stack_info:
-        record.stack_info = shown(record.stack_info)
     return record
 
 
@@ -352,7 +329,7 @@ def train(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> N
 
 
 def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
-    """Push the result if that is set, record that the run has written all its files, and print where they are.
+    """Push the result if that is set, record that the run has ended, and print where it is, its alarms and its report.
 
     `what` is the result, in words; `card` are keywords of the trainer's `create_model_card`.
     """
@@ -362,35 +339,14 @@ def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
     if trainer.is_world_process_zero():
         folder = Path(trainer.args.output_dir)
         run = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, "ended": trainer.ended}
-        # With these names, a report that is deleted later is written again.
-        run["files"] = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name[0] not in "._")
         atomic_write_json(folder / FINISHED, run)
-        print_end(verb, trainer, what)
+        page = write_report_of(folder) if trainer.args.write_report else None
+        alarms = read_run(folder).alarms()
+        print(f"{verb}: saved {what} in {folder}; alarms: {len(alarms) or 'none'}")
+        for alarm in alarms:  # The worst first.
+            print(printable(f"  {alarm.text}"))
+        say_where(page, verb)
     trainer.accelerator.end_training()
-
-
-def print_end(verb: str, trainer: Trainer, what: str) -> None:
-    """Write the report of a run that has ended; print its alarms, the worst first, and what can be done next."""
-    folder, args = Path(trainer.args.output_dir), trainer.args
-    page = write_report_of(folder) if args.write_report else None
-    alarms = read_run(folder).alarms()
-    if alarms:
-        print(f"{verb}: {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}, the worst first:")
-    for alarm in alarms:
-        print(printable(f"  {alarm.text}"))
-    print(f"{verb}: saved {what} in {folder}. What to do next:")
-    name = shlex.quote(str(folder))
-    commands = {}
-    if page is not None:
-        commands["read how it went"] = page
-    if "tensorboard" in args.report_to:
-        commands["see the curves"] = f"tensorboard --logdir {name}"
-    if verb in ("sft", "ppo"):
-        commands["load it"] = LOADING[(folder / "adapter_config.json").is_file()].format(folder=folder)
-    if not args.push_to_hub:
-        commands["share it"] = f"hf upload USER/NAME {name} . --exclude 'checkpoint-*' --exclude '_*'"
-    for purpose, command in commands.items():
-        print(f"  {purpose:<17} {command}")
 
 
 def say_where(page: Path | None, verb: str) -> None:
@@ -410,8 +366,6 @@ def _finished(args: TrainingSettings) -> str | None:
     if not path.is_file() or not has_result(output_dir):
         return None
     run = read_json(path)
-    if not all((output_dir / name).is_file() for name in run["files"]):
-        return None
     if str(args.resume_from_checkpoint).lower() not in ("true", AUTO):
         # A checkpoint given by its path is the end only if it is this run's last one.
         end = output_dir / f"{PREFIX}{run['step']}"
@@ -420,32 +374,18 @@ def _finished(args: TrainingSettings) -> str | None:
     if run["ended"] is not None:
         is_over = not args.continue_ended_run
         why = f"where it was ended ({run['ended']}); set continue_ended_run to true to train on"
-    elif args.max_steps > 0:
-        is_over = run["step"] >= args.max_steps
-        rollouts = getattr(args, "num_rollouts", None)
-        plan = f"num_rollouts {rollouts}" if rollouts else f"max_steps {args.max_steps}"
-        why = f"the end of {plan}; raise it to train on"
     else:
-        is_over = run["epoch"] >= args.num_train_epochs
-        why = f"the end of num_train_epochs {args.num_train_epochs:g}; raise it to train on"
+        is_over = run["step"] >= args.max_steps if args.max_steps > 0 else run["epoch"] >= args.num_train_epochs
+        why = "its planned end; raise num_rollouts, max_steps or num_train_epochs to train on"
     message = f"nothing is left to train: the run in {args.output_dir} is finished at step {run['step']}, {why}"
     return message if is_over else None
 
 
 def _resume_point(args: TrainingSettings, needed: Sequence[str]) -> str | None:
     mirror = open_mirror(args)
-    value = args.resume_from_checkpoint
-    word = str(value).lower()
-    if value is None or word in ("false", "none", ""):
-        return None
-    if word in ("true", AUTO):
-        return locate(True if word == "true" else AUTO, args, needed, mirror)
-    if not Path(value).is_dir():
-        raise FileNotFoundError(
-            f"resume_from_checkpoint {value} is no folder (working folder {Path.cwd()}); give a checkpoint-* folder,"
-            " true for the last one in output_dir, or auto for that one if there is any"
-        )
-    return locate(str(value), args, needed, mirror)
+    word = str(args.resume_from_checkpoint or "").lower()
+    values = {"": None, "none": None, "false": None, "true": True, AUTO: AUTO}
+    return locate(values.get(word, args.resume_from_checkpoint), args, needed, mirror)
 
 
 def has_result(output_dir: str | os.PathLike[str]) -> bool:

@@ -10,9 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from onetrunk.utils.escaping import markdown_text, table_console
 from onetrunk.utils.files import atomic_write_json
-from onetrunk.utils.redaction import redact_all
+from onetrunk.utils.redaction import markdown_text, redact_all, table_console
 
 METRICS_FILE = "metrics.json"
 # Characters of a sampled text in a table.

@@ -1,4 +1,4 @@
-"""Atomic writes, checked reads, and checks of names and paths that come from users or from files.
+"""Atomic writes, checked reads of JSON, YAML and tensors, and checks of output folders and names.
 
 A write goes to a temporary file in the same folder, is synced to disk and renamed over the target, and the folder is
 synced: a process killed at any moment leaves the old file or the new one, never a part of one. It may also leave a
@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import json
 import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,6 +132,61 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """A SafeLoader that rejects a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if str(key.value) in first_lines:
+                problem = f"{key.value} is already given in line {first_lines[key.value]}; keep one of the two"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+            first_lines[str(key.value)] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]]:
+    """Return the content of a YAML file and the line number of each top-level key.
+
+    Args:
+        path: an existing file.
+        place: the name of the file in error messages; None for its path.
+
+    Raises:
+        ValueError: the file is not YAML or not UTF-8; a key is given twice; a top-level key is not text. The message
+            names the file and the line.
+    """
+    place = str(path) if place is None else place
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, yaml.SafeLoader)
+        content = yaml.load(text, _StrictLoader)  # noqa: S506  a SafeLoader
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place} is not UTF-8 text ({error.reason}); give a YAML file") from error
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        fault = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
+        raise ValueError(f"{place}{where}{fault}: {problem or error}") from error
+    except (ValueError, RecursionError) as error:  # Such as a date that does not exist.
+        raise ValueError(f"{place} holds a value that cannot be read: {error}; put it in quotes") from error
+    lines = {}
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        lines[key.value] = key.start_mark.line + 1
+        if key.tag != "tag:yaml.org,2002:str":
+            raise ValueError(
+                f"{place} line {lines[key.value]}: the key {key.value!r:.100} is no text for YAML"
+                f" ({key.tag.rpartition(':')[2]}); write a name, in quotes where YAML reads it otherwise"
+            )
+    return content, lines
+
+
+def digest(value: Any) -> str:
+    """Return the sha256 of a JSON value, the same for equal values."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the named tensors of a safetensors file, on the CPU; raises as `read_json`."""
     from safetensors import SafetensorError
@@ -147,7 +206,7 @@ def _reading(path: str | os.PathLike[str], kind: str, *damage: type[Exception]) 
         raise RuntimeError(f"{path} is damaged or not {kind} ({error}); restore it from an older copy") from error
 
 
-# --- folders, names and paths ---------------------------------------------------------------------------------------
+# --- folders and names -----------------------------------------------------------------------------------------------
 
 
 def require_output_dir(path: str | os.PathLike[str]) -> Path:
@@ -157,23 +216,19 @@ def require_output_dir(path: str | os.PathLike[str]) -> Path:
         ValueError: the path is a file, or the root of the file system.
         RuntimeError: the folder cannot be created or written to.
     """
-    folder, shown = Path(path), f"{path!s:.300}"
-    if not os.fspath(path) or "\0" in str(path) or os.path.abspath(folder) == "/":
-        raise ValueError(f"the output folder is {shown!r}; name a folder of the run's own")
+    folder = Path(path)
+    if not os.fspath(path) or os.path.abspath(folder) == "/":
+        raise ValueError(f"the output folder is {os.fspath(path)!r}; name a folder of the run's own")
     try:
-        if folder.is_symlink() and not folder.exists():
-            raise RuntimeError(
-                f"the output folder {shown} is a link that leads nowhere ({os.readlink(folder)}); delete it, or create"
-                " the folder it points to"
-            )
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"the output folder {shown} is a file; name a folder, or move the file away")
+            raise ValueError(f"the output folder {folder} is a file; name a folder, or move the file away")
         folder.mkdir(parents=True, exist_ok=True)
         # Only a real file shows whether it works: permission bits do not apply to root, nor to a read-only mount.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise RuntimeError(
-            f"the output folder {shown} cannot be written ({error.strerror}); name another, or change its permissions"
+            f"the output folder {folder!s:.300} cannot be written ({error.strerror}); name another, or change its"
+            " permissions"
         ) from error
     return folder
 
@@ -194,34 +249,10 @@ def require_name(name: str, what: str) -> str:
     return name
 
 
-def require_relative(text: str, folder: str | os.PathLike[str], what: str = "the path") -> str:
-    """Return a path or pattern, relative to `folder`, after checking that it stays there; links are not checked.
-
-    `what` names the path in the error message.
-
-    Raises:
-        ValueError: the path is empty, absolute, a URL, or contains `..`.
-    """
-    # A file written on Windows may have backslashes.
-    parts = text.replace("\\", "/").split("/")
-    if not text or "\0" in text or os.path.isabs(text) or parts[0] == "" or ".." in parts or parts[0].endswith(":"):
-        raise ValueError(f"{what} is {text!r}; expected a path inside {folder}, without '..'")
-    return text
-
-
-def require_inside(path: str | os.PathLike[str], folder: str | os.PathLike[str], what: str = "the path") -> Path:
-    """Return a path relative to `folder` as an absolute one, links resolved, after checking that it stays there.
-
-    `what` names the path in the error message.
-
-    Raises:
-        ValueError: as for `require_relative`, or a link leads out of the folder.
-    """
-    text = require_relative(os.fspath(path), folder, what)
-    root = Path(folder).resolve()
-    target = (root / text).resolve()
-    if not target.is_relative_to(root):
-        raise ValueError(
-            f"{what} is {text!r}, which a link leads to {target}, out of {folder}; put the file itself there"
-        )
-    return target
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return different names: the second of a name becomes name_2."""
+    unique: list[str] = []
+    for name in names:
+        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
+        unique.append(next(candidate for candidate in numbered if candidate not in unique))
+    return unique

@@ -1,20 +1,25 @@
-"""Removes secrets from text. All text that leaves a run (messages, logs, cards, reports) goes through `redact`.
+"""What may not leave a run in text: secrets, and signs that act in a terminal, in Markdown or in an address.
 
-Secrets are the values of environment variables whose names say so, values registered with `add_secret`, and text with
-the form of a known API key, of credentials in a URL, or of an authorization header. The settings of transformers hold
-secrets too: `SecretFreeArguments` shows none, and `without_secrets` removes them while settings are written.
+All text that leaves a run (messages, logs, cards, reports) goes through `redact`. Secrets are the values of
+environment variables whose names say so, values registered with `add_secret`, and text with the form of a known API
+key, of credentials in a URL, or of an authorization header. The settings of transformers hold secrets too:
+`SecretFreeArguments` shows none, and `without_secrets` removes them while settings are written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import TrainingArguments
 
 SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD")
@@ -84,23 +89,17 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """Return nested dicts, lists and tuples with all texts redacted, and the whole text of each secret keyword.
-
-    A value without secrets is returned as the same object.
-    """
+    """Return nested dicts, lists and tuples with all texts redacted, and the whole text of each secret keyword."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
-        pairs = [(redact_all(key), _clean_entry(key, entry)) for key, entry in value.items()]
-        is_same = all(k is key and e is entry for (k, e), (key, entry) in zip(pairs, value.items(), strict=True))
-        return value if is_same else dict(pairs)
+        return {redact_all(key): _redact_entry(key, entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        items = [redact_all(entry) for entry in value]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+        return type(value)(map(redact_all, value))
     return value
 
 
-def _clean_entry(key: Any, value: Any) -> Any:
+def _redact_entry(key: Any, value: Any) -> Any:
     is_secret = isinstance(key, str) and _is_secret(key.lower(), value) and value
     return _mark(key.lower()) if is_secret and not value.startswith("<") else redact_all(value)
 
@@ -180,3 +179,47 @@ def without_secrets(args: TrainingArguments) -> Iterator[None]:
 
 def _is_secret(key: Any, entry: Any) -> bool:
     return key in SECRET_KEYWORDS and isinstance(entry, str)
+
+
+# --- signs of others -------------------------------------------------------------------------------------------------
+
+# A terminal acts on these; the last two ranges change the direction of the text behind them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def print_any_text() -> None:
+    """Let stdout and stderr print what their encoding lacks (`PYTHONIOENCODING=ascii`) as `\\xe9`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal: control characters, all but newline and tab, are written out, such as \\x1b."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def shown(text: str) -> str:
+    """Return a text without secrets and control characters, for a terminal."""
+    return printable(redact(text))
+
+
+def table_console() -> Console:
+    """Return a console that prints texts in tables as they are: no markup, no emoji codes, no control characters."""
+    from rich.console import Console
+
+    class TableConsole(Console):
+        def render_str(self, text: str, **settings: Any) -> Any:
+            return super().render_str(printable(text), **{**settings, "markup": False, "emoji": False})
+
+    return TableConsole()
+
+
+def markdown_text(text: str) -> str:
+    """Return a text as one line of Markdown, in which no link, picture, HTML or column of a table begins."""
+    return re.sub(r"([\\\[\]|])", r"\\\1", " ".join(text.splitlines())).replace("<", "&lt;")
+
+
+def address_of(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> str:
+    """Return the address of a file for a page in `folder`: relative, and quoted, so that no name becomes a scheme."""
+    return quote(os.fsencode(os.path.relpath(path, folder)))

@@ -9,14 +9,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
-
-# Concerns only 4-bit models on a CPU, but appears whenever PEFT is imported and bitsandbytes is installed.
-_CPU_KERNEL = "Failed to load CPU gemm_4bit_forward"
 
 
 @contextlib.contextmanager
@@ -50,15 +46,10 @@ def imported_when_used(package: str, homes: dict[str, str]) -> Callable[[str], A
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(homes)}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        with without_collection():
+            return getattr(import_module(f"{package}.{homes[name]}"), name)
 
     return get
-
-
-def silence_imports() -> None:
-    """Drop the message of bitsandbytes about a missing CPU kernel. Call it before PEFT is imported."""
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    logger.addFilter(lambda record: not record.getMessage().startswith(_CPU_KERNEL))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +22,13 @@ from transformers.trainer_callback import ExportableState
 from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.judge import Judge, digest
+from onetrunk.judges.judge import Judge
 from onetrunk.judges.labels import Memory, kept_ratings
-from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.types import Prompt, as_text
+from onetrunk.types import as_text
+from onetrunk.utils.files import digest
 
 logger = get_logger(__name__)
 
@@ -44,9 +43,6 @@ LEAST_ERRORS = 3.5
 LEAST_CHANGE = 0.1
 # Windows of these multiples of the given length are tested, so that a slow fall is found too.
 SPANS = (1, 2, 4)
-# With a lower save_total_limit the checkpoint that the judge rated best is soon deleted.
-FEWEST_CHECKPOINTS = 3
-
 # Attributes of the monitor that checkpoints keep.
 KEPT = ("baseline", "measurements", "best", "num_alarms", "num_left_out", "explanation", "ended")
 
@@ -72,73 +68,6 @@ def paired_change(series: Sequence[Sequence[float | None]]) -> tuple[float, floa
     return float(changes.mean()), float(changes.std()) / math.sqrt(len(changes))
 
 
-@dataclass
-class JudgedSamples:
-    """Measures a policy by its reward functions and by a judge, prompt by prompt.
-
-    Only the first process has a judge. `is_out` is True since it failed, so that an outage is logged once.
-    """
-
-    judge: Judge | None
-    constitution: Constitution
-    memory: Memory | None = None
-    is_out: bool = False
-
-    def identity(self, trainer: PPOTrainer, rows: Dataset) -> str:
-        """Return a digest of what measurements depend on, except the policy; the same on every process."""
-        rewards = trainer.sampler.rewards
-        judge = None if self.judge is None else self.judge.identity
-        settings = [self.constitution.version, rewards.names, rewards.weights, trainer.args.seed]
-        return _from_first(digest([judge, *settings, [list(ids) for ids in rows["prompt_ids"]]]))
-
-    def measure(self, trainer: PPOTrainer, rows: Dataset) -> Series | None:
-        """Return the "proxy" and "judge" scores of every row, the same on every process; None if too few have both.
-
-        Every process must call it. The policy samples with the same random numbers each time.
-        """
-        accelerator, state = trainer.accelerator, trainer.state
-        _, scored = trainer.sample_and_score(rows, "policy", "judged", is_shown=False)
-        ranks = DataParallel(accelerator)
-        first, step = ranks.process_index, ranks.num_processes
-        local = [
-            (first + i * step, scored.batch.prompts[i], as_text(completion), bool(scored.rollout.stopped[i]), total)
-            for i, (completion, total) in enumerate(zip(scored.completions, scored.scores.total.tolist(), strict=True))
-        ]
-        answered = sorted((row for row in ranks.gather_object(local) if row[0] < len(rows)), key=lambda row: row[0])
-        ratings, failure = [], None
-        if accelerator.is_main_process:
-            _, prompts, texts, stopped, _ = map(list, zip(*answered, strict=True))
-            ratings, failure = self._rate(prompts, texts, stopped)
-        # A row counts only with both scores.
-        both = [
-            (row[4], rating) if math.isfinite(row[4]) and rating is not None else (None, None)
-            for row, rating in zip(answered, _from_first(ratings), strict=True)
-        ]
-        num_rated = sum(rating is not None for _, rating in both)
-        was_out, self.is_out = self.is_out, num_rated < max(2, LEAST_RATED * len(both))
-        if self.is_out and not was_out:
-            reason = f" ({failure})" if failure else ""
-            logger.warning(
-                f"step {state.global_step}: {num_rated} of {len(both)} of the monitor's completions have a score of"
-                f" both the reward and the judge{reason}; this measurement is left out, training continues, and"
-                " nothing more is logged until the judge answers"
-            )
-        elif was_out and not self.is_out:
-            logger.warning(f"step {state.global_step}: the monitor's judge answers again")
-        return None if self.is_out else {"proxy": [p for p, _ in both], "judge": [r for _, r in both]}
-
-    def _rate(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], stopped: Sequence[bool]
-    ) -> tuple[list[float | None], str | None]:
-        try:
-            labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
-        except Exception as error:  # Training does not depend on the monitor.
-            return [None] * len(prompts), f"{type(error).__name__}: {error}"
-        failure = next((label.failure for label in labels if label.failure), None)
-        # A mean over some of the principles would change once the others are answered.
-        return [None if label.errors else label.score for label in labels], failure
-
-
 def _from_first(value: Any) -> Any:
     values = [value]
     broadcast_object_list(values)
@@ -158,7 +87,8 @@ class HackingMonitor(EndingCallback, ExportableState):
         trainer.train()
 
     Args:
-        judge: rates the completions; no reward function should use it. None on all processes but the first.
+        judge: rates the completions; no reward function should use it. None on all processes but the first, which
+            alone asks it.
         constitution: the principles by which it rates.
         every: rollouts between two measurements.
         window: measurements in a window, 2 or more.
@@ -184,7 +114,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         check_monitor(every, action, num_rows)
         if window < 2:
             raise ValueError(f"window is {window}; a change takes two measurements: set it to 2 or more")
-        self.samples = JudgedSamples(judge, constitution, memory)
+        self.judge, self.constitution, self.memory = judge, constitution, memory
         self.every, self.window, self.action = every, window, action
         self.num_rows = num_rows
         self.rows: Dataset | None = None
@@ -203,32 +133,23 @@ class HackingMonitor(EndingCallback, ExportableState):
 
     @property
     def _judge_name(self) -> str:
-        return "" if self.samples.judge is None else self.samples.judge.name
+        return "" if self.judge is None else self.judge.name
 
     def attach(self, trainer: PPOTrainer) -> None:
         """Watch the training of `trainer`."""
-        if any(isinstance(callback, HackingMonitor) for callback in trainer.callback_handler.callbacks):
-            raise ValueError("the trainer has a HackingMonitor already; attach one")
-        if trainer.args.restore_callback_states_from_checkpoint:
-            raise ValueError(
-                "restore_callback_states_from_checkpoint would replace the HackingMonitor by one without a judge;"
-                " leave it out, because the monitor restores itself"
-            )
         held_out = trainer.eval_dataset
         held_out = next(iter(held_out.values())) if isinstance(held_out, dict) else held_out
         rows = trainer.train_dataset if held_out is None else held_out
         self.rows = rows.select(range(min(self.num_rows, len(rows))))
-        if len(self.rows) < 2:
-            raise ValueError("the HackingMonitor has one prompt, which shows no change for sure; give it 2 or more")
-        limit = trainer.args.save_total_limit
-        if self.action == "stop" and limit is not None and limit < FEWEST_CHECKPOINTS:
-            logger.warning(
-                f"save_total_limit {limit} may leave no checkpoint from before a fall that the monitor detects; set it"
-                f" to {FEWEST_CHECKPOINTS} or more"
-            )
-        self._trainer = trainer
-        self._watched = self.samples.identity(trainer, self.rows)
+        self._trainer, self._watched = trainer, self._identity(trainer)
         trainer.add_callback(self)
+
+    def _identity(self, trainer: PPOTrainer) -> str:
+        """Return a digest of what measurements depend on, except the policy; the same on every process."""
+        rewards = trainer.sampler.rewards
+        judge = None if self.judge is None else self.judge.identity
+        settings = [self.constitution.version, rewards.names, rewards.weights, trainer.args.seed]
+        return _from_first(digest([judge, *settings, [list(ids) for ids in self.rows["prompt_ids"]]]))
 
     # --- transformers calls -----------------------------------------------------------------------------------------
 
@@ -300,7 +221,7 @@ class HackingMonitor(EndingCallback, ExportableState):
 
     def _measure(self, state: TrainerState) -> dict[str, float] | None:
         """Add a measurement; return the mean score of proxy and judge, or None if it was left out."""
-        measured = self.samples.measure(self._trainer, self.rows)
+        measured = self._scores(state.global_step)
         if measured is None:
             self.num_left_out += 1
             return None
@@ -312,6 +233,43 @@ class HackingMonitor(EndingCallback, ExportableState):
         if self.best is None or means["judge"] >= self.best[1]:
             self.best = [state.global_step, means["judge"]]
         return means
+
+    def _scores(self, at_step: int) -> Series | None:
+        """Return the "proxy" and "judge" scores of every row, the same on every process; None if too few have both.
+
+        Every process must call it. The policy samples with the same random numbers each time.
+        """
+        trainer, num_rows = self._trainer, len(self.rows)
+        _, scored = trainer.sample_and_score(self.rows, "policy", "judged", is_shown=False)
+        ranks = trainer.data_parallel
+        totals, stopped = scored.scores.total.tolist(), scored.rollout.stopped
+        columns = zip(scored.batch.prompts, map(as_text, scored.completions), map(bool, stopped), totals, strict=True)
+        local = [(ranks.process_index + i * ranks.num_processes, *row) for i, row in enumerate(columns)]
+        answered = sorted((row for row in ranks.gather_object(local) if row[0] < num_rows), key=lambda row: row[0])
+        ratings = self._ratings(answered) if trainer.accelerator.is_main_process else []
+        # A row counts only with both scores.
+        both = [
+            (row[4], rating) if math.isfinite(row[4]) and rating is not None else (None, None)
+            for row, rating in zip(answered, _from_first(ratings), strict=True)
+        ]
+        num_rated = sum(rating is not None for _, rating in both)
+        if num_rated < max(2, LEAST_RATED * len(both)):
+            logger.warning(
+                f"step {at_step}: {num_rated} of {len(both)} of the monitor's completions have a score of both the"
+                " reward and the judge; this measurement is left out, and training continues"
+            )
+            return None
+        return {"proxy": [proxy for proxy, _ in both], "judge": [rating for _, rating in both]}
+
+    def _ratings(self, answered: Sequence[tuple]) -> list[float | None]:
+        _, prompts, texts, stopped, _ = map(list, zip(*answered, strict=True))
+        try:
+            labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
+        except Exception as error:  # Training does not depend on the monitor.
+            logger.warning(f"the monitor's judge failed ({type(error).__name__}: {error})")
+            return [None] * len(prompts)
+        # A mean over some of the principles would change once the others are answered.
+        return [None if label.errors else label.score for label in labels]
 
     # --- alarm ------------------------------------------------------------------------------------------------------
 

@@ -74,10 +74,6 @@ class MetricLog:
         wide = widest_dtype(self.accelerator.device)
         self._pending += [(f"{room}/{key}", value.detach().to(wide)) for key, value in stats.items()]
 
-    def drop_step(self) -> None:
-        """Forget the stats of the current optimizer step, which will run again."""
-        self._pending = []
-
     def end_step(self, skipped: bool) -> None:
         """Count an optimizer step and add the stats of its packs. Every process calls it.
 

@@ -1,8 +1,7 @@
 """Watching a run: what each process does when, which one the others wait for, and a trace of each.
 
-A run is always in one phase: `generate`, `score` and `update` are a process's own work, `gather` is everything in
-between, where results are joined and processes wait for each other. One switch from phase to phase renews the
-heartbeat, adds up seconds, and draws the spans of a trace.
+`generate`, `score` and `update` are phases of a process's own work; in between results are joined and processes wait
+for each other. A phase renews the heartbeat, adds up seconds, and is a span of the trace.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function, tensorboard_trace_handler
+from torch.profiler import profile, record_function, schedule, supported_activities, tensorboard_trace_handler
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.parallel.heartbeat import GATHER, UPDATE, Heartbeat
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.metrics import PHASES, peak_gib
-
-logger = get_logger(__name__)
 
 TRACE_FOLDER = "trace"
 
@@ -35,15 +31,17 @@ class Watch(TrainerCallback):
     """The phases of this process, the metrics that compare ranks, and the trace.
 
     Args:
-        config: of the run.
-        accelerator: of the run.
-        heartbeat: is renewed with every phase; None: no heartbeat.
+        config: the settings of the run.
+        accelerator: the processes of the run.
+        heartbeat: is renewed with every phase; None: a new one.
     """
 
     def __init__(self, config: PPOConfig, accelerator: Accelerator, heartbeat: Heartbeat | None = None):
         self.accelerator = accelerator
         self.heartbeat = Heartbeat(config.output_dir, accelerator.process_index) if heartbeat is None else heartbeat
-        self.trace = Trace(Path(config.output_dir) / TRACE_FOLDER, config.trace_rollouts, accelerator)
+        self.trace_folder = Path(config.output_dir) / TRACE_FOLDER
+        self.num_traced = config.trace_rollouts
+        self._profiler: profile | None = None
         self._device = accelerator.device
         self._begin()
 
@@ -52,28 +50,33 @@ class Watch(TrainerCallback):
         self._work: list[tuple[str, Any, Any]] = []
         self._logged_at = time.perf_counter()
         self._gradients_at: Any = None
+        self._num_rollouts = 0
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
     def begin_rollout(self, iteration: int) -> None:
         """Begin a rollout."""
         self.heartbeat.rollout = iteration
-        self.trace.begin_rollout()
+        self._num_rollouts += 1
+        if self._profiler is not None and self._num_rollouts > 1:
+            self._profiler.step()
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether this rollout is traced: the work of the main thread, and everything on a GPU."""
+        return self._profiler is not None and 1 < self._num_rollouts <= 1 + self.num_traced
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the block as a phase of this process's own work; `gather` follows it."""
-        self._switch(name)
+        """Record the block as a phase of this process's own work."""
+        self.heartbeat.enter(name)
         start, self._gradients_at = self._now(name), None
         try:
-            yield
+            with record_function(name):
+                yield
         finally:
             self._work.append((name, start, self._gradients_at or self._now(name)))
-            self._switch(GATHER)
-
-    def _switch(self, name: str) -> None:
-        self.heartbeat.enter(name)
-        self.trace.switch(name)
+            self.heartbeat.enter(GATHER)
 
     @contextlib.contextmanager
     def last_backward(self, model: nn.Module) -> Iterator[None]:
@@ -121,11 +124,28 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._begin()
-        self.trace.begin()
-        self._switch(GATHER)
+        self.heartbeat.enter(GATHER)
+        if self.num_traced:
+            # The first rollout warms up and is not traced.
+            self._profiler = profile(
+                activities=supported_activities(),
+                schedule=schedule(wait=0, warmup=1, active=self.num_traced, repeat=1),
+                on_trace_ready=tensorboard_trace_handler(
+                    str(self.trace_folder), f"rank-{self.accelerator.process_index}", use_gzip=True
+                ),
+            )
+            self._profiler.start()
+            # A process that an error ends while the profiler runs would crash in its clean-up.
+            atexit.register(self._end_trace)
 
     def on_train_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.trace.end()
+        self._end_trace()
+
+    def _end_trace(self) -> None:
+        atexit.unregister(self._end_trace)
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
 
 
 def _seconds(start: Any, end: Any) -> float:
@@ -139,8 +159,8 @@ def rank_metrics(rows: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the least, mean and largest value over the ranks, and the rank with most work, by their public names.
 
     Args:
-        rows: of each rank: seconds of each of PHASES, peak memory in GiB, busy share. A phase without seconds on any
-            rank is left out.
+        rows: for each rank the seconds of each of PHASES, peak memory in GiB, busy share. A phase without seconds on
+            any rank is left out.
     """
     names = [f"rank/{phase}_s" for phase in PHASES] + ["rank/memory_gib", "rank/busy"]
     metrics = {}
@@ -150,70 +170,3 @@ def rank_metrics(rows: Sequence[Sequence[float]]) -> dict[str, float]:
             metrics[f"{name}_mean"] = statistics.fmean(values)
     metrics["rank/slowest"] = float(max(range(len(rows)), key=lambda rank: rows[rank][-1]))
     return metrics
-
-
-class Trace:
-    """Records the rollouts after the first with torch.profiler, in one file per rank.
-
-    Args:
-        folder: of the files.
-        num_rollouts: to record; 0: nothing is ever done.
-        accelerator: of the run.
-    """
-
-    def __init__(self, folder: Path, num_rollouts: int, accelerator: Accelerator):
-        self.folder = folder
-        self.num_rollouts = num_rollouts
-        self.accelerator = accelerator
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a run; the rollouts after its first will be recorded."""
-        self._num_begun = 0
-        self._profiler: profile | None = None
-        self._span: record_function | None = None
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether a rollout is recorded: of the main thread's work, and of everything on a GPU."""
-        return self._profiler is not None
-
-    def begin_rollout(self) -> None:
-        """Begin or end the recording, if this rollout is the first to record or the first after those."""
-        self._num_begun += 1
-        if self._num_begun == self.num_rollouts + 2:
-            self._finish()
-        elif self._num_begun == 2:
-            activities = [ProfilerActivity.CPU]
-            activities += [ProfilerActivity.CUDA] if self.accelerator.device.type == "cuda" else []
-            write = tensorboard_trace_handler(
-                str(self.folder), f"rank-{self.accelerator.process_index}", use_gzip=True
-            )
-            self._profiler = profile(activities=activities, on_trace_ready=write)
-            self._profiler.start()
-            # A process that an error ends while the profiler runs would crash in its clean-up.
-            atexit.register(self._finish)
-            self.switch(GATHER)
-
-    def switch(self, name: str) -> None:
-        """End the current span and begin the next."""
-        if self._profiler is None:
-            return
-        if self._span is not None:
-            self._span.__exit__(None, None, None)
-        self._span = record_function(name)
-        self._span.__enter__()
-
-    def end(self) -> None:
-        """End the recording with the run."""
-        if self.num_rollouts and self._num_begun < 2:
-            logger.warning("trace_rollouts is set, and the run ended before its second rollout: nothing was traced")
-        self._finish()
-
-    def _finish(self) -> None:
-        atexit.unregister(self._finish)
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            self._span.__exit__(None, None, None)
-            self._span = None
-            profiler.stop()

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.monitoring.progress import short_number
 
 # So many non-finite steps in a row end the run.
 MAX_SKIPPED_STEPS = 3
@@ -92,7 +91,7 @@ class StepGuard(TrainerCallback):
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not are_finite([*weights, *optimizer_state(kwargs["optimizer"])]):
             raise RuntimeError(
-                f"step {state.global_step + 1}, of a gradient with norm {short_number(self.grad_norm)}, left weights"
+                f"step {state.global_step + 1}, of a gradient with norm {self.grad_norm:.3g}, left weights"
                 " or optimizer state that are not finite; it is not saved. Lower learning_rate or set max_grad_norm,"
                 " then resume from the last checkpoint"
             )

@@ -1,50 +1,122 @@
-"""Read a YAML file and the words of a command line: secrets, unknown keys and wrong types become one message.
+"""Read a command line and its YAML file: secrets, unknown keys and wrong types become one message.
 
 The command line calls this before it imports torch; `stages/arguments.py` then makes the dataclasses.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from onetrunk.ppo.foreign_names import RENAMED, explain_key
-from onetrunk.stages.options.parser import UsageError, make_parser
-from onetrunk.stages.options.table import Option, load_options
-from onetrunk.stages.options.verbs import SETTINGS_MODULES
-from onetrunk.utils.files import require_name
-from onetrunk.utils.redaction import SECRET_KEYWORDS, is_secret_name
+from onetrunk.stages.options.table import SETTINGS_MODULES, Option, load_options
+from onetrunk.utils.files import parse_json, read_yaml
+from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, shown
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
-from onetrunk.utils.yaml_files import read_yaml
 
 AUTO = "auto"
 RESUME = "resume_from_checkpoint"
-HELP_WORDS = ("-h", "--help")
 # Of ppo; not an option, because a YAML file cannot have it.
 DRY_RUN = ("--dry_run", "--dry-run")
-# Text fields that are also read as booleans: resume_from_checkpoint true resumes from the last checkpoint.
-TEXT_OR_BOOLEAN = (RESUME,)
 # Verbs whose first word may be the value of an option -> that option.
 FIRST_WORDS = {"serve": "model", "merge": "adapter"}
-# Fields that become part of a path, here or in a tracker.
-NAMES = ("run_name",)
+TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What a user wrote: the values of the YAML file, and the words of the command line without --config."""
-
-    values: dict[str, Any]
-    words: list[str]
+class UsageError(ValueError):
+    """A mistake on the command line or in the YAML file."""
 
 
-def read(verb: str, argv: Sequence[str]) -> Reading:
-    """Return what a user wrote, with old names replaced; set the variables of the file's env block.
+def say(*lines: str, after_bar: bool = False) -> None:
+    """Print lines to stderr, without secrets and control characters.
+
+    `after_bar` first ends a line that may hold a progress bar.
+    """
+    add_stored_token()
+    print(shown("\n".join(["", *lines] if after_bar else lines)), file=sys.stderr, flush=True)
+
+
+# --- one parser ------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError where argparse would print all options and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def make_parser(options: Iterable[Option]) -> Parser:
+    """Return a parser for the words of these options; options that are not given have no value."""
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for option in options:
+        extra: dict[str, Any] = {}
+        if "list" in option.kinds:
+            extra["nargs"] = "+"
+        elif "bool" in option.kinds:
+            extra = {"nargs": "?", "const": True}
+        flags = _flags(option.name) + [
+            flag for old, new in RENAMED.items() if new == option.name for flag in _flags(old)
+        ]
+        parser.add_argument(*flags, dest=option.name, type=_reader(option), choices=option.choices, **extra)
+        if option.default is True and "bool" in option.kinds:
+            parser.add_argument(*_flags(f"no_{option.name}"), dest=option.name, action="store_false")
+    return parser
+
+
+def _flags(name: str) -> list[str]:
+    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+
+
+def _reader(option: Option) -> Callable[[str], Any]:
+    """Return the function that reads the text of a value, or of an entry of a list."""
+    kinds = {option.entries} if "list" in option.kinds else option.kinds - {"NoneType"}
+    if option.is_mapping:
+        return _read_mapping_text
+    if "str" in kinds or "Any" in kinds:
+        return str
+    if kinds == {"bool"}:
+        return read_bool
+    number = float if "float" in kinds else int
+
+    def read(text: str) -> Any:
+        return None if "NoneType" in option.kinds and text.lower() in ("none", "null") else number(text)
+
+    read.__name__ = number.__name__  # argparse names it in its messages.
+    return read
+
+
+def read_bool(text: str) -> bool:
+    """Return a boolean that is written as a word."""
+    if text.lower() in (*TRUE, *FALSE):
+        return text.lower() in TRUE
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false; write one of them")
+
+
+def _read_mapping_text(text: str) -> dict[str, Any]:
+    value, reason = None, ""
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        reason = f" ({error})"
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.200} is not a mapping{reason}; expected a mapping as JSON, such as '{{\"name\": 1}}'"
+        )
+    return value
+
+
+# --- what a user wrote -----------------------------------------------------------------------------------------------
+
+
+def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the options that a user set, in the YAML file or in the words; set the variables of the file's env block.
 
     Args:
         verb: one of SETTINGS_MODULES.
@@ -53,48 +125,55 @@ def read(verb: str, argv: Sequence[str]) -> Reading:
     Raises:
         UsageError: names the file and line, or the option, and what to write instead. All unknown keys are named.
     """
+    options = load_options(verb)
+    explain = partial(_explained, verb=verb)
     reason = secret_in_words(argv)
     if reason:
         raise UsageError(reason)
-    options = load_options(verb)
-    path, words = _taken(_with_first_word(verb, argv), "--config", "a YAML file after it")
-    resume, words = _taken(words, "--resume", "a value: auto, true, or a checkpoint folder")
-    words = _renamed_words(words)
-    if resume is not None and RESUME in options:
-        words += [f"--{RESUME}", resume]
-    elif resume not in (None, AUTO):
-        raise UsageError(
-            f"--resume {resume}: this stage has no checkpoints and resumes by itself; leave the option out, or write"
-            " --resume auto"
-        )
-    explain = partial(_explained, verb=verb)
-    values, faults = ({}, []) if path is None else _read_file(path, options, explain)
-    faults += _unknown_words(words, options, explain)
-    if faults:
-        raise UsageError("; ".join(faults))
-    return Reading(values, words)
-
-
-def parsed_values(verb: str, reading: Reading) -> dict[str, Any]:
-    """Return the value of every option, without the dataclasses; raises UsageError for a word that cannot be one."""
-    parser = make_parser(load_options(verb).values())
-    parser.set_defaults(**reading.values)
-    values = vars(parser.parse_args(reading.words))
-    check_values(values)
-    return values
-
-
-def check_values(values: dict[str, Any]) -> None:
-    """Reject secrets in mappings, and names that could lead a path out of its folder."""
-    for name, value in values.items():
-        reason = secret_in_setting(name, value) if isinstance(value, dict) else None
+    parser = make_parser(option for name, option in options.items() if name not in RENAMED)
+    parser.add_argument("--config")
+    parser.add_argument("--resume", **({"dest": RESUME} if RESUME in options else {"choices": [AUTO]}))
+    if verb == "ppo":
+        parser.add_argument(*DRY_RUN, action="store_true")
+    written, unknown = parser.parse_known_args(_with_first_word(verb, argv))
+    words = {name: value for name, value in vars(written).items() if name in options}
+    for name, value in words.items():
+        reason = secret_in_setting(name, value)
         if reason:
             raise UsageError(f"{name} {reason}")
-        if name in NAMES and value is not None:
-            try:
-                require_name(value, name)
-            except ValueError as error:
-                raise UsageError(str(error)) from error
+    values, faults = _read_file(written.config, options, explain) if "config" in written else ({}, [])
+    faults += _unknown_words(unknown, options, explain)
+    if faults:
+        raise UsageError("; ".join(faults))
+    return values | words
+
+
+def _explained(key: str, verb: str) -> str:
+    known = [name for name in load_options(verb) if name not in RENAMED]
+    return explain_key(key, known, [other for other in SETTINGS_MODULES if key in load_options(other)])
+
+
+def _with_first_word(verb: str, argv: Sequence[str]) -> list[str]:
+    """Return the words after a verb with the first one as an option, where it may stand alone (`FIRST_WORDS`)."""
+    if verb in FIRST_WORDS and argv and not argv[0].startswith("-"):
+        return [f"--{FIRST_WORDS[verb]}", *argv]
+    return list(argv)
+
+
+def _unknown_words(unknown: Sequence[str], options: Mapping[str, Option], explain: Callable[[str], str]) -> list[str]:
+    # `-lr 3` and `lr=3` are written too; a negative number is a value.
+    written = [word for word in unknown if re.match(r"--|-[A-Za-z]|[A-Za-z_]+=", word)]
+    names = [word.lstrip("-").split("=")[0].replace("-", "_") for word in written]
+    wrong = [(word, name) for word, name in zip(written, names, strict=True) if name in options]
+    if wrong:
+        return [f"{word!r} is not an option; write --{name} VALUE" for word, name in wrong]
+    if names or not unknown:
+        return [explain(key) for key in dict.fromkeys(names)]
+    hint = f"; for a recipe write --config {unknown[0]}" if unknown[0].endswith((".yaml", ".yml")) else ""
+    return [f"{unknown[0]!r} is not an option; options are written --name value{hint}"]
+
+
+# --- the YAML file ---------------------------------------------------------------------------------------------------
 
 
 def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -113,57 +192,6 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     return value, lines
 
 
-def _explained(key: str, verb: str) -> str:
-    known = [name for name in load_options(verb) if name not in RENAMED]
-    return explain_key(key, known, [other for other in SETTINGS_MODULES if key in load_options(other)])
-
-
-def _with_first_word(verb: str, argv: Sequence[str]) -> list[str]:
-    """Return the words after a verb with the first one as an option, where it may stand alone (`FIRST_WORDS`)."""
-    words, name = list(argv), FIRST_WORDS.get(verb)
-    if name and words and not words[0].startswith("-"):
-        if f"--{name}" in words:
-            raise UsageError(f"the {name} is named twice, {words[0]!r} and by --{name}; write it once")
-        words = [f"--{name}", *words]
-    return words
-
-
-def _taken(words: Sequence[str], option: str, what: str) -> tuple[str | None, list[str]]:
-    """Return the value of an option (None if it is not given), and the other words."""
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
-    if option not in words:
-        return None, words
-    if words.count(option) > 1:
-        raise UsageError(f"{option} is given twice; keep one")
-    index = words.index(option)
-    if index + 1 == len(words) or words[index + 1].startswith("--"):
-        raise UsageError(f"{option} needs {what}")
-    return words[index + 1], words[:index] + words[index + 2 :]
-
-
-def _renamed_words(words: Sequence[str]) -> list[str]:
-    renamed = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        new = RENAMED.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
-        renamed.append(f"--{new}{equals}{value}" if new else word)
-    return renamed
-
-
-def _unknown_words(words: Sequence[str], options: Mapping[str, Option], explain: Callable[[str], str]) -> list[str]:
-    unknown = make_parser(options.values()).parse_known_args(list(words))[1]
-    # `-lr 3` and `lr=3` are written too; a negative number is a value.
-    written = [word for word in unknown if re.match(r"--|-[A-Za-z]|[A-Za-z_]+=", word)]
-    names = [word.lstrip("-").split("=")[0].replace("-", "_") for word in written]
-    wrong = [(word, name) for word, name in zip(written, names, strict=True) if name in options]
-    if wrong:
-        return [f"{word!r} is not an option; write --{name} VALUE" for word, name in wrong]
-    if names or not unknown:
-        return [explain(key) for key in dict.fromkeys(names)]
-    hint = f"; for a recipe write --config {unknown[0]}" if unknown[0].endswith((".yaml", ".yml")) else ""
-    return [f"{unknown[0]!r} is not an option; options are written --name value{hint}"]
-
-
 def _read_file(
     name: str, options: Mapping[str, Option], explain: Callable[[str], str]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -176,64 +204,75 @@ def _read_file(
             " YAML file"
         )
     written, lines = read_mapping(path)
-    written = with_shipped_files(written)
     values: dict[str, Any] = {}
     faults = []
-    for key, value in written.items():
-        place = f"{path} line {lines[key]}"
-        reason = secret_in_setting(key, value)
-        if reason:
-            raise UsageError(f"{place}: {key} {reason}")
+    for key, value in with_shipped_files(written).items():
         ours = RENAMED.get(key, key)
-        if key == "env" and isinstance(value, dict):
-            os.environ.update({str(variable): str(setting) for variable, setting in value.items()})
-            continue
-        if key == "env":
-            fault = "env must map names to values, such as 'env: {HF_HUB_OFFLINE: 1}'"
-        elif ours not in options:
-            fault = explain(key)
-        elif ours != key and ours in written:
-            fault = f"{key} and {ours} are the same setting; keep {ours}"
-        else:
-            fault = value_fault(options[ours], value)
-            fault = fault and f"{key} {fault}"
-        if fault:
-            faults.append(f"{place}: {fault}")
-        values[ours] = value
+        try:
+            reason = secret_in_setting(key, value)
+            if reason:
+                raise ValueError(f"{key} {reason}")
+            if key == "env":
+                _set_environment(value)
+            elif ours not in options:
+                raise ValueError(explain(key))
+            elif ours != key and ours in written:
+                raise ValueError(f"{key} and {ours} are the same setting; keep {ours}")
+            else:
+                values[ours] = yaml_value(options[ours], value)
+        except ValueError as error:
+            faults.append(f"{path} line {lines[key]}: {error}")
     return values, faults
 
 
-def _entry_fault(option: Option, entries: Sequence[Any]) -> str | None:
-    """Return what is wrong with the entries of a list; a number may be written as a text, such as 1e-3."""
-    kinds = {"int": (int, str), "float": (int, float, str)}.get(option.entries, (str,))
-    wrong = [entry for entry in entries if type(entry) not in kinds]
-    what = "text, in quotes where YAML reads it otherwise" if kinds == (str,) else "numbers"
-    return f"holds {wrong[0]!r:.100} ({type(wrong[0]).__name__}); expected {what}" if wrong else None
+def _set_environment(variables: Any) -> None:
+    if not isinstance(variables, dict):
+        raise ValueError("env must map names to values, such as 'env: {HF_HUB_OFFLINE: 1}'")
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
 
 
-def value_fault(option: Option, value: Any) -> str | None:
-    """Return what is wrong with a YAML value for an option; None for nothing, or for what argparse checks."""
-    if isinstance(value, str) or "Any" in option.kinds:
-        fits = True
-    elif value is None:
-        return None if "NoneType" in option.kinds else "is empty; give a value or remove the line"
-    elif isinstance(value, bool):
-        fits = "bool" in option.kinds or option.name in TEXT_OR_BOOLEAN
-        if not fits and "str" in option.kinds:
-            return f"is read as {value} by YAML; write the word in quotes"
-    elif isinstance(value, int):
-        fits = bool({"int", "float"} & option.kinds)
-    else:
-        fits = type(value).__name__ in option.kinds
-    if isinstance(value, list) and "list" in option.kinds:
-        return _entry_fault(option, value)
-    if not fits:
-        names = sorted(name for name in option.kinds if name != "NoneType")
-        return f"is {value!r} ({type(value).__name__}); expected {' or '.join(names)}"
-    # argparse checks the choices of options, not of defaults, which the values of a file become.
+def yaml_value(option: Option, value: Any) -> Any:
+    """Return a value of a YAML file as the option takes it. A number may be written as a text, such as 1e-3.
+
+    Raises:
+        ValueError: it has another type, or is none of the choices.
+    """
+    name, kinds = option.name, option.kinds
+    if value is None and "NoneType" not in kinds:
+        raise ValueError(f"{name} is empty; give a value or remove the line")
+    if isinstance(value, bool) and "bool" not in kinds and "str" in kinds and name != RESUME:
+        raise ValueError(f"{name} is read as {value} by YAML; write the word in quotes")
+    if isinstance(value, list) and "list" in kinds:
+        return [_typed(option, entry, {option.entries}, f"{name} holds") for entry in value]
+    if value is None or "Any" in kinds or name == RESUME:
+        return value
+    value = _typed(option, value, kinds, f"{name} is")
+    # argparse checks the choices of words only.
     if option.choices and value not in option.choices:
-        return f"is {value!r}; expected one of {', '.join(option.choices)}"
-    return None
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(option.choices)}")
+    return [value] if "list" in kinds and "str" not in kinds else value
+
+
+def _typed(option: Option, value: Any, kinds: Iterable[str], place: str) -> Any:
+    """Return a value, or an entry of a list, of one of the types `kinds`; raises ValueError for another type."""
+    if isinstance(value, str):
+        try:
+            return _reader(option)(value)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{option.name}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{place} {value!r}; expected {_names(kinds)}") from error
+    if type(value).__name__ in kinds or (type(value) is int and "float" in kinds):
+        return value
+    hint = ", in quotes where YAML reads it otherwise" if set(kinds) == {"str"} else ""
+    raise ValueError(f"{place} {value!r:.100} ({type(value).__name__}); expected {_names(kinds)}{hint}")
+
+
+def _names(kinds: Iterable[str]) -> str:
+    return " or ".join(sorted(kind for kind in kinds if kind != "NoneType"))
+
+
+# --- secrets ---------------------------------------------------------------------------------------------------------
 
 
 def secret_in_words(words: Sequence[str]) -> str | None:

@@ -1,23 +1,64 @@
-"""The table of options: name, default, help text and types of every field of a verb's settings classes.
+"""The verbs of the command line, and the table of their options, read from the source code of the settings classes.
 
-The classes inherit from transformers' and TRL's settings, whose import takes seconds. So the table is read from the
-source code of the classes, where a field is `name: annotation = option(default, help)` or `field(...)` with metadata.
-Nothing is generated, so nothing can be out of date; a test compares the table with the imported classes.
+The classes inherit from transformers' and TRL's settings, whose import takes seconds, and `--help` and mistakes are
+answered before it. So the table reads the source code, where a field is `name: annotation = option(default, help)` or
+`field(...)` with metadata. Nothing is generated; a test compares the table with the imported classes.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING
-from onetrunk.stages.options.verbs import SETTINGS_MODULES
+
+VERBS = {
+    "sft": "fine-tune a model on prompts and completions (a starting point for PPO)",
+    "judge": "measure judges and reward models on pairs with the preferences of people",
+    "prefs": "sample completions, have a judge compare them, write preference data",
+    "reward": "train a reward model on preferences, whole or as an adapter for the policy's trunk",
+    "distill": "train a small reward model on the scores of reward models or a judge",
+    "ppo": "train a LoRA policy on one frozen base by PPO",
+    "eval": "sample and score held-out prompts; win rate over the model before training, or another model",
+    "run": "run several of these in a row, resumably",
+    "plan": "memory, time and cost of a PPO run, and the best plan for some hardware, before it is paid for",
+    "report": "write a page about how a run, several runs or a pipeline went",
+    "merge": "add an adapter to its base: one model, for tools that do not load adapters",
+    "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
+    "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
+    "config": "print a YAML file with every option of a stage, its default and what it does",
+    "doctor": "report versions, GPU, packages, disk and Hub login, and how to install what is missing",
+}
+# Verbs with settings -> the module with their `main` and their `parse_VERB`, a partial whose `dataclass_types` are the
+# settings classes.
+SETTINGS_MODULES = {
+    "sft": "onetrunk.stages.sft",
+    "judge": "onetrunk.stages.judge",
+    "prefs": "onetrunk.stages.prefs.stage",
+    "reward": "onetrunk.stages.reward",
+    "distill": "onetrunk.stages.distill",
+    "ppo": "onetrunk.stages.ppo",
+    "eval": "onetrunk.stages.eval",
+    "serve": "onetrunk.stages.tools.serve",
+    "merge": "onetrunk.stages.tools.merge",
+}
+# Verbs whose command line is parsed by `options/words.py`.
+WORD_MODULES = {"run": "onetrunk.stages.run.chain", "report": "onetrunk.stages.tools.report"}
+# Verbs whose modules import neither torch nor transformers. Their `main` raises ValueError for a mistake.
+PLAIN_MODULES = {
+    "plan": "onetrunk.stages.plan",
+    "config": "onetrunk.stages.options.help",
+    "recipes": "onetrunk.stages.tools.recipes",
+    "doctor": "onetrunk.stages.tools.doctor",
+}
+MODULES = SETTINGS_MODULES | WORD_MODULES | PLAIN_MODULES
 
 # Fields of TRL's ModelConfig that a stage rejects, and why.
 WITHOUT_MEANING = {
@@ -25,6 +66,15 @@ WITHOUT_MEANING = {
     "lora_target_parameters": "adapters stand on linear layers; use lora_target_modules",
     "lora_task_type": "it is always CAUSAL_LM",
     "bnb_4bit_quant_storage": "it is for sharded training, which is not supported yet",
+}
+# TrainingArguments accepts its class or None; a launch's accelerate config decides instead.
+NOT_WRITTEN = {"parallelism_config": "the accelerate config of the launch decides"}
+# Options of a model or a training that mean nothing in PPO.
+NOT_IN_PPO = {
+    "use_peft": "ppo always trains a LoRA adapter",
+    "lora_dropout": "dropout makes the first PPO ratio differ from 1",
+    "hub_token": "a secret is not a setting: set HF_TOKEN, or run hf auth login",
+    "gradient_accumulation_steps": "an optimizer step is a minibatch, cut into forwards by microbatch_tokens",
 }
 # The libraries' classes that ours inherit from; their packages are not imported to find them.
 LIBRARY_CLASSES = {
@@ -34,14 +84,7 @@ LIBRARY_CLASSES = {
     "RewardConfig": "trl.trainer.reward_config",
     "ModelConfig": "trl.trainer.model_config",
 }
-# TrainingArguments accepts its class or None; a launch's accelerate config decides instead.
-NOT_WRITTEN = {"parallelism_config": "the accelerate config of the launch decides"}
-# Options of a model or a training that mean nothing in PPO.
-NOT_IN_PPO = {
-    "use_peft": "ppo always trains a LoRA adapter",
-    "lora_dropout": "dropout makes the first PPO ratio differ from 1",
-    "hub_token": "a secret is not a setting: set HF_TOKEN, or run hf auth login",
-}
+PLAIN_TYPES = ("int", "float", "bool", "list", "dict", "Any")
 
 
 @dataclass(frozen=True)
@@ -76,28 +119,23 @@ class Option:
 def load_options(verb: str) -> dict[str, Option]:
     """Return the options of a verb by name."""
     module = SETTINGS_MODULES[verb]
-    options = {}
-    for name in _settings_classes(module):
-        options |= _fields_of(module, name)
-    has_ppo = "rollout_batch_size" in options
-    return {name: Option(**{**vars(option), "rejected": _rejected(name, has_ppo)}) for name, option in options.items()}
+    keywords = (node for node in ast.walk(_source(module)) if isinstance(node, ast.keyword))
+    classes = next(node.value for node in keywords if node.arg == "dataclass_types")
+    options: dict[str, Option] = {}
+    for settings_class in classes.elts:
+        options |= _fields_of(module, settings_class.id)
+    reasons = {**WITHOUT_MEANING, **NOT_WRITTEN} | {
+        old: f"an old name of {new}, which is read as that" for old, new in RENAMED.items()
+    }
+    if "rollout_batch_size" in options:
+        fixed = {name: reason for name, (_, reason) in FIXED.items()}
+        reasons = INHERITED_WITHOUT_MEANING | NOT_IN_PPO | fixed | reasons
+    return {name: replace(option, rejected=reasons.get(name)) for name, option in options.items()}
 
 
 def shown_options(verb: str) -> list[Option]:
     """Return the options of a verb that can be set."""
     return [option for option in load_options(verb).values() if option.rejected is None]
-
-
-def _rejected(name: str, has_ppo: bool) -> str | None:
-    """Return why a field takes no other value than its default, or None."""
-    if name in RENAMED:
-        return f"an old name of {RENAMED[name]}, which is read as that"
-    if has_ppo and name in FIXED:
-        return FIXED[name][1]
-    if has_ppo and name == "gradient_accumulation_steps":
-        return "an optimizer step is a minibatch, cut into forwards by microbatch_tokens"
-    reasons = (WITHOUT_MEANING | NOT_WRITTEN) | (INHERITED_WITHOUT_MEANING | NOT_IN_PPO if has_ppo else {})
-    return reasons.get(name)
 
 
 @functools.cache
@@ -106,13 +144,6 @@ def _source(module: str) -> ast.Module:
     path = Path(find_spec(package).submodule_search_locations[0]).joinpath(*parts)
     path = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
     return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _settings_classes(module: str) -> list[str]:
-    """Return the names in the tuple `dataclass_types` of a stage's module."""
-    keywords = (node for node in ast.walk(_source(module)) if isinstance(node, ast.keyword))
-    classes = next(node.value for node in keywords if node.arg == "dataclass_types")
-    return [name.id for name in classes.elts]
 
 
 @functools.cache
@@ -142,30 +173,19 @@ def _importing_module(tree: ast.Module, name: str) -> Iterator[str]:
 
 
 class _Constants(dict[str, Any]):
-    """The plain values that statements assign to names; those that a module of ours imports are looked up there."""
+    """The plain values that statements assign to names; a name that a module of ours imports is looked up there."""
 
     def __init__(self, body: list[ast.stmt], tree: ast.Module):
         super().__init__()
         self.tree = tree
-        for node in (node for statement in body for node in _with_branches(statement)):
+        statements = [statement for statement in body if isinstance(statement, ast.Assign | ast.If)]
+        for node in (node for statement in statements for node in ast.walk(statement)):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self[node.targets[0].id] = _value(node.value, self)
 
     def __missing__(self, name: str) -> Any:
         home = next(_importing_module(self.tree, name), "")
-        return _module_constants(home)[name] if home.startswith("onetrunk") else None
-
-
-def _with_branches(node: ast.stmt) -> Iterator[ast.stmt]:
-    yield node
-    for inner in node.body if isinstance(node, ast.If) else ():
-        yield from _with_branches(inner)
-
-
-@functools.cache
-def _module_constants(module: str) -> _Constants:
-    tree = _source(module)
-    return _Constants(tree.body, tree)
+        return _Constants(_source(home).body, _source(home))[name] if home.startswith("onetrunk") else None
 
 
 def _option(node: ast.AnnAssign, constants: _Constants) -> Option | None:
@@ -181,17 +201,28 @@ def _option(node: ast.AnnAssign, constants: _Constants) -> Option | None:
         default = positional[0] or keywords.get("default") or keywords.get("default_factory")
         text = positional[1] or entries.get("help")
         choices = _value(positional[2] or keywords.get("choices") or entries.get("choices"), constants)
-    kinds, words = _kinds(node.annotation), _literal_words(node.annotation)
+    annotation = ast.unparse(node.annotation).strip("'\"")
+    entries_of_list = re.search(r"\blist\[(\w+)", annotation)
+    words = re.findall(r"'([^']*)'", " ".join(re.findall(r"\bLiteral\[(.*?)\]", annotation)))
+    kinds = _kinds(annotation)
     value = _value(default, constants)
     return Option(
         name=node.target.id,
         # An empty text that stands for an empty list (debug) is no value of the list's type.
         default=[] if value == "" and "list" in kinds else value,
         help=" ".join(str(_value(text, constants) or "").replace("%%", "%").split()),
-        kinds=frozenset(kinds),
-        entries=_entries(node.annotation),
-        choices=tuple(choices) if choices else words or None,
+        kinds=kinds,
+        entries=entries_of_list[1] if entries_of_list else "str",
+        choices=tuple(choices or words) or None,
     )
+
+
+def _kinds(annotation: str) -> frozenset[str]:
+    """Return the names of the plain types of an annotation such as `dict[str, int] | None`; "str" for any other."""
+    while "[" in annotation:
+        annotation = re.sub(r"\[[^\[\]]*\]", "", annotation)
+    names = ["NoneType" if name.strip() == "None" else name.strip() for name in annotation.split("|")]
+    return frozenset(name if name in (*PLAIN_TYPES, "NoneType") else "str" for name in names)
 
 
 def _value(node: ast.expr | None, constants: _Constants) -> Any:
@@ -207,40 +238,3 @@ def _value(node: ast.expr | None, constants: _Constants) -> Any:
         return None if node is None else ast.literal_eval(node)
     except ValueError:
         return None
-
-
-def _literal_words(annotation: ast.expr) -> tuple[str, ...]:
-    """Return the words of a `Literal[...]` in an annotation."""
-    literals = (
-        node.slice for node in ast.walk(annotation) if isinstance(node, ast.Subscript) and _name(node) == "Literal"
-    )
-    return tuple(str(word) for part in literals for word in _as_tuple(ast.literal_eval(part)))
-
-
-def _entries(annotation: ast.expr) -> str:
-    """Return the name of the type of the entries of a `list[...]` in an annotation; "str" without one."""
-    lists = (node for node in ast.walk(annotation) if isinstance(node, ast.Subscript) and _name(node) == "list")
-    return next((_name(node.slice) for node in lists), "str")
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _name(node: ast.expr) -> str:
-    node = node.value if isinstance(node, ast.Subscript) else node
-    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
-
-
-def _kinds(node: ast.expr) -> set[str]:
-    """Return the names of the plain types in an annotation; whatever is not plain is written as text."""
-    if isinstance(node, ast.Constant):
-        return {"NoneType"} if node.value is None else _kinds(ast.parse(node.value, mode="eval").body)
-    if isinstance(node, ast.BinOp):
-        return _kinds(node.left) | _kinds(node.right)
-    name = _name(node)
-    if name in ("Optional", "Union"):
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        return set().union(*map(_kinds, parts)) | ({"NoneType"} if name == "Optional" else set())
-    name = {"List": "list", "Dict": "dict"}.get(name, name)
-    return {name} if name in ("int", "float", "bool", "list", "dict", "Any") else {"str"}

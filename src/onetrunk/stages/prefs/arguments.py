@@ -6,7 +6,6 @@ One field is one YAML key and one command line option. The settings of judges ar
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from onetrunk.feedback.pairings import JUDGE_BY, JUDGE_BY_HELP, OUTPUT_ROWS, PAIRINGS, check_pairing
 from onetrunk.feedback.shards import FORMATS, Shard
 from onetrunk.stages.arguments import PushArguments, SamplingArguments, require_model_name
 from onetrunk.utils.options import option
@@ -14,11 +13,12 @@ from onetrunk.utils.options import option
 MODES = ("pairs", "revise")
 COMPLETIONS = ("sampled", "given")
 ENGINES = ("local", "ray")
+PAIRINGS = ("all", "best_worst", "random")
 # The settings that decide the rows: an output folder belongs to one value of each. The others (chunk size, printed
 # samples) may change when a run is resumed.
 DECIDING = (
     "mode dataset_name dataset_config dataset_split dataset_columns num_generations pairing pairs_per_prompt"
-    " both_orders keep_ties tie_margin completions output_rows people_weight judge_by"
+    " both_orders keep_ties tie_margin completions"
     " num_revisions max_critique_length seed max_prompt_length overlong_prompts"
     " max_completion_length temperature top_p top_k stop_tokens chat_template_kwargs output_format"
 ).split()
@@ -39,24 +39,12 @@ class PrefsArguments(SamplingArguments, PushArguments):
         False, "Replace the rows of other settings in output_dir. Its ledger is kept and used."
     )
     output_format: str = option("jsonl", "File format of the rows.", FORMATS)
-    output_rows: str = option(
-        "pairs",
-        "pairs: prompt, chosen, rejected. unpaired: prompt, completion and label, for KTO. best, worst: the highest or"
-        " the lowest rated completion of each prompt (by its rating with pairing best_worst, else by the mean of its"
-        " pairs), for sft.",
-        OUTPUT_ROWS,
-    )
     # Pairs
     completions: str = option(
         "sampled",
         "sampled: a model samples them. given: the rows bring them, and no model is loaded: chosen and rejected;"
         " completions of several models; or conversations, of which those with the same prompt are compared.",
         COMPLETIONS,
-    )
-    people_weight: float = option(
-        0.0,
-        "With completions given: share of the rows' own preference (chosen over rejected) in a label, 0 to 1. 0: the"
-        " judge alone; 1: the rows alone, without a question where they have one.",
     )
     num_generations: int = option(4, "Completions per prompt; for pairs 2 or more.")
     pairing: str = option(
@@ -66,7 +54,6 @@ class PrefsArguments(SamplingArguments, PushArguments):
         PAIRINGS,
     )
     pairs_per_prompt: int | None = option(None, "With pairing random: pairs per prompt.")
-    judge_by: str = option("pairs", JUDGE_BY_HELP, JUDGE_BY)
     both_orders: bool = option(True, "Show each pair in both orders: a preference for a position cancels out.")
     keep_ties: bool = option(False, "Also write ties, with an arbitrary choice.")
     tie_margin: float = option(0.0, "Labels at most this far from 0.5 are ties; from 0 to below 0.5.")
@@ -115,8 +102,6 @@ class PrefsArguments(SamplingArguments, PushArguments):
             raise ValueError(f"temperature is {self.temperature}; completions of a prompt differ only above 0")
         if not 0 <= self.tie_margin < 0.5:
             raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
-        if not 0 <= self.people_weight <= 1:
-            raise ValueError(f"people_weight is {self.people_weight}; set it from 0 to 1")
         if self.preview is not None and self.preview < 1:
             raise ValueError(f"preview is {self.preview}; set preview to 1 or more")
         self._check_together()
@@ -125,15 +110,10 @@ class PrefsArguments(SamplingArguments, PushArguments):
         """Raise ValueError for settings that do not fit together."""
         revises, is_given, has_ray = self.mode == "revise", self.completions == "given", self.engine == "ray"
         samples = revises or has_ray or self.use_vllm
-        has_shard, has_people = self.shard is not None, self.people_weight > 0
-        has_no_order = self.judge_by == "ratings"
-        has_no_tie = self.output_rows == "unpaired"
+        has_shard = self.shard is not None
         faults = {
             "completions are given; leave mode revise, engine ray and use_vllm out, which sample": is_given
             and samples,
-            "people_weight is set, and people have not seen sampled completions": has_people and not is_given,
-            "judge_by ratings shows no order; leave both_orders out": has_no_order and not self.both_orders,
-            "keep_ties is set, and in unpaired rows a tie has no label; leave it out": has_no_tie and self.keep_ties,
             "shard is set; run every shard first, then merge_shards alone": has_shard and bool(self.merge_shards),
             "shard is set; leave push_to_hub to merge_shards": has_shard and self.push_to_hub,
             "engine is ray, whose workers each hold the model; leave use_vllm out": has_ray and self.use_vllm,
@@ -141,17 +121,12 @@ class PrefsArguments(SamplingArguments, PushArguments):
             "preview needs engine local; leave one of them out": has_ray and self.preview is not None,
             "critic_model is set and mode is pairs; set mode to revise": self.critic_model is not None and not revises,
         }
-        for name, default in (("output_rows", "pairs"), ("judge_report", None), ("preview", None)):
+        for name in ("judge_report", "preview"):
             value = getattr(self, name)
-            faults[f"{name} is {value}, and mode revise asks no judge; leave it out"] = revises and value != default
+            faults[f"{name} is {value}, and mode revise asks no judge; leave it out"] = revises and value is not None
         for message, is_wrong in faults.items():
             if is_wrong:
                 raise ValueError(message)
-
-    @property
-    def kind(self) -> str:
-        """What the rows are: one of OUTPUT_ROWS, or revise."""
-        return self.mode if self.mode != "pairs" else self.output_rows
 
     @property
     def part(self) -> Shard:
@@ -161,6 +136,25 @@ class PrefsArguments(SamplingArguments, PushArguments):
     def deciding(self) -> dict[str, Any]:
         values = asdict(self)
         return {name: values[name] for name in DECIDING} | {"shards": self.merge_shards or self.part.count}
+
+
+def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | None) -> None:
+    """Check the settings of the pairing.
+
+    Raises:
+        ValueError: no prompt could have a pair, or the settings contradict each other.
+    """
+    if pairing not in PAIRINGS:
+        raise ValueError(f"pairing is {pairing!r}; set one of {', '.join(PAIRINGS)}")
+    if num_completions < 2:
+        raise ValueError(f"num_generations is {num_completions}; a pair needs two completions: set 2 or more")
+    if (pairs_per_prompt is not None) != (pairing == "random"):
+        raise ValueError(
+            f"pairing is {pairing!r} and pairs_per_prompt is {pairs_per_prompt}; set pairs_per_prompt with the pairing"
+            " 'random', and only there"
+        )
+    if pairs_per_prompt is not None and pairs_per_prompt < 1:
+        raise ValueError(f"pairs_per_prompt is {pairs_per_prompt}; set it to 1 or more")
 
 
 def check_model_is_named(args: PrefsArguments, model_args: Any) -> None:

@@ -21,23 +21,13 @@ from rich.table import Table
 from onetrunk.feedback.preferences import plain
 from onetrunk.feedback.shards import Shard, read_rows
 from onetrunk.judges.labels import judge_warnings
-from onetrunk.report.parts import flat
+from onetrunk.report.blocks import flat
 from onetrunk.stages.tables import as_json, markdown_table, shortened, text_table
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
 from onetrunk.utils.redaction import redact, redact_all
 
 SETTINGS, CARD = "settings.json", "README.md"
-NAMES = {
-    "pairs": "preferences",
-    "revise": "revisions",
-    "unpaired": "labelled_completions",
-    "best": "best_completions",
-    "worst": "worst_completions",
-}
-RATED = (
-    " `rating` is what the judge gives a completion, from 0 to 1: its rating alone, or the mean probability of being"
-    " better over its pairs. `completion_stopped` is false for a completion that was cut off."
-)
+NAMES = {"pairs": "preferences", "revise": "revisions"}
 LENGTH_WARNING = 0.65
 ABOUT = {
     "pairs": "Preferences of a judge between completions of the same prompts. `probability` is that of `chosen` being"
@@ -47,11 +37,8 @@ ABOUT = {
     "revise": "Completions that a model has criticised by a principle and written anew, for supervised fine-tuning:"
     " `completion` is the last revision, `original` the completion before, `trail` the principles, critiques and"
     " revisions between them.",
-    "unpaired": "Completions that a judge calls good (`label` true) or bad, for KTO." + RATED,
-    "best": "The completion of each prompt that a judge rates highest, for supervised fine-tuning." + RATED,
-    "worst": "The completion of each prompt that a judge rates lowest." + RATED,
 }
-TAGS = {"pairs": "preference", "revise": "sft", "unpaired": "unpaired-preference", "best": "sft", "worst": "sft"}
+TAGS = {"pairs": "preference", "revise": "sft"}
 
 
 def rows_path(folder: Path, kind: str, suffix: str, part: Shard) -> Path:
@@ -159,13 +146,13 @@ def warnings_of(statistics: dict[str, Any]) -> list[str]:
 
 
 def sample_table(rows: list[dict[str, Any]]) -> Table:
-    names = ("prompt", "chosen", "rejected", "probability", "original", "completion", "rating", "label")
+    names = ("prompt", "chosen", "rejected", "probability", "original", "completion")
     columns = [c for c in names if c in rows[0]]
     return text_table(columns, ([_plain(row[column]) for column in columns] for row in rows))
 
 
 def _plain(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value) if isinstance(value, bool) else plain(value)
+    return f"{value:.3f}" if isinstance(value, float) else plain(value)
 
 
 def _example(row: dict[str, Any]) -> str:

@@ -27,20 +27,19 @@ from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
 from onetrunk.feedback.asking import StopFlag
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
-from onetrunk.judges.judge import digest, prompt_key
+from onetrunk.judges.judge import prompt_key
 from onetrunk.models.base_model import load_base, repair_padding, stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
 from onetrunk.ppo.setup import policy_tokenizer, tokens_of
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.rollouts.load import load_servers
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.vllm import ServedModel, VLLMBackend
+from onetrunk.rollouts.vllm import ServedModel, VLLMBackend, load_servers
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.types import Prompt, SampledText
-from onetrunk.utils.disk_set import DiskSet
+from onetrunk.utils.files import digest
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +146,7 @@ def sampling_servers(args: PrefsArguments, source: Source, stop: StopFlag) -> It
     if not args.use_vllm:
         yield None
         return
-    servers = load_servers(args, roles=("policy",), shares_servers=True, poll=stop.check)
+    servers = load_servers(args, roles=("policy",), poll=stop.check)
     try:
         servers.check()
         longest_prompt = source.longest_prompt
@@ -214,9 +213,11 @@ class Source(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[PromptItem]: ...
 
-    def _is_new(self, key: str, seen: DiskSet) -> bool:
+    def _is_new(self, key: str, seen: set[bytes]) -> bool:
         """Count an item; return whether it comes for the first time."""
-        is_new = seen.add(bytes.fromhex(key))
+        entry = bytes.fromhex(key)
+        is_new = entry not in seen
+        seen.add(entry)
         self.counts["prompts" if is_new else "repeated_prompts"] += 1
         return is_new
 
@@ -245,8 +246,7 @@ class PromptSource(Source):
         self._rows: Dataset | None = None
         if rows is not None:
             self._rows = self._encoded(rows.select_columns(["prompt"]))
-            with DiskSet() as seen:
-                self._order = list(self._selected(self._rows["prompt"], seen))
+            self._order = list(self._selected(self._rows["prompt"], set()))
             self.total = len(self._order)
             self.longest_prompt = max((len(self._rows[i]["prompt_ids"]) for i, _ in self._order), default=0)
 
@@ -262,16 +262,16 @@ class PromptSource(Source):
         # Only the prompt: other columns may change their type from window to window.
         stream = ({"prompt": row["prompt"]} if "prompt" in row else row for row in open_stream(self.args))
         start = 0
-        with DiskSet() as seen:
-            while window := list(islice(stream, WINDOW)):
-                try:
-                    rows = self._encoded(Dataset.from_list(window))
-                except ValueError as error:
-                    raise ValueError(f"rows {start} to {start + len(window) - 1} of the stream: {error}") from error
-                for index, key in self._selected(rows["prompt"], seen):
-                    row = rows[index]
-                    yield PromptItem(row["prompt"], key, row["prompt_ids"])
-                start += len(window)
+        seen: set[bytes] = set()
+        while window := list(islice(stream, WINDOW)):
+            try:
+                rows = self._encoded(Dataset.from_list(window))
+            except ValueError as error:
+                raise ValueError(f"rows {start} to {start + len(window) - 1} of the stream: {error}") from error
+            for index, key in self._selected(rows["prompt"], seen):
+                row = rows[index]
+                yield PromptItem(row["prompt"], key, row["prompt_ids"])
+            start += len(window)
 
     def _encoded(self, rows: Dataset) -> Dataset:
         args = self.args
@@ -292,7 +292,7 @@ class PromptSource(Source):
             )
         return rows
 
-    def _selected(self, prompts: Iterable[Prompt], seen: DiskSet) -> Iterator[tuple[int, str]]:
+    def _selected(self, prompts: Iterable[Prompt], seen: set[bytes]) -> Iterator[tuple[int, str]]:
         """Yield index and key of each new prompt of this shard."""
         for index, prompt in enumerate(prompts):
             key = prompt_key(prompt)
@@ -333,11 +333,11 @@ class GivenSource(Source):
             self.total = (self.total or 0) + args.part.takes(prompt_key(group.prompt))
 
     def __iter__(self) -> Iterator[GivenItem]:
-        with DiskSet() as seen:
-            for group in self._groups():
-                key = digest([group.prompt, list(group.texts)])
-                if self.args.part.takes(prompt_key(group.prompt)) and self._is_new(key, seen):
-                    yield GivenItem(group.prompt, key, [], group)
+        seen: set[bytes] = set()
+        for group in self._groups():
+            key = digest([group.prompt, list(group.texts)])
+            if self.args.part.takes(prompt_key(group.prompt)) and self._is_new(key, seen):
+                yield GivenItem(group.prompt, key, [], group)
 
     def _groups(self) -> Iterator[Group]:
         conversational = None

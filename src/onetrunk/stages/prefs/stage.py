@@ -21,27 +21,24 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from onetrunk.checkpoints.hub import push_folder, require_push
-from onetrunk.feedback import preferences, revision
 from onetrunk.feedback.asking import Asker, FailureLimit, StopFlag, chunked, overlapped
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import (
+    COLUMNS,
     PreferenceMaker,
     PreferenceStatistics,
-    RatedStatistics,
-    SourceStatistics,
     counts_of,
     merged_judge_statistics,
 )
-from onetrunk.feedback.revision import Reviser
-from onetrunk.feedback.sampling import PromptItem, TextSampler
+from onetrunk.feedback.sampling import REVISION_COLUMNS, PromptItem, Reviser, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.judge import Done, Items, Judge, Principle
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.report.report import write_report_of
-from onetrunk.rewards.resolve import resolve_reward
+from onetrunk.rewards.combine import resolve_reward
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
 from onetrunk.stages.judging import check_judges, measured_words
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
@@ -67,9 +64,9 @@ from onetrunk.stages.prefs.sampling import (
 )
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.stages.tables import shortened, show
-from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
+from onetrunk.utils.redaction import printable
 
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
 # last answer of a few questions.
@@ -120,7 +117,7 @@ def run(
     print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
     say_where(write_report_of(folder) if args.part.count == 1 else None, "prefs")
     if args.push_to_hub:
-        where = push_folder(folder, args, "the rows are", repo_type="dataset", patterns=pushed_files(args.kind))
+        where = push_folder(folder, args, "the rows are", repo_type="dataset", patterns=pushed_files(args.mode))
         print(f"prefs: pushed the rows to {where}")
 
 
@@ -269,47 +266,37 @@ class PairFlow(Flow):
         costs: Costs | None = None,
     ):
         super().__init__(args, counts, sampler)
-        self.columns = preferences.COLUMNS_OF[args.output_rows]
+        self.columns = COLUMNS
         limit = FailureLimit(args.max_failed_fraction, judge.name)
-        self.asker = Asker(judge, constitution, ledger, limit, args.both_orders, costs, args.judge_by)
+        self.asker = Asker(judge, constitution, ledger, limit, args.both_orders, costs)
         self.maker = PreferenceMaker(
             self.asker,
             args.seed,
             args.pairing,
             args.pairs_per_prompt,
             args.keep_ties,
+            args.tie_margin,
             counts,
-            row_statistics(args.kind),
-            tie_margin=args.tie_margin,
-            output_rows=args.output_rows,
-            people_weight=args.people_weight,
         )
 
     def label(self, items: list[PromptItem], product: Any) -> Rows:
-        groups = [item.group for item in items] if self.sampler is None else None
-        return self.maker.rows(items, product, groups)
+        references = [item.group.reference for item in items] if self.sampler is None else None
+        return self.maker.rows(items, product, references)
 
     def spent(self) -> dict[str, str]:
         return {} if self.asker.costs is None else self.asker.costs.shown()
 
     def statistics(self) -> dict[str, Any]:
-        sums, sources = {"judge_sums": dict(vars(self.asker.statistics))}, self.maker.sources
-        judge, rows = merged_judge_statistics(sums.values()), self.maker.statistics.as_dict()
-        statistics = super().statistics() | {"judge": judge, "rows": rows}
-        if self.sampler is None:
-            statistics |= {"sources": sources.as_dict()}
-            sums |= {"source_sums": vars(sources)}
+        sums = {"judge_sums": dict(vars(self.asker.statistics))}
+        judge = merged_judge_statistics(sums.values())
+        statistics = super().statistics() | {"judge": judge, "rows": self.maker.statistics.as_dict()}
         return statistics if self.args.part.count == 1 else statistics | sums
-
-
-def row_statistics(kind: str) -> PreferenceStatistics | RatedStatistics:
-    return PreferenceStatistics() if kind == "pairs" else RatedStatistics()
 
 
 class RevisionFlow(Flow):
     """Completions are criticised and revised by the model that wrote them, all in the sampling thread."""
 
-    columns = revision.COLUMNS
+    columns = REVISION_COLUMNS
 
     def __init__(
         self,
@@ -341,7 +328,7 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
     `stop` is set if the run ends early, so that sampling ends too; `about` are facts for the card.
     """
     args, num_rows = flow.args, 0
-    path = rows_path(folder, args.kind, args.output_format, args.part)
+    path = rows_path(folder, args.mode, args.output_format, args.part)
     bar = tqdm(total=source.total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
     with bar, rows_file(path, lambda: table_schema(flow.columns, source.conversational)) as write:
 
@@ -422,10 +409,9 @@ def _about(
     def name(path: str) -> str:
         return path.rstrip("/").split("/")[-1] if Path(path).exists() else path
 
-    facts: dict[str, Any] = {"mode": args.kind, "format": args.output_format}
+    facts: dict[str, Any] = {"mode": args.mode, "format": args.output_format}
     if args.completions == "given":
         facts |= {"completions": f"those of {name(args.dataset_name)}"}
-        facts |= {"people_weight": args.people_weight} if args.people_weight else {}
     else:
         facts |= {"model": name(model_args.model_name_or_path), "prompts": name(args.dataset_name)}
     facts["constitution"] = f"{constitution.name} ({constitution.version[:12]})"
@@ -452,11 +438,11 @@ def merge_shards(args: PrefsArguments, folder: Path) -> Result:
     """
     count = args.merge_shards
     claim_folder(folder, args.deciding(), overwrite=False)
-    files = shard_files(rows_path(folder, args.kind, args.output_format, Shard()), count)
+    files = shard_files(rows_path(folder, args.mode, args.output_format, Shard()), count)
     parts = [read_json(statistics_path(folder, Shard(i, count))) for i in range(count)]
     counts = sum((Counter(part["counts"]) for part in parts), Counter())
     statistics: dict[str, Any] = {"counts": counts_of(counts)}
-    of_rows, num_rows = row_statistics(args.kind), 0
+    of_rows, num_rows = PreferenceStatistics(), 0
     for file in files:
         for row in read_rows(file):
             num_rows += 1
@@ -465,11 +451,6 @@ def merge_shards(args: PrefsArguments, folder: Path) -> Result:
     if args.mode == "pairs":
         statistics["judge"] = merged_judge_statistics(part["judge_sums"] for part in parts)
         statistics["rows"] = of_rows.as_dict()
-    if args.completions == "given":
-        sources = SourceStatistics()
-        for part in parts:
-            sources.merge(part["source_sums"])
-        statistics["sources"] = sources.as_dict()
     report = write_report(folder, Shard(), statistics, files[0], parts[0]["about"])
     return Result(folder / "data", num_rows, statistics, report)
 

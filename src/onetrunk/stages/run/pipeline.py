@@ -27,9 +27,8 @@ from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
 from onetrunk.stages.arguments import PushArguments
-from onetrunk.stages.options.parser import UsageError
-from onetrunk.stages.options.reading import read_mapping, secret_in_words
-from onetrunk.stages.options.verbs import SETTINGS_MODULES
+from onetrunk.stages.options.reading import UsageError, read_mapping, secret_in_words
+from onetrunk.stages.options.table import SETTINGS_MODULES
 from onetrunk.stages.run_context import has_result
 from onetrunk.utils.files import require_name
 from onetrunk.utils.shipped import find_config, with_shipped_files

@@ -19,18 +19,14 @@ from onetrunk.costs import (
     ModelShape,
     host_memory_bytes,
     kept_activations_bytes,
-    layers_above,
-    packs_in_flight,
-    stage_share,
     trunk_states_bytes,
 )
 from onetrunk.data.sharded import known_rows
-from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import check_supported, decoder_layers
 from onetrunk.models.loading import load_config
 from onetrunk.ppo.config import plan_batches
-from onetrunk.ppo.memory_check import GIB, sampled_bytes, stage_sizes
+from onetrunk.ppo.memory_check import GIB, sampled_bytes
 from onetrunk.ppo.setup import (
     check_lengths,
     join_stages,
@@ -40,22 +36,10 @@ from onetrunk.ppo.setup import (
     tokens_of,
 )
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
-from onetrunk.stages.ppo_judges import PPOJudgeArguments
 from onetrunk.stages.rows import check_tokenizer, load_training_rows, prompt_rows
 
 # A trained float32 weight, its gradient, and two numbers of Adam.
 TRAINED_BYTES, TRAINED_BYTES_8BIT = 16, 10
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """The arguments of a run. It has none of their fields, so nothing locks or watches the output folder."""
-
-    data: PPODataArguments
-    settings: PPOArguments
-    model: ModelArguments
-    judge: JudgeConfig
-    judges: PPOJudgeArguments
 
 
 @dataclass(frozen=True)
@@ -68,21 +52,21 @@ class ModelSize:
     trained: int
 
 
-def dry_run(plan: DryRun) -> None:
-    """Print what a run would do.
+def dry_run(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, *judges: Any) -> None:
+    """Print what a run with these settings would do; `judges` are the settings of judges, which are not loaded.
 
     Raises:
-        ValueError, FileNotFoundError, RuntimeError: what the run itself would be stopped by at its start.
+        ValueError, FileNotFoundError, RuntimeError: what would stop the run at its start.
     """
-    args, data, name = plan.settings, plan.data, plan.model.model_name_or_path
+    name = model_args.model_name_or_path
     if args.resume_from_checkpoint is None:
         require_free(args.output_dir, args.overwrite_output_dir)
     join_stages(args)
-    kwargs = {**plan.model.init_kwargs(), **(args.model_init_kwargs or {})}
+    kwargs = {**model_args.init_kwargs(), **(args.model_init_kwargs or {})}
     source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     config = load_config(name, **source)
     check_supported(config)
-    size = model_size(config, plan.model.peft_config(), args)
+    size = model_size(config, model_args.peft_config(), args)
     rows, held_out = load_training_rows(data, args.seed, prompt_rows)
     tokenizer = policy_tokenizer(name, None, kwargs)
     known = [known_rows(part) for part in (rows, held_out) if part is not None]
@@ -95,7 +79,7 @@ def dry_run(plan: DryRun) -> None:
     sections = {
         "rows and weights": _size_lines(prepared[0], longest, size),
         "batches and steps": _batch_lines(args, len(prepared[0])),
-        "memory": memory_lines(config, size, args, plan.model, longest),
+        "memory": memory_lines(config, size, args, model_args, longest),
     }
     for title, lines in sections.items():
         print(f"\n{title}")
@@ -149,6 +133,8 @@ def memory_lines(
     config: PreTrainedConfig, size: ModelSize, args: PPOArguments, model: ModelArguments, longest: int
 ) -> list[str]:
     """Return the estimated bytes of a process, one line each. A run measures them at its start (check_memory)."""
+    if args.pipeline_training:
+        return ["not estimated for training stages; `onetrunk plan` does"]
     shape, plan = ModelShape.from_config(config.get_text_config()), plan_batches(args, args.world_size)
     itemsize = _weight_bytes(config, model)
     compute = 2 if args.bf16 or args.fp16 else max(2, math.ceil(itemsize))
@@ -156,22 +142,16 @@ def memory_lines(
     decoding = min(plan.rows_per_rank, args.max_rollout_rows or plan.rows_per_rank)
     tokens = plan.rows_per_pack * width
     tokens = min(tokens, args.microbatch_tokens or tokens)
-    trained_layers, share = size.num_layers - size.first_layer, 1.0
-    if args.pipeline_training:
-        sizes, packs = tuple(stage_sizes(args, shape)), math.ceil(plan.rows_per_minibatch / plan.rows_per_pack)
-        share = stage_share(shape, sizes)
-        # Those of all packs that the busiest stage has in work.
-        above = enumerate(layers_above(sizes, trained_layers))
-        trained_layers = max(layers * packs_in_flight(stage, len(sizes), packs) for stage, layers in above)
+    trained_layers = size.num_layers - size.first_layer
     kept_for_backward = kept_activations_bytes(shape, tokens, trained_layers, compute, args.activation_checkpointing)
     sampling = sampled_bytes(args, shape, decoding, width, compute)
     parts = {
-        "weights of the base": int(size.base * itemsize * share),
+        "weights of the base": int(size.base * itemsize),
         "adapters, gradients, optimizer": size.trained
         * (TRAINED_BYTES_8BIT if "8bit" in str(args.optim) else TRAINED_BYTES),
         "states of the frozen layers": (
             trunk_states_bytes(shape, plan.rows_per_rank * width, compute)
-            if size.first_layer and args.trunk_cache in ("auto", "device") and not args.pipeline_training
+            if size.first_layer and args.trunk_cache in ("auto", "device")
             else 0
         ),
         f"while sampling {decoding} rows": 0 if args.use_vllm else sampling,

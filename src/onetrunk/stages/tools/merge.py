@@ -27,11 +27,10 @@ from onetrunk.models.loading import (
 from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.stages.arguments import DTYPES, PushArguments, parse
 from onetrunk.stages.run_context import run_stage
-from onetrunk.utils.escaping import markdown_text
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.options import option
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.redaction import markdown_text, redact
 
 CARD = """---
 {metadata}
@@ -60,9 +59,7 @@ class MergeArguments(PushArguments):
     adapter: str | None = option(None, "Folder or Hub name of the adapter, such as the output_dir of onetrunk ppo.")
     output_dir: str | None = option(None, "Folder that gets the merged model.")
     revision: str | None = option(None, "Branch, tag or commit of the adapter on the Hub.")
-    dtype: str = option(
-        "auto", "Precision of the written weights: auto (the base's own), float32, bfloat16 or float16.", DTYPES
-    )
+    dtype: str = option("auto", "Precision of the written weights; auto: the base's own.", DTYPES)
     overwrite_output_dir: bool = option(False, "Replace a model that was merged into output_dir before.")
 
     def __post_init__(self) -> None:
@@ -70,8 +67,6 @@ class MergeArguments(PushArguments):
             raise ValueError("no adapter is named; write onetrunk merge ADAPTER --output_dir FOLDER")
         if not self.output_dir:
             raise ValueError("output_dir is not set; name the folder that gets the merged model")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; expected {', '.join(DTYPES)}")
 
 
 def check(args: MergeArguments) -> str:

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from onetrunk.stages.options.parser import Parser
+from onetrunk.stages.options.reading import Parser
 from onetrunk.utils.files import atomic_write_bytes
 from onetrunk.utils.shipped import FOLDERS, RECIPES, shipped_files, shipped_folder
 

@@ -9,9 +9,9 @@ It only reads what runs have written, so it works while a run trains and after i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from onetrunk.report.blocks import MARKDOWN
 from onetrunk.report.report import write_report
@@ -20,31 +20,22 @@ from onetrunk.stages.run_context import run_stage
 from onetrunk.utils.files import require_output_dir
 
 
-@dataclass(frozen=True)
-class ReportArguments:
-    """Arguments of `onetrunk report`; `report_words` has their help texts."""
-
-    runs: Sequence[str]
-    target: str | None = None
-    price: float | None = None
+def parse_report(argv: Sequence[str]) -> tuple[dict[str, Any]]:
+    """Return the values of the options; raises UsageError for a mistake in them."""
+    return (report_words(argv),)
 
 
-def parse_report(argv: Sequence[str]) -> tuple[ReportArguments]:
-    """Return the arguments; raises UsageError for a mistake in them."""
-    return (ReportArguments(**report_words(argv)),)
-
-
-def run(args: ReportArguments) -> None:
+def run(words: dict[str, Any]) -> None:
     """Write the report and print where it is.
 
     Raises:
         ValueError: a folder is missing or holds no run.
     """
-    for folder in args.runs:
+    for folder in words["runs"]:
         if not Path(folder).is_dir():
             raise ValueError(f"{folder} is no folder (working folder {Path.cwd()}); give the output_dir of a run")
-    target = None if args.target is None else require_output_dir(args.target)
-    page = write_report(args.runs, target, args.price)
+    target = None if words["target"] is None else require_output_dir(words["target"])
+    page = write_report(words["runs"], target, words["price"])
     print(f"report: wrote {page}, and {MARKDOWN} with its plots next to it")
 
 

@@ -10,60 +10,118 @@ import gc
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
+from tqdm.auto import tqdm
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
+from onetrunk.feedback.asking import Asker
+from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import plain
-from onetrunk.judges.judge import Pair
+from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import JudgeConfig
+from onetrunk.judges.labels import PairLabel
+from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
 from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
 from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.evaluation import evaluate_prompts, sample_table, write_samples
+from onetrunk.ppo.evaluation import evaluate_prompts, write_samples
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launch, load_sampled_model, policy_tokenizer
-from onetrunk.report.parts import contest_findings
+from onetrunk.report.blocks import contest_findings
 from onetrunk.report.report import write_report_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
-from onetrunk.rewards.resolve import names_a_model
-from onetrunk.rewards.reward import Completion, RewardFunction, Scores
-from onetrunk.rollouts.load import load_servers
+from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.vllm import VLLMBackend
-from onetrunk.stages.arguments import ModelArguments, parse
-from onetrunk.stages.eval.contest import Contest, hold_contest
-from onetrunk.stages.eval.eval_arguments import EvalArguments, check_purpose
-from onetrunk.stages.judging import load_judge_parts
-from onetrunk.stages.plots import plot_contest
+from onetrunk.rollouts.vllm import VLLMBackend, load_servers
+from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments, parse
+from onetrunk.stages.judging import ShownLimit, load_judge_parts
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
-from onetrunk.stages.run_context import run_stage, say_where
-from onetrunk.stages.tables import (
-    metrics_table,
-    show,
-    show_columns,
-    text_table,
-    write_values,
-)
+from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
+from onetrunk.stages.tables import metrics_table, show, show_columns, write_values
 from onetrunk.types import Prompt
-from onetrunk.utils.escaping import printable
 from onetrunk.utils.files import atomic_write_text
-from onetrunk.utils.redaction import redact
+from onetrunk.utils.options import option
+from onetrunk.utils.redaction import printable, redact
 
 logger = logging.getLogger(__name__)
 
-PAIRS = "pairs.jsonl"
+PAIRS, LEDGER = "pairs.jsonl", "ledger/verdicts.db"
+OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
+# Fields that PPOConfig does not have.
+NOT_IN_PPO = {"reward_funcs", "opponent", "checks", "tie_margin", "max_failed_fraction"}
+
+
+@dataclass
+class EvalArguments(SamplingArguments):
+    """Reward functions, checks, and the opponent."""
+
+    reward_funcs: list[str] | None = option(None, "As in ppo; may be left out if a judge compares.")
+    reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
+    opponent: str | None = option(
+        None,
+        "Whom the model is compared with: reference (what an adapter started from; the default with a judge), or the"
+        " folder or Hub name of a model or an adapter that answers the same prompts.",
+    )
+    tie_margin: float = option(0.0, "Pairs whose label is at most this far from 0.5 are ties; from 0 to below 0.5.")
+    checks: list[str] | None = option(
+        None,
+        "Checks of a completion: functions as in ppo (package.module.function, path/to/file.py:function) that return"
+        " True, False, or None where they do not apply. The share that passes is reported for each side.",
+    )
+    max_unscored_fraction: float = option(0.1, "Fail when a larger share of the completions has no finite score.")
+    per_device_eval_batch_size: int = option(8, "Rows in one forward that measures the KL.")
+    microbatch_tokens: int | None = option(
+        None, "Most tokens in one such forward, padding included unless padding_free is set; None: no bound."
+    )
+    padding_free: bool = option(
+        False, "Run the rows of such a forward in one sequence, without padding (see onetrunk ppo --help)."
+    )
+    bf16: bool | None = option(None, "bfloat16 autocast. None: where an accelerator supports it.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("reward_funcs", "checks"):
+            value = getattr(self, name)
+            setattr(self, name, [value] if isinstance(value, str) else value)
+        if self.reward_weights and not self.reward_funcs:
+            raise ValueError("reward_weights is set and reward_funcs is not; give the functions, or leave both out")
+        if not 0 <= self.tie_margin < 0.5:
+            raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
+
+    def ppo_config(self, model_init_kwargs: dict[str, Any]) -> PPOConfig:
+        left_out = {f.name for f in fields(DatasetArguments)} | NOT_IN_PPO
+        settings = {name: value for name, value in asdict(self).items() if name not in left_out}
+        config = PPOConfig(**settings, per_device_train_batch_size=1, model_init_kwargs=model_init_kwargs)
+        config.rollout_batch_size = config.world_size
+        return config
+
+
+def check_purpose(args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments) -> None:
+    """Raise ValueError if nothing would be measured, or only one of judge and constitution is set."""
+    judge, constitution = settings.judge, settings.constitution
+    if judge and not constitution:
+        raise ValueError("judge is set and constitution is not; a judge compares by one: name a YAML file")
+    if constitution and not judge:
+        raise ValueError("constitution is set and judge is not; name a judge, such as rubric, or leave both out")
+    if not judge and not args.reward_funcs:
+        raise ValueError(
+            "reward_funcs is not set, and neither is a judge: nothing would be measured; give at least one reward"
+            " function, such as path/to/file.py:function, or judge and constitution"
+        )
 
 
 @dataclass(frozen=True)
@@ -84,6 +142,22 @@ class Answers:
     completion_ids: list[list[int]]
     stopped: list[bool]  # False for a completion that was cut off at the length limit.
     columns: dict[str, list[Any]]  # The dataset's other columns.
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A judge's verdicts on n prompts."""
+
+    pairs: list[Pair]  # The policy's completion first.
+    labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
+    rates: WinRate  # Over the pairs that have a label.
+    outcomes: list[float | None]  # 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
+    metrics: dict[str, Any]  # The entry `win_rate` of metrics.json.
+
+    @property
+    def words(self) -> list[str]:
+        """Each outcome as one of OUTCOMES."""
+        return [OUTCOMES[outcome] for outcome in self.outcomes]
 
 
 def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
@@ -111,7 +185,7 @@ def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArgum
         about |= {"checks": passed} if passed else {}
         about |= {"opponent_model": opponent} if "opponent" in sides else {}
         path = write_evaluation(Path(args.output_dir), about, sides, pairs, contest)
-        show_evaluation(model_args.model_name_or_path, sides, passed, contest, args.num_completions_to_print)
+        show_evaluation(model_args.model_name_or_path, sides, passed, contest)
         print(f"eval: wrote {path}, and the samples next to it")
         say_where(write_report_of(args.output_dir), "eval")
     accelerator.end_training()
@@ -160,10 +234,6 @@ def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: b
         raise ValueError(
             f"the tokenizer of opponent {opponent} is not that of {name} ({difference}), so that max_completion_length"
             " would give them unequal room; name an opponent with the same tokenizer"
-        )
-    if tokenizer.chat_template != other.chat_template:
-        logger.warning(
-            "opponent %s has another chat template than %s; each is prompted with its own", Path(opponent).name, name
         )
     on_trunk = [spec for spec in args.reward_funcs or [] if names_a_model(spec) and is_adapter_name(spec)]
     if on_trunk and not is_same_source(base, base_name(name, model_args.init_kwargs())):
@@ -239,7 +309,7 @@ def backend_of(
     if not on_servers:
         yield LocalBackend(max_rows=config.max_rollout_rows, progress=progress.rollout)
         return
-    servers = load_servers(config, roles=roles, shares_servers=True, progress=progress.rollout)
+    servers = load_servers(config, roles=roles, progress=progress.rollout)
     with contextlib.closing(servers):
         yield servers
 
@@ -345,6 +415,67 @@ def passed_shares(checks: RewardSet, answers: Answers) -> dict[str, float]:
     return shares
 
 
+def hold_contest(
+    args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair], opponent: str
+) -> Contest:
+    """Ask the judge about all pairs in both orders. Its answers are kept in a ledger in `output_dir`.
+
+    Raises:
+        RuntimeError: the judge failed too often, decided no pair, or the ledger cannot be used.
+    """
+    different = [i for i, pair in enumerate(pairs) if pair.first != pair.second]
+    total = 2 * len(different) * len(constitution.principles)
+    bar = tqdm(total=total, desc="judge", unit="question", dynamic_ncols=True, smoothing=0.05)
+    with bar, Ledger(Path(args.output_dir) / LEDGER) as ledger:
+        asker = Asker(judge, constitution, ledger, ShownLimit(args.max_failed_fraction, judge.name, bar))
+        try:
+            asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
+        except (KeyboardInterrupt, Terminated):
+            say("the verdicts so far are saved; the same command continues from them", after_bar=True)
+            raise
+        bar.update(total - bar.n)  # Answers from the ledger.
+    same = PairLabel(probability=0.5, consistent=True, votes=())
+    labels = [asked.get(i, same) for i in range(len(pairs))]
+    # A label from some of the questions could change when the others are answered.
+    decided = [i for i, label in enumerate(labels) if not label.errors and label.probability is not None]
+    if not decided:
+        raise RuntimeError(
+            f"the judge {judge.name} decided none of {len(pairs)} pairs ({asker.statistics.errors} questions without"
+            " an answer, the others abstentions); look at the judge and its constitution"
+        )
+    probabilities = torch.tensor([labels[i].probability for i in decided], dtype=torch.float64)
+    how = {"consistent": torch.tensor([labels[i].consistent for i in decided]), "tie_margin": args.tie_margin}
+    prompts = [json.dumps(pairs[i].prompt, sort_keys=True) for i in decided]
+    lengths = torch.tensor([len(pairs[i].first) - len(pairs[i].second) for i in decided])
+    rates = win_rate(probabilities, prompts, lengths, **how, seed=args.seed)
+    outcomes = dict(zip(decided, pair_outcomes(probabilities, **how).tolist(), strict=True))
+    unjudged = sum(label.errors > 0 for label in labels)
+    rate_metrics = rates.as_dict()
+    metrics = {
+        "opponent": opponent,
+        "judge": judge.name,
+        "constitution": f"{constitution.name} ({constitution.version[:12]})",
+        "win_rate": rate_metrics.pop("win_rate"),
+        "interval": rate_metrics.pop("win_rate_interval"),
+        **rate_metrics,
+        "identical": sum(pair.first == pair.second for pair in pairs),
+        "abstained": len(pairs) - len(decided) - unjudged,
+        "unjudged": unjudged,
+        "principles": by_principle(labels),
+        "position": asker.statistics.as_dict(),
+    }
+    return Contest(list(pairs), labels, rates, [outcomes.get(i) for i in range(len(pairs))], metrics)
+
+
+def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
+    """Return the mean probability of the policy's completion under each principle, where both orders were answered."""
+    probabilities: dict[str, list[float]] = {}
+    for principle, orders in (vote for label in labels for vote in label.votes):
+        if None not in orders:
+            probabilities.setdefault(principle, []).append(sum(orders) / len(orders))
+    return {principle: sum(values) / len(values) for principle, values in probabilities.items()}
+
+
 def write_evaluation(
     folder: Path, about: dict[str, Any], sides: dict[str, Side], pairs: Sequence[Pair], contest: Contest | None
 ) -> Path:
@@ -355,7 +486,6 @@ def write_evaluation(
             row | {"outcome": outcome, **asdict(label)}
             for row, outcome, label in zip(rows, contest.words, contest.labels, strict=True)
         ]
-        plot_contest(folder, contest)
         about |= {"win_rate": contest.metrics}
     if rows:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -365,36 +495,23 @@ def write_evaluation(
 
 
 def show_evaluation(
-    name: str,
-    sides: dict[str, Side],
-    passed: dict[str, dict[str, float]],
-    contest: Contest | None,
-    num_rows: int,
+    name: str, sides: dict[str, Side], passed: dict[str, dict[str, float]], contest: Contest | None
 ) -> None:
-    """Print metrics, win rate and checks as tables, some samples, and the findings."""
+    """Print metrics, win rate and checks as tables, and the findings."""
     metrics = {role: side.metrics for role, side in sides.items()}
     if "opponent" in metrics:
         show_columns(name, metrics)
     else:
         show(metrics_table(name, metrics["policy"], metrics.get("reference")))
+    if passed:
+        show_columns("share that passes", passed)
     if contest is not None:
-        opponent = contest.metrics["opponent"]
         position = {f"position/{key}": value for key, value in contest.metrics["position"].items()}
         # Booleans are reported in the findings.
         numbers = {key: v for key, v in (contest.metrics | position).items() if not isinstance(v, bool)}
-        show_columns(f"{name} against {opponent}", {"value": numbers})
-    if passed:
-        show_columns("share that passes", passed)
-    if num_rows > 0 and contest is not None:
-        rows = (
-            (plain(pair.prompt), pair.first, pair.second, contest.verdict(index))
-            for index, pair in enumerate(contest.pairs[:num_rows])
-        )
-        show(text_table(("prompt", "policy", opponent, "outcome"), rows))
-    elif num_rows > 0:
-        show(sample_table(sides["policy"].samples, "samples", num_rows))
-    for finding in contest_findings(contest.metrics) if contest is not None else ():
-        print(printable(f"eval: {finding}"))
+        show_columns(f"{name} against {contest.metrics['opponent']}", {"value": numbers})
+        for finding in contest_findings(contest.metrics):
+            print(printable(f"eval: {finding}"))
 
 
 parse_eval = partial(

@@ -1,37 +1,41 @@
-"""The calls to a vLLM server, and the checks that a completion must pass, of a server or of an engine in this process.
+"""What vLLM is asked for, and what its answer must be, for a server and for the engine in this process.
 
 A completion counts only if it names the model that was asked, repeats the prompt, and has one logprob for each token
-up to a stop token or the length limit. Anything else is an error, never a sample.
+up to a stop token or the length limit. Anything else is an error, never a sample. That vLLM has the trainer's base
+model is proved by the logprobs of a few sampled tokens: the same weights have many names, and other weights the same.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from onetrunk.models.adapters import role as in_role
+from onetrunk.ops.packing import make_pack
+from onetrunk.parallel.groups import staged
+from onetrunk.parallel.sharding import gathered
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.servers.errors import CallError
-from onetrunk.types import Rollout, RowKey
+from onetrunk.types import Rollout, RowKey, to_device
 from onetrunk.utils.randomness import derived_seed
 
-if TYPE_CHECKING:
-    from onetrunk.servers.client import Connection
+logger = logging.getLogger(__name__)
 
-# vLLM returns token ids, and logprobs after temperature, from this version on.
-LEAST_VERSION = (0, 11)
 # Rounding of the server: the logprob of a token that is certain.
 ROUNDING = 1e-3
-# Why a load fails, by a part of vLLM's message, and what to change.
-LOAD_HINTS = {
-    "No adapter found": "; it must be able to read {folder}: put the folder where both see it",
-    "rank": "; start it with --max-lora-rank {rank} or more",
-    "LoRA is not enabled": "; start it with --enable-lora",
-}
+# Prompts of pseudo-random tokens, at a temperature that tells raw logprobs from processed.
+PROBE_PROMPTS, PROBE_PROMPT_LENGTH, PROBE_TOKENS = 8, 12, 8
+PROBE_TEMPERATURE = 0.5
+# Mean difference of a token's logprob at that temperature. bfloat16 against float32 measured .03; two bases differ by
+# more than 1. A quantised base is further from the engine's one.
+LARGEST_GAP, LARGEST_QUANTISED_GAP = 0.2, 0.8
 
 
 @dataclass(frozen=True)
@@ -157,88 +161,68 @@ def _are(values: Any, kind: type) -> bool:
     return isinstance(values, Sequence) and all(type(value) in kinds for value in values)
 
 
-@dataclass(frozen=True)
-class ServedBase:
-    """The base model of a server: its name there, what it was loaded from, and its positions (0: unknown)."""
-
-    name: str
-    root: str
-    max_length: int
+# --- the proof of the base -------------------------------------------------------------------------------------------
 
 
-async def _models(to: Connection) -> tuple[ServedBase, dict[str, str]]:
-    """Return the base model and the loaded adapters, {name: folder}."""
-    answer = await to.ask("GET", "/v1/models")
-    try:
-        base = next(entry for entry in answer["data"] if entry.get("parent") is None)
-        adapters = {e["id"]: str(e.get("root")) for e in answer["data"] if e.get("parent") is not None}
-        return ServedBase(base["id"], str(base.get("root")), int(base.get("max_model_len") or 0)), adapters
-    except (TypeError, KeyError, AttributeError, StopIteration, ValueError):
-        raise CallError("a list of models of an unknown form") from None
+def probe_requests(model: nn.Module, positions: int) -> list[Request]:
+    """Return what an engine's base is asked: equally long prompts, within so many `positions` (0: no limit)."""
+    vocab_size = model.config.get_text_config().vocab_size
+    # vLLM ends a completion at its last position without an error.
+    positions = positions or 2**31
+    length = min(PROBE_PROMPT_LENGTH, positions // 2)
+    params = SamplingParams(min(PROBE_TOKENS, positions - length), PROBE_TEMPERATURE)
+    prompts = [[derived_seed(row, place) % vocab_size for place in range(length)] for row in range(PROBE_PROMPTS)]
+    return [Request(prompt, params, seed, vocab_size=vocab_size) for seed, prompt in enumerate(prompts)]
 
 
-async def served_base(to: Connection) -> ServedBase:
-    """Return the base model of a server."""
-    return (await _models(to))[0]
+def require_same_base(
+    model: nn.Module, engine: str, root: str, requests: Sequence[Request], completed: Sequence[Completed]
+) -> None:
+    """Compare an engine's logprobs with those of the model's own forward, adapters off.
+
+    Args:
+        model: the policy, unwrapped. Its forward is collective if the base is sharded, or divided into stages.
+        engine: its name in messages.
+        root: what it has loaded, for messages.
+        requests, completed: what its base was asked (`probe_requests`) and what it sampled.
+
+    Raises:
+        RuntimeError: another base model, or logprobs before temperature.
+    """
+    ids = torch.tensor([r.prompt_ids + c.token_ids for r, c in zip(requests, completed, strict=True)])
+    length = len(requests[0].prompt_ids)
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    limit = LARGEST_QUANTISED_GAP if quantised else LARGEST_GAP
+    theirs = torch.tensor([c.logprobs for c in completed])
+    processed, raw = (_base_logprobs(model, ids, length, t) for t in (PROBE_TEMPERATURE, 1.0))
+    gap, raw_gap = ((ours - theirs).abs().mean().item() for ours in (processed, raw))
+    if raw_gap < gap and raw_gap <= limit:
+        raise RuntimeError(
+            f"{engine} returns logprobs before temperature (they agree with ours to {raw_gap:.3f} per token,"
+            f" and after it to {gap:.3f}); start it with --logprobs-mode processed_logprobs"
+        )
+    if not gap <= limit:
+        raise RuntimeError(
+            f"{engine} serves another base model: its logprobs of {theirs.numel()} tokens differ from those of"
+            f" {model.config.name_or_path or 'the policy'!r} by {gap:.2f} per token, and at most {limit} is"
+            f" rounding; it loaded {root}"
+        )
+    logger.info("%s: logprobs of the base agree to %.2g per token", engine, gap)
 
 
-async def loaded_adapters(to: Connection) -> dict[str, str]:
-    """Return the adapters that a server has, {name: folder}."""
-    return (await _models(to))[1]
-
-
-async def checked_version(to: Connection) -> str:
-    """Return the version of vLLM; CallError for an old one, and for another kind of server."""
-    try:
-        text = (await to.ask("GET", "/version"))["version"]
-        numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
-    except (TypeError, KeyError, AttributeError):
-        raise CallError("no vLLM answers there (/version has another form)", "stop") from None
-    except CallError as error:
-        if error.kind == "again" and error.status is not None and error.status >= 500:
-            raise
-        raise CallError(f"no vLLM answers there (/version: {error})", "stop") from None
-    # A build from source calls itself 0.1.dev: what it can do is seen by the probe.
-    if "dev" not in text and numbers < LEAST_VERSION:
-        least = ".".join(map(str, LEAST_VERSION))
-        raise CallError(f"its version {text} is too old; install vLLM {least} or later", "stop")
-    return text
-
-
-async def check_lora(to: Connection) -> None:
-    """Check that the server takes adapters while it runs: it rejects an empty request, and does not say 404."""
-    try:
-        await to.ask("POST", "/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""}, is_json=False)
-    except CallError as error:
-        if error.status in (404, 405):
-            raise CallError(
-                "it takes no adapters while it runs; start it with --enable-lora and the environment variable"
-                " VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as onetrunk serve does",
-                "stop",
-            ) from None
-        if error.kind != "refused":
-            raise
-
-
-async def load_adapter(to: Connection, name: str, folder: str, rank: int) -> None:
-    """Load an adapter on a server; raises CallError with its reason, and what to change."""
-    body = {"lora_name": name, "lora_path": folder}
-    try:
-        await to.ask("POST", "/v1/load_lora_adapter", body, is_json=False)
-    except CallError as error:
-        if error.status is None:
-            raise
-        # vLLM answers 500 too for an adapter that it does not load. A call whose answer was lost may have loaded it.
-        if (await loaded_adapters(to)).get(name) != folder:
-            hint = next((hint for word, hint in LOAD_HINTS.items() if word in str(error)), "")
-            raise CallError(f"{error}{hint.format(folder=folder, rank=rank)}", "refused") from None
-
-
-async def unload_adapters(to: Connection, names: Sequence[str]) -> None:
-    """Unload adapters from a server; one that is not loaded is no error."""
-    for name in names:
-        try:
-            await to.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, is_json=False)
-        except CallError as error:
-            if error.status != 404:
-                raise
+def _base_logprobs(model: nn.Module, ids: Tensor, length: int, temperature: float) -> Tensor:
+    """Return the float32 logprobs of the tokens after prompts of `length` tokens under the bare base, on the CPU."""
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    stage = staged(model)
+    if stage is not None:
+        rows = ids.tolist()
+        pack = make_pack([row[:length] for row in rows], [row[length:] for row in rows], pad_id=0)
+        logprobs = stage.base_logprobs(to_device(pack, device), temperature).cpu()
+        model.train(was_training)
+        return logprobs
+    with gathered(model), in_role(model, None), torch.no_grad():
+        logits = model(input_ids=ids.to(device), use_cache=False).logits[:, length - 1 : -1]
+    model.train(was_training)
+    logprobs = (logits.float() / temperature).log_softmax(-1).cpu()
+    return logprobs.gather(2, ids[:, length:, None])[:, :, 0]

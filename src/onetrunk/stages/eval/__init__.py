@@ -1,1 +1,0 @@
-"""The stage `onetrunk eval`: held-out prompts, scores, and win rates."""

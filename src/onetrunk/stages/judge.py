@@ -1,0 +1,455 @@
+"""The stage `onetrunk judge`: rows with the preferences of people -> how well judges agree with them.
+
+Each judge is asked about every pair in both orders, and several also count as an ensemble, whose answers are made of
+theirs. Answers are kept in a ledger, so a stopped run buys nothing twice.
+
+A row has completions that people call better and others. The judge sees each better one with each of the others. P is
+the judge's probability that the completion people call better is the better one, the mean over orders and principles.
+A row is right if P is above 1/2 for all of its pairs; k pairs at exactly 1/2 and none below count 1 / (k + 1), so that
+the best of four scores as in RewardBench 2. Computed in float64; a mean of nothing is NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from itertools import combinations
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from onetrunk.checkpoints.hub import push_folder, require_push
+from onetrunk.data.groups import ALL, Group, labelled_groups
+from onetrunk.feedback.asking import Asker
+from onetrunk.feedback.costs import CostConfig, Costs
+from onetrunk.feedback.ledger import Ledger
+from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
+from onetrunk.judges.ensemble import EnsembleJudge
+from onetrunk.judges.judge import Judge, Pair, Verdict
+from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
+from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, answer_key, judge_warnings, kept_answer
+from onetrunk.judges.win_rate import CONFIDENCE
+from onetrunk.report.judges import PAIRS, card_of
+from onetrunk.report.report import write_report_of
+from onetrunk.report.runs import read_run
+from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
+from onetrunk.rewards.combine import resolve_reward
+from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_output_dir_is_set
+from onetrunk.stages.judging import ShownLimit, check_judges
+from onetrunk.stages.plots import plot_reliability
+from onetrunk.stages.rows import load_dataset_rows
+from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
+from onetrunk.stages.tables import show_columns, write_values
+from onetrunk.utils.files import atomic_write_text, digest, require_output_dir, unique_names
+from onetrunk.utils.locks import held_folder
+from onetrunk.utils.options import option
+from onetrunk.utils.redaction import printable, redact
+
+LEDGER, CARD = "ledger/verdicts.db", "README.md"
+NAN = float("nan")
+# Limits of the findings: a calibration error, and how far a preference may be from that of people.
+MOST_CALIBRATION_ERROR, MOST_PREFERENCE_GAP = 0.1, 0.1
+# Below, a finding would be noise.
+FEWEST_ROWS = 20
+# Marks of Markdown: headings, list items, bold text, code, links and rows of tables.
+MARKDOWN = re.compile(
+    r"^#{1,6} |^\s*(?:[-*+]|\d{1,3}[.)]) |\*\*[^*\n]+\*\*|^```|`[^`\n]+`|\[[^\]\n]+\]\([^)\n]+\)|^\|.*\|\s*$",
+    re.MULTILINE,
+)
+# A probability of 0 or 1 counts as one this far away, which has a finite logit.
+LEAST_PROBABILITY = 1e-6
+# Of all rows, in the terminal.
+SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accuracy", "one_order_accuracy")
+SHOWN += ("calibration_error", "loss", "abstained", "unjudged")
+
+
+@dataclass
+class JudgeArguments(DatasetArguments, PushArguments):
+    """The rows, and what is reported."""
+
+    output_dir: str | None = option(None, "Folder that the run writes to.")
+    max_failed_fraction: float = option(
+        0.1,
+        "Stop when more than this fraction of a judge's questions, or 50 in a row, get no answer. Questions that it"
+        " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_output_dir_is_set(self)
+        if not 0 <= self.max_failed_fraction <= 1:
+            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
+
+
+def check_judge_is_named(settings: JudgeConfig) -> None:
+    """Raise ValueError without a judge."""
+    if not settings.judge:
+        raise ValueError(
+            "judge is not set; name who is measured, such as reward:runs/reward, a server's address, or a causal"
+            " model's folder; several are measured one by one and as an ensemble"
+        )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row with the judge's labels of its pairs, in the order of `Group.pairs`."""
+
+    group: Group
+    labels: tuple[PairLabel, ...]
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether every pair has a label."""
+        return all(not label.errors and label.probability is not None for label in self.labels)
+
+    @cached_property
+    def score(self) -> float:
+        """1 for a row that is right, 0 for one that is wrong, between them with ties."""
+        if any(label.probability < TIE for label in self.labels):
+            return 0.0
+        return 1 / (1 + sum(label.probability == TIE for label in self.labels))
+
+    @property
+    def is_consistently_right(self) -> bool:
+        """Whether every pair is right in both orders."""
+        return all(label.consistent and label.probability > TIE for label in self.labels)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The labels of a judge, and what it is called in reports."""
+
+    name: str
+    identity: dict[str, Any]
+    rows: list[Judged]
+    thoughts: list[list[str]]  # Per pair: what the judge wrote before its verdicts.
+
+
+def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None:
+    """Measure the judges; write metrics.json, pairs.jsonl and the report, and print a summary.
+
+    Raises:
+        ValueError: a launcher has started several processes, rows without preferences, or a judge that is not valid.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("judge runs in one process, and a launcher has started several; call onetrunk judge itself")
+    require_push(args, "dataset")
+    rows = load_dataset_rows(args)
+    groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
+    constitution = GENERAL if settings.constitution is None else load_constitution(settings.constitution)
+    judges = []
+    for specs in specs_by_judge(settings.judge or [], settings):
+        rubric = settings.rubric if RUBRIC in specs else None
+        judges.append(load_judge(replace(settings, judge=specs, rubric=rubric), resolve_reward))
+    folder = require_output_dir(args.output_dir)
+    try:
+        with held_folder(folder), Ledger(folder / LEDGER) as ledger:
+            costs = Costs(folder, judges if len(judges) == 1 else [EnsembleJudge(judges)], prices)
+            try:
+                check_judges(judges)
+                measured = [measure(args, judge, constitution, groups, ledger, costs) for judge in judges]
+                if len(judges) > 1:
+                    # Under different names, as an ensemble calls its members.
+                    names = unique_names([m.name for m in measured])
+                    measured = [replace(m, name=name) for m, name in zip(measured, names, strict=True)]
+                    # Made of the answers in the ledger.
+                    measured.append(measure(args, EnsembleJudge(judges), constitution, groups, ledger, costs))
+            finally:
+                costs.close()
+    except (KeyboardInterrupt, Terminated):
+        say("all answers are kept; run the same command again to continue", after_bar=True)
+        raise
+    values = results(args, measured, constitution, costs)
+    atomic_write_text(folder / PAIRS, redact("".join(f"{line}\n" for line in pair_lines(measured))))
+    path = write_values(folder, values)
+    plot_reliability(folder, {name: entry["all"]["reliability"] for name, entry in values["judges"].items()})
+    show_results(values)
+    print(f"judge: {len(groups)} rows; metrics in {path}, all labels in {folder / PAIRS}")
+    page = write_report_of(folder)
+    atomic_write_text(folder / CARD, redact(card_of(read_run(folder).results)))
+    say_where(page, "judge")
+    if args.push_to_hub:
+        where = push_folder(folder, args, "the metrics are", repo_type="dataset", patterns=[CARD, path.name, PAIRS])
+        print(f"judge: pushed the metrics to {where}")
+
+
+def measure(
+    args: JudgeArguments,
+    judge: Judge,
+    constitution: Constitution,
+    groups: Sequence[Group],
+    ledger: Ledger,
+    costs: Costs,
+) -> Measured:
+    """Ask a judge about all pairs; answers that the ledger holds are not asked again.
+
+    Raises:
+        RuntimeError: the judge failed too often, or the budget is spent.
+    """
+    pairs = pairs_of(groups)
+    total = 2 * len(pairs) * len(constitution.principles)
+    bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)
+    with bar:
+        limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
+        labels = Asker(judge, constitution, ledger, limit, costs=costs).labels(pairs)
+        bar.update(total - bar.n)  # Answers from the ledger.
+    thoughts = [thoughts_about(judge, pair, constitution, ledger) for pair in pairs]
+    return Measured(judge.name, judge.identity, judged_rows(groups, labels), thoughts)
+
+
+def thoughts_about(judge: Judge, pair: Pair, constitution: Constitution, ledger: Ledger) -> list[str]:
+    """Return what a judge wrote before its verdicts about a pair, in both orders and under each principle."""
+    written = []
+    for principle in constitution.principles:
+        for shown in (pair, pair.flipped()):
+            answer = kept_answer(ledger, answer_key(judge, principle, shown), Verdict)
+            if answer is not None and answer.reason:
+                written += [answer.reason, *answer.details.get("thoughts", ())]
+    return written
+
+
+def pairs_of(groups: Sequence[Group]) -> list[Pair]:
+    """Return the pairs of the groups, the better completion first; the judge sees both orders."""
+    return [
+        Pair(g.prompt, g.texts[better], g.texts[other], g.is_whole(better), g.is_whole(other), g.reference)
+        for g in groups
+        for better, other in g.pairs()
+    ]
+
+
+def judged_rows(groups: Sequence[Group], labels: Sequence[PairLabel]) -> list[Judged]:
+    rest = iter(labels)
+    return [Judged(group, tuple(next(rest) for _ in group.pairs())) for group in groups]
+
+
+def results(
+    args: JudgeArguments, measured: Sequence[Measured], constitution: Constitution, costs: Costs
+) -> dict[str, Any]:
+    """Return the entries of metrics.json."""
+    weights = [principle.weight for principle in constitution.principles]
+    judges = {}
+    for m in measured:
+        subsets: dict[str, list[Judged]] = {}
+        for row in m.rows:
+            subsets.setdefault(row.group.subset, []).append(row)
+        metrics = judge_metrics(m.rows, weights)
+        by_subset = {name: judge_metrics(rows, weights) for name, rows in sorted(subsets.items())}
+        judges[m.name] = {
+            "all": metrics,
+            "subsets": by_subset if len(subsets) > 1 else {},
+            "findings": findings(metrics),
+            "identity": digest(m.identity),
+        }
+    return {
+        "dataset": Path(args.dataset_name).name,
+        "constitution": constitution.name,
+        "constitution_version": constitution.version,
+        "judges": judges,
+        "agreement": agreement({m.name: m.rows for m in measured}),
+        "costs": costs.as_dict(),
+    }
+
+
+def pair_lines(measured: Sequence[Measured]) -> list[str]:
+    """Return one JSON text per pair: prompt, completions, and what each judge says of them."""
+    lines = []
+    for rows in zip(*(m.rows for m in measured), strict=True):
+        group = rows[0].group
+        for index, (better, other) in enumerate(group.pairs()):
+            said = {}
+            for m, row in zip(measured, rows, strict=True):
+                label, thoughts = row.labels[index], m.thoughts[len(lines)]
+                said[m.name] = {"probability": label.probability, "consistent": label.consistent}
+                said[m.name] |= {"thoughts": thoughts} if thoughts else {}
+            texts = {"prompt": group.prompt, "better": group.texts[better], "other": group.texts[other]}
+            about = {"subset": group.subset, "people": group.probability, "judges": said}
+            lines.append(json.dumps(texts | about, ensure_ascii=False))
+    return lines
+
+
+def show_results(values: dict[str, Any]) -> None:
+    """Print the metrics of all rows, and the findings."""
+    columns = {}
+    for name, entry in values["judges"].items():
+        metrics = entry["all"]
+        position = metrics["position"]
+        columns[name] = {key: metrics[key] for key in SHOWN} | {
+            "position_consistency": position["position_consistency"],
+            "first_slot_rate": position["first_slot_rate"],
+            "longer is preferred": metrics["length"]["preferred"],
+            "longer is preferred by people": metrics["length"]["preferred_by_people"],
+        }
+    show_columns(f"agreement with people on {values['dataset']}", columns)
+    for name, entry in values["judges"].items():
+        for finding in entry["findings"]:
+            print(printable(f"judge: {name}: {finding}"))
+
+
+def judge_metrics(judged: Sequence[Judged], weights: Sequence[float]) -> dict[str, Any]:
+    """Return the metrics of a judge on some rows; `weights` are those of the principles, in the order of the votes."""
+    counted = [row for row in judged if row.group.probability != TIE]
+    decided = [row for row in counted if row.is_decided]
+    unjudged = sum(any(label.errors for label in row.labels) for row in counted)
+    statistics = JudgeStatistics()
+    for label in (label for row in judged for label in row.labels):
+        statistics.add(label)
+    probabilities, people, length, marks = decided_pairs(decided)
+    leads = torch.logit(probabilities, eps=LEAST_PROBABILITY)
+    bins = reliability(leads, people)
+    return {
+        "rows": len(judged),
+        "equal_for_people": len(judged) - len(counted),
+        "decided": len(decided),
+        "unjudged": unjudged,
+        "abstained": len(counted) - len(decided) - unjudged,
+        **_share("accuracy", sum(row.score for row in decided), len(decided)),
+        **_share("consistent_accuracy", sum(row.is_consistently_right for row in decided), len(decided)),
+        "one_order_accuracy": one_order_accuracy(decided, weights),
+        "ties": int((probabilities == TIE).sum()),
+        "pairs": len(probabilities),
+        "loss": preference_loss(leads, people),
+        "calibration_error": expected_calibration_error(bins),
+        "reliability": [asdict(b) for b in bins],
+        "position": statistics.as_dict(),
+        "length": bias_metrics(probabilities, length),
+        "format": bias_metrics(probabilities, marks),
+    }
+
+
+def decided_pairs(decided: Sequence[Judged]) -> Tensor:
+    """Return [4, n]: of each pair P, the people's label, and by how much more characters and marks the better one has.
+
+    The rows have all their labels, and people do not call their completions equal.
+    """
+    pairs = []
+    for row in decided:
+        counts = [(len(text), len(MARKDOWN.findall(text))) for text in row.group.texts]
+        for (better, other), label in zip(row.group.pairs(), row.labels, strict=True):
+            more = (b - o for b, o in zip(counts[better], counts[other], strict=True))
+            pairs.append((label.probability, row.group.probability, *more))
+    return torch.tensor(pairs, dtype=torch.float64).reshape(-1, 4).T.contiguous()
+
+
+def wilson_interval(successes: float, number: int) -> tuple[float, float]:
+    """Return the 95% interval of a share; NaN of nothing.
+
+    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference", equation 4.
+    """
+    if not number:
+        return NAN, NAN
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    share, square = successes / number, z * z / number
+    center = (share + square / 2) / (1 + square)
+    half = z / (1 + square) * math.sqrt(share * (1 - share) / number + square / (4 * number))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def one_order_accuracy(judged: Sequence[Judged], weights: Sequence[float]) -> float:
+    """Return the share of answers in one order alone that are right: the accuracy of a judge that is asked once."""
+    right = []
+    for label in (label for row in judged for label in row.labels):
+        for order in range(2):
+            asked = [(orders[order], w) for (_, orders), w in zip(label.votes, weights, strict=True)]
+            known = [(p, weight) for p, weight in asked if p is not None]
+            if known:
+                mean = sum(p * weight for p, weight in known) / sum(weight for _, weight in known)
+                right.append(TIE if mean == TIE else float(mean > TIE))
+    return fmean(right) if right else NAN
+
+
+def bias_metrics(probabilities: Tensor, differences: Tensor) -> dict[str, Any]:
+    """Return how a judge treats pairs whose completions differ in something (length, marks of Markdown).
+
+    Args:
+        probabilities: [n], P of each pair.
+        differences: [n], of the better completion minus the other, in that thing.
+
+    Returns:
+        `preferred`: share of the pairs that differ in which the judge prefers the completion that has more;
+        `preferred_by_people`: the same of the people; `accuracy_more` and `accuracy_less`: accuracy on the pairs whose
+        better completion has more, or less. Each share has its interval.
+    """
+    right = (torch.sign(probabilities - TIE) + 1) / 2
+    more, less = right[differences > 0], right[differences < 0]
+    number = len(more) + len(less)
+    return {
+        "pairs_that_differ": number,
+        **_share("preferred", float(more.sum() + len(less) - less.sum()), number),
+        "preferred_by_people": len(more) / number if number else NAN,
+        **_share("accuracy_more", float(more.sum()), len(more)),
+        **_share("accuracy_less", float(less.sum()), len(less)),
+    }
+
+
+def agreement(judged: dict[str, Sequence[Judged]]) -> dict[str, dict[str, Any]]:
+    """Return how often every two judges, and each judge and the people, give the same verdict, by "one / other".
+
+    `judged` has the same rows for each judge's name. Verdicts are first (above 1/2), second, and tie.
+    """
+    opinions: dict[str, list[float | None]] = {name: [] for name in [*judged, "people"]}
+    for rows in zip(*judged.values(), strict=True):
+        for labels in zip(*(row.labels for row in rows), strict=True):
+            said = [None if label.errors else label.probability for label in labels]
+            for name, probability in zip(opinions, [*said, rows[0].group.probability], strict=True):
+                opinions[name].append(probability)
+    result = {}
+    for one, other in combinations(opinions, 2):
+        both = [pair for pair in zip(opinions[one], opinions[other], strict=True) if None not in pair]
+        verdicts = torch.sign(torch.tensor(both, dtype=torch.float64).reshape(-1, 2) - TIE)
+        same = float((verdicts[:, 0] == verdicts[:, 1]).double().mean())
+        result[f"{one} / {other}"] = {"pairs": len(both), "agreement": same}
+    return result
+
+
+def findings(metrics: dict[str, Any]) -> list[str]:
+    """Return what a reader of a judge's metrics should not overlook, as sentences without a full stop."""
+    lines = [line for line in judge_warnings(metrics["position"]) if "contradicts itself" not in line]
+    low, _ = metrics["accuracy_interval"]
+    if metrics["decided"] and not low > TIE:
+        lines.append("the judge is not shown to be better than chance: the interval of its accuracy reaches 50%")
+    consistency = metrics["position"]["position_consistency"]
+    if consistency is not None and consistency < 1 - MOST_PREFERENCE_GAP:
+        asked_once = metrics["one_order_accuracy"]
+        lines.append(
+            f"the judge contradicts itself in {1 - consistency:.0%} of the pairs when their order changes; asked in"
+            f" one order alone it would be right in {asked_once:.1%}"
+        )
+    if metrics["decided"] < FEWEST_ROWS:
+        return lines
+    for name, word in (("length", "longer"), ("format", "more formatted")):
+        bias = metrics[name]
+        people, (low, high) = bias["preferred_by_people"], bias["preferred_interval"]
+        if abs(bias["preferred"] - people) >= MOST_PREFERENCE_GAP and not low <= people <= high:
+            lines.append(
+                f"the judge prefers the {word} completion in {bias['preferred']:.0%} of the pairs, people in"
+                f" {people:.0%}; it is right in {bias['accuracy_more']:.0%} where the better one"
+                f" is {word}, and in {bias['accuracy_less']:.0%} where it is not"
+            )
+    if metrics["calibration_error"] > MOST_CALIBRATION_ERROR:
+        lines.append(
+            f"the judge's probabilities are {metrics['calibration_error']:.2f} off on average (calibration error);"
+            " labels made of them are too sure, or not sure enough"
+        )
+    return lines
+
+
+def _share(name: str, part: float, whole: int) -> dict[str, Any]:
+    return {name: part / whole if whole else NAN, f"{name}_interval": list(wilson_interval(part, whole))}
+
+
+parse_judge = partial(
+    parse,
+    verb="judge",
+    dataclass_types=(JudgeArguments, JudgeConfig, CostConfig),
+    check=lambda args, settings, prices: check_judge_is_named(settings),
+)
+main = partial(run_stage, "judge", parse_judge, run)
