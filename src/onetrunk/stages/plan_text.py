@@ -17,7 +17,7 @@ from onetrunk.plan.job import ALLOCATOR, MARGIN, Job
 from onetrunk.plan.memory import role_layouts
 from onetrunk.plan.search import MANY_ROWS, Ranked
 from onetrunk.plan.timing import PhaseTime, TrainLayout, band, most_rows_of, split_of
-from onetrunk.utils.escaping import table_console
+from onetrunk.utils.redaction import table_console
 
 # Order of the parts in the memory table.
 PARTS = (

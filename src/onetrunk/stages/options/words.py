@@ -20,6 +20,7 @@ EPILOG = """Settings of `onetrunk ppo` are accepted too (--rollout_batch_size 25
 Examples: onetrunk plan --model Qwen/Qwen2.5-7B --hardware 8xH100-80GB;
 onetrunk plan --config llama-3.1-8b/ppo --model meta-llama/Llama-3.1-8B --hardware 8xH100 --nodes 2;
 onetrunk plan --calibrate machine.yaml; onetrunk plan --check runs/tiny/ppo --hardware_file machine.yaml"""
+# Largest number of an option of `plan`.
 MOST = 10**9
 
 
