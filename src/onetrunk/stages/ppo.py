@@ -31,9 +31,9 @@ from onetrunk.rewards.reward import RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.judging import load_judge_parts, measured_words
 from onetrunk.stages.options.reading import DRY_RUN
+from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
-from onetrunk.stages.tables import metrics_table, show, without_prefix, write_metrics
 from onetrunk.utils.options import option
 
 # Words in reward_funcs that stand for the judge.
@@ -175,8 +175,8 @@ def compare(trainer: PPOTrainer, reference: dict[str, float], model_name: str, m
         about |= {"seed": trainer.args.seed, "num_processes": trainer.accelerator.num_processes}
         if monitor is not None:
             about["monitor"] = monitor.summary()
-        write_metrics(trainer.args.output_dir, policy, reference, **about)
-        show(metrics_table(f"PPO from {model_name}", policy, reference))
+        write_values(trainer.args.output_dir, {**about, "reference": reference, "policy": policy})
+        show_columns(f"PPO from {model_name}", compared(reference, policy))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from onetrunk.feedback.preferences import plain
 from onetrunk.feedback.shards import Shard, read_rows
 from onetrunk.judges.labels import judge_warnings
 from onetrunk.report.blocks import flat
-from onetrunk.stages.tables import as_json, markdown_table, shortened, text_table
+from onetrunk.stages.results import as_json, markdown_table, shortened, text_table
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
 from onetrunk.utils.redaction import redact, redact_all
 
