@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Principle
-from onetrunk.judges.rubric import RubricJudge
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.reference_completions import sample_references
 from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key

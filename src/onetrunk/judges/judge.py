@@ -204,8 +204,8 @@ class Usage:
         return values
 
 
-class Judge(ABC):
-    """Compares pairs of completions, and rates single completions.
+class Judge:
+    """Compares pairs of completions, and rates single completions. A judge of your own defines `_answer`.
 
     Args:
         name: for reports and metrics, [A-Za-z0-9._-].
@@ -279,12 +279,12 @@ class Judge(ABC):
             if items:
                 self._answer(items, principle, functools.partial(keep, number))
 
-    @abstractmethod
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         """Call `keep(index, answer)` once per item: a Verdict for a Pair, a Rating for a Single."""
+        raise NotImplementedError(f"the judge {self.name} has no _answer")
 
 
-class ScoringJudge(Judge):
+class ScoringJudge(Judge, ABC):
     """A judge that scores each completion by itself; a verdict follows from two scores."""
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:

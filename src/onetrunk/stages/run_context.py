@@ -25,8 +25,8 @@ from onetrunk.checkpoints.folders import (
     MANIFEST,
     PREFIX,
     checkpoint_folders,
+    checkpoint_problems,
     delete_old_run,
-    problems,
     require_free,
 )
 from onetrunk.checkpoints.resume_point import AUTO, LOOP_FILES, locate, open_mirror
@@ -390,7 +390,7 @@ def _resume_point(args: TrainingSettings, needed: Sequence[str]) -> str | None:
 
 def has_result(output_dir: str | os.PathLike[str]) -> bool:
     """Return whether a run has left its complete, undamaged result next to its checkpoints."""
-    return all(problem.startswith(f"{CARD}:") for problem in problems(output_dir))
+    return all(problem.startswith(f"{CARD}:") for problem in checkpoint_problems(output_dir))
 
 
 def last_finished_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:

@@ -38,7 +38,6 @@ from onetrunk.judges.judge import Done, Items, Judge, Principle
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.report.report import write_report_of
-from onetrunk.rewards.combine import resolve_reward
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
 from onetrunk.stages.judging import check_judges, measured_words
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
@@ -135,7 +134,7 @@ def make(
     source = open_source(args, model_args)
     constitution = load_constitution(judge_settings.constitution)
     claim_folder(folder, deciding(args, constitution), args.overwrite_output_dir)
-    judge = load_judge(judge_settings, resolve_reward) if args.mode == "pairs" else None
+    judge = load_judge(judge_settings) if args.mode == "pairs" else None
     costs = Costs(folder, [] if judge is None else [judge], prices)
     if judge is not None:
         check_judges([judge])
