@@ -101,7 +101,7 @@ def check_settings(
         defaults = ((f.name, f.default) for f in fields(judge_args) if f.name.startswith("monitor_"))
         unused = [name for name, default in defaults if getattr(judge_args, name) != default]
         if unused:
-            raise ValueError(f"{unused[0]} is set and monitor_judge is not; name a judge that monitors, or leave it out")
+            raise ValueError(f"{unused[0]} is set and monitor_judge is not; name the judge, or leave it out")
         return
     monitor = judge_args.monitor_settings(settings)
     if not monitor.constitution:
