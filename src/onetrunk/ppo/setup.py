@@ -20,7 +20,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import has_file
 
-from onetrunk.checkpoints.hub import require_push
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.data.prompts import prepare_prompts, prepare_streamed_prompts
 from onetrunk.data.sharded import ShardedRows, known_rows
@@ -149,7 +148,10 @@ def load_sampled_model(
     for dataset in datasets:
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     check_stage_training(args, inputs.quantization_config, rewards.trunk_reward is not None)
-    require_push(args)
+    if args.push_to_hub:
+        from onetrunk.checkpoints.hub import require_push
+
+        require_push(args)
     if isinstance(backend, ServedBackend):
         backend.check()
     set_seed(args.seed)
