@@ -263,22 +263,6 @@ def test_a_backend_that_is_none_is_refused(tmp_path):
         PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), rollout_backend=object())
 
 
-class WithModes(torch.optim.SGD):
-    """As schedule-free optimizers are: the weights that are evaluated are others than those in training."""
-
-    def train(self):
-        pass
-
-    def eval(self):
-        pass
-
-
-def test_an_optimizer_with_modes_is_refused_as_by_its_name(tmp_path):
-    optimizer = WithModes([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ValueError, match="the optimizer WithModes has modes.*not those that it evaluates and saves"):
-        PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), optimizers=(optimizer, None))
-
-
 def test_predicting_is_refused_with_what_there_is_instead(tmp_path):
     with pytest.raises(ValueError, match="evaluate"):
         build(tmp_path, model=saved_model()).predict(prompts())
@@ -321,31 +305,6 @@ def test_an_attention_that_cannot_run_here_is_rejected_before_the_weights_load(
 ):
     monkeypatch.setattr("onetrunk.models.base_model.find_spec", lambda name: None)
     refused(tmp_path, sentence, model_init_kwargs={"attn_implementation": attention})
-
-
-@pytest.mark.parametrize(
-    ("keywords", "sentence"),
-    [
-        ({"ref_model": None}, "PPOTrainer: ref_model: the reference is the frozen base"),
-        ({"reward_model": "m"}, "reward_model: pass it in reward_funcs"),
-        ({"tokenizer": 1, "dataset": 2}, "tokenizer: here processing_class; dataset: here train_dataset"),
-        ({"beta": 0.1}, "beta: a setting, so pass args=PPOConfig(beta=...)"),
-        ({"train_datset": 1}, "unknown key 'train_datset': did you mean 'train_dataset'?"),
-    ],
-)
-def test_keywords_of_other_trainers_get_the_hint_that_config_keys_get(keywords, sentence):
-    with pytest.raises(TypeError) as raised:
-        PPOTrainer(str(unloadable_model()), even_share, **keywords)
-    assert sentence in str(raised.value)
-
-
-def test_a_subclass_may_have_keywords_of_its_own(tmp_path):
-    class Own(PPOTrainer):
-        def __init__(self, *args, tokenizer=None, **kwargs):
-            super().__init__(*args, processing_class=tokenizer, **kwargs)
-
-    trainer = Own(base_model(), even_share, make_config(tmp_path), prompts(), tokenizer=tiny_tokenizer())
-    assert trainer.processing_class.eos_token == "<eos>"
 
 
 @pytest.mark.slow

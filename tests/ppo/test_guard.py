@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from onetrunk.ppo.monitoring.step_guard import are_finite
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.fakes import CannedBackend
 from tests.ppo.support import (
@@ -170,45 +169,3 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(RuntimeError, match=r"1 of \d+ weights are not finite after step 2, the first is .*lora_A"):
         trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
-class Spoils(TrainerCallback):
-    """Makes the optimizer's state NaN behind a step, as an overflow or a damaged file does."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, optimizer, **kwargs):
-        if state.global_step == self.step:
-            next(iter(optimizer.state.values()))["exp_avg"].fill_(math.nan)
-
-
-def test_an_optimizer_whose_state_is_not_finite_takes_no_step(tmp_path):
-    recorder = Recorder()
-    trainer = make_trainer(tmp_path, callbacks=[recorder, Spoils(2)], num_rollouts=4)
-    with pytest.raises(RuntimeError, match="the optimizer's state is not finite before step 3; the weights are those"):
-        trainer.train()
-    assert trainer.state.global_step == 2
-    assert_same(trained_weights(trainer.model), recorder.weights[-1])
-
-
-class LargeGradient(PPOTrainer):
-    """Has a gradient of 1e15 or so, which is finite, as its square is."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs) * 1e15
-
-
-def test_a_step_that_leaves_weights_infinite_is_named_and_not_saved(tmp_path):
-    settings = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1e30, "save_strategy": "steps", "save_steps": 1}
-    trainer = make_trainer(tmp_path, trainer_class=LargeGradient, **settings)
-    with pytest.raises(RuntimeError, match="step 1, of a gradient with norm .* left weights or optimizer state that"):
-        trainer.train()
-    assert not list(tmp_path.glob("checkpoint-*"))
-
-
-def test_the_largest_number_of_float32_is_finite():
-    most = torch.finfo(torch.float32).max
-    for entry, is_fine in ((most, True), (math.inf, False), (math.nan, False), (-math.inf, False)):
-        assert are_finite([torch.zeros(3), torch.tensor([1.0, entry])]) == is_fine
-    assert are_finite([])

@@ -163,34 +163,6 @@ class MetricLog:
             self.totals.load_state_dict(state["totals"], device)
 
 
-def merged_log(states: Sequence[dict[str, Any]], process: int) -> dict[str, Any]:
-    """Return one process's part of a MetricLog that another number of processes saved.
-
-    Sums and the metrics of single processes go to the first one; the others have zeros under the same names, because
-    all names are reduced.
-
-    Args:
-        states: `MetricLog.state_dict` of every process that wrote the checkpoint.
-        process: of this run.
-    """
-    first, totals = states[0], states[0]["totals"]
-    own: dict[str, list[float]] = defaultdict(list)
-    for state in states if process == 0 else ():
-        for name, values in state["own"].items():
-            own[name] += values
-    return {
-        **first,
-        "sums": _merged_sums([state["sums"] for state in states], process),
-        "maxima": {name: max(state["maxima"][name] for state in states) for name in first["maxima"]},
-        "own": dict(own),
-        "totals": {**totals, "sums": _merged_sums([state["totals"]["sums"] for state in states], process)},
-    }
-
-
-def _merged_sums(parts: Sequence[dict[str, float]], process: int) -> dict[str, float]:
-    return {name: sum(part[name] for part in parts) if process == 0 else 0.0 for name in parts[0]}
-
-
 class RolloutTotals:
     """Metrics of the rollout in use and of its optimizer steps so far; the alarms read them at its end."""
 
