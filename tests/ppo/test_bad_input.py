@@ -248,7 +248,7 @@ def all_nan(prompts, **kwargs):
     [
         (raises, RuntimeError, "reward function 'raises' raised KeyError: 'gone'"),
         (too_short, ValueError, "reward function 'too_short' returned 1 scores, expected 4"),
-        (not_numbers, TypeError, "reward function 'not_numbers' returned 'good' of type str at index 0"),
+        (not_numbers, TypeError, "reward function 'not_numbers' returned 'good' at index 0"),
         (all_nan, RuntimeError, "100% of the rows of rollout 0 have no finite score"),
     ],
 )

@@ -55,9 +55,10 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(written, before, no
         weights = load_file(output / f"weights-{rank}.safetensors")
         assert_same(weights, load_file(written[1] / "weights-0.safetensors"), atol=2e-5, rtol=1e-4)
     assert len(whole) == len(expected)
-    for found, one in zip(whole, expected, strict=True):
+    for number, (found, one) in enumerate(zip(whole, expected, strict=True)):
         assert found.keys() == one.keys()
-        for key in one:
+        # The first log after the change has the metrics of its steps since then only.
+        for key in one if number else ("score/mean", "kl/ref"):
             tolerance = 0.03 if key.endswith("clip_fraction") else 2e-4
             assert found[key] == pytest.approx(one[key], rel=2e-3, abs=tolerance), key
 

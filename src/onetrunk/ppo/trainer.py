@@ -34,7 +34,7 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.monitoring.alarms import Alarms, StepEnd, StepGuard
-from onetrunk.ppo.monitoring.metrics import MetricLog
+from onetrunk.ppo.monitoring.metrics import MetricLog, without_steps
 from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
@@ -385,8 +385,8 @@ class PPOTrainer(ResumableTrainer):
         }
 
     def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return what other processes than those that wrote a checkpoint resume with: metrics begin anew."""
-        return {**states[0], "metrics": None}
+        """Return what other processes than those that wrote a checkpoint resume with."""
+        return {**states[0], "metrics": without_steps(states[0]["metrics"])}
 
     def has_other_groups(self, folder: str) -> bool:
         """Return whether other numbers of processes worked on the same rows in the run that wrote a checkpoint."""
@@ -394,8 +394,7 @@ class PPOTrainer(ResumableTrainer):
 
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""
-        if state["metrics"] is not None:
-            self.metric_log.load_state_dict(state["metrics"])
+        self.metric_log.load_state_dict(state["metrics"])
         self.alarms.load_state_dict(state["alarms"], self.args)
         self._last_evaluation = state["last_evaluation"]
 

@@ -163,6 +163,15 @@ class MetricLog:
             self.totals.load_state_dict(state["totals"], device)
 
 
+def without_steps(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a MetricLog's state for other processes than those that saved it.
+
+    Metrics of rollouts are global numbers and stay. Sums over steps, of which each process had a part, begin anew.
+    """
+    totals = {**state["totals"], "sums": {}, "counts": [0, 0, 0]}
+    return {**state, "sums": {}, "maxima": {}, "own": {}, "counts": [0, 0, state["counts"][2]], "totals": totals}
+
+
 class RolloutTotals:
     """Metrics of the rollout in use and of its optimizer steps so far; the alarms read them at its end."""
 
