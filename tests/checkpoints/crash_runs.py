@@ -474,21 +474,6 @@ def command_limited(folder: Path, words: list[str]) -> None:
     sys.exit(code)
 
 
-def signalled_twice(folder: Path, number: int = signal.SIGINT) -> None:
-    """Finish a PPO run that gets a signal twice in one update; a second Ctrl-C is an interrupt as ever."""
-    trainer = ppo(folder)
-
-    class Twice(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            if state.global_step == 7:
-                os.kill(os.getpid(), number)
-                os.kill(os.getpid(), number)
-
-    trainer.add_callback(Twice())
-    trainer.train(resume_from_checkpoint="auto")
-    (folder / "digest.json").write_text("{}")
-
-
 def forked(target: Callable[..., None], *args: Any) -> None:
     """Run `target` in this process, quietly; a Stopped leaves with its exit code."""
     sys.stdout = sys.stderr = open(os.devnull, "w")

@@ -55,12 +55,7 @@ def test_a_label_alone_is_read_in_its_usual_clothes(text):
         "Both",
         '{"verdict": "C"}',
         '{"verdict": "A", "label": "B"}',
-        '{"verdict": "A", "winner": "A"}',
-        '{"verdict": ["A"]}',
-        '{"other": "A"}',
         '{"verdict": "A"',
-        '```json\n{"verdict": "A"',
-        "[A, B]",
         '{"verdict": ' + "[" * 100_000,
     ],
 )
@@ -132,15 +127,10 @@ PAST_THE_END = [
     # What vLLM answers where the server knows no stop token: the text without control tokens, the tokens with them.
     (["A", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "Why", "?"], "A\nuser\nWhy?"),
     (["A", "</s>", "\n", "B"], "A\nB"),
-    (["A", "<turn|>", "\n", "<|turn>", "user"], "A\nuser"),
-    (["A", "[|endofturn|]"], "A"),
-    (["A", "]~b]", "user"], "Auser"),
     # A server that shows them.
     (["A", "<|im_end|>", "B"], "A<|im_end|>B"),
     # An end mark without brackets, the last token of all.
     (["A", "EndOfText"], "A"),
-    # A letter in two tokens, of which each alone is none.
-    (["A", ".", " Ma", "\ufffd", "\ufffd", "il"], "A. Ma\u00ebil"),
     # Log probabilities of the beginning alone.
     (["\u2581A"], "A is better."),
 ]
@@ -165,7 +155,6 @@ def test_a_reply_that_begins_with_a_mark_is_measured_there():
     ("tokens", "text"),
     [
         # Those of reasoning that the server has hidden.
-        (["A", " was", " longer", ".", "A"], "A"),
         (["<think>", "B", "</think>", "A"], "A"),
         (["Both", " are", " fine"], "A"),
     ],
@@ -187,8 +176,6 @@ def test_after_reasoning_in_the_text_the_first_token_is_not_the_verdict():
     [
         ({}, "without choices"),
         ({"choices": []}, "without choices"),
-        ({"choices": "A"}, "without choices"),
-        ({"choices": [{}]}, "without text"),
         ({"choices": [{"message": {"content": None}}]}, "without text"),
         ({"choices": [{"message": {"content": ["A"]}}]}, "without text"),
         ({"error": {"message": "upstream"}}, "in place of a reply"),
@@ -211,7 +198,6 @@ def test_reasoning_that_fills_the_reply_is_a_reply_without_a_label():
         ("judge", "judge", True),
         ("owner/Judge", "judge", True),
         ("judge", "owner/judge", True),
-        ("some/folder/judge", "judge@main", True),
         ("judge", "judge-2026-05-13", True),
         ("judge", "judge:latest", True),
         ("judge", "judge-mini", False),

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Judge, Principle, Rating, Single
-from onetrunk.judges.rubric import RubricJudge
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from tests.ppo.support import (
     StopAt,

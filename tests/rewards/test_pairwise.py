@@ -4,10 +4,9 @@ import math
 
 import pytest
 
-from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.labels import judge_pairs, kept_ratings
-from onetrunk.judges.rubric import RubricJudge
 from onetrunk.rewards import RewardSet
 from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward, prompt_key
 from onetrunk.types import SampledText

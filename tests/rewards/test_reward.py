@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import onetrunk.rewards
-from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Principle
-from onetrunk.judges.rubric import RubricJudge
 from onetrunk.models.reward_model import ScoreScale, read_score_adapter
 from onetrunk.rewards import EnsembleReward, ModelReward, PairwiseReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.model import TrunkReward, load_reward

@@ -129,20 +129,20 @@ BASE_FAULTS = {
     "NaN": (tensors_changed(WEIGHTS, poisoned), "", "NaN or infinite"),
     "no tensor of a layer": (tensors_changed(WEIGHTS, lambda t: t.pop("model.norm.weight")), "", "lacks 1 weights"),
     "half of the config": (truncated(CONFIG), CONFIG, "cannot be used"),
-    "an unknown architecture": (changed(CONFIG, model_type="unheard_of"), CONFIG, "unheard_of"),
+    "an unknown architecture": (changed(CONFIG, model_type="unheard_of"), "", "unheard_of"),
     "the config of a wider model": (changed(CONFIG, hidden_size=48), CONFIG, "have another shape"),
     "half of the tokenizer": (truncated(TOKENIZER), TOKENIZER, "cannot be used"),
     "no tokenizer": (removed(TOKENIZER), "", "the tokenizer"),
 }
 ADAPTER_FAULTS = {
     "half of the weights": (truncated(ADAPTER), ADAPTER, "cannot be used"),
-    "NaN": (tensors_changed(ADAPTER, poisoned), ADAPTER, "NaN or infinity in 1 tensors"),
+    "NaN": (tensors_changed(ADAPTER, poisoned), "", "NaN or infinity in 1 tensors"),
     "no weights": (removed(ADAPTER), "", "adapter_model.safetensors"),
     "half of the config": (truncated(ADAPTER_CONFIG), ADAPTER_CONFIG, "cannot be used"),
-    "an unknown kind": (changed(ADAPTER_CONFIG, peft_type="NOPE"), ADAPTER_CONFIG, "NOPE"),
+    "an unknown kind": (changed(ADAPTER_CONFIG, peft_type="NOPE"), "", "NOPE"),
     "no base": (changed(ADAPTER_CONFIG, base_model_name_or_path=3), "", "does not say what its base model is"),
     "another rank": (changed(ADAPTER_CONFIG, r=8), "", "does not fit"),
-    "targets that are not there": (changed(ADAPTER_CONFIG, target_modules=["nope"]), ADAPTER_CONFIG, "nope"),
+    "targets that are not there": (changed(ADAPTER_CONFIG, target_modules=["nope"]), "", "nope"),
 }
 
 

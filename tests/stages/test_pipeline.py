@@ -273,7 +273,7 @@ def real(tmp_path, monkeypatch):
     train = {**common, "per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 1, "report_to": "none"}
     train["write_report"] = False
     judge = {"judge": ["rubric"], "rubric": {"long": "rules.py:long"}, "constitution": "rules.yaml"}
-    sampling = {"num_generations": 3, "max_completion_length": 6, "num_samples_to_print": 0}
+    sampling = {"num_generations": 3, "max_completion_length": 6}
     configs = {
         "sft": {**train, "model_name_or_path": "base", "dataset_name": "rows.jsonl"},
         "prefs": {**common, **judge, **sampling, "model_name_or_path": "out/sft", "dataset_name": "rows.jsonl"},

@@ -121,8 +121,7 @@ def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(
     eval_rows = ["--eval_dataset_name", "prompts.jsonl" if verb == "ppo" else "sft.jsonl"]
     assert run(verb, *PUSH, *eval_rows, *new(tmp_path)) == 1
     line, out = last_line(capsys), tmp_path / "out"
-    assert line.startswith(f"error: the push to someone/out failed: HTTP {status}, ")
-    assert f"The result is whole in {out}; `hf upload someone/out {out} . --exclude 'checkpoint-*'" in line
+    assert f"the result is in {out} and could not be pushed to someone/out: HTTP {status}, " in line
     # What comes after the saving of the result has been written too.
     assert {"adapter_model.safetensors", "metrics.json" if verb == "ppo" else "eval_results.json"} <= {
         path.name for path in out.iterdir()
@@ -133,7 +132,7 @@ def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(
 def test_a_reward_model_that_is_not_pushed_is_measured_all_the_same(hub, tmp_path, capsys, verb):
     hub.refusals["/commit/"] = 403
     assert run(verb, *PUSH, *new(tmp_path)) == 1
-    assert "the push to someone/out failed: HTTP 403" in last_line(capsys)
+    assert "could not be pushed to someone/out: HTTP 403" in last_line(capsys)
     assert (tmp_path / "out" / "score_scale.json").is_file() and (tmp_path / "out" / RESULT[verb]).is_file()
 
 
@@ -179,8 +178,8 @@ def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses
     hub.refusals["/commit/"] = 403
     assert cli.main(words) == 1
     line = last_line(capsys)
-    assert f"in {tmp_path / 'out'} and could not be pushed: HTTP 403" in line
-    assert "--repo-type dataset` pushes it" in line and (tmp_path / "out/README.md").is_file()
+    assert f"in {tmp_path / 'out'} and could not be pushed to someone/out: HTTP 403" in line
+    assert (tmp_path / "out/README.md").is_file()
 
 
 def test_a_shard_is_not_pushed_alone(hub, tmp_path, capsys):

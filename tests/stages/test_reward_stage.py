@@ -1,7 +1,6 @@
 """`onetrunk reward` and `onetrunk distill` on tiny models: what they leave, how they go on, how they end."""
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ from onetrunk import cli
 from onetrunk.models.reward_model import read_score_scale
 from onetrunk.rewards import ModelReward
 from onetrunk.rewards.model import load_reward
-from onetrunk.stages import plots as preference_plots
 from onetrunk.stages.distill import StudentArguments
 from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
@@ -222,13 +220,6 @@ def test_without_held_out_rows_nothing_is_measured_and_that_is_said(there, capsy
     assert cli.main(["reward", *options, "--max_steps", "1"]) == 0
     assert "no held-out rows, so nothing is measured" in capsys.readouterr().out
     assert not (there / "blind/metrics.json").exists() and (there / "blind/score_scale.json").is_file()
-
-
-def test_without_matplotlib_the_plots_are_left_out_with_a_sentence(there, monkeypatch, caplog):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with caplog.at_level(logging.WARNING):
-        assert preference_plots.plot_reliability(there, {}) == []
-    assert "matplotlib is not installed; pip install matplotlib" in caplog.text
 
 
 def test_a_larger_student_is_warned_of_and_trained(there, caplog):

@@ -221,7 +221,7 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         (
             "ppo",
             ["--lora_target_modules", "q_proj", "vproj"],
-            "'vproj' (did you mean 'v_proj'?), and the model has no",
+            "names 'vproj', and the model has no",
         ),
         ("ppo", ["--lora_target_modules", "lm_head"], "the output head and the embedding are shared"),
         # Before the rows are read, of which there are none here either.

@@ -20,7 +20,6 @@ from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdic
 from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
-    RememberedJudge,
     ask_missing_each,
     judge_pairs,
     rating_label,
@@ -58,7 +57,10 @@ class Asker:
         both_orders: bool = True,
         costs: Costs | None = None,
     ):
-        self.judge, self.constitution, self.ledger = _remembered(judge, ledger), constitution, ledger
+        if isinstance(judge, EnsembleJudge):
+            # The answers of each member are kept too, so that none is lost while another member is asked.
+            judge = EnsembleJudge(list(judge.members.values()), ledger)
+        self.judge, self.constitution, self.ledger = judge, constitution, ledger
         self.limit, self.both_orders, self.costs = limit, both_orders, costs
         self.statistics = JudgeStatistics()
 
@@ -112,13 +114,6 @@ class Asker:
         self.limit.note(answer.error, answer.error_kind, item.prompt)
         if self.costs is not None:
             self.costs.check()
-
-
-def _remembered(judge: Judge, ledger: Ledger) -> Judge:
-    """Return a judge as it is; an ensemble so that each member's answers are kept as soon as they arrive."""
-    if not isinstance(judge, EnsembleJudge):
-        return judge
-    return EnsembleJudge([RememberedJudge(member, ledger) for member in judge.members.values()])
 
 
 class FailureLimit:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from onetrunk.judges.judge import Answer, Done, DoneEach, Items, Judge, Principle
+from onetrunk.judges.judge import Answer, DoneEach, Items, Judge, Principle
+from onetrunk.judges.labels import Memory, ask_missing_each
 from onetrunk.servers.errors import EndOfCalls
 from onetrunk.utils.files import unique_names
 
@@ -28,11 +29,13 @@ class EnsembleJudge(Judge):
 
     Args:
         judges: two or more different ones.
+        memory: keeps the answers of each member as soon as they arrive; what it holds is not asked again.
     """
 
     name = "ensemble"
 
-    def __init__(self, judges: Sequence[Judge]):
+    def __init__(self, judges: Sequence[Judge], memory: Memory | None = None):
+        self.memory = memory
         identities = [judge.identity for judge in judges]
         twice = next((j.name for i, j in enumerate(judges) if j.identity in identities[:i]), None)
         if twice is not None:
@@ -40,9 +43,6 @@ class EnsembleJudge(Judge):
         self.members = dict(zip(unique_names([judge.name for judge in judges]), judges, strict=True))
         self.identity: dict[str, Any] = {"kind": "ensemble", "members": identities}
         self.is_remote = all(judge.is_remote for judge in judges)
-
-    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
 
     def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
         answers: dict[tuple[int, int], dict[str, Answer]] = {}
@@ -61,7 +61,7 @@ class EnsembleJudge(Judge):
 
         def ask(member: str) -> None:
             try:
-                self.members[member].answer_each(asked, functools.partial(take, member))
+                ask_missing_each(self.members[member], asked, self.memory, done=functools.partial(take, member))
             except BaseException as error:
                 errors.append(error)
 

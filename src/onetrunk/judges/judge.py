@@ -142,7 +142,7 @@ class Usage:
         seconds: during which questions were being answered.
     """
 
-    # First: a copy made while a call ends may count it twice, but never leaves it out.
+    # First, because `astuple` reads in this order: a call that ends meanwhile is counted twice, and never left out.
     unsettled_calls: int = 0
     unsettled_prompt_tokens: int = 0
     unsettled_completion_tokens: int = 0
@@ -174,14 +174,6 @@ class Usage:
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)
 
-    def minus(self, earlier: Usage) -> Usage:
-        """Return what was used since `earlier`, a copy of these counters."""
-        return Usage(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
-
-    def copy(self) -> Usage:
-        """Return a copy that later use does not change."""
-        return Usage(**asdict(self))
-
     def cost_usd(self, price: Sequence[float]) -> float:
         """Return the price in USD of the tokens, unsettled ones included.
 
@@ -204,8 +196,8 @@ class Usage:
         return values
 
 
-class Judge(ABC):
-    """Compares pairs of completions, and rates single completions.
+class Judge:
+    """Compares pairs of completions, and rates single completions. A judge of your own defines `_answer`.
 
     Args:
         name: for reports and metrics, [A-Za-z0-9._-].
@@ -279,12 +271,12 @@ class Judge(ABC):
             if items:
                 self._answer(items, principle, functools.partial(keep, number))
 
-    @abstractmethod
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         """Call `keep(index, answer)` once per item: a Verdict for a Pair, a Rating for a Single."""
+        raise NotImplementedError(f"the judge {self.name} has no _answer")
 
 
-class ScoringJudge(Judge):
+class ScoringJudge(Judge, ABC):
     """A judge that scores each completion by itself; a verdict follows from two scores."""
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import (
     Answer,
-    Done,
     DoneEach,
     ErrorKind,
     Items,
@@ -234,25 +233,6 @@ def keep_answer(memory: Memory, key: str, answer: Answer) -> None:
     value = asdict(answer)
     del value["error_kind"]
     memory.put(key, value)
-
-
-class RememberedJudge(Judge):
-    """A judge that asks another one only what a memory does not hold, and keeps what it answers.
-
-    It has the name and identity of that judge. As a member of an ensemble, it pays for no answer that was bought
-    while the member was asked alone.
-    """
-
-    def __init__(self, judge: Judge, memory: Memory):
-        self.judge, self.memory = judge, memory
-        self.name, self.identity = judge.name, judge.identity
-        self.is_remote = judge.is_remote
-
-    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
-
-    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
-        ask_missing_each(self.judge, asked, self.memory, done=keep)
 
 
 class JudgeStatistics:

@@ -12,9 +12,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from onetrunk.judges.judge import Done, DoneEach, Items, Judge, Pair, Principle, Single, model_name
+from onetrunk.judges.judge import DoneEach, Items, Judge, Pair, Principle, Single, model_name
 from onetrunk.judges.replies import (
     MORE_TOKENS,
     Reply,
@@ -26,13 +26,11 @@ from onetrunk.judges.replies import (
 )
 from onetrunk.judges.template import (
     LABELS,
-    MAX_CHARACTERS,
     RATINGS,
     REASON_FIRST,
     VERDICT_NOW,
     VERDICT_TOKENS,
     Form,
-    Marks,
     Opinion,
     form_of,
     nonce_of,
@@ -46,9 +44,6 @@ from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import Fleet, RetryPolicy, run_async
 from onetrunk.types import Message
 from onetrunk.utils.files import digest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +99,6 @@ class ServerJudge(Judge):
         model: its name on the server; replies of any other model are rejected.
         policy: waits, numbers of calls and deadlines.
         others: as the settings of these names in `JudgeConfig`.
-        tokenizer: of the model on the server: its control tokens, and what its chat template writes, are removed from
-            the judged texts. The general rule of `template.py` applies in either case.
 
     Raises:
         ValueError: no URL, no model, or a variable that is not set.
@@ -125,7 +118,6 @@ class ServerJudge(Judge):
         policy: RetryPolicy | None = None,
         verdict_tokens: int = VERDICT_TOKENS,
         extra_body: dict[str, Any] | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         urls = [url] if isinstance(url, str) else list(url)
         self.servers = [Server(_api(url), "the judge's address", "judge server", api_key_env) for url in urls]
@@ -135,7 +127,6 @@ class ServerJudge(Judge):
         self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
         self.extra_body = extra_body or {}
         self.name = model_name(model)
-        self._marks = None if tokenizer is None else Marks(tokenizer)
         # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
         # no answer, so more tokens change no answer.
         self.identity: dict[str, Any] = {
@@ -146,8 +137,6 @@ class ServerJudge(Judge):
             "extra_body": self.extra_body,
             "template": _template_digest(),
         }
-        if self._marks is not None:
-            self.identity["marks"] = digest(self._marks.words)[:16]
         # Candidates per token that the servers return log probabilities of; 0: none; None: not known yet.
         self.top_logprobs: int | None = None
         self._is_told_of_usage = False
@@ -189,9 +178,6 @@ class ServerJudge(Judge):
             )
         self.top_logprobs = top_logprobs if vote.probabilities is not None else 0
 
-    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
-
     def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
         """Ask all questions at once; raises ServerUnavailable when the servers are given up."""
         self.check()
@@ -199,7 +185,8 @@ class ServerJudge(Judge):
         places: dict[str, list[tuple[int, int, Form]]] = {}
         for number, (items, principle) in enumerate(asked):
             for index, item in enumerate(items):
-                question = ChatQuestion(self._messages(item, principle), form_of(item).labels)
+                messages = question_messages(item, principle, nonce_of(item, principle))
+                question = ChatQuestion(messages, form_of(item).labels)
                 questions.setdefault(question.key, question)
                 places.setdefault(question.key, []).append((number, index, form_of(item)))
 
@@ -212,11 +199,6 @@ class ServerJudge(Judge):
 
         if questions:
             run_async(self._decide(questions, decide))
-
-    def _messages(self, item: Pair | Single, principle: Principle) -> list[Message]:
-        if self._marks is None:
-            return question_messages(item, principle, nonce_of(item, principle))
-        return self._marks.query(item, principle).messages(MAX_CHARACTERS)
 
     async def _decide(self, questions: dict[str, ChatQuestion], decide: Decide) -> None:
         """Call `decide` once per question, as soon as it is decided or has failed."""
@@ -268,7 +250,7 @@ class ServerJudge(Judge):
                 reply = await self._reply(to, with_reasons_asked(messages), self.reasoning_tokens, seed)
                 # The reasoning becomes a part of the conversation and may quote what the model read, so it must hold
                 # no marks either.
-                reasons[place] = sanitized(reply.text, self._marks.words if self._marks else ()).strip()
+                reasons[place] = sanitized(reply.text).strip()
             messages = with_reasons_given(messages, reasons[place], question.labels)
         reply = await self._reply(to, messages, self.verdict_tokens, seed, self.top_logprobs)
         return read_vote(reply, question.labels, reasons.get(place))

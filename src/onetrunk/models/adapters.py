@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import logging
 import re
 from collections.abc import Iterator
@@ -225,11 +224,10 @@ def check_targets(config: PeftConfig, model: nn.Module) -> None:
         return
     linear = {name.rsplit(".", 1)[-1]: None for name, m in modules.items() if isinstance(m, (nn.Linear, Conv1D))}
     known = [name for name in linear if name not in HEAD_MODULES]
-    near = {name: difflib.get_close_matches(name, [*known, "all-linear"], n=1, cutoff=0.5) for name in missing}
-    words = [f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else "") for name, close in near.items()]
     raise ValueError(
-        f"LoRA target_modules names {', '.join(words)}, and the model has no such module; its linear modules are"
-        f" {', '.join(known)}. On the command line the setting is lora_target_modules"
+        f"LoRA target_modules names {', '.join(map(repr, missing))}, and the model has no such module; its linear"
+        f" modules are {', '.join(known)}, and 'all-linear' means all of them. On the command line the setting is"
+        " lora_target_modules"
     )
 
 

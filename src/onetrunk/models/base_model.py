@@ -6,11 +6,9 @@ config's length, the head comes from the config and is proved by one forward (`v
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from onetrunk.models.loading import check_finite, load_weights, pinned_source, read_config, read_tokenizer
 from onetrunk.ops.running_softmax import Head
@@ -37,9 +34,6 @@ _UNSUPPORTED = {
     "minimax": "it can't continue a sequence from transformers' own cache, only from a cache class of its model code",
     "phimoe": "its router draws experts at random in training, so that the first PPO ratio would differ from 1",
 }
-
-# The package of each attention implementation that is not part of torch.
-FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 _DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DROPOUT_NAME = re.compile(r"(.*_)?(dropout|pdrop)(_p|_prob|_rate)?")
@@ -69,9 +63,7 @@ def load_base(
     name_or_path = str(name_or_path)
     config = read_config("model", name_or_path, **source)
     check_decoder(config, name_or_path)
-    check_attention(attn_implementation)
-    is_flash = "flash" in (attn_implementation or "")
-    if is_flash and device_map is None and torch.cuda.is_available():
+    if "flash" in (attn_implementation or "") and device_map is None and torch.cuda.is_available():
         # Its kernels run on a GPU only, and the proofs of this room run before a trainer moves the model.
         device_map = {"": torch.cuda.current_device()}
     model, report = load_weights(
@@ -90,11 +82,6 @@ def load_base(
             f"{type(model).__name__}, among them {min(report['missing_keys'])}; they would be random. Give a causal "
             "language model's checkpoint"
         )
-    if is_flash and model.dtype == torch.float32:
-        raise ValueError(
-            f"attn_implementation {attn_implementation!r} computes in half precision, and {name_or_path} was loaded in"
-            " float32; set dtype to bfloat16 (model_init_kwargs: {dtype: bfloat16}), or take sdpa"
-        )
     return model
 
 
@@ -103,32 +90,6 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
     if config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder ({config.model_type}); give a decoder-only model")
     check_supported(config)
-
-
-def check_attention(name: str | None) -> None:
-    """Raise a ValueError for an attn_implementation that does not exist, or whose package is not installed."""
-    if name is None:
-        return
-    plain = name.removeprefix("paged|")
-    if "/" in plain:
-        if find_spec("kernels") is None:
-            raise ValueError(
-                f"attn_implementation {name!r} is a kernel from the Hub, and the package kernels is not installed: pip"
-                " install kernels, or take sdpa"
-            )
-        return
-    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-    if plain not in known:
-        near = difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
-        raise ValueError(f"attn_implementation {name!r} does not exist: {hint}")
-    package = FLASH_PACKAGES.get(plain)
-    # Without the package transformers takes a prebuilt kernel from the Hub, which needs the package kernels.
-    if package is not None and find_spec(package) is None and find_spec("kernels") is None:
-        raise ValueError(
-            f"attn_implementation {name!r} needs the package {package}, which is not installed: pip install"
-            " --no-build-isolation 'onetrunk[flash]' (on a machine with CUDA), or take sdpa"
-        )
 
 
 def check_supported(config: PreTrainedConfig) -> None:

@@ -17,7 +17,6 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
@@ -50,10 +49,8 @@ from onetrunk.models.loading import (
     check_base_marks,
     expand,
     is_adapter,
-    pinned_source,
     put_adapter_on,
     read_adapter_weights,
-    read_config,
 )
 from onetrunk.models.reward_model import ScoreAdapter, ScoreBranch, load_scorer
 from onetrunk.models.trunk import TrunkModel
@@ -98,7 +95,8 @@ def build_trunk(
     """
     model = source = fspath(model) if isinstance(model, PathLike) else model
     check_model_type(model)
-    check_new_adapter(peft_config, model, model_init_kwargs or {})
+    if peft_config is not None:
+        check_adapter_config(peft_config)
     if not isinstance(model, str) and (quantization_config is not None or model_init_kwargs):
         raise ValueError(
             "quantization_config and model_init_kwargs are for a model given by name or path; this one is loaded"
@@ -120,43 +118,8 @@ def build_trunk(
             _restore_value(trunk, source, (model_init_kwargs or {}).get("revision"))
         return trunk
     peft_config = peft_config or default_peft_config()
+    check_targets(peft_config, model)
     return TrunkModel(model, peft_config, value_head=value_head, adapter_layers=adapter_layers)
-
-
-def check_new_adapter(
-    config: PeftConfig | None, model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]
-) -> None:
-    """Check the LoRA config of a new policy against its model; of a model given by name no weights are loaded.
-
-    Raises:
-        ValueError: an option that the trunk cannot carry, or a target that the model does not have.
-    """
-    if config is None:
-        return
-    check_adapter_config(config)
-    if isinstance(model, PreTrainedModel):
-        check_targets(config, model)
-    elif isinstance(model, str) and not is_adapter(model, kwargs.get("revision")):
-        check_targets_by_name(config, model, kwargs.get("revision"), kwargs.get("trust_remote_code"))
-
-
-def check_targets_by_name(
-    config: PeftConfig, name: str, revision: str | None = None, trust_remote_code: bool | None = None
-) -> None:
-    """Check LoRA's targets against the base model at `name`, without its weights; code of the Hub is not run here.
-
-    Raises:
-        ValueError: the model does not have one of the targets.
-    """
-    if trust_remote_code:
-        return
-    base = read_config("model", name, **pinned_source(revision, False))
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(base, trust_remote_code=False)
-    except Exception:
-        return  # `from_pretrained` makes the model in the same way, and its error is translated.
-    check_targets(config, model)
 
 
 def check_model_type(model: Any) -> None:

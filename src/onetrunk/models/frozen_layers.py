@@ -46,72 +46,46 @@ class _StandIn(nn.Module):
         return self.run(hidden_states)
 
 
-@contextlib.contextmanager
-def _replaced(layers: nn.ModuleList, stand_ins: dict[int, nn.Module]) -> Iterator[None]:
-    originals = {i: layers[i] for i in stand_ins}
-    try:
-        for i, stand_in in stand_ins.items():
-            layers[i] = stand_in
-        yield
-    finally:
-        for i, original in originals.items():
-            layers[i] = original
-
-
-@contextlib.contextmanager
-def only_below(layers: nn.ModuleList, cut: int) -> Iterator[list[Tensor]]:
-    """Inside the block a forward runs only layers 0..cut-1; the list gets the states after them."""
-    kept: list[Tensor] = []
-
-    def keep(states: Tensor) -> Tensor:
-        kept.append(states)
-        return states
-
-    above = {i: _StandIn(layers[i]) for i in range(cut + 1, len(layers))}
-    with _replaced(layers, {cut: _StandIn(layers[cut], keep)} | above):
-        yield kept
-
-
-@contextlib.contextmanager
-def only_above(layers: nn.ModuleList, cut: int, states: Tensor) -> Iterator[None]:
-    """Inside the block a forward runs only the layers from `cut` on, starting from `states` [R, T, H]."""
-    hand_in = _StandIn(layers[cut - 1], lambda _: states)
-    with _replaced(layers, {cut - 1: hand_in} | {i: _StandIn(layers[i]) for i in range(cut - 1)}):
-        yield
-
-
 class StageRun:
-    """What a stage of a pipeline gets and gives in one forward: `received` states go in, `computed` ones come out."""
+    """What a run of some layers gets and gives: the `received` states go in, the `computed` ones come out."""
 
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.computed: Tensor | None = None
 
     def hand_in(self, _states: Tensor) -> Tensor:
-        """Return the states that the stage before has computed."""
+        """Return the states of the layer before."""
         return self.received
 
     def keep(self, states: Tensor) -> Tensor:
-        """Keep the states after the last layer of this stage."""
+        """Keep the states after the last layer of the run."""
         self.computed = states
         return states
 
 
 @contextlib.contextmanager
-def only_between(layers: nn.ModuleList, first: int, end: int) -> Iterator[StageRun]:
-    """Inside the block forwards run only layers first..end-1, from `received` states unless they begin at layer 0.
+def only_between(layers: nn.ModuleList, first: int, end: int, received: Tensor | None = None) -> Iterator[StageRun]:
+    """Inside the block forwards run only layers first..end-1, from `received` states [R, T, H] unless first is 0.
 
     `computed` has the states after them, before the norm that follows the last layer; not set if that layer runs.
     """
     run = StageRun()
+    run.received = received
     before: dict[int, nn.Module] = {i: _StandIn(layers[i]) for i in range(first - 1)}
     if first:
         before[first - 1] = _StandIn(layers[first - 1], run.hand_in)
     after: dict[int, nn.Module] = {i: _StandIn(layers[i]) for i in range(end + 1, len(layers))}
     if end < len(layers):
         after[end] = _StandIn(layers[end], run.keep)
-    with _replaced(layers, before | after):
+    stand_ins = before | after
+    originals = {i: layers[i] for i in stand_ins}
+    try:
+        for i, stand_in in stand_ins.items():
+            layers[i] = stand_in
         yield run
+    finally:
+        for i, original in originals.items():
+            layers[i] = original
 
 
 @torch.no_grad()
@@ -132,11 +106,11 @@ def verify_cut(model: nn.Module, cut: int) -> None:
     inputs = probe_inputs(model)
 
     def in_halves() -> Tensor:
-        with only_below(layers, cut) as kept:
+        with only_between(layers, 0, cut) as below:
             body(**inputs)
         # Other tokens, so that anything a layer leaves for later layers belongs to another row.
         body(**inputs | {"input_ids": inputs["input_ids"].flip(1)})
-        with only_above(layers, cut, kept[0]):
+        with only_between(layers, cut, len(layers), below.computed):
             return body(**inputs).last_hidden_state
 
     if not computes(in_halves, expected=body(**inputs).last_hidden_state):

@@ -35,15 +35,14 @@ from onetrunk.utils.startup import peft_calls
 
 CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
-# By the first word of `kind` (anything else is a model): what a folder must hold, and the files that can be to blame.
-FILES = {
-    "tokenizer": (
-        "tokenizer.json",
-        f"{CONFIG} {TOKENIZER_SETTINGS} tokenizer.json special_tokens_map.json added_tokens.json chat_template.jinja",
-    ),
-    "adapter": (f"{ADAPTER_CONFIG} and {SAFETENSORS_WEIGHTS_NAME}", f"{ADAPTER_CONFIG} {SAFETENSORS_WEIGHTS_NAME}"),
-    "model": (f"{CONFIG} and *.safetensors", f"{CONFIG} model.safetensors.index.json model*.safetensors"),
+# What a folder must hold, by the first word of `kind`; anything else is a model.
+NEEDED = {
+    "tokenizer": "tokenizer.json",
+    "adapter": f"{ADAPTER_CONFIG} and {SAFETENSORS_WEIGHTS_NAME}",
+    "model": f"{CONFIG} and *.safetensors",
 }
+# Files that can be to blame for an error.
+CHECKED_FILES = (*CONFIGS, TOKENIZER_SETTINGS, "tokenizer.json", "*.index.json", "*.safetensors", "*.jinja")
 LONGEST_REASON = 300
 CHECKED_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,29 +70,21 @@ class LoadError(RuntimeError):
 
 
 @contextlib.contextmanager
-def reading(kind: str, name: str, file: str, revision: str | None = None) -> Iterator[None]:
-    """Translate what a library raises inside the block into a LoadError.
-
-    It names the file at `name` that cannot be opened. If all can, it names `file`, unless the error comes from the
-    file system or the network.
-    """
+def reading(kind: str, name: str, revision: str | None = None) -> Iterator[None]:
+    """Translate what a library raises inside the block into a LoadError, which names a file that cannot be opened."""
     try:
         yield
     except (LoadError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         folder = _folder(name, revision)
-        for pattern in _files(kind)[1].split() if folder else ():
+        for pattern in CHECKED_FILES if folder else ():
             for path in sorted(folder.glob(pattern)):
                 check_file(kind, name, path)
-        if isinstance(error, OSError):
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            if not Path(name).exists():
-                reason = f"there is no folder {name} in {Path.cwd()}, and the Hub says: {reason}"
-            raise not_loadable(kind, name, reason) from error
-        if kind.startswith("tokenizer") and folder and not (folder / "tokenizer.json").is_file():
-            raise not_loadable(kind, name, "the folder holds no tokenizer that transformers can read") from error
-        raise damaged(kind, name, folder / file if folder else file, error) from error
+        reason = _reason_of(error)
+        if isinstance(error, OSError) and not Path(name).exists():
+            reason = f"there is no folder {name} in {Path.cwd()}, and the Hub says: {reason}"
+        raise not_loadable(kind, name, reason) from error
 
 
 def check_file(kind: str, name: str, path: Path) -> None:
@@ -109,29 +100,28 @@ def check_file(kind: str, name: str, path: Path) -> None:
         elif not isinstance(json.loads(path.read_bytes()), dict):
             raise ValueError("it holds no JSON object")
     except Exception as error:
-        raise damaged(kind, name, path, error) from error
+        raise damaged(kind, name, path, f"cannot be used ({_reason_of(error)})") from error
 
 
 def not_loadable(kind: str, name: str, reason: str) -> LoadError:
     """Return the error for a name that leads to no `kind`; `reason` is a clause."""
     return LoadError(
-        f"the {kind} {name!r} cannot be loaded: {reason}. Give a folder that holds {_files(kind)[0]}, or a name on the"
-        " Hub; for a private one set HF_TOKEN, and without a network load it once beforehand"
+        f"the {kind} {name!r} cannot be loaded: {reason}. Give a folder that holds"
+        f" {NEEDED.get(kind.split()[0], NEEDED['model'])}, or a name on the Hub; for a private one set HF_TOKEN, and"
+        " without a network load it once beforehand"
     )
 
 
-def damaged(kind: str, name: str, path: str | Path, reason: str | Exception) -> LoadError:
-    """Return the error for one unusable file; `reason` continues the file's name, or is the loader's error."""
-    if isinstance(reason, Exception):
-        text = " ".join(str(reason).split())[:LONGEST_REASON].rstrip(".")
-        reason = f"cannot be used ({text if ' ' in text else f'{type(reason).__name__}: {text}'})"
+def damaged(kind: str, name: str, path: str | Path, reason: str) -> LoadError:
+    """Return the error for one unusable file; `reason` continues the file's name."""
     return LoadError(
         f"the {kind} {name!r} cannot be loaded: {path} {reason}. Download or copy the file again, or repair it"
     )
 
 
-def _files(kind: str) -> tuple[str, str]:
-    return FILES.get(kind.split()[0], FILES["model"])
+def _reason_of(error: Exception) -> str:
+    text = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
+    return text if " " in text else f"{type(error).__name__}: {text}"
 
 
 def _folder(name: str, revision: str | None) -> Path | None:
@@ -279,7 +269,7 @@ def read_config(kind: str, name: str, **source: Any) -> PreTrainedConfig:
     """Return the config of a model, as AutoConfig makes it."""
     source = {"trust_remote_code": False, **source}
     check_source(name, kind)
-    with reading(kind, name, CONFIG, source.get("revision")):
+    with reading(kind, name, source.get("revision")):
         return AutoConfig.from_pretrained(name, **source)
 
 
@@ -302,12 +292,8 @@ def load_weights(
         **kwargs: for `from_pretrained`.
     """
     revision = kwargs.get("revision")
-    generation = source_file(name, "generation_config.json", revision)
-    if generation is not None:
-        # transformers would silently use its own end tokens instead of those of a damaged file.
-        check_file(kind, name, generation)
     kwargs |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with reading(kind, name, CONFIG, revision):
+    with reading(kind, name, revision):
         model, report = auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
     mismatched = report["mismatched_keys"]
     if mismatched:
@@ -323,14 +309,9 @@ def read_tokenizer(name: str, kind: str = "tokenizer", **source: Any) -> PreTrai
     """Return the tokenizer at `name`, unchanged."""
     source = {"trust_remote_code": False, **source}
     check_source(name, kind)
-    try:
-        with reading(kind, name, TOKENIZER_SETTINGS, source.get("revision")):
-            tokenizer = AutoTokenizer.from_pretrained(name, **source)
-            tokenizer("a", verbose=False)
-    except LoadError:
-        if source_file(name, CONFIG, source.get("revision")):
-            read_config(kind, name, **source)  # AutoTokenizer reads it too: the error names it if it is to blame.
-        raise
+    with reading(kind, name, source.get("revision")):
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
+        tokenizer("a", verbose=False)
     return tokenizer
 
 
@@ -369,13 +350,13 @@ def read_adapter_config(name: str, revision: str | None = None) -> PeftConfig:
     """Return the PEFT config of an adapter."""
     if source_file(name, ADAPTER_CONFIG, revision) is None:
         raise not_loadable("adapter", name, f"there is no {ADAPTER_CONFIG}")
-    with reading("adapter", name, ADAPTER_CONFIG, revision):
+    with reading("adapter", name, revision):
         return PeftConfig.from_pretrained(name, revision=revision)
 
 
 def read_adapter_weights(name: str, revision: str | None = None) -> dict[str, Tensor]:
     """Return the tensors of an adapter on the CPU, under PEFT's names; all are finite."""
-    with reading("adapter", name, SAFETENSORS_WEIGHTS_NAME, revision):
+    with reading("adapter", name, revision):
         weights = load_peft_weights(name, device="cpu", revision=revision)
         bad = [key for key, tensor in weights.items() if not is_finite(tensor)]
         if bad:
@@ -399,7 +380,7 @@ def put_adapter_on(base: PreTrainedModel, name: str, revision: str | None = None
 @contextlib.contextmanager
 def adding_adapter(name: str) -> Iterator[None]:
     """Put the adapter at `name` on a base inside the block."""
-    with peft_calls(), reading("adapter", name, ADAPTER_CONFIG):
+    with peft_calls(), reading("adapter", name):
         yield
 
 
@@ -505,7 +486,7 @@ def _fingerprint(base: PreTrainedModel, without: str) -> str:
         # PEFT moves a layer that it adapts to `base_layer`.
         digest.update(f"{name.replace('.base_layer.', '.')} {parameter.dtype} {list(parameter.shape)}".encode())
         flat = parameter.data.reshape(-1)
-        # A copy: a view would keep the whole weight where it is cast when it is read (late_cast.py).
+        # A copy: a view would keep the whole weight where it is cast when it is read (cast_on_read.py).
         parts.append(flat[:: max(1, -(-flat.numel() // FINGERPRINT_SAMPLES))].clone())
     for dtype in sorted({part.dtype for part in parts}, key=str):
         # One transfer per dtype: one per weight would wait for the GPU each time.

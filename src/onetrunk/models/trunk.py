@@ -48,7 +48,7 @@ from onetrunk.models.base_model import (
     output_head,
     verify_head,
 )
-from onetrunk.models.frozen_layers import only_above, only_below, only_between, verify_cut
+from onetrunk.models.frozen_layers import only_between, verify_cut
 from onetrunk.models.loading import write_base_marks
 from onetrunk.models.reward_model import ScoreBranch
 from onetrunk.models.speedups.fused_lora import fuse_lora
@@ -278,14 +278,15 @@ class TrunkModel(PeftModelForCausalLM):
 
     @torch.no_grad()
     def _trunk_states(self, grid: TokenGrid) -> Tensor:
-        with only_below(decoder_layers(self.get_base_model()), self.cut) as kept:
+        with only_between(decoder_layers(self.get_base_model()), 0, self.cut) as below:
             self._run(grid)
-        return grid.without_padding(kept[0])
+        return grid.without_padding(below.computed)
 
     def _hidden(self, grid: TokenGrid, states: Tensor | None, read: Tensor | None = None) -> Tensor:
         if not self.cut or states is None:
             return self._run(grid, read)
-        with only_above(decoder_layers(self.get_base_model()), self.cut, grid.with_padding(states)):
+        layers = decoder_layers(self.get_base_model())
+        with only_between(layers, self.cut, len(layers), grid.with_padding(states)):
             return self._run(grid, read)
 
     def _token_logprobs(
@@ -356,8 +357,7 @@ class TrunkModel(PeftModelForCausalLM):
         received = None if states is None else grid.with_padding(states)
         # Later stages have no embedding; the stand-in for the layer before theirs hands in the states.
         inputs = {"input_ids": grid.input_ids} if received is None else {"inputs_embeds": received}
-        with self.narrow.at(grid.positions()), only_between(every, layers.start, layers.stop) as run:
-            run.received = received
+        with self.narrow.at(grid.positions()), only_between(every, layers.start, layers.stop, received) as run:
             output = body(**inputs, use_cache=False, **grid.arguments)
             if layers.stop == len(every):
                 return output.last_hidden_state.flatten(0, 1)

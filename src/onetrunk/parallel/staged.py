@@ -500,8 +500,7 @@ class LayerForward:
             states: of the layer before the first one; None if they begin at layer 0.
             inputs: of the model.
         """
-        with only_between(self.every, self.layers.start, self.layers.stop) as run, self._embedded(states):
-            run.received = states
+        with only_between(self.every, self.layers.start, self.layers.stop, states) as run, self._embedded(states):
             output = self.whole(**inputs)
         return output if self.layers.stop == len(self.every) else run.computed
 

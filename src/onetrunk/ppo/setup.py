@@ -20,12 +20,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import has_file
 
-from onetrunk.checkpoints.hub import require_push
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.data.prompts import prepare_prompts, prepare_streamed_prompts
 from onetrunk.data.sharded import ShardedRows, known_rows
+from onetrunk.models.adapters import check_adapter_config
 from onetrunk.models.base_model import (
-    check_attention,
     check_decoder,
     decoder_layers,
     load_base,
@@ -37,7 +36,6 @@ from onetrunk.models.build import (
     attach_score_adapter,
     build_trunk,
     check_model_type,
-    check_new_adapter,
     init_value_head,
 )
 from onetrunk.models.frozen_layers import TrunkCache, choose_place
@@ -149,7 +147,10 @@ def load_sampled_model(
     for dataset in datasets:
         rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
     check_stage_training(args, inputs.quantization_config, rewards.trunk_reward is not None)
-    require_push(args)
+    if args.push_to_hub:
+        from onetrunk.checkpoints.hub import require_push
+
+        require_push(args)
     if isinstance(backend, ServedBackend):
         backend.check()
     set_seed(args.seed)
@@ -499,10 +500,10 @@ def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any], peft_config:
     if unknown:
         hint = "; torch_dtype is dtype now" if "torch_dtype" in unknown else ""
         raise ValueError(f"model_init_kwargs has {', '.join(unknown)}; it may have {', '.join(known)}{hint}")
-    check_attention(kwargs.get("attn_implementation"))
     if isinstance(model, str):
         check_decoder(load_config(model, **source_of(kwargs)), model)
-    check_new_adapter(peft_config, model, kwargs)
+    if peft_config is not None:
+        check_adapter_config(peft_config)
 
 
 def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:

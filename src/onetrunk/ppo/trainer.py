@@ -37,7 +37,7 @@ from onetrunk.ppo.monitoring.alarms import Alarms, StepEnd, StepGuard
 from onetrunk.ppo.monitoring.metrics import MetricLog, without_steps
 from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.monitoring.progress import RolloutProgress
-from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
+from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, prepare_dataset, prepare_run
 from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
 from onetrunk.rollouts.async_sampler import samples_ahead
@@ -359,22 +359,6 @@ class PPOTrainer(ResumableTrainer):
     def needed_checkpoints(self) -> set[Path]:
         """Return the last checkpoints from before the conditions that the alarms are counting."""
         return self.alarms.needed_checkpoints(self.state.global_step, self.args)
-
-    def own_state_bytes(self) -> int:
-        """Return the bytes of a rollout in use: rows at their longest, with trunk states if sampling captured them.
-
-        With a schedule that samples ahead, also those of the rollouts under way and of the adapters that they need.
-        """
-        args, longest = self.args, longest_prompt_of(self.train_dataset, self.args)
-        rows, width = args.rollout_batch_size * args.num_generations, longest + args.max_completion_length
-        # Ids and mask of the row and of its completion are int64; seven values of a token are float32.
-        per_row = 2 * 8 * width + (2 * 8 + 7 * 4) * args.max_completion_length
-        if self.trunk_plan.captures_states:
-            per_row += 4 * width * self.model.get_base_model().config.get_text_config().hidden_size
-        versions = 0 if args.schedule == "sync" else args.max_staleness + 1
-        per_row += versions * (8 + 4) * args.max_completion_length
-        adapter = sum(p.nbytes for p in adapter_parameters(self.model, POLICY).values())
-        return rows * per_row + versions * adapter
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the metrics since the last log, the state of the alarms, and the last evaluation."""

@@ -35,11 +35,10 @@ from onetrunk.reward_models.metrics import (
 from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows, label_streamed
 from onetrunk.reward_models.training import join_pipeline
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
-from onetrunk.stages.plots import plot_reliability, plot_scores
+from onetrunk.stages.results import plot_reliability, plot_scores, show_columns, write_values
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows, load_unlabelled_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
-from onetrunk.stages.tables import show_columns, write_values
 from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import redact_all

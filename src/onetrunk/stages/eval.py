@@ -49,9 +49,9 @@ from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments, parse
 from onetrunk.stages.judging import ShownLimit, load_judge_parts
+from onetrunk.stages.results import compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
-from onetrunk.stages.tables import metrics_table, show, show_columns, write_values
 from onetrunk.types import Prompt
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import option
@@ -499,10 +499,10 @@ def show_evaluation(
 ) -> None:
     """Print metrics, win rate and checks as tables, and the findings."""
     metrics = {role: side.metrics for role, side in sides.items()}
-    if "opponent" in metrics:
-        show_columns(name, metrics)
-    else:
-        show(metrics_table(name, metrics["policy"], metrics.get("reference")))
+    columns = (
+        compared(metrics["reference"], metrics["policy"]) if metrics.keys() == {"reference", "policy"} else metrics
+    )
+    show_columns(name, columns)
     if passed:
         show_columns("share that passes", passed)
     if contest is not None:

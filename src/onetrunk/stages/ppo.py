@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,9 +31,9 @@ from onetrunk.rewards.reward import RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.judging import load_judge_parts, measured_words
 from onetrunk.stages.options.reading import DRY_RUN
+from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
-from onetrunk.stages.tables import metrics_table, show, without_prefix, write_metrics
 from onetrunk.utils.options import option
 
 # Words in reward_funcs that stand for the judge.
@@ -95,7 +95,13 @@ def check_settings(
         )
     if words and not settings.constitution:
         raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
+    if judge_args.judge_report and not words:
+        raise ValueError("judge_report is set and judge is not; name the judge that it measured, or leave it out")
     if not judge_args.monitor_judge:
+        defaults = ((f.name, f.default) for f in fields(judge_args) if f.name.startswith("monitor_"))
+        unused = [name for name, default in defaults if getattr(judge_args, name) != default]
+        if unused:
+            raise ValueError(f"{unused[0]} is set and monitor_judge is not; name the judge, or leave it out")
         return
     monitor = judge_args.monitor_settings(settings)
     if not monitor.constitution:
@@ -175,8 +181,8 @@ def compare(trainer: PPOTrainer, reference: dict[str, float], model_name: str, m
         about |= {"seed": trainer.args.seed, "num_processes": trainer.accelerator.num_processes}
         if monitor is not None:
             about["monitor"] = monitor.summary()
-        write_metrics(trainer.args.output_dir, policy, reference, **about)
-        show(metrics_table(f"PPO from {model_name}", policy, reference))
+        write_values(trainer.args.output_dir, {**about, "reference": reference, "policy": policy})
+        show_columns(f"PPO from {model_name}", compared(reference, policy))
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,9 @@ from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
-from onetrunk.stages.plots import plot_by_margin, plot_reliability
+from onetrunk.stages.results import plot_by_margin, plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
-from onetrunk.stages.tables import show_columns, write_values
 
 # Without held-out rows, this number of training rows gives the scale of the scores.
 SCALE_ROWS = 500

@@ -89,11 +89,6 @@ def prompt_rows(rows: TrainingRows) -> TrainingRows:
     return rows
 
 
-def completion_rows(rows: TrainingRows) -> TrainingRows:
-    """Return rows of completions, checked, with only the columns that SFT trains on."""
-    return check_completions(rows)
-
-
 def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[TrainingRows, Dataset | None]:
     """Return training rows and held-out rows as `load_training_rows` does; no prompt is in both."""
     return load_training_rows(data, seed, preference_rows, split_by_prompt)
@@ -120,7 +115,6 @@ def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
             f"unlabelled_dataset_name {name} has no columns prompt and completion, which the teacher scores; give rows"
             " that have them"
         )
-    check_completions(rows)
     check_completions(rows)
     optional = [name for name in ("completion_stopped",) if name in rows.column_names]
     return rows.select_columns(["prompt", "completion", *optional])

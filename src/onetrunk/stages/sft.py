@@ -12,14 +12,14 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.checkpoints.resume_settings import check_streaming
 from onetrunk.data.chat_template import apply_chat_template, template_errors
-from onetrunk.data.prompts import without_written_bos
+from onetrunk.data.prompts import check_completions, without_written_bos
 from onetrunk.data.sharded import known_rows
+from onetrunk.models.adapters import check_targets
 from onetrunk.models.base_model import load_base, load_tokenizer
-from onetrunk.models.build import check_targets_by_name
 from onetrunk.models.loading import load_config
 from onetrunk.parallel.sharding import cast_when_sharded
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments, parse
-from onetrunk.stages.rows import TrainingRows, check_tokenizer, completion_rows, load_training_rows
+from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_training_rows
 from onetrunk.stages.run_context import begin, finish, run_stage, train
 
 
@@ -29,7 +29,7 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
         return
     if data.streaming:
         check_streaming(args)
-    rows, held_out = load_training_rows(data, args.seed, completion_rows)
+    rows, held_out = load_training_rows(data, args.seed, check_completions)
     require_push(args)
     trainer = make_trainer(args, model_args, rows, held_out)
     train(trainer, resume, "sft", data, model_args)
@@ -54,8 +54,6 @@ def make_trainer(
             " eval_strategy out: the held-out rows are evaluated at the end"
         )
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])
-    if model_args.use_peft:
-        check_targets_by_name(model_args.peft_config(), name, revision, kwargs["trust_remote_code"])
     train, held_out = (rows and without_written_bos(rows, tokenizer) for rows in (train, held_out))
     datasets = [known_rows(rows) for rows in (train, held_out) if rows is not None]
     if args.chat_template_path is None:
@@ -65,6 +63,8 @@ def make_trainer(
         check_room(rows, tokenizer, args)
     with cast_when_sharded(quantization):
         model = load_base(name, quantization_config=quantization, **kwargs)
+    if model_args.use_peft:
+        check_targets(model_args.peft_config(), model)
     with template_errors(tokenizer):
         return ResumableSFTTrainer(
             model=model,

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState
 
-from onetrunk.checkpoints.tensorboard import RunTensorBoard
+from onetrunk.checkpoints.resume_point import RunTensorBoard
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.utils.redaction import redact

@@ -28,6 +28,7 @@ from onetrunk.checkpoints.folders import described
 from onetrunk.report.report import write_report_of
 from onetrunk.stages.options.reading import UsageError
 from onetrunk.stages.options.words import run_words
+from onetrunk.stages.results import as_json, shortened
 from onetrunk.stages.run.inputs import Digests, is_within, paths_in
 from onetrunk.stages.run.pipeline import Pipeline, Stage, load_pipeline
 from onetrunk.stages.run_context import (
@@ -39,7 +40,6 @@ from onetrunk.stages.run_context import (
     run_stage,
     say_where,
 )
-from onetrunk.stages.tables import as_json, shortened
 from onetrunk.utils.files import atomic_write_json, read_json, require_output_dir
 from onetrunk.utils.locks import WriterLock
 from onetrunk.utils.redaction import redact, redact_all, table_console

@@ -1,17 +1,21 @@
-"""Metrics at the end of a stage: as a table in the terminal, and in metrics.json."""
+"""Metrics at the end of a stage: in metrics.json, as a table in the terminal, and as plots."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from onetrunk.utils.files import atomic_write_json
+from onetrunk.utils.files import atomic_path, atomic_write_json
 from onetrunk.utils.redaction import markdown_text, redact_all, table_console
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 METRICS_FILE = "metrics.json"
 # Characters of a sampled text in a table.
@@ -22,12 +26,6 @@ Metrics = dict[str, float]
 def without_prefix(metrics: Metrics, prefix: str = "eval_") -> Metrics:
     """Return the metrics of an evaluation under their plain names (`score/mean`), without run times."""
     return {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix) and "/" in k}
-
-
-def write_metrics(folder: str | Path, policy: Metrics, reference: Metrics | None, **about: object) -> Path:
-    """Write metrics.json with what was evaluated and the metrics of policy and reference; return its path."""
-    sides = {"reference": reference, "policy": policy} if reference is not None else {"policy": policy}
-    return write_values(folder, {**about, **sides})
 
 
 def write_values(folder: str | Path, values: dict[str, Any]) -> Path:
@@ -46,20 +44,10 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def metrics_table(title: str, policy: Metrics, reference: Metrics | None = None) -> Table:
-    """Return the metrics as a table; with a reference, in columns before, after and change."""
-    table = Table(title=title)
-    table.add_column("held-out prompts")
-    for column in ("before", "after", "change") if reference is not None else ("value",):
-        table.add_column(column, justify="right")
-    for name, value in policy.items():
-        if reference is None:
-            table.add_row(name, f"{value:.3f}")
-        elif name in reference:
-            table.add_row(name, f"{reference[name]:.3f}", f"{value:.3f}", f"{value - reference[name]:+.3f}")
-        else:
-            table.add_row(name, "-", f"{value:.3f}", "")
-    return table
+def compared(reference: Metrics, policy: Metrics) -> dict[str, Metrics]:
+    """Return the columns before, after and change for `show_columns`."""
+    change = {name: value - reference[name] for name, value in policy.items() if name in reference}
+    return {"before": reference, "after": policy, "change": change}
 
 
 def show_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
@@ -77,15 +65,6 @@ def show_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
 
 def show(table: Table) -> None:
     table_console().print(table)
-
-
-def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title="samples", show_lines=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(shortened, row))
-    return table
 
 
 def markdown_table(columns: dict[str, dict[str, Any]]) -> str:
@@ -123,3 +102,55 @@ def _as_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else ""
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def plot(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function that draws on axes one that takes a folder instead, and writes the file `name` into it."""
+
+    def decorate(draw: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(draw)
+        def write(folder: Path, *values: object) -> None:
+            from matplotlib.figure import Figure
+
+            figure = Figure(figsize=(4.5, 4.0), layout="constrained")
+            draw(figure.add_subplot(), *values)
+            with atomic_path(folder / name) as temporary:
+                figure.savefig(temporary, format="png", dpi=120)
+
+        return write
+
+    return decorate
+
+
+@plot("reliability.png")
+def plot_reliability(axes: Axes, curves: dict[str, Sequence[dict[str, float]]]) -> None:
+    """Draw confidence against the share that is right, one line per name."""
+    axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1, label="calibrated")
+    for name, bins in curves.items():
+        filled = [b for b in bins if b["count"]]
+        axes.plot([b["predicted"] for b in filled], [b["observed"] for b in filled], marker="o", label=name)
+    axes.set(xlabel="probability given to the preferred completion", ylabel="share in which it is the better one")
+    axes.set(xlim=(0.48, 1.02), ylim=(0, 1.02))
+    axes.legend()
+
+
+@plot("accuracy_by_margin.png")
+def plot_by_margin(axes: Axes, bins: Sequence[dict[str, float]]) -> None:
+    """Draw one bar per equal share of the pairs, the smallest margin first."""
+    names = [f"{b['low']:.2g}-{b['high']:.2g}" for b in bins]
+    axes.bar(range(len(bins)), [b["observed"] for b in bins])
+    axes.axhline(0.5, color="grey", linestyle="--", linewidth=1)
+    axes.set_xticks(range(len(bins)), names, rotation=30, ha="right")
+    axes.set(xlabel="|lead| of the scores, equal shares of the pairs", ylabel="accuracy", ylim=(0, 1))
+
+
+@plot("scores.png")
+def plot_scores(axes: Axes, teacher: Sequence[float], student: Sequence[float]) -> None:
+    """Draw one point per completion, the teacher's score against the student's."""
+    axes.scatter(teacher, student, s=6, alpha=0.4)
+    ends = [min(*teacher, *student), max(*teacher, *student)]
+    axes.plot(ends, ends, color="grey", linestyle="--", linewidth=1)
+    axes.set(xlabel="teacher's score", ylabel="student's score")
