@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.checkpoints.config import CheckpointConfig
-from onetrunk.data.names import looks_like_path
+from onetrunk.data.files import looks_like_path
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.ppo.settings import VLLMServerConfig

@@ -9,7 +9,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from onetrunk.data.names import BUILDERS
+from onetrunk.data.files import BUILDERS
 
 # Files of a run that no later stage reads.
 IGNORED = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*", "_report")
