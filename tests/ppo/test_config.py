@@ -6,7 +6,6 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from onetrunk.ppo.config import PPOConfig, plan_batches
-from onetrunk.ppo.foreign_names import SAME_MEANING
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, RANGES
 
 USE = {"use_vllm": True}
@@ -32,24 +31,6 @@ def config(**settings):
     return PPOConfig(**{"output_dir": "unused", "use_cpu": True, **settings})
 
 
-@dataclasses.dataclass(repr=False)
-class OwnConfig(PPOConfig):
-    more: int = 0
-
-
-@pytest.mark.parametrize(("theirs", "ours"), sorted(SAME_MEANING.items()))
-def test_a_name_of_trl_with_our_meaning_is_accepted_in_python(theirs, ours):
-    assert theirs not in fields(PPOConfig)
-    value = 0.5 if ours in ("beta", "epsilon", "value_clip", "value_coef") else 2
-    made = config(**{theirs: value})
-    assert getattr(made, ours) != fields(PPOConfig)[ours].default
-    assert dataclasses.replace(made).to_dict() == made.to_dict()
-    with pytest.raises(ValueError, match=f"{theirs} and {ours} are the same setting, and both are given; keep {ours}"):
-        config(**{theirs: 1, ours: 1})
-    with pytest.raises(ValueError, match=f"{theirs}: here {ours}"):
-        OwnConfig(output_dir="unused", **{theirs: 2})
-
-
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
@@ -72,7 +53,7 @@ def test_a_key_of_another_trainer_is_answered_by_its_name_here_a_reason_or_the_n
 def test_every_key_of_grpo_config_that_is_not_ours_is_rejected():
     from trl import GRPOConfig
 
-    foreign = fields(GRPOConfig).keys() - fields(PPOConfig).keys() - SAME_MEANING.keys()
+    foreign = fields(GRPOConfig).keys() - fields(PPOConfig).keys()
     assert len(foreign) > 40
     for key in foreign:
         with pytest.raises(ValueError, match=f"^PPOConfig: .*{key}"):

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 from datasets import Dataset
 
 from onetrunk.ppo.trainer import PPOTrainer
@@ -46,18 +45,6 @@ def test_conversational_prompts_give_reward_functions_lists_of_messages_and_thei
         text = tokenizer.decode(ids, skip_special_tokens=True)
         assert completion == [{"role": "assistant", "content": text}]
     assert solution == ["cat"] * 4
-
-
-def test_columns_come_with_the_rows_that_they_belong_to(tmp_path):
-    texts = prompts()["prompt"]
-    pairs = []
-
-    def reward(prompts, completions, tag, **kwargs):
-        pairs.extend(zip(prompts, tag, strict=True))
-        return [0.5] * len(prompts)
-
-    trained(tmp_path, reward=reward, dataset=prompts(8, tag=[f"t{i}" for i in range(8)]), num_rollouts=2)
-    assert {(t, f"t{i}") for i, t in enumerate(texts)} == set(pairs)
 
 
 def test_a_reward_function_sees_the_state_and_can_log(tmp_path):
@@ -117,16 +104,6 @@ def test_a_row_without_a_score_is_left_out_of_the_update(tmp_path, missing):
     everything = Recorder()
     trained(tmp_path / "c", reward=reward_without("the", 7.0), callbacks=[everything], **settings)
     assert differ(everything.gradients[0], unscored.gradients[0])
-
-
-def test_an_unscored_row_does_not_enter_the_whitening(tmp_path):
-    settings = {"dataset": prompts(4), "max_unscored_fraction": 0.25, "normalize_scores": True}
-    trainer = make_trainer(tmp_path, reward=reward_without("the", None), **settings)
-    stream = trainer.get_train_dataloader()
-    experiences = stream.make_rollout()
-    kept = torch.cat([e.advantages[e.loss_mask] for e in experiences])
-    assert kept.mean().item() == pytest.approx(0, abs=1e-6) and kept.std().item() == pytest.approx(1, abs=1e-3)
-    assert stream.score_moments.count == 3
 
 
 def test_too_many_rows_without_a_score_stop_the_run_with_the_names_of_the_functions(tmp_path):

@@ -3,7 +3,6 @@
 import json
 
 import datasets
-import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
@@ -242,15 +241,6 @@ def test_rows_that_are_mapped_from_the_cache_train_as_rows_that_are_held(base, t
     other.train()
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (mapped, other)]
     assert losses[0] == losses[1] and len(set(losses[0])) > 3
-
-
-def test_memory_does_not_hold_rows_of_a_file(base, tmp_path, monkeypatch):
-    dataset = rows_in_a_file(tmp_path, monkeypatch, repeat=500)
-    before = pa.total_allocated_bytes()
-    trainer = a_trainer(base, tmp_path, dataset)
-    assert len(trainer.train_dataset) == 4000
-    # Two lists of 8 or more 4-byte ids per row are 250 KB; the kept numbers of the rows may stay.
-    assert pa.total_allocated_bytes() - before < 40_000
 
 
 def test_bad_settings_tokenizers_and_rows_are_rejected_with_a_message(base, tmp_path):

@@ -52,7 +52,6 @@ from onetrunk.parallel.sharding import (
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
-from onetrunk.ppo.settings import REFUSED_OPTIMIZERS
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, ensemble_reward, names_an_ensemble, trunk_reward
 from onetrunk.rewards.reward import BuiltInReward, RewardFunction, names_a_model
@@ -483,15 +482,6 @@ def reject_tensor_parallelism(setting: str, why: str) -> None:
     layout = launch_layout()
     if layout is not None and layout.tensor > 1:
         raise ValueError(f"{setting} is not supported with tensor parallelism, {why}")
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raise ValueError for a schedule-free optimizer, which does not evaluate and save the weights that it trains."""
-    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
-        raise ValueError(
-            f"the optimizer {type(optimizer).__name__} has modes, train() and eval():"
-            f" {REFUSED_OPTIMIZERS['schedule_free']}; use one without, such as torch.optim.AdamW"
-        )
 
 
 def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any], peft_config: PeftConfig | None = None) -> None:

@@ -8,12 +8,10 @@ The math is in onetrunk.ops. Whatever touches private members of Trainer belongs
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +33,12 @@ from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
-from onetrunk.ppo.foreign_names import explain_arguments
-from onetrunk.ppo.monitoring.alarms import Alarms
-from onetrunk.ppo.monitoring.metrics import MetricLog, merged_log
+from onetrunk.ppo.monitoring.alarms import Alarms, StepEnd, StepGuard
+from onetrunk.ppo.monitoring.metrics import MetricLog, without_steps
 from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.monitoring.progress import RolloutProgress
-from onetrunk.ppo.monitoring.step_guard import StepEnd, StepGuard
 from onetrunk.ppo.rollout import ScoredRollout
-from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, check_optimizer, prepare_dataset, prepare_run
+from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, prepare_dataset, prepare_run
 from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
@@ -101,14 +97,6 @@ class PPOTrainer(ResumableTrainer):
 
     # --- construction -----------------------------------------------------------------------------------------------
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> PPOTrainer:
-        parameters = inspect.signature(cls.__init__).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            explanation = explain_arguments(list(parameters), [f.name for f in fields(PPOConfig)], kwargs)
-            if explanation:
-                raise TypeError(f"{cls.__name__}: {explanation}")
-        return super().__new__(cls)
-
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -126,7 +114,6 @@ class PPOTrainer(ResumableTrainer):
         rollout_backend: RolloutBackend | None = None,
     ):
         args = PPOConfig(output_dir="ppo-output") if args is None else args
-        check_optimizer(optimizers[0])
         inputs = ModelInputs(
             model, reward_funcs, processing_class, reward_processing_classes, quantization_config, peft_config
         )
@@ -375,14 +362,15 @@ class PPOTrainer(ResumableTrainer):
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the metrics since the last log, the state of the alarms, and the last evaluation."""
-        alarms = self.alarms.state_dict()
-        return {**self.metric_log.state_dict(), "alarms": alarms, "last_evaluation": self._last_evaluation}
+        return {
+            "metrics": self.metric_log.state_dict(),
+            "alarms": self.alarms.state_dict(),
+            "last_evaluation": self._last_evaluation,
+        }
 
     def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Merge the metrics of the processes that wrote a checkpoint; the rest is equal on all of them."""
-        # The processes of a group that divided the base measured the same rows.
-        states = states[:: processes_per_row(written_settings(self._resume_from))]
-        return {**states[0], **merged_log(states, self.data_parallel.process_index)}
+        """Return what other processes than those that wrote a checkpoint resume with."""
+        return {**states[0], "metrics": without_steps(states[0]["metrics"])}
 
     def has_other_groups(self, folder: str) -> bool:
         """Return whether other numbers of processes worked on the same rows in the run that wrote a checkpoint."""
@@ -390,7 +378,7 @@ class PPOTrainer(ResumableTrainer):
 
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""
-        self.metric_log.load_state_dict(state)
+        self.metric_log.load_state_dict(state["metrics"])
         self.alarms.load_state_dict(state["alarms"], self.args)
         self._last_evaluation = state["last_evaluation"]
 
@@ -427,24 +415,23 @@ class PPOTrainer(ResumableTrainer):
 
     def create_model_card(
         self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
         model_name: str | None = None,
         finetuned_from: str | None = None,
+        tags: str | list[str] | None = None,
         dataset: str | list[str] | None = None,
+        **data: Any,
     ) -> None:
         """Write the model card into output_dir; `push_to_hub` calls this with its extra keywords.
 
         Args:
-            language, license, tags: of the texts, of the adapter, and besides those of every card.
             model_name: the heading; None: the Hub name, or the name of output_dir.
             finetuned_from: Hub name of the base model, if it was loaded from a folder.
+            tags: added to those of every card.
             dataset: Hub name of the prompts.
+            **data: further metadata (language, license).
         """
         tags = [tags] if isinstance(tags, str) else tags or []
-        data = {"language": language, "license": license, "datasets": dataset}
-        self._write_card(self.args.output_dir, model_name, finetuned_from, tags, **data)
+        self._write_card(self.args.output_dir, model_name, finetuned_from, tags, datasets=dataset, **data)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 

@@ -163,32 +163,13 @@ class MetricLog:
             self.totals.load_state_dict(state["totals"], device)
 
 
-def merged_log(states: Sequence[dict[str, Any]], process: int) -> dict[str, Any]:
-    """Return one process's part of a MetricLog that another number of processes saved.
+def without_steps(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a MetricLog's state for other processes than those that saved it.
 
-    Sums and the metrics of single processes go to the first one; the others have zeros under the same names, because
-    all names are reduced.
-
-    Args:
-        states: `MetricLog.state_dict` of every process that wrote the checkpoint.
-        process: of this run.
+    Metrics of rollouts are global numbers and stay. Sums over steps, of which each process had a part, begin anew.
     """
-    first, totals = states[0], states[0]["totals"]
-    own: dict[str, list[float]] = defaultdict(list)
-    for state in states if process == 0 else ():
-        for name, values in state["own"].items():
-            own[name] += values
-    return {
-        **first,
-        "sums": _merged_sums([state["sums"] for state in states], process),
-        "maxima": {name: max(state["maxima"][name] for state in states) for name in first["maxima"]},
-        "own": dict(own),
-        "totals": {**totals, "sums": _merged_sums([state["totals"]["sums"] for state in states], process)},
-    }
-
-
-def _merged_sums(parts: Sequence[dict[str, float]], process: int) -> dict[str, float]:
-    return {name: sum(part[name] for part in parts) if process == 0 else 0.0 for name in parts[0]}
+    totals = {**state["totals"], "sums": {}, "counts": [0, 0, 0]}
+    return {**state, "sums": {}, "maxima": {}, "own": {}, "counts": [0, 0, state["counts"][2]], "totals": totals}
 
 
 class RolloutTotals:
