@@ -20,6 +20,16 @@ from tests.stages.test_recipes import check_command
 LAUNCH = ROOT / "recipes" / "launch"
 BATCH_FILES = sorted(LAUNCH.glob("*.sbatch"))
 TRAINERS = [path for path in BATCH_FILES if path.name != "slurm_server.sbatch"]
+# Options of sbatch that our files may use, each with the form of its value; None: the option takes none.
+SBATCH_OPTIONS = {
+    "job-name": r"[\w-]+",
+    "time": r"(\d+-)?\d+:\d\d:\d\d",
+    "mem": r"\d+G?",
+    "output": r"\S+",
+    "requeue": None,
+}
+SBATCH_OPTIONS |= dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task"), r"\d+")
+SBATCH_OPTIONS |= {"open-mode": r"append|truncate", "signal": r"([RB]:)?[A-Z0-9]+@\d+"}
 # What Slurm sets in a job of two nodes.
 SLURM = {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
 SLURM["SLURM_GPUS_PER_NODE"] = "8"
@@ -97,6 +107,9 @@ def sbatch_options(path: Path) -> dict[str, str | None]:
 def test_the_command_of_a_training_job_parses_uses_every_gpu_and_gets_the_signal_in_time_to_save(path, run_shell):
     options = sbatch_options(path)
     assert len(options) == path.read_text().count("\n#SBATCH "), "an option after the first command is ignored"
+    for name, value in options.items():
+        form = SBATCH_OPTIONS[name]
+        assert value is None if form is None else re.fullmatch(form, value), (name, value)
     assert options["open-mode"] == "append", "a requeued job would overwrite its log"
     is_for, _, seconds = options["signal"].partition("@")
     # The launcher is the task itself, so steps are signalled, not the batch shell.
