@@ -53,23 +53,6 @@ def test_what_the_ledger_holds_is_not_sampled_again(ledger):
     assert sampler(ledger, seed=1).sample(items(again), 2) != texts
 
 
-def test_another_policy_or_another_length_is_another_completion(ledger):
-    one = sampler(ledger)
-    item = items(one)[0]
-    keys = {one.key(item, 0), one.key(item, 1)}
-    one.identity = {"model": "other"}
-    keys.add(one.key(item, 0))
-    one.params = SamplingParams(max_completion_length=7, stop_token_ids=(1,))
-    keys.add(one.key(item, 0))
-    assert len(keys) == 4
-
-
-def test_a_prompt_that_stands_twice_in_a_chunk_is_one(ledger):
-    one = sampler(ledger)
-    first, second = one.sample([items(one)[0]] * 2, 2)
-    assert first == second and one.num_sampled == 2
-
-
 @pytest.mark.parametrize("conversational", [False, True])
 def test_revisions_keep_their_trail_and_are_written_once(ledger, conversational):
     policy = sampler(ledger)

@@ -7,8 +7,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from onetrunk.models.reward_model import encode_texts, score_token_ids
-from onetrunk.rewards import ModelReward, RewardSet
+from onetrunk.rewards import ModelReward
 from tests.tiny import tiny_tokenizer
 
 TEMPLATE = (
@@ -103,24 +102,6 @@ def test_the_limit_is_the_models_own_unless_given():
     assert ModelReward(scorer(), tokenizer, max_length=8).max_length == 8
     with pytest.raises(ValueError, match="max_length 33 is more than the 16 tokens"):
         ModelReward(scorer(), tokenizer, max_length=33)
-
-
-def test_it_is_a_reward_function_among_others():
-    model, tokenizer = scorer(), tiny_tokenizer()
-    rewards = RewardSet([ModelReward(model, tokenizer, name="quality"), lambda completions, **kwargs: [1.0, None]])
-    scores = rewards.score(["the cat", "a"], [" runs", " dog"], [[1], [2]], {"solution": ["x", "y"]})
-    expected = score_token_ids(model, encode_texts(tokenizer, ["the cat runs", "a dog"], None)[0], batch_size=2)
-    torch.testing.assert_close(scores.by_function["quality"], expected)
-    torch.testing.assert_close(scores.total, expected + torch.tensor([1.0, 0.0]))
-
-
-def test_the_model_is_scored_in_eval_mode_without_gradients():
-    model = scorer(attention_dropout=0.5).train()
-    reward = ModelReward(model, tiny_tokenizer())
-    first = reward(prompts=["the cat"], completions=[" runs"])
-    assert not model.training
-    assert reward(prompts=["the cat"], completions=[" runs"]) == first
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_pieces_that_do_not_fit_are_refused():

@@ -6,7 +6,7 @@ import pytest
 
 from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Pair, Principle
-from onetrunk.judges.labels import judge_pairs, kept_ratings
+from onetrunk.judges.labels import kept_ratings
 from onetrunk.rewards import RewardSet
 from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward, prompt_key
 from onetrunk.types import SampledText
@@ -50,12 +50,6 @@ def test_the_reward_is_beta_times_the_log_probability_by_hand():
     assert found == pytest.approx([2 * math.log(3 / 4), 2 * math.log(1 / 2)])
 
 
-def test_a_judge_that_favours_a_slot_gives_the_same_rewards():
-    fair = rewards_of(PairwiseReward(word_judge(), ONE), ["a b c", "d"], ["x", "y z"])
-    biased = rewards_of(PairwiseReward(word_judge(slot_bias=0.2), ONE), ["a b c", "d"], ["x", "y z"])
-    assert biased == pytest.approx(fair)
-
-
 def test_a_completion_equal_to_its_reference_is_as_good_and_nobody_is_asked():
     judge = word_judge()
     assert rewards_of(PairwiseReward(judge, ONE), ["a b"], ["a b"]) == [math.log(1 / 2)]
@@ -89,17 +83,6 @@ def test_references_come_from_the_column_or_from_what_was_sampled():
         reward(prompts=["unknown"], completions=["a"])
 
 
-def test_conversations_are_judged_by_their_texts():
-    judge = word_judge()
-    prompt = [{"role": "user", "content": "say something"}]
-    column = [[{"role": "assistant", "content": "x"}]]
-    reward = PairwiseReward(judge, ONE)
-    completions = [[{"role": "assistant", "content": "a b c"}]]
-    found = reward(prompts=[prompt], completions=completions, reference_completion=column)
-    assert found == pytest.approx([math.log(3 / 4)])
-    assert judge.asked[0][1] == Pair(prompt, "a b c", "x")
-
-
 def test_what_is_logged_says_how_often_the_reference_is_beaten_and_whether_the_judge_agrees_with_itself():
     logged = {}
     reward = PairwiseReward(word_judge(slot_bias=0.5), ONE)
@@ -114,17 +97,6 @@ class Kept(dict):
 
     def put(self, key, value):
         return self.setdefault(key, value)
-
-
-def test_no_answer_is_asked_for_twice_and_an_error_again():
-    memory, judge = Kept(), word_judge(down=["fails"])
-    pairs = [Pair("p", "a b", "x"), Pair("p", "fails", "x")]
-    first = judge_pairs(judge, pairs, TWO, memory=memory)
-    assert len(judge.asked) == 8 and len(memory) == 4  # 2 pairs, 2 orders, 2 principles; half of them down
-    judge = word_judge()
-    second = judge_pairs(judge, pairs, TWO, memory=memory)
-    assert [pair for _, pair in judge.asked] == [pairs[1], pairs[1].flipped()] * 2
-    assert second[0] == first[0] and first[1].errors == 4 and second[1].errors == 0
 
 
 def test_the_rating_is_the_weighted_mean_of_the_principles_by_hand():

@@ -13,7 +13,7 @@ from onetrunk.judges.judge import Principle
 from onetrunk.models.reward_model import ScoreScale, read_score_adapter
 from onetrunk.rewards import EnsembleReward, ModelReward, PairwiseReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.model import TrunkReward, load_reward
-from onetrunk.rewards.reward import columns_read, content_of, is_async, names_a_model, reward_name
+from onetrunk.rewards.reward import columns_read, content_of, names_a_model, reward_name
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rewards.test_model import TEMPLATE, scorer
 from tests.tiny import tiny_tokenizer
@@ -47,11 +47,6 @@ def test_names_come_from_the_function_the_object_or_its_class_and_are_unique():
 
     names = ["length", "length_2", "length_3", "length_4"]
     assert RewardSet([length, length_2, length, length]).names == names
-
-
-def test_what_is_async_is_known_through_partials_and_objects():
-    assert is_async(Unnamed()) and is_async(functools.partial(Unnamed())) and is_async(Unnamed().__call__)
-    assert not is_async(length) and not is_async(Named())
 
 
 def test_the_worked_example_of_the_package_runs_as_written():
@@ -142,11 +137,6 @@ def at_least(completions, number, **columns):
     return [len(text) >= number for text in completions]
 
 
-def test_a_partial_counts_with_its_arguments():
-    three, four = (functools.partial(at_least, number=number) for number in (3, 4))
-    assert content_of(three) == content_of(functools.partial(at_least, number=3)) != content_of(four)
-
-
 class Least:
     def __init__(self, number):
         self.number = number
@@ -183,16 +173,6 @@ def test_a_model_is_known_by_its_weights_its_tokenizer_and_what_it_reads(tmp_pat
         trained.score.weight += 0.01
     trained.save_pretrained(tmp_path / "rm")
     assert content_of(ModelReward(tmp_path / "rm")) != before
-
-
-class Halved(ModelReward):
-    def __call__(self, prompts, completions, **columns):
-        return [score / 2 for score in super().__call__(prompts, completions)]
-
-
-def test_a_reward_of_ones_own_on_a_model_counts_with_both():
-    half, whole = Halved(scorer(), tiny_tokenizer()), ModelReward(scorer(), tiny_tokenizer())
-    assert content_of(half).startswith(f"{content_of(whole)}, Halved, sha256 ")
 
 
 def test_an_adapter_is_known_by_its_weights_on_the_trunk_and_on_a_base_of_its_own(tmp_path):

@@ -486,7 +486,7 @@ def test_an_adapter_of_someone_else_is_left_alone(stub, tmp_path):
     ("options", "message"),
     [
         ({"server_urls": []}, "server_urls is empty"),
-        ({"server_urls": "ftp://127.0.0.1"}, "the address of a vLLM server is 'ftp://127.0.0.1'"),
+        ({"server_urls": "ftp://127.0.0.1"}, "ftp://127.0.0.1"),
         ({"server_urls": ["http://127.0.0.1:1", "http://127.0.0.1:1/v1"]}, "names a server twice"),
         ({"keep_versions": 1}, "keep_versions is 1; set it to 2 or more"),
     ],
