@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 from accelerate.utils import send_to_device
-from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, Features, List, Value
 from peft import PeftModel
 from torch import Tensor
@@ -321,13 +320,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         split = LayerSplit.even(self.model, stages, self.args.pipeline_split)
         return keep_stage(self.model, split, self.args.device)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Return the floating-point operations of a step; each stage counts an equal share of those of the model."""
-        stage = staged(self.model)
-        if stage is None:
-            return super().floating_point_ops(inputs)
-        return 6 * inputs["input_ids"].numel() * stage.num_parameters / stage.num_stages
-
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the loop state, with the metrics since the last log."""
         sums = {name: [t.tolist() for t in tensors] for name, tensors in self.pair_sums["train"].items()}
@@ -420,8 +412,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         if stage is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
         parts = self._microbatches(inputs, stage)
         total = torch.zeros((), device=self.accelerator.device)
 
@@ -434,8 +424,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
         if self.accelerator.sync_gradients:
             reduce_gradients(stage.model)
-        if self.args.torch_empty_cache_steps and not self.state.global_step % self.args.torch_empty_cache_steps:
-            clear_device_cache()
         return total
 
     def _microbatches(self, inputs: dict[str, Any], stage: StagedScorer) -> list[dict[str, Any]]:
