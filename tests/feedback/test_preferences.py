@@ -1,6 +1,5 @@
 """From labels to rows and from rows to statistics, by hand-worked numbers."""
 
-
 import pytest
 from datasets import Dataset
 
