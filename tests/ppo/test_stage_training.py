@@ -125,29 +125,6 @@ OPTIONS += " --use_cpu true --report_to none --disable_tqdm true --eval_size 2 -
 # --- settings ------------------------------------------------------------------------------------------------------
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True}
-SERVED = {"use_vllm": True, "pipeline_training": True}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pipeline_training": True}, "pipeline_training is set and rollout_backend is not 'pipelined'.*use_vllm"),
-        ({**SERVED, "pipeline_batches": 2}, "pipeline_batches is set and rollout_backend is not 'pipelined'"),
-        ({**SERVED, "vllm_mode": "colocate"}, "pipeline_training is not supported with vllm_mode 'colocate'"),
-        ({**SERVED, "schedule": "one_step"}, "the processes of pipeline_training work together.*set schedule to sync"),
-        ({**SERVED, "pipeline_stages": 1}, "pipeline_stages is 1"),
-        ({**STAGED, "pipeline_training": "yes"}, "pipeline_training is 'yes'; it must be true or false"),
-        (
-            {**STAGED, "trunk_cache": "cpu"},
-            "trunk_cache is 'cpu' and pipeline_training .*set trunk_cache to auto or off",
-        ),
-        ({**STAGED, "activation_offloading": True}, "activation_offloading, which .*; set activation_checkpointing"),
-        ({**STAGED, "capture_trunk_states": True}, "capture_trunk_states, which .*; leave it out"),
-    ],
-)
-def test_a_setting_that_does_not_fit_is_rejected_with_what_to_change(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_config(tmp_path, **settings)
 
 
 def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def evaluate_prompts(
         sampler: backend, reward functions, tokenizer, sampling parameters.
         dataset: rows with `prompt` and `prompt_ids`, dealt to the processes in turn.
         accelerator: processes, device and autocast.
-        args: of the run or of the evaluation.
+        args: the settings of the run or of the evaluation.
         role: "policy", or "reference" for the metrics before training (its KL to itself is not reported).
         version: optimizer steps that the policy has seen.
         extras: keywords for the reward functions.

@@ -37,8 +37,8 @@ def sampled_bytes(
     """Return the bytes that sampling adds to a process: cache, logits, and the gathered share of a sharded base.
 
     Args:
-        args: of the run. Of a pipeline it is the stage that needs most.
-        shape: of the decoder.
+        args: the settings of the run; in a pipeline the result is for the stage that needs most.
+        shape: the sizes of the decoder.
         rows: that decode at once, per process; a pipeline that trains counts as one process.
         width: padded tokens of a row at its end.
         itemsize: bytes of a number in the cache.

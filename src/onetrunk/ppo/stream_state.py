@@ -261,12 +261,12 @@ def reward_path(function: Callable[..., Any]) -> str:
 def check_settings(
     path: Path, written: dict[str, Any], current: dict[str, Any], in_rollout: bool, is_allowed: bool = False
 ) -> None:
-    """Check the `run_settings` of a resumed run against those of its checkpoint, by the table `SETTINGS`.
+    """Check the `run_settings` of a resumed run against its checkpoint, by the table `SETTINGS`.
 
     Args:
         path: the file that `written` comes from.
-        written: those of the checkpoint.
-        current: those of the run.
+        written: the settings of the run that wrote the checkpoint.
+        current: the settings of the resumed run.
         in_rollout: True if the checkpoint was saved in the middle of a rollout.
         is_allowed: `allow_config_change`.
 

@@ -133,7 +133,7 @@ class PPOTrainer(ResumableTrainer):
         self._step_start = 0.0
         # Completions of `eval_dataset` "before" training and "after", at the last evaluation.
         self.held_out_samples: dict[str, ScoredRollout] = {}
-        # Whether the weights are those of the best checkpoint, loaded at the end of training.
+        # Whether the best checkpoint was loaded at the end of training.
         self._has_best_weights = False
         super().__init__(
             model=run.parts.model,
@@ -426,7 +426,7 @@ class PPOTrainer(ResumableTrainer):
         Args:
             model_name: the heading; None: the Hub name, or the name of output_dir.
             finetuned_from: Hub name of the base model, if it was loaded from a folder.
-            tags: added to those of every card.
+            tags: further tags; every card has lora, onetrunk and ppo.
             dataset: Hub name of the prompts.
             **data: further metadata (language, license).
         """

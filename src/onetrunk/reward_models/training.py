@@ -172,7 +172,7 @@ class PairCollator:
         return {"input_ids": ids, "attention_mask": length_mask(lengths, ids.shape[1]).long()}
 
     def parts(self, batch: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
-        """Return a batch as parts, at most so many, whose losses add up to that of the batch; pairs stay whole."""
+        """Return at most `number` parts of a batch, whose losses add up to the batch's loss; pairs stay whole."""
         device, num_rows = batch["input_ids"].device, len(batch["input_ids"])
         partner = torch.arange(num_rows, device=device)
         partner[batch["second"]] = batch["first"]
@@ -216,7 +216,7 @@ class PairEncoder:
     """Tokenizes a batch of checked rows as `ModelReward` does in PPO, and adds the labels that are used.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         reads_end: whether completions end with the end token.
         labels: names of the columns to keep as labels.
     """
@@ -388,7 +388,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         return [row if limit is None or max(len(row[name]) for name in ENCODED) <= limit else None for row in encoded]
 
     def evaluate(self, eval_dataset: Any = None, **kwargs: Any) -> dict[str, float]:
-        """Return the metrics of held-out rows: those of this trainer, or other preference rows."""
+        """Return the metrics of this trainer's held-out rows, or of other preference rows."""
         encoded = self.encode(eval_dataset, self.processing_class, self.args, "held-out")
         return super().evaluate(eval_dataset=encoded, **kwargs)
 
@@ -418,7 +418,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         def loss_of(number: int, run: Callable[..., Any]) -> Tensor:
             loss = self.compute_loss(run, parts[number]) / self.current_gradient_accumulation_steps
             total.add_(loss.detach())
-            # `reduce_gradients` adds those of all pipelines, and the mean of their losses is trained.
+            # `reduce_gradients` adds the gradients of all pipelines, and the mean of their losses is trained.
             return loss / self.accelerator.num_processes
 
         stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
@@ -449,7 +449,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def note_pairs(self, scores: Tensor, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
-        """Add the metrics of a batch, all its scores and those of its pairs, to those of the next log."""
+        """Add the metrics of a batch to the next log: all its scores, and the scores of its pairs."""
         labels = torch.ones_like(chosen) if probability is None else probability
         prefers = torch.sign(labels - 0.5)
         signs = torch.sign(chosen - rejected) * prefers
@@ -459,7 +459,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             pair_sums[name].append(torch.stack([values.sum(), values.new_tensor(len(values))]))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the metrics since the last log over all processes; those of no row are left out."""
+        """Log, with the metrics of all processes since the last log; a metric without rows is left out."""
         mode = "train" if self.model.training else "eval"
         for name, sums in self.pair_sums[mode].items():
             total, count = self.accelerator.reduce(torch.stack(sums).sum(0), "sum").tolist()

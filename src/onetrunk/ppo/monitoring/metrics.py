@@ -260,8 +260,8 @@ def rollout_metrics(
     """Return the metrics of a rollout by their public names, equal on every process; the README explains each.
 
     `sampling/logprob_gap_k3` estimates KL(sampler || trainer). `num_tokens` are the completion tokens. `kl/ref` is a
-    mean of sums over tokens of weight * k1, the weights those of the loss where there are some, so that older rows and
-    truncated samples count by the policy's probabilities. They are not divided by their mean: that of truncated
+    mean of sums over tokens of weight * k1, with the weights of the loss if there are any, so that older rows and
+    truncated samples count by the policy's probabilities. They are not divided by their mean: the mean of truncated
     samples is the share of the vocabulary that was left, which belongs to the KL.
 
     Args:
@@ -311,7 +311,7 @@ def importance_metrics(packs: Sequence[RolloutPack], accelerator: Accelerator) -
     """Return the effective sample size and the clipped weights as shares of the tokens that train, all processes.
 
     Args:
-        packs: of a rollout of this process, with importance weights and loss masks; every process has some.
+        packs: this process's packs of a rollout, with importance weights and loss masks; every process has some.
         accelerator: reduces over the processes.
     """
     local = torch.stack([importance_sums(item.importance, item.loss_mask).sum(1) for item in packs]).sum(0)
