@@ -1,7 +1,5 @@
 """From labels to rows and from rows to statistics, by hand-worked numbers."""
 
-import json
-
 import pytest
 from datasets import Dataset
 
@@ -74,16 +72,6 @@ def test_a_row_is_the_mean_over_principles_by_weight_and_orders(make, prompt):
     assert texts == ["a", "b"] and row["prompt"] == prompt
     assert len(judge.asked) == 4
     assert maker.counts["labelled"] == maker.counts["pairs"] == 1
-
-
-def test_votes_are_told_for_the_chosen_completion(make):
-    _, maker = make(both(0.2, 0.9))
-    (row,) = maker.rows([item()], [sampled("a", "b")])
-    assert row["chosen"] == "b" and row["probability"] == pytest.approx((3 * 0.8 + 0.1) / 4)
-    votes = json.loads(row["votes"])
-    assert [vote["principle"] for vote in votes] == ["heavy", "light"]
-    assert votes[0]["probabilities"] == pytest.approx([0.8, 0.8])
-    assert votes[1]["probabilities"] == pytest.approx([0.1, 0.1])
 
 
 @pytest.mark.parametrize("keep_ties", [False, True])

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler, critique_prompt, encoded, revision_prompt
+from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler, encoded
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
@@ -83,15 +83,3 @@ def test_principles_are_drawn_by_weight_and_each_once_while_there_are_any(ledger
     # Weights 1, 3, 2 of 6: 50, 150, 100 of 300; standard deviations 6, 9, 8
     assert abs(first.count(0) - 50) < 30 and abs(first.count(1) - 150) < 40
     assert len(Reviser(policy, policy, PRINCIPLES, num_revisions=5).plan(items(policy)[0], 0)) == 5
-
-
-def test_what_a_critic_is_asked_holds_request_reply_and_rule_in_the_form_of_the_prompt():
-    text = critique_prompt("Why?", "Because.", "Be kind {x}.")
-    assert all(part in text for part in ("Why?", "Because.", "Be kind {x}."))
-    assert revision_prompt(text, "It is curt.").startswith(text + "It is curt.")
-    turns = critique_prompt([{"role": "user", "content": "Why?"}], "Because.", "Be kind.")
-    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
-    turns = revision_prompt(turns, "It is curt.")
-    assert [turn["role"] for turn in turns][-2:] == ["assistant", "user"] and turns[-2]["content"] == "It is curt."
-    begun = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Be"}]
-    assert critique_prompt(begun, "cause.", "Be kind.")[1]["content"] == "Because."

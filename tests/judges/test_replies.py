@@ -113,13 +113,6 @@ def test_log_probabilities_are_found_by_tokens_also_where_a_reply_runs_past_its_
     assert found == pytest.approx({"A": 0.99, "B": 0.005})
 
 
-def test_a_reply_that_begins_with_a_mark_is_measured_there():
-    # As in process: what counts is where the answer begins, whatever was drawn there.
-    begins = candidates("<|im_end|>", {"<|im_end|>": 0.7, "A": 0.2, "B": 0.05})
-    found = label_probabilities(reply("\nA", [begins, candidates("\n", SURE | {"\n": 0.001})]), LABELS)
-    assert found == pytest.approx({"A": 0.2, "B": 0.05})
-
-
 @pytest.mark.parametrize(
     ("tokens", "text"),
     [

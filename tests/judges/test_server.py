@@ -61,16 +61,6 @@ def test_a_reply_that_leaves_log_probabilities_out_is_a_vote_and_the_others_are_
     assert len(stub.bodies) == 3 * 5 and all(sum(v.details["votes"].values()) == 5 for v in verdicts)
 
 
-def test_the_same_question_twice_is_bought_once_and_answered_twice():
-    with StubServer(logprobs=False) as stub:
-        judge = judge_of(stub)
-        judge.check()
-        stub.bodies.clear()
-        told = []
-        verdicts = judge.compare([*pairs(2), *pairs(2)], KIND, lambda i, _verdict: told.append(i))
-    assert verdicts[:2] == verdicts[2:] and sorted(told) == [0, 1, 2, 3] and len(stub.bodies) == 2 * 5
-
-
 def rating_route(mark_shares):
     def answer(body):
         mark = max(mark_shares, key=mark_shares.get)

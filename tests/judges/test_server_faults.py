@@ -122,15 +122,6 @@ def test_ctrl_c_ends_a_run_at_once_and_keeps_what_was_answered():
         assert time.monotonic() - start < 600 and 3 <= len(told) < 20
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("500", "refused"), ("429", "server")])
-def test_a_question_that_always_fails_is_at_fault_unless_the_server_asks_for_fewer_calls(fault, kind):
-    with StubServer(fault=fault) as stub:
-        judge = ready_judge(stub, replace(PATIENT, max_calls=3))
-        stub.fails_on = lambda body: "> prompt 1" in str(body["messages"])
-        verdicts = judge.compare(pairs(8), KIND)
-    assert [v.error_kind for v in verdicts if v.error] == [kind] and f"HTTP {fault}" in verdicts[1].error
-
-
 # --- several servers ---------------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,6 @@
 import asyncio
 import functools
 import math
-import os
-import threading
 
 import numpy as np
 import pytest
@@ -105,15 +103,6 @@ def test_a_function_that_raises_is_named_and_its_error_is_the_cause():
         assert type(caught.value.__cause__) is error
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_process_passes_through_a_function(error):
-    def raises(**kwargs):
-        raise error
-
-    with pytest.raises(error):
-        score(raises)
-
-
 @pytest.mark.parametrize(
     ("result", "error", "reason"),
     [
@@ -201,16 +190,3 @@ def test_async_functions_work_inside_a_running_loop_and_keep_their_loop():
     assert asyncio.run(notebook()).total.tolist() == [1.0, 2.0]
     assert score(later).total.tolist() == [1.0, 2.0]
     assert loops[0] is loops[1]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_async_functions_work_in_a_forked_process():
-    async def later(**kwargs):
-        return [1, 2]
-
-    score(later)  # the parent's loop runs in a thread that a fork does not take along
-    child = os.fork()
-    if child == 0:
-        threading.Timer(20, os._exit, [3]).start()
-        os._exit(0 if score(later).total.tolist() == [1.0, 2.0] else 2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

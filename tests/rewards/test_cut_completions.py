@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.judges.constitution import Constitution
@@ -141,15 +140,3 @@ def test_a_reward_server_gets_the_token_ids_of_a_cut_completion_and_is_told_of_i
         assert [row[-1] == TOKENIZER.eos_token_id for row in expected] == STOPPED
         call(RemoteReward(f"{stub.root}/classify", max_concurrency=1), CHAT, said)
         assert [body.get("continue_final_message", False) for body in stub.bodies] == [not s for s in STOPPED]
-
-
-def test_a_tokenizer_that_adds_its_end_token_adds_none_to_a_cut_completion():
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
-    for end_token in (False, True):
-        rows, _ = encode_rows(tokenizer, ["the "] * 2, ["cat"] * 2, None, end_token, "m", [True, False])
-        assert [row[-1] == 1 for row in rows] == [True, False] and rows[0][:-1] == rows[1]
-    # RoBERTa's end token is its separator, which closes every text.
-    tokenizer.sep_token = tokenizer.eos_token
-    rows, _ = encode_rows(tokenizer, ["the "], ["cat"], None, False, "m", [False])
-    assert rows[0][-1] == 1

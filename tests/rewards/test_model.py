@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from onetrunk.rewards import ModelReward
@@ -52,16 +51,6 @@ def test_conversations_go_through_the_models_own_template():
     [score] = reward(prompts=[[USER, *assistant("no")]], completions=[assistant(" please")])
     expected = read(model, tokenizer, "<bos> <user> the cat runs <assistant> no please <eos>")
     assert score == pytest.approx(expected, abs=1e-5)
-
-
-def test_special_tokens_are_added_to_plain_text_and_not_to_what_the_template_wrote():
-    model, tokenizer = scorer(), tiny_tokenizer(chat_template=TEMPLATE)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
-    reward = ModelReward(model, tokenizer)
-    [plain] = reward(prompts=["the cat"], completions=[" runs"])
-    assert plain == pytest.approx(read(model, tokenizer, "<bos> the cat runs"), abs=1e-5)
-    [chat] = reward(prompts=[[USER]], completions=[assistant("yes")])
-    assert chat == pytest.approx(read(model, tokenizer, "<bos> <user> the cat runs <assistant> yes <eos>"), abs=1e-5)
 
 
 def test_the_models_tokenizer_is_used_and_not_the_policys(tmp_path):

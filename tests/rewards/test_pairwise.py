@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from onetrunk.judges.constitution import Constitution, RubricJudge
+from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Pair, Principle
-from onetrunk.judges.labels import kept_ratings
 from onetrunk.rewards import RewardSet
 from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward, prompt_key
 from onetrunk.types import SampledText
@@ -56,12 +55,6 @@ def test_a_completion_equal_to_its_reference_is_as_good_and_nobody_is_asked():
     assert judge.asked == []
 
 
-def test_certainty_is_bounded_by_the_floor():
-    sure = RubricJudge({"long": lambda completions, **kw: [float(len(c)) for c in completions]}, temperature=1e-6)
-    reward = PairwiseReward(sure, ONE, floor=0.02)
-    assert rewards_of(reward, ["a", "a b"], ["a b", "a"]) == pytest.approx([math.log(0.02), 0.0], abs=1e-12)
-
-
 def test_rows_that_are_not_decided_have_no_reward():
     judge = word_judge(undecided=["what"], down=["fails"])
     found = rewards_of(PairwiseReward(judge, ONE), ["what", "fails", "a b"], ["x", "x", "x"])
@@ -105,15 +98,6 @@ def test_the_rating_is_the_weighted_mean_of_the_principles_by_hand():
     found = reward(prompts=["p", "q", "r"], completions=["a b c", "what", "fails"])
     assert found == [pytest.approx(0.475), None, None]
     assert reward(prompts=[], completions=[]) == []
-
-
-def test_ratings_of_one_text_twice_cost_one_question():
-    judge, memory = word_judge(down=["fails"]), Kept()
-    labels = kept_ratings(judge, ["p", "p", "p"], ["a", "a", "fails"], ONE, memory)
-    assert [single.text for _, single in judge.asked] == ["a", "fails"] and labels[0] == labels[1]
-    assert (labels[2].errors, labels[2].failure, labels[2].score) == (1, "down", None)
-    kept_ratings(judge, ["p"], ["a"], ONE, memory)
-    assert len(judge.asked) == 2
 
 
 @pytest.mark.parametrize(

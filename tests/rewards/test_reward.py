@@ -91,7 +91,6 @@ def test_a_callable_passes_through_and_paths_are_imported(package):
     ("spec", "error", "reason"),
     [
         ("no_such_package.one", ValueError, "there is no module 'no_such_package'"),
-        ("reward_package_of_a_user.nowhere.one", ValueError, "there is no module 'reward_package_of_a_user.nowhere'"),
         ("reward_package_of_a_user.good.two", ValueError, "has no 'two'; it has one"),
         ("reward_package_of_a_user.good.oen", ValueError, r"has no 'oen'; did you mean one\?"),
         ("reward_package_of_a_user.good.NUMBER", TypeError, "is of type int; expected something to call"),
@@ -99,11 +98,8 @@ def test_a_callable_passes_through_and_paths_are_imported(package):
         ("reward_package_of_a_user.raising.one", RuntimeError, "ZeroDivisionError"),
         ("collections.OrderedDict", TypeError, "is a class; give an instance"),
         ("owner/reward-model", ValueError, "give onetrunk.rewards.ModelReward"),
-        ("one", ValueError, "neither 'package.module.name' nor"),
         ("my_reward", ValueError, "nor a reward model: a folder that exists or a Hub name 'owner/model'"),
         ("nowhere.py:one", ValueError, r"there is no file nowhere.py \(working folder /.*\)"),
-        ("nowhere.py", ValueError, "names a file; write 'nowhere.py:NAME'"),
-        ("rewards.txt:one", ValueError, "there is no Python file rewards.txt"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_refused_with_the_reason(package, spec, error, reason):
@@ -135,18 +131,6 @@ def test_a_function_is_known_by_the_bytes_of_its_file(tmp_path):
 
 def at_least(completions, number, **columns):
     return [len(text) >= number for text in completions]
-
-
-class Least:
-    def __init__(self, number):
-        self.number = number
-
-    def __call__(self, completions, **columns):
-        return [len(text) >= self.number for text in completions]
-
-
-def test_an_object_counts_with_its_values():
-    assert content_of(Least(3)) == content_of(Least(3)) != content_of(Least(4))
 
 
 SCRIPT = "STEPS = 10\n\ndef score(completions, **columns):\n    return [len(text) >= 3 for text in completions]\n"
@@ -186,11 +170,6 @@ def test_an_adapter_is_known_by_its_weights_on_the_trunk_and_on_a_base_of_its_ow
     assert ensemble == content_of(EnsembleReward([one, two])) != content_of(EnsembleReward([one, two], penalty=1.0))
     ScoreScale(0.0, 2.0).save(two)
     assert content_of(EnsembleReward([one, two])) != ensemble
-
-
-def test_a_server_is_known_by_its_address_and_the_name_of_its_model():
-    reward = RemoteReward("http://127.0.0.1:1/classify", model="rm")
-    assert content_of(reward) == "server http://127.0.0.1:1/classify, model rm"
 
 
 def test_a_judge_is_known_by_what_it_asks_and_by_the_constitution():

@@ -6,7 +6,7 @@ import tracemalloc
 import httpx2
 import pytest
 
-from onetrunk.servers.client import MAX_BYTES, Server, checked_url, is_nearby, read_secret, retry_after_s
+from onetrunk.servers.client import MAX_BYTES, Server, checked_url, read_secret, retry_after_s
 from onetrunk.servers.errors import CallError
 from tests.judges.stub_server import StubServer
 
@@ -43,14 +43,6 @@ def test_an_address_that_is_none_is_refused_with_one_message_that_repeats_no_pas
         checked_url(url, WHAT)
     assert WHAT in str(error.value) and "\n" not in str(error.value) and "hunter2" not in str(error.value)
     assert checked_url("https://host:8443/v1/", WHAT) == "https://host:8443/v1"
-
-
-def test_calls_of_this_machine_and_private_networks_pass_by_the_proxy(monkeypatch):
-    urls = ["http://127.0.0.1:8000", "http://localhost", "http://[::1]:80", "http://10.1.2.3", "https://8.8.8.8"]
-    assert [is_nearby(url) for url in [*urls, "https://judge.example.com"]] == [True] * 4 + [False] * 2
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with answering(200, {"x": 1}) as stub:
-        assert ask(stub.root) == {"x": 1}
 
 
 def test_a_secret_comes_from_a_variable_and_from_nowhere_else(monkeypatch):

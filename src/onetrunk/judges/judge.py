@@ -137,7 +137,7 @@ class Usage:
         questions: answered by the judge, abstentions included; answers from a ledger are not counted.
         calls: to a server, failed ones included.
         failed_calls: those without an answer of the expected form; most were made again.
-        estimated_calls: answered calls to a server that did not report their tokens, which are estimates.
+        estimated_calls: answered calls to a server that did not report their tokens, of which the most is counted.
         prompt_tokens, completion_tokens: read and written; of a server as it reports them.
         seconds: during which questions were being answered.
     """

@@ -52,8 +52,6 @@ CHAT_PATH = "/chat/completions"
 TOP_LOGPROBS = (20, 5, 0)
 # More tokens than a chat template adds to a conversation, with its own system prompt.
 TEMPLATE_TOKENS = 1024
-# Of a call that reports no tokens: UTF-8 bytes per token of its prompt. Most texts have more, so this counts too many.
-BYTES_PER_TOKEN = 2
 # A call that reports as many tokens is not believed.
 TOO_MANY_TOKENS = 10**9
 # Calls of the check at startup.
@@ -139,7 +137,6 @@ class ServerJudge(Judge):
         }
         # Candidates per token that the servers return log probabilities of; 0: none; None: not known yet.
         self.top_logprobs: int | None = None
-        self._is_told_of_usage = False
 
     def check(self) -> None:
         """Ask a small question, to see what the server can do. Runs once, before the first comparison at latest.
@@ -304,21 +301,13 @@ class ServerJudge(Judge):
         reported = output.get("usage") if isinstance(output, Mapping) else None
         reported = reported if isinstance(reported, Mapping) else {}
         prompt, completion = reported.get("prompt_tokens"), reported.get("completion_tokens")
-        # A prompt always has tokens.
-        is_read, is_written = _is_count(prompt) and prompt > 0, _is_count(completion)
-        self.usage.prompt_tokens += prompt if is_read else most_prompt // BYTES_PER_TOKEN
-        self.usage.completion_tokens += completion if is_written else most_completion
-        if is_read and is_written:
-            return
-        self.usage.estimated_calls += 1
-        if not self._is_told_of_usage:
-            self._is_told_of_usage = True
-            logger.warning(
-                "%s does not report the tokens of a call (usage); they are estimated: a token of the prompt per %d"
-                " bytes, and as many written as a reply may have",
-                self.servers[0],
-                BYTES_PER_TOKEN,
-            )
+        if not (_is_count(prompt) and prompt > 0 and _is_count(completion)):
+            if not self.usage.estimated_calls:
+                logger.warning("%s does not report the tokens of a call (usage); the most is counted", self.servers[0])
+            self.usage.estimated_calls += 1
+            prompt, completion = most_prompt, most_completion
+        self.usage.prompt_tokens += prompt
+        self.usage.completion_tokens += completion
 
 
 def most_tokens(body: Mapping[str, Any]) -> tuple[int, int]:

@@ -63,13 +63,7 @@ class LengthFit:
     @property
     def win_rate(self) -> float:
         """Probability of the first side at equal length."""
-        return self.probability(0.0)
-
-    def probability(self, difference: float) -> float:
-        """Return the fitted probability of a pair whose lengths differ by `difference`."""
-        term = 0.0 if self.scale == 0 else math.tanh(difference / self.scale)
-        log_odds = self.intercept + self.slope * term
-        return NAN if math.isnan(log_odds) else logistic(log_odds)
+        return NAN if math.isnan(self.intercept) else logistic(self.intercept)
 
 
 @dataclass(frozen=True)
