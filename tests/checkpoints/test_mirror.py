@@ -126,6 +126,7 @@ def test_the_manifest_is_written_last_and_only_then_an_older_one_is_deleted_its_
     seen = []
     HookedFileSystem.hook = staticmethod(lambda operation, path: seen.append((operation, path.split("/mirror/")[1])))
     push(mirror, make_checkpoint(tmp_path / "out", 3))
+    seen = [event for event in seen if event[0] != "read"]
     assert [operation for operation, _ in seen] == 4 * ["write"] + 2 * ["delete"]
     assert [seen[at][1] for at in (3, 4, 5)] == [
         "checkpoint-3/manifest.json",

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from onetrunk.data.preferences import check_preferences
+from onetrunk.data.rows import check_preferences
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics

@@ -209,22 +209,6 @@ def test_an_end_in_done_lets_the_calls_in_flight_end():
     assert sorted(told) == [0, 1, 2, 3] and str(end) == "spent"
 
 
-def test_another_error_in_done_ends_everything_at_once():
-    def done(index, outcome):
-        raise KeyError(index)
-
-    server = FakeServer(answers_in())
-    with pytest.raises(KeyError):
-        ask_all(20, server, done=done)
-    assert server.open == 0 and len(server.asked) == 4
-
-
-@pytest.mark.parametrize(("name", "value"), [("max_calls", 0), ("first_delay_s", 0.0), ("patience_s", float("inf"))])
-def test_a_setting_out_of_range_is_named(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
-        RetryPolicy(**{name: value})
-
-
 def test_a_deadline_is_a_call_error():
     async def work():
         with pytest.raises(CallError, match="no answer within 5 s") as raised:

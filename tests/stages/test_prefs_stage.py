@@ -9,8 +9,8 @@ import pytest
 from datasets import load_dataset
 
 from onetrunk.data.files import load_rows
-from onetrunk.data.preferences import check_preferences
 from onetrunk.data.prompts import check_completions
+from onetrunk.data.rows import check_preferences
 from onetrunk.feedback.shards import read_rows
 from onetrunk.utils.files import digest
 from tests.feedback import runs

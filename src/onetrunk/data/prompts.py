@@ -1,4 +1,4 @@
-"""Datasets become rows ready for sampling or fine-tuning: checked, put through the chat template, tokenized, split.
+"""Datasets become rows ready for sampling or fine-tuning: checked, put through the chat template, tokenized.
 
 A prompt is a text or a conversation (a list of {"role", "content"} messages), and all prompts of a dataset have the
 same form. All rows in memory are checked before anything runs.
@@ -6,25 +6,27 @@ same form. All rows in memory are checked before anything runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import datasets
-import numpy as np
 from datasets import Dataset
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import (
     Rows,
+    bad_row,
     check_rows,
     column_checks,
     is_conversational,
     missing_columns,
-    num_held_out,
     prompt_fault,
-    require_no_fault,
     require_rows,
     row_fault,
 )
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 # Columns that we add, and keywords that we pass to reward functions: a dataset's own column would be overwritten.
 RESERVED_COLUMNS = (
-    *("prompts", "prompt_ids", "prompt_fault", "completions", "completion_ids", "completion_stopped"),
+    *("prompts", "prompt_ids", "completions", "completion_ids", "completion_stopped"),
     *("trainer_state", "log_extra", "log_metric"),
 )
 OVERLONG = ("error", "drop", "truncate")
@@ -85,13 +87,17 @@ def prepare_prompts(
     encoder = _PromptEncoder(
         tokenizer, conversational, chat_template, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
     )
-    added = {"prompt_ids": datasets.List(datasets.Value("int64")), "prompt_fault": datasets.Value("string")}
-    features = datasets.Features({**dataset.features, **added})
+
+    def encode(row: dict[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return {"prompt_ids": encoder.ids(row["prompt"])}
+        except ValueError as error:
+            raise bad_row(index, str(error)) from error
+
+    features = datasets.Features({**dataset.features, "prompt_ids": datasets.List(datasets.Value("int64"))})
     # No cache: its key does not change with the functions that the encoder calls.
-    rows = dataset.map(encoder, features=features, load_from_cache_file=False, desc="prompts")
-    for index, fault in enumerate(rows["prompt_fault"]):
-        require_no_fault(index, fault)
-    rows = rows.remove_columns("prompt_fault")
+    settings = {"features": features, "load_from_cache_file": False, "desc": "prompts"}
+    rows = dataset.map(encode, with_indices=True, **settings)
     return _drop_overlong(rows, max_prompt_length) if overlong_prompts == "drop" and max_prompt_length else rows
 
 
@@ -120,11 +126,9 @@ def prepare_streamed_prompts(
     )
 
     def encode(row: dict[str, Any]) -> dict[str, Any] | None:
-        added = encoder(row)
-        if added["prompt_fault"]:
-            raise ValueError(added["prompt_fault"])
-        is_dropped = overlong_prompts == "drop" and len(added["prompt_ids"]) > max_prompt_length
-        return None if is_dropped else {**row, "prompt_ids": added["prompt_ids"]}
+        ids = encoder.ids(row["prompt"])
+        is_dropped = overlong_prompts == "drop" and len(ids) > max_prompt_length
+        return None if is_dropped else {**row, "prompt_ids": ids}
 
     rows = rows.then(encode, added=["prompt_ids"])
     if not len(rows.sample()):
@@ -152,7 +156,7 @@ def check_prompts(rows: Dataset | ShardedRows) -> bool:
 
 @dataclass(frozen=True)
 class _PromptEncoder:
-    """Tokenizes one row; a fault goes into the column `prompt_fault`."""
+    """Tokenizes prompts."""
 
     tokenizer: PreTrainedTokenizerBase
     conversational: bool
@@ -161,22 +165,22 @@ class _PromptEncoder:
     max_length: int | None
     overlong: str
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        fault = prompt_fault(row["prompt"], self.conversational)
-        ids: list[int] = []
-        if fault is None:
-            try:
-                ids = self._encode(row["prompt"])
-            except Exception as error:  # A template may raise anything.
-                fault = f"is rejected by the tokenizer or its chat template: {error}"
-        if fault is None and not ids:
-            fault = "becomes zero tokens"
+    def ids(self, prompt: Any) -> list[int]:
+        """Return the token ids of a prompt; ValueError says what is wrong with it."""
+        if fault := prompt_fault(prompt, self.conversational):
+            raise ValueError(f"prompt {fault}")
+        try:
+            ids = self._encode(prompt)
+        except Exception as error:  # A template may raise anything.
+            raise ValueError(f"prompt is rejected by the tokenizer or its chat template: {error}") from error
+        if not ids:
+            raise ValueError("prompt becomes zero tokens")
         if self.max_length is not None and len(ids) > self.max_length:
             if self.overlong == "error":
-                fault = f"has {len(ids)} tokens where max_prompt_length is {self.max_length}"
-            elif self.overlong == "truncate":
-                ids = ids[-self.max_length :]
-        return {"prompt_ids": ids, "prompt_fault": fault and f"prompt {fault}"}
+                raise ValueError(f"prompt has {len(ids)} tokens where max_prompt_length is {self.max_length}")
+            if self.overlong == "truncate":
+                return ids[-self.max_length :]
+        return ids
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -266,22 +270,6 @@ def without_written_bos(dataset: Dataset | ShardedRows, tokenizer: PreTrainedTok
 # --- for both -------------------------------------------------------------------------------------------------------
 
 
-def split_rows(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split a dataset at random into a training and an evaluation part.
-
-    Args:
-        dataset: both parts keep the order of its rows.
-        eval_size: number of rows to hold out as an int, or a share between 0 and 1 as a float.
-        seed: the same seed makes the same split.
-
-    Raises:
-        ValueError: one part would be empty.
-    """
-    num_eval = num_held_out(eval_size, len(dataset), "rows")
-    order = np.random.default_rng(seed).permutation(len(dataset))
-    return dataset.select(np.sort(order[num_eval:])), dataset.select(np.sort(order[:num_eval]))
-
-
 def decode_completion(
     tokenizer: PreTrainedTokenizerBase, completion_ids: list[int], stopped: bool, prompt: Prompt
 ) -> Completion:
@@ -303,3 +291,39 @@ def without_second_bos(ids: list[int], bos_token_id: int | None) -> list[int]:
     A text may already begin with the BOS token, for example after a chat template, and some tokenizers add another.
     """
     return ids[1:] if bos_token_id is not None and ids[:2] == [bos_token_id, bos_token_id] else ids
+
+
+# --- chat templates -------------------------------------------------------------------------------------------------
+
+
+def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], **settings: Any) -> Any:
+    """Return `tokenizer.apply_chat_template(messages, **settings)`.
+
+    Raises:
+        ValueError: the template failed; the message names the tokenizer.
+    """
+    try:
+        return tokenizer.apply_chat_template(list(messages), **settings)
+    except Exception as error:
+        raise _template_error(tokenizer, error) from error
+
+
+@contextlib.contextmanager
+def template_errors(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Turn template errors into that ValueError inside a block in which a library applies the template."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, TemplateError) or any(frame.filename == "<template>" for frame in frames):
+            raise _template_error(tokenizer, error) from error
+        raise
+
+
+def _template_error(tokenizer: PreTrainedTokenizerBase, error: Exception) -> ValueError:
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ValueError(
+        f"the chat template of {name} failed on a conversation ({reason:.400}); repair chat_template.jinja (in older"
+        " folders chat_template in tokenizer_config.json), or change the rows to what it expects"
+    )

@@ -142,7 +142,7 @@ class Usage:
         seconds: during which questions were being answered.
     """
 
-    # First: a copy made while a call ends may count it twice, but never leaves it out.
+    # First, because `astuple` reads in this order: a call that ends meanwhile is counted twice, and never left out.
     unsettled_calls: int = 0
     unsettled_prompt_tokens: int = 0
     unsettled_completion_tokens: int = 0
@@ -173,14 +173,6 @@ class Usage:
         """Add other counters to these."""
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)
-
-    def minus(self, earlier: Usage) -> Usage:
-        """Return what was used since `earlier`, a copy of these counters."""
-        return Usage(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
-
-    def copy(self) -> Usage:
-        """Return a copy that later use does not change."""
-        return Usage(**asdict(self))
 
     def cost_usd(self, price: Sequence[float]) -> float:
         """Return the price in USD of the tokens, unsettled ones included.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.data.chat_template import apply_chat_template
+from onetrunk.data.prompts import apply_chat_template
 from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Single, model_name
 from onetrunk.judges.template import (
     LABELS,

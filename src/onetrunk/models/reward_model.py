@@ -29,8 +29,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from onetrunk.data.chat_template import apply_chat_template
-from onetrunk.data.prompts import without_second_bos
+from onetrunk.data.prompts import apply_chat_template, without_second_bos
 from onetrunk.models.adapters import ValueHead, check_adapter_config, require_lora
 from onetrunk.models.base_model import repair_padding
 from onetrunk.models.loading import (

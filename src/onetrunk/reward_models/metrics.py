@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 
-from onetrunk.data.preferences import SIDES, stopped_column
+from onetrunk.data.rows import SIDES, stopped_column
 from onetrunk.models.speedups.memory_use import peak_bytes
 from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.teacher import Teacher

@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from onetrunk.data.preferences import PAIR, SIDES, STOPPED, check_preferences, stopped_column
+from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, stopped_column
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.models.loading import base_fingerprint

@@ -29,7 +29,7 @@ from trl import RewardConfig, RewardTrainer
 
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.resumable_trainer import ResumableTRLTrainer
-from onetrunk.data.preferences import SIDES, check_preferences
+from onetrunk.data.rows import SIDES, check_preferences
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.reward_model import READS_END, length_limit

@@ -38,7 +38,7 @@ from rich.text import Text
 
 from onetrunk.checkpoints.folders import left_by_a_run
 from onetrunk.checkpoints.resume_settings import is_free
-from onetrunk.data.names import BUILDERS
+from onetrunk.data.files import BUILDERS
 from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
 from onetrunk.report.report import write_report_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -95,7 +95,13 @@ def check_settings(
         )
     if words and not settings.constitution:
         raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
+    if judge_args.judge_report and not words:
+        raise ValueError("judge_report is set and judge is not; name the judge that it measured, or leave it out")
     if not judge_args.monitor_judge:
+        defaults = ((f.name, f.default) for f in fields(judge_args) if f.name.startswith("monitor_"))
+        unused = [name for name, default in defaults if getattr(judge_args, name) != default]
+        if unused:
+            raise ValueError(f"{unused[0]} is set and monitor_judge is not; name the judge, or leave it out")
         return
     monitor = judge_args.monitor_settings(settings)
     if not monitor.constitution:

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from trl import extract_prompt
 
 from onetrunk.data.files import load_rows
-from onetrunk.data.preferences import check_preferences, check_sides, split_by_prompt
-from onetrunk.data.prompts import check_completions, check_prompts, completion_columns, split_rows
+from onetrunk.data.prompts import check_completions, check_prompts, completion_columns
+from onetrunk.data.rows import check_preferences, check_sides, split_by_prompt, split_rows
 from onetrunk.data.sharded import ShardedRows, load_sharded_rows
 from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from torch import distributed
+
 from onetrunk.checkpoints.folders import (
     FINISHED,
     MANIFEST,
@@ -51,8 +53,8 @@ if TYPE_CHECKING:
     TrainingSettings = SFTArguments | RewardModelConfig | PPOConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Errors whose message is enough for the user: these where our own code raises them, and the second group from the
-# libraries below us too (a file, a setting, or a package that is missing).
+# Errors whose message is enough for the user: the first group where our own code raises them, and the second also
+# from libraries (a file, a setting, or a package that is missing).
 OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
 LIBRARY_ERRORS = (ValueError, OSError, ImportError)
 # The disk is full, or the user's quota or the limit on the size of a file is reached.
@@ -200,11 +202,8 @@ def _exit_code(verb: str, parsed: tuple[Any, ...], error: BaseException) -> int 
 
 def end_process_group() -> None:
     """End torch.distributed: its threads can abort a process that exits while they run (exit code 134)."""
-    if "torch" in sys.modules:
-        from torch import distributed
-
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _how_to_resume(parsed: Sequence[Any]) -> str:

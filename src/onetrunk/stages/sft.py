@@ -11,8 +11,7 @@ from trl import get_quantization_config
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.chat_template import apply_chat_template, template_errors
-from onetrunk.data.prompts import check_completions, without_written_bos
+from onetrunk.data.prompts import apply_chat_template, check_completions, template_errors, without_written_bos
 from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import check_targets
 from onetrunk.models.base_model import load_base, load_tokenizer

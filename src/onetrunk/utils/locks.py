@@ -20,7 +20,7 @@ class WriterLock:
         path: what is to be written. Its folder exists.
 
     Raises:
-        RuntimeError: another process holds the lock, or the file system has no locks; the message says what to do.
+        RuntimeError: another process holds the lock.
         OSError: the folder cannot be written to.
     """
 
@@ -35,8 +35,6 @@ class WriterLock:
                 f"{self.path} is being written by another process (`fuser {self.file}` names it); wait for it, or stop"
                 " it"
             ) from error
-        except NotImplementedError as error:
-            raise RuntimeError(f"{self.path.parent} is on a file system without locks; name another folder") from error
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from onetrunk.feedback.shards import FORMATS, Shard
-from onetrunk.stages.arguments import PushArguments, SamplingArguments, require_model_name
+from onetrunk.stages.arguments import PushArguments, SamplingArguments, require_set
 from onetrunk.utils.options import option
 
 MODES = ("pairs", "revise")
@@ -151,7 +151,7 @@ def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | No
 def check_model_is_named(args: PrefsArguments, model_args: Any) -> None:
     """Raise ValueError without a model to sample from, or with one where the rows bring the completions."""
     if args.completions == "sampled":
-        require_model_name(model_args)
+        require_set(model_args, "model_name_or_path")
     elif model_args.model_name_or_path:
         raise ValueError(
             f"completions are given and model_name_or_path is {model_args.model_name_or_path}, which would sample;"
