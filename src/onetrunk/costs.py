@@ -298,20 +298,6 @@ def kept_activations_bytes(shape: ModelShape, tokens: int, layers: int, itemsize
     return int(tokens * per_layer * layers * itemsize)
 
 
-def held_bytes(shape: ModelShape, itemsize: float, shards: int, *, is_gathered: bool = False) -> int:
-    """Return the bytes of the frozen base that each of `shards` processes holds.
-
-    Args:
-        shape: of the base.
-        itemsize: bytes of a weight.
-        shards: processes that hold one copy together; 1: the base is not sharded.
-        is_gathered: while a rollout is sampled, where a process holds the whole base next to its share.
-    """
-    whole = math.ceil(shape.parameters * itemsize)
-    share = math.ceil(whole / shards)
-    return share + (whole if is_gathered and shards > 1 else 0)
-
-
 @dataclass(frozen=True)
 class Gathers:
     """How often weights of a sharded base are gathered: single layers, and the weights outside the layers."""

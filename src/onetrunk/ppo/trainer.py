@@ -123,7 +123,7 @@ class PPOTrainer(ResumableTrainer):
         self.progress = RolloutProgress(run.trunk_plan.report)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
-            lambda: self.metric_log.totals.finish(self.accelerator),
+            self._metrics_of_rollout,
             lambda metrics: self.metric_log.add_rollout(metrics),
             self.may_save,
         )
@@ -148,7 +148,7 @@ class PPOTrainer(ResumableTrainer):
         )
         self.loss_is_scaled_for_ga = True
         self.data_parallel = DataParallel(self.accelerator)
-        self.metric_log = MetricLog(self.accelerator)
+        self.metric_log = MetricLog(self.accelerator, of_rollout=MetricLog(self.accelerator))
         self.watch = Watch(args, self.accelerator, self.heartbeat)
         self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
@@ -297,6 +297,12 @@ class PPOTrainer(ResumableTrainer):
     def on_grad_norm(self, norm: float | Tensor) -> None:
         """Pass the norm of the step's gradient to the guard."""
         self.guard.on_grad_norm(float(norm))
+
+    def _metrics_of_rollout(self) -> dict[str, float]:
+        """Return the metrics of the rollout that has just ended, and forget them; the alarms watch them."""
+        metrics = self.metric_log.of_rollout.flush()
+        skipped_fraction = metrics.get("policy/skipped_steps", 0.0) / self.args.slots_per_rollout
+        return {**metrics, "policy/skipped_fraction": skipped_fraction}
 
     def _end_step(self, state: TrainerState) -> None:
         # Trainer counts passes from where this process began, the stream from where the run did.
@@ -506,12 +512,8 @@ class PPOTrainer(ResumableTrainer):
                 role=role,
                 # A version number names one set of weights.
                 version=self.state.best_global_step if self._has_best_weights else self.state.global_step,
-                extras={"trainer_state": self.state},
+                trainer_state=self.state,
             )
-
-    def predict(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ValueError: a policy has no labels to predict."""
-        raise ValueError("PPOTrainer predicts no labels; evaluate(eval_dataset) samples and scores held-out prompts")
 
     # --- logging ----------------------------------------------------------------------------------------------------
 
