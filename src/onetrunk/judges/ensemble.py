@@ -44,7 +44,7 @@ class EnsembleJudge(Judge):
         self.identity: dict[str, Any] = {"kind": "ensemble", "members": identities}
         self.is_remote = all(judge.is_remote for judge in judges)
 
-    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+    def _answer_each(self, batches: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
         answers: dict[tuple[int, int], dict[str, Answer]] = {}
         errors: list[BaseException] = []
         lock = threading.Lock()
@@ -53,15 +53,15 @@ class EnsembleJudge(Judge):
             with lock:
                 if errors:
                     raise EndOfCalls("another member of the ensemble has ended the run")
-                found = answers.setdefault((number, index), {})
-                found[member] = answer
-                if len(found) == len(self.members):
+                by_member = answers.setdefault((number, index), {})
+                by_member[member] = answer
+                if len(by_member) == len(self.members):
                     del answers[number, index]
-                    keep(number, index, _joined({name: found[name] for name in self.members}))
+                    keep(number, index, _joined({name: by_member[name] for name in self.members}))
 
         def ask(member: str) -> None:
             try:
-                ask_missing_each(self.members[member], asked, self.memory, done=functools.partial(take, member))
+                ask_missing_each(self.members[member], batches, self.memory, done=functools.partial(take, member))
             except BaseException as error:
                 errors.append(error)
 

@@ -236,15 +236,15 @@ class Judge:
         rows = zip(prompts, completions, stopped or [True] * len(prompts), strict=True)
         return self._in_order([Single(*row) for row in rows], principle, done)
 
-    def answer_each(self, asked: Sequence[tuple[Items, Principle]], done: DoneEach | None = None) -> list[list[Any]]:
+    def answer_each(self, batches: Sequence[tuple[Items, Principle]], done: DoneEach | None = None) -> list[list[Any]]:
         """Return the answers about items under several principles, a list per principle.
 
         Args:
-            asked: items with the principle to judge them by. A judge on a server is asked about all at once, without
+            batches: items with the principle to judge them by. A judge on a server is asked about all at once, without
                 waiting for the answers under one principle before the next.
             done: called with the number of the principle, the index of the item and its answer, in any order.
         """
-        answers: list[dict[int, Any]] = [{} for _ in asked]
+        answers: list[dict[int, Any]] = [{} for _ in batches]
 
         def keep(number: int, index: int, answer: Any) -> None:
             answers[number][index] = answer
@@ -254,20 +254,22 @@ class Judge:
 
         started = time.perf_counter()
         try:
-            if any(len(items) for items, _ in asked):
+            if any(len(items) for items, _ in batches):
                 if self.usage.budget is not None:
                     self.usage.budget()  # Raises if it is spent.
-                self._answer_each(asked, keep)
+                self._answer_each(batches, keep)
         finally:
             self.usage.seconds += time.perf_counter() - started
-        return [[found[i] for i in range(len(items))] for found, (items, _) in zip(answers, asked, strict=True)]
+        return [
+            [by_index[i] for i in range(len(items))] for by_index, (items, _) in zip(answers, batches, strict=True)
+        ]
 
     def _in_order(self, items: Items, principle: Principle, done: Done | None) -> list[Any]:
         each = None if done is None else lambda _number, index, answer: done(index, answer)
         return self.answer_each([(items, principle)], each)[0]
 
-    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
-        for number, (items, principle) in enumerate(asked):
+    def _answer_each(self, batches: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+        for number, (items, principle) in enumerate(batches):
             if items:
                 self._answer(items, principle, functools.partial(keep, number))
 

@@ -128,7 +128,7 @@ def kept_ratings(
 
 def ask_missing_each(
     judge: Judge,
-    asked: Sequence[tuple[Items, Principle]],
+    batches: Sequence[tuple[Items, Principle]],
     memory: Memory | None = None,
     on_answer: OnAnswer | None = None,
     done: DoneEach | None = None,
@@ -143,15 +143,15 @@ def ask_missing_each(
         done: called with the number of the principle, the index of each item and its answer as soon as that is known;
             first for those kept.
     """
-    asked_keys = [[answer_key(judge, principle, item) for item in items] for items, principle in asked]
+    batch_keys = [[answer_key(judge, principle, item) for item in items] for items, principle in batches]
     answers: dict[str, Answer] = {}
     places: dict[str, list[tuple[int, int]]] = {}
     missing: list[tuple[dict[str, Pair | Single], Principle]] = []
-    for number, ((items, principle), keys) in enumerate(zip(asked, asked_keys, strict=True)):
+    for number, ((items, principle), keys) in enumerate(zip(batches, batch_keys, strict=True)):
         kind = Verdict if items and isinstance(items[0], Pair) else Rating
         if memory is not None:
-            found = ((key, kept_answer(memory, key, kind)) for key in keys)
-            answers |= {key: answer for key, answer in found if answer is not None}
+            from_memory = ((key, kept_answer(memory, key, kind)) for key in keys)
+            answers |= {key: answer for key, answer in from_memory if answer is not None}
         missing.append(({key: item for key, item in zip(keys, items, strict=True) if key not in answers}, principle))
         for index, key in enumerate(keys):
             places.setdefault(key, []).append((number, index))
@@ -161,7 +161,7 @@ def ask_missing_each(
             done(*place, answers[key])
 
     def keep(number: int, index: int, answer: Answer) -> None:
-        key, item = left[number][index]
+        key, item = questions[number][index]
         answers[key] = answer
         if memory is not None:
             keep_answer(memory, key, answer)
@@ -171,10 +171,10 @@ def ask_missing_each(
 
     for key in list(answers):
         tell(key)
-    left = [list(items.items()) for items, _ in missing]
-    if any(left):
+    questions = [list(items.items()) for items, _ in missing]
+    if any(questions):
         judge.answer_each([(list(items.values()), principle) for items, principle in missing], keep)
-    return [[answers[key] for key in keys] for keys in asked_keys]
+    return [[answers[key] for key in keys] for keys in batch_keys]
 
 
 def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle]) -> PairLabel:

@@ -175,12 +175,12 @@ class ServerJudge(Judge):
             )
         self.top_logprobs = top_logprobs if vote.probabilities is not None else 0
 
-    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+    def _answer_each(self, batches: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
         """Ask all questions at once; raises ServerUnavailable when the servers are given up."""
         self.check()
         questions: dict[str, ChatQuestion] = {}
         places: dict[str, list[tuple[int, int, Form]]] = {}
-        for number, (items, principle) in enumerate(asked):
+        for number, (items, principle) in enumerate(batches):
             for index, item in enumerate(items):
                 messages = question_messages(item, principle, nonce_of(item, principle))
                 question = ChatQuestion(messages, form_of(item).labels)
