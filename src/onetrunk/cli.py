@@ -90,7 +90,7 @@ def _is_answered(verb: str, words: Sequence[str]) -> bool:
 
 
 def run(verb: str, words: Sequence[str] | None = None) -> int:
-    """Import the stage of a verb and run it on the words after the verb (None: those of this process)."""
+    """Import the stage of a verb and run it on the words after the verb (None: the arguments of this process)."""
     name = MODULES[verb]
     is_new = name not in sys.modules
     with without_collection():

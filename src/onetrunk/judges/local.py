@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.data.prompts import apply_chat_template
 from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Single, model_name
 from onetrunk.judges.template import (
     LABELS,
@@ -266,7 +265,7 @@ class Reader:
         """Return messages as text that ends where the model's answer begins: with `cue` without a chat template."""
         if not self.tokenizer.chat_template:
             return "\n\n".join([*(message["content"] for message in messages), cue])
-        text = apply_chat_template(self.tokenizer, messages, tokenize=False, add_generation_prompt=True, **NO_THINKING)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **NO_THINKING)
         # A space at the end would be a separate token, but models learned it as a part of their first word.
         return text.rstrip(" ")
 

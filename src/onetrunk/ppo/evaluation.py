@@ -53,10 +53,9 @@ def evaluate_prompts(
     dataset: Dataset,
     accelerator: Accelerator,
     args: EvaluationSettings,
-    *,
     role: str = "policy",
     version: int = 0,
-    extras: dict[str, Any] | None = None,
+    **extras: Any,
 ) -> tuple[dict[str, float], ScoredRollout]:
     """Return the metrics of one completion per prompt, and this process's scored rollout.
 
@@ -65,10 +64,10 @@ def evaluate_prompts(
         sampler: backend, reward functions, tokenizer, sampling parameters.
         dataset: rows with `prompt` and `prompt_ids`, dealt to the processes in turn.
         accelerator: processes, device and autocast.
-        args: of the run or of the evaluation.
+        args: the settings of the run or of the evaluation.
         role: "policy", or "reference" for the metrics before training (its KL to itself is not reported).
         version: optimizer steps that the policy has seen.
-        extras: keywords for the reward functions.
+        **extras: keywords for the reward functions.
     """
     ranks = DataParallel(accelerator)
     process, num_processes = ranks.process_index, ranks.num_processes
@@ -99,7 +98,7 @@ def evaluate_prompts(
     reshard(model)
     model.train(was_training)
     seed_generators(args.seed, ROLLOUT_STREAM, EVALUATION_STREAM, process)
-    scored = sampler.score(Sampled(batch, rollout), lambda: packs, **(extras or {}))
+    scored = sampler.score(Sampled(batch, rollout), lambda: packs, **extras)
     metrics = rollout_metrics(scored, packs, accelerator, counted)
     del metrics["num_tokens"]
     return metrics, scored

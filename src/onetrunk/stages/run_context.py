@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
 from torch import distributed
 
 from onetrunk.checkpoints.folders import (
@@ -87,7 +88,7 @@ def run_stage(
         verb: name of the stage.
         parse: turns the words after the verb into the arguments of `work`.
         work: the stage itself.
-        argv: the words; None: those of this process.
+        argv: the words after the verb; None: the arguments of this process.
         is_dry: the work writes nothing, so the output folder is not locked.
     """
     # Deprecated names that PEFT and transformers use of each other: no user of a stage can act on them.
@@ -230,6 +231,8 @@ def explain(error: BaseException) -> str | None:
             "out of memory; lower per_device_train_batch_size (or set microbatch_tokens), max_rollout_rows, or"
             f" max_completion_length, or set activation_checkpointing ({str(error).splitlines()[0]})"
         )
+    if isinstance(error, TemplateError):
+        return f"a chat template failed on a conversation ({error}); repair chat_template.jinja, or change the rows"
     frames = traceback.extract_tb(error.__traceback__)
     is_ours = bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)
     if isinstance(error, OUR_ERRORS) and is_ours:

@@ -11,7 +11,7 @@ from trl import get_quantization_config
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.prompts import apply_chat_template, check_completions, template_errors, without_written_bos
+from onetrunk.data.prompts import check_completions, without_written_bos
 from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import check_targets
 from onetrunk.models.base_model import load_base, load_tokenizer
@@ -64,15 +64,14 @@ def make_trainer(
         model = load_base(name, quantization_config=quantization, **kwargs)
     if model_args.use_peft:
         check_targets(model_args.peft_config(), model)
-    with template_errors(tokenizer):
-        return ResumableSFTTrainer(
-            model=model,
-            args=args,
-            train_dataset=train,
-            eval_dataset=held_out,
-            processing_class=tokenizer,
-            peft_config=model_args.peft_config() if model_args.use_peft else None,
-        )
+    return ResumableSFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        peft_config=model_args.peft_config() if model_args.use_peft else None,
+    )
 
 
 def check_room(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTArguments) -> None:
@@ -90,7 +89,7 @@ def check_room(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTArgum
         return  # TRL supplies the template.
     encode = tokenizer
     if is_conversational:
-        encode = partial(apply_chat_template, tokenizer, add_generation_prompt=True, tokenize=True, return_dict=True)
+        encode = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=True)
     lengths = []
     for prompt in rows["prompt"]:
         lengths.append(len(encode(prompt)["input_ids"]))
