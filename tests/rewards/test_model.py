@@ -63,9 +63,6 @@ def test_the_models_tokenizer_is_used_and_not_the_policys(tmp_path):
     [score] = reward(prompts=["the cat"], completions=[" w1"], completion_ids=[[3, 3, 3]])
     assert own.convert_tokens_to_ids("w1") >= 64
     assert score == pytest.approx(read(model, own, "the cat w1"), abs=1e-5)
-    by_path = ModelReward(model, tmp_path / "scorer", name="quality")
-    assert by_path.__name__ == "quality"
-    assert by_path(prompts=["the cat"], completions=[" w1"]) == pytest.approx([score], abs=1e-6)
 
 
 def test_long_texts_keep_the_completion_and_are_counted_with_one_warning(caplog):

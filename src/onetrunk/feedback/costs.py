@@ -226,8 +226,8 @@ def _prices(prices: dict[str, list[float]], members: dict[str, Judge]) -> dict[s
     unknown = sorted(set(prices) - set(chain.from_iterable(aliases.values())))
     if unknown:
         raise ValueError(f"judge_prices names {unknown[0]}; the judges of this run are {', '.join(members)}")
-    found = {name: next((prices[a] for a in names if a in prices), None) for name, names in aliases.items()}
-    return {name: price for name, price in found.items() if price is not None}
+    by_name = {name: next((prices[a] for a in names if a in prices), None) for name, names in aliases.items()}
+    return {name: price for name, price in by_name.items() if price is not None}
 
 
 def _is_price(number: Any) -> bool:

@@ -88,7 +88,7 @@ def run_stage(
         verb: name of the stage.
         parse: turns the words after the verb into the arguments of `work`.
         work: the stage itself.
-        argv: the words; None: those of this process.
+        argv: the words after the verb; None: the arguments of this process.
         is_dry: the work writes nothing, so the output folder is not locked.
     """
     # Deprecated names that PEFT and transformers use of each other: no user of a stage can act on them.
