@@ -61,11 +61,6 @@ def there(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def in_folder(there, monkeypatch):
-    monkeypatch.chdir(there)
-
-
 def reward(*options):
     data = ["--dataset_name", "train.jsonl", "--eval_dataset_name", "held_out.jsonl", "--model_name_or_path", "base"]
     return cli.main(["reward", *data, *TRAIN, *options])
@@ -220,14 +215,6 @@ def test_without_held_out_rows_nothing_is_measured_and_that_is_said(there, capsy
     assert cli.main(["reward", *options, "--max_steps", "1"]) == 0
     assert "no held-out rows, so nothing is measured" in capsys.readouterr().out
     assert not (there / "blind/metrics.json").exists() and (there / "blind/score_scale.json").is_file()
-
-
-def test_a_larger_student_is_warned_of_and_trained(there, caplog):
-    assert (
-        distill("--model_name_or_path", "base", "--teacher", "student", "--output_dir", "large", "--max_steps", "1")
-        == 0
-    )
-    assert "more than the teacher's" in caplog.text
 
 
 @pytest.mark.parametrize(
