@@ -139,7 +139,7 @@ CASES = {
         runs=(
             "--model Qwen/Qwen2.5-7B --hardware 8xH100-80GB --json",
             "--model Qwen/Qwen2.5-32B --hardware 2xRTX4090 --nodes 4 --json",
-            "--model Qwen/Qwen2.5-7B --hardware 8xH100-80GB+4xL40S --pipeline_stages 2 --json",
+            "--model Qwen/Qwen2.5-7B --hardware 8xH100-80GB+4xL40S --json",
         ),
     ),
 }  # fmt: skip

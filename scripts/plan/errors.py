@@ -19,8 +19,7 @@ from typing import Any
 
 from onetrunk.costs import ModelShape, forward_flops
 from onetrunk.plan.hardware import Device, load_catalog
-from onetrunk.plan.job import Job, Lengths
-from onetrunk.plan.shapes import ModelFacts, read_model
+from onetrunk.plan.job import Job, Lengths, ModelFacts, read_model
 from onetrunk.plan.timing import LOCAL, SERVER, SampleLayout, generate_time, product_seconds
 from onetrunk.utils.files import read_yaml
 from scripts.plan.measurements import (

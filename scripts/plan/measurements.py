@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from onetrunk.costs import ModelShape, forward_flops, head_flops
-from onetrunk.plan.hardware import GIB, Device, load_catalog
-from onetrunk.plan.memory import FP32, NF4_BYTES, Constants, Training, features, fixed_parts, training_parts
-from onetrunk.plan.rates import Rates, non_negative_fit
-from onetrunk.plan.shapes import known_shapes, read_model
+from onetrunk.plan.calibrate import descend
+from onetrunk.plan.hardware import GIB, Device, Rates, load_catalog
+from onetrunk.plan.job import FP32, NF4_BYTES, known_shapes, read_model
+from onetrunk.plan.memory import FITTED, Constants, Training, features, training_parts
 from onetrunk.plan.timing import UNCHECKPOINTED, exposed_seconds, product_seconds, unpack_seconds
 
 MEASURED = Path(__file__).parent / "measured" / "training.csv"
@@ -29,9 +31,41 @@ DEVICES = {
 }  # fmt: skip
 # Matrices of a layer that adapters on all of them have.
 MATRICES = 7
+# Without a fused head, per logit: itself, its logprob and its gradient in float32, and two copies in bfloat16.
+LOGIT_BYTES = 3 * 4 + 2 * 2
 # Of adapters, by program whose peaks are compared.
 RANKS = {"Qwen finetune.py": 64, "fms-hf-tuning": 16}
 FITTED_RATES = ("matmul", "layer_s", "adapter_layer_s", "unpack_bytes")
+
+
+def non_negative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float], floor: float) -> list[float]:
+    """Return coefficients of at least 0 that make the least sum of absolute errors, by reweighted least squares.
+
+    The sum of absolute errors lets a few points of another kind be wrong, where least squares would bend the rest.
+
+    Args:
+        rows: the features of each point.
+        targets: of each point.
+        floor: errors below it count as equal.
+    """
+    features, target = np.array(rows, dtype=float), np.array(targets, dtype=float)
+    # Columns of equal size, or a small number of a large unit would be taken for none.
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0] = 1.0
+    features = features / scale
+    weights, solution = np.ones(len(target)), np.zeros(features.shape[1])
+    for _ in range(200):
+        root = np.sqrt(weights)[:, None]
+        kept = list(range(features.shape[1]))
+        while True:
+            values = np.linalg.lstsq(features[:, kept] * root, target * root[:, 0], rcond=None)[0]
+            if not kept or values.min() >= -1e-12:
+                break
+            kept.pop(int(values.argmin()))
+        solution = np.zeros(features.shape[1])
+        solution[kept] = np.maximum(values, 0)
+        weights = 1 / np.maximum(np.abs(features @ solution - target), floor)
+    return [float(value) for value in solution / scale]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -47,6 +81,8 @@ class Measured:
     gpus: int
     micro_batches: int
     training: Training
+    is_full: bool
+    keeps_logits: bool
     peak_gib: float
     step_s: float
     tokens_per_s: float
@@ -71,10 +107,11 @@ def measured_rows() -> tuple[Measured, ...]:
                     gpus=int(row["gpus"]),
                     micro_batches=int(row["micro_batches"]),
                     training=Training(
-                        shape, int(row["seq_len"]), FP32, trained, shards=int(row["gpus"]), is_full=is_full,
-                        shares_trained=True, is_offloaded=row["activation_checkpointing"] == "Offload",
-                        keeps_logits=row["type"] == "sft",
+                        shape, int(row["seq_len"]), FP32, trained / int(row["gpus"]), shards=int(row["gpus"]),
+                        is_offloaded=row["activation_checkpointing"] == "Offload",
                     ),
+                    is_full=is_full,
+                    keeps_logits=row["type"] == "sft",
                     peak_gib=float(row["peak_memory_gib"]),
                     step_s=float(row["step_time_s"]),
                     tokens_per_s=float(row["tokens_per_s"]),
@@ -98,19 +135,38 @@ def halves(rows: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
     return parts
 
 
+def peak_bytes(
+    training: Training, constants: Constants = FITTED, *, is_full: bool = False, keeps_logits: bool = False
+) -> float:
+    """Return the predicted peak of a training that may train all weights, in float32, or keep all logits."""
+    parts, shape = training_parts(training, constants), training.shape
+    if is_full:
+        parts["weights"], parts["adapters"] = FP32 * training.trained, 0.0
+        # The float32 gradient of the embedding before it is shared out.
+        parts["transient"] += FP32 * shape.head_parameters if training.gathers else 0.0
+    if keeps_logits:
+        parts["logits"] = LOGIT_BYTES * training.tokens * shape.vocab_size
+    return sum(parts.values())
+
+
+def peak_of(row: Measured, constants: Constants) -> float:
+    """Return the predicted peak of a measured training."""
+    return peak_bytes(row.training, constants, is_full=row.is_full, keeps_logits=row.keeps_logits)
+
+
 def fit_constants(rows: Sequence[Measured]) -> Constants:
     """Return the constants with the least mean relative error on measured rows."""
-    scaled, targets = [], []
+    nothing, scaled, targets = Constants(0, 0, 0, 0, 0), [], []
     for row in rows:
         peak = row.peak_gib * GIB
         scaled.append([value / peak for value in features(row.training)])
-        targets.append(1 - sum(fixed_parts(row.training).values()) / peak)
+        targets.append(1 - peak_of(row, nothing) / peak)
     return Constants(*non_negative_fit(scaled, targets, floor=0.01))
 
 
 def relative_errors(rows: Sequence[Measured], constants: Constants) -> list[float]:
     """Return predicted over measured peak, minus 1, of each row."""
-    return [sum(training_parts(r.training, constants).values()) / (r.peak_gib * GIB) - 1 for r in rows]
+    return [peak_of(row, constants) / (row.peak_gib * GIB) - 1 for row in rows]
 
 
 # --- step times -----------------------------------------------------------------------------------------------------
@@ -159,7 +215,7 @@ def measured_steps() -> tuple[Step, ...]:
     for row in measured_rows():
         training = row.training
         steps.append(
-            Step("prime-rl", devices[DEVICES[row.gpu]], training.shape, 0 if training.is_full else MATRICES, 2.0, 1,
+            Step("prime-rl", devices[DEVICES[row.gpu]], training.shape, 0 if row.is_full else MATRICES, 2.0, 1,
                  training.tokens, row.micro_batches, True, row.step_s)
         )  # fmt: skip
     return tuple(steps)
@@ -185,9 +241,9 @@ def peak_ratios() -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for step in (step for step in measured_steps() if step.peak_gb > 0):
         trained = step.shape.lora_parameters(RANKS[step.program])
-        training = Training(step.shape, int(step.rows * step.seq_len), step.base_bytes, trained, keeps_logits=True,
-                            gathers=False, is_checkpointed=step.is_checkpointed)  # fmt: skip
-        found.setdefault(step.program, []).append(sum(training_parts(training).values()) / 1e9 / step.peak_gb)
+        training = Training(step.shape, int(step.rows * step.seq_len), step.base_bytes, trained, gathers=False,
+                            is_checkpointed=step.is_checkpointed)  # fmt: skip
+        found.setdefault(step.program, []).append(peak_bytes(training, keeps_logits=True) / 1e9 / step.peak_gb)
     return found
 
 
@@ -211,15 +267,7 @@ def fit_steps(steps: Sequence[Step]) -> Rates:
         ]
         return statistics.fmean(statistics.fmean(logs[i] for i in own) for own in members.values())
 
-    found, width = [0.5, 0.004, 0.004, 20.0], 0.5
-    while width > 0.01:
-        tried = [
-            [value * factor if place == i else value for place, value in enumerate(found)]
-            for i in range(len(found))
-            for factor in (1 + width, 1 / (1 + width))
-        ]
-        best = min(tried, key=error)
-        found, width = (best, width) if error(best) < error(found) - 1e-9 else (found, width / 2)
+    found = descend(error, [0.5, 0.004, 0.004, 20.0], 0.5, 0.01)
     return replace(base, attention=found[0], **dict(zip(FITTED_RATES, found, strict=True)))
 
 

@@ -44,7 +44,8 @@ class HookedFileSystem(LocalFileSystem):
         Path(path).write_bytes(value)
 
     def rm_file(self, path: str) -> None:
-        type(self).hook("delete", path)
+        if Path(path).exists():
+            type(self).hook("delete", path)
         super().rm_file(path)
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:

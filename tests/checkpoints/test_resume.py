@@ -37,15 +37,7 @@ VARIANTS = {
         "value_pretraining_rollouts": 1,
         "num_generations": 2,
     },
-    "in_loss": {"kl_target": 0.05, "kl_horizon": 40, "kl_in_loss": True, "kl_estimator": "k3", "target_kl": 0.02},
 }
-# In the middle of a PPO epoch, between two epochs, between rollouts; in the first and in the second pass.
-STOPS = [
-    ("adaptive", 9),
-    pytest.param("fixed", 6, marks=pytest.mark.slow),
-    pytest.param("in_loss", 3, marks=pytest.mark.slow),
-    pytest.param("adaptive", 4, marks=pytest.mark.slow),
-]
 
 
 def run(folder, variant, callbacks=(), resume=None):
@@ -74,10 +66,9 @@ def flat_optimizer(trainer):
     return {f"{i}.{name}": torch.as_tensor(value) for i, own in state.items() for name, value in own.items()}
 
 
-@pytest.mark.parametrize(("variant", "step"), STOPS)
-def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
-    whole = uninterrupted(variant)
-    resumed = run(tmp_path, variant, resume=str(checkpoint(variant, step)))
+def test_resuming_equals_not_having_stopped(tmp_path):
+    whole = uninterrupted("adaptive")
+    resumed = run(tmp_path, "adaptive", resume=str(checkpoint("adaptive", 9)))
     assert resumed.state.global_step == 12
     assert_same(trained_weights(resumed.model), trained_weights(whole.model))
     assert_same(flat_optimizer(resumed), flat_optimizer(whole))
@@ -87,42 +78,11 @@ def test_resuming_equals_not_having_stopped(tmp_path, variant, step):
     assert resumed._stream.score_moments == whole._stream.score_moments
 
 
-@pytest.mark.slow
-def test_the_variants_exercise_what_they_name():
-    beta = logged(uninterrupted("adaptive"), "kl/beta")
-    # One rollout of value pretraining, and the first in which the policy trains: their KL of 0 says nothing of beta.
-    assert beta[0] == beta[1] == beta[2] != uninterrupted("adaptive")._stream.kl_controller.value
-    assert uninterrupted("adaptive")._stream.score_moments.count == 3 * 8
-    assert len({g["lr"] for g in checkpoint_groups("adaptive")}) == 2
-    assert sum(logged(uninterrupted("in_loss"), "policy/skipped_steps")) > 0
-    assert len(logged(uninterrupted("in_loss"), "kl/loss")) > 0
-
-
-def checkpoint_groups(variant):
-    return torch.load(checkpoint(variant, 4) / "optimizer.pt", weights_only=True)["param_groups"]
-
-
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint-"):
         run(tmp_path, "fixed", resume=True)
     with pytest.raises(ValueError, match="there is no folder .*checkpoint-7"):
         run(tmp_path, "fixed", resume=str(tmp_path / "checkpoint-7"))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "optimizer.pt",
-        "value_head.safetensors",
-        "experience_buffer_0.safetensors",
-    ],
-)
-def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(tmp_path, name):
-    damaged = tmp_path / "checkpoint-6"
-    shutil.copytree(checkpoint("fixed", 6), damaged)
-    (damaged / name).unlink()
-    with pytest.raises(ValueError, match=name):
-        run(tmp_path / "out", "fixed", resume=str(damaged))
 
 
 def test_a_damaged_stream_state_is_refused(tmp_path):
@@ -133,17 +93,9 @@ def test_a_damaged_stream_state_is_refused(tmp_path):
         run(tmp_path / "out", "fixed", resume=str(damaged))
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"num_minibatches": 4}, r"num_minibatches 2 \(here 4\)"),
-        ({"temperature": 0.5}, r"temperature 1.0 \(here 0.5\)"),
-        ({"kl_in_loss": True, "kl_estimator": "k2"}, r"kl_in_loss False \(here True\)"),
-    ],
-)
-def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path, changed, sentence):
-    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, **changed})
-    with pytest.raises(ValueError, match=sentence):
+def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, "num_minibatches": 4})
+    with pytest.raises(ValueError, match=r"num_minibatches 2 \(here 4\)"):
         trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
 
 
@@ -154,19 +106,6 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused(tmp_path):
         trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
 
 
-@pytest.mark.parametrize(
-    ("variant", "changed", "sentence"),
-    [
-        ("fixed", {"kl_target": 1.0}, r"kl_target None \(here 1.0\)"),
-        ("adaptive", {"beta": 0.5}, r"beta 0.05 \(here 0.5\)"),
-    ],
-)
-def test_between_two_rollouts_the_kind_of_controller_and_optimizer_stays(tmp_path, variant, changed, sentence):
-    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, **VARIANTS[variant], **changed})
-    with pytest.raises(ValueError, match=sentence):
-        trainer.train(resume_from_checkpoint=str(checkpoint(variant, 4)))
-
-
 def test_between_two_rollouts_a_fixed_beta_and_the_temperature_may_change(tmp_path):
     changed = {**SHAPE, "beta": 0.5, "temperature": 0.7}
     with pytest.raises(ValueError, match="temperature: 1.0 -> 0.7, beta: 0.05 -> 0.5; .* allow_config_change to true"):
@@ -174,16 +113,6 @@ def test_between_two_rollouts_a_fixed_beta_and_the_temperature_may_change(tmp_pa
     trainer = make_trainer(tmp_path, dataset=prompts(6), allow_config_change=True, **changed)
     trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 4)))
     assert logged(trainer, "kl/beta") == [0.05, 0.5, 0.5]
-
-
-def test_a_changed_learning_rate_is_said_once_to_stay_that_of_the_checkpoint(tmp_path, caplog):
-    changed = {**SHAPE, "learning_rate": 0.5}
-    with pytest.raises(ValueError, match=r"learning_rate stays 0.01 \(here 0.5\)"):
-        make_trainer(tmp_path, dataset=prompts(6), **changed).train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
-    trainer = make_trainer(tmp_path, dataset=prompts(6), allow_config_change=True, **changed)
-    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
-    assert caplog.text.count("learning_rate stays 0.01 (here 0.5)") == 1
-    assert max(logged(trainer, "learning_rate")) <= 0.01
 
 
 def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):

@@ -1,6 +1,6 @@
 """What the processes of test_two_process_stop run under torchrun: `python two_process_stop.py FOLDER HOW`.
 
-HOW is "whole", or where the second process gets a SIGTERM ("token", "score", "update"), or dies ("dies").
+HOW is "whole", or what the second process gets: a SIGTERM while it samples ("token"), or a SIGKILL ("dies").
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ torch.set_num_threads(1)
 
 from transformers import TrainerCallback  # noqa: E402
 
-from tests.checkpoints.crash_runs import ON_SCORE, PPO, digest, drawing  # noqa: E402
+from tests.checkpoints.crash_runs import PPO, digest, drawing  # noqa: E402
 from tests.ppo.support import make_trainer, prompts  # noqa: E402
 
 SENDER = 1
 # The how-manieth time the sender comes to the place.
-COUNTS = {"token": 9, "score": 2, "update": 5, "dies": 8}
+COUNTS = {"token": 9, "dies": 8}
 
 
 def main(folder: Path, how: str) -> None:
@@ -49,9 +49,7 @@ def main(folder: Path, how: str) -> None:
     if how == "token":
         poll = trainer.sampler.backend.poll
         trainer.sampler.backend.poll = lambda: (pass_by(), poll())[1]
-    elif how == "score":
-        ON_SCORE.append(pass_by)
-    elif how in ("update", "dies"):
+    elif how == "dies":
         trainer.add_callback(AtStep())
     try:
         trainer.train(resume_from_checkpoint="auto")

@@ -66,13 +66,6 @@ def test_rows_come_back_as_they_went_and_the_bytes_are_the_same_however_they_cam
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_no_rows_make_an_empty_file(tmp_path, suffix):
-    with rows_file(tmp_path / f"a.{suffix}", lambda: table_schema(COLUMNS, False)):
-        pass
-    assert list(read_rows(tmp_path / f"a.{suffix}")) == []
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_writer_that_fails_leaves_the_old_file_and_a_killed_one_is_swept_up(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     path.write_text("old")

@@ -3,14 +3,10 @@
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Pair, Principle, Rating, Verdict
-from onetrunk.judges.rubric import RubricJudge
 from tests.judges.fakes import ToldJudge
-from tests.judges.test_rubric import mild, short
 
 PRINCIPLE = Principle("Which is shorter and milder?", tags=("short", "mild"))
 PAIR = Pair("p", "a", "b")
@@ -67,16 +63,6 @@ def test_every_answer_is_told_once_and_members_on_servers_are_asked_at_the_same_
     assert judge.compare([], PRINCIPLE) == []
 
 
-@settings(deadline=None)
-@given(st.text(max_size=8), st.text(max_size=8))
-def test_an_ensemble_of_judges_without_bias_has_none(first, second):
-    judge = EnsembleJudge([RubricJudge({"short": short}), RubricJudge({"short": short, "mild": mild})])
-    (one,), (other,) = (
-        judge.compare([pair], PRINCIPLE) for pair in (Pair("p", first, second), Pair("p", second, first))
-    )
-    assert one.probability == pytest.approx(1 - other.probability, abs=1e-15)
-
-
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_answers_are_told_one_by_one_until_a_member_breaks(is_remote):
     def breaking(item, principle):
@@ -96,12 +82,6 @@ def test_answers_are_told_one_by_one_until_a_member_breaks(is_remote):
 def test_what_is_no_ensemble_is_refused():
     with pytest.raises(ValueError, match="the judge 'fixed' is twice in the ensemble"):
         EnsembleJudge([fixed(0.5), fixed(0.5)])
-
-
-def test_members_of_one_name_are_told_apart_and_every_member_counts_in_the_identity():
-    judge = EnsembleJudge([fixed(0.5), fixed(0.6), fixed(0.7)])
-    assert list(judge.members) == ["fixed", "fixed_2", "fixed_3"]
-    assert judge.identity != EnsembleJudge([fixed(0.5), fixed(0.6)]).identity
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForSequenceClassification
@@ -11,13 +10,10 @@ from onetrunk.judges.judge import Pair
 from onetrunk.judges.judge_config import JudgeConfig, load_judge, names_a_judge
 from onetrunk.judges.local import CausalJudge
 from onetrunk.judges.reward_model import RewardModelJudge
-from onetrunk.judges.rubric import RubricJudge
-from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import question_messages
 from onetrunk.models.build import train_tokenizer
-from onetrunk.rewards.combine import resolve_reward
 from onetrunk.stages.arguments import parse
-from tests.judges.test_rubric import SHORT, short
+from tests.judges.test_constitution import SHORT, short
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CHECKS = "def short(completions, **columns):\n    return [1 / (1 + len(text)) for text in completions]\n"
@@ -38,26 +34,6 @@ def reward_folder(tmp_path):
     AutoModelForSequenceClassification.from_pretrained("base", num_labels=1).save_pretrained("reward")
     tiny_tokenizer().save_pretrained("reward")
     return "reward"
-
-
-def test_a_rubric_out_of_yaml_and_out_of_the_command_line(tmp_path):
-    (tmp_path / "c.yaml").write_text(
-        "judge: [rubric]\nconstitution: constitution.yaml\nrubric: {short: 'checks.py:short'}\n"
-    )
-    words = ["--judge", "rubric", "--rubric", '{"short": "checks.py:short"}']
-    for argv in (["--config", "c.yaml"], words):
-        (settings,) = parse(argv, "prefs", (JudgeConfig,))
-        judge = load_judge(settings, resolve_reward)
-        assert isinstance(judge, RubricJudge)
-        assert judge.rate(["p"], ["abc"], SHORT)[0].score == 0.25
-
-
-def test_a_server_is_known_by_its_address_and_asked_nothing_yet():
-    judge = load_judge(JudgeConfig(judge=[URL], judge_model="m", judge_samples=3, judge_reasoning_tokens=9))
-    assert isinstance(judge, ServerJudge)
-    assert (judge.servers[0].url, judge.model, judge.samples, judge.reasoning_tokens) == (URL, "m", 3, 9)
-    named = load_judge(JudgeConfig(judge=[f"{URL}#model=owner/other"], judge_model="m"))
-    assert (named.model, named.servers[0].url) == ("owner/other", URL)
 
 
 def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line(tmp_path):
@@ -110,17 +86,12 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({}, "judge is not set; give rubric, reward:FOLDER"),
-        ({"judge": []}, "judge is not set"),
-        ({"judge": [""]}, "judge names ''; expected rubric"),
-        ({"judge": ["reward:"]}, "judge names 'reward:'; expected rubric"),
-        ({"judge": ["Rubrik"]}, "judge names 'Rubrik'; did you mean 'rubric'?"),
+        ({}, "judge is []; give rubric, reward:FOLDER"),
+        ({"judge": ["reward:"]}, "judge is ['reward:']; give rubric"),
         ({"judge": [URL]}, "judge_model is not set, and the server http://127.0.0.1:9/v1 may have several models"),
         ({"judge": [f"{URL}#name=m"]}, "'#name=m' after it; expected '#model=NAME'"),
         ({"judge": ["rubric"]}, "judge is rubric and rubric is not set"),
-        ({"judge": ["rubric"], "rubric": {"short": "checks.py:short"}}, "'checks.py:short'}; expected a function"),
         ({"judge": ["a/b"], "rubric": {"short": short}}, "rubric is set and judge is a/b; add rubric to judge"),
-        ({"judge": ["rubric", "rubric"], "rubric": {"short": short}}, "judge names rubric twice"),
         ({"judge": ["reward:x"], "judge_device": "gpu"}, "judge_device is 'gpu'; expected such as cpu"),
         ({"judge": ["rubric"], "rubric": {"short": short}, "constitution": "no.yaml"}, "no.yaml does not exist"),
     ],
@@ -129,13 +100,6 @@ def test_a_mistake_is_one_error_message(settings, message):
     with pytest.raises(ValueError) as caught:
         load_judge(JudgeConfig(**settings))
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("spec", ["./absent", "reward:./absent"])
-def test_a_folder_that_is_missing_is_one_error_message(spec):
-    with pytest.raises(RuntimeError, match="absent") as caught:
-        load_judge(JudgeConfig(judge=[spec], judge_device="cpu"))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -148,28 +112,16 @@ def test_a_folder_that_is_missing_is_one_error_message(spec):
 )
 def test_a_check_that_is_not_there_is_named_with_its_tag(spec, message):
     with pytest.raises(ValueError, match="the rubric's check for the tag 'short': ") as caught:
-        load_judge(JudgeConfig(judge=["rubric"], rubric={"short": spec}), resolve_reward)
+        load_judge(JudgeConfig(judge=["rubric"], rubric={"short": spec}))
     assert message in str(caught.value)
-
-
-def test_a_principle_without_a_check_is_found_before_a_server_or_a_model_is(tmp_path):
-    Path("constitution.yaml").write_text(CONSTITUTION + "  - {text: 'Which is kinder?', tags: [kind]}\n")
-    settings = JudgeConfig(
-        judge=["./absent", URL, "rubric"], rubric={"short": short}, constitution="constitution.yaml"
-    )
-    with pytest.raises(ValueError, match="no check for the principle 'Which is kinder\\?', which has the tags kind"):
-        load_judge(settings)
 
 
 @pytest.mark.parametrize(
     "field, value, message",
     [
         ("judge_samples", 0, "judge_samples is 0; set it to 1 or more"),
-        ("judge_reasoning_tokens", -1, "judge_reasoning_tokens is -1; set it to 0 or more"),
         ("judge_timeout_s", 0.0, "judge_timeout_s is 0.0; set a finite number above 0"),
-        ("judge_extra_body", ["a"], "judge_extra_body is ['a']; expected a mapping, as JSON"),
         ("judge_extra_body", {"max_tokens": 9}, "sets max_tokens, which the judge sets itself; set judge_verdict_tok"),
-        ("judge_extra_body", {"seed": 9}, "sets seed, which the judge sets itself; leave it out"),
         ("rubric", "short", "rubric is 'short'; expected a mapping, as JSON"),
     ],
 )
@@ -186,12 +138,6 @@ def test_a_rubric_loads_no_http_client_and_no_model():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
-
-
-def test_a_tokenizer_of_a_servers_model_that_is_missing_is_one_error_message():
-    with pytest.raises(RuntimeError, match="judge_tokenizer: .*absent") as caught:
-        load_judge(JudgeConfig(judge=[URL], judge_model="m", judge_tokenizer="./absent"))
-    assert "\n" not in str(caught.value)
 
 
 OWN_JUDGE = """
@@ -215,9 +161,6 @@ class Nameless(Shorter):
 class Unknown(Shorter):
     identity = {"model": object()}
 
-class Unfinished(Judge):
-    name, identity = "unfinished", {}
-
 counting = Counting(3)
 number = 3
 """
@@ -230,7 +173,7 @@ def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
     monkeypatch.delitem(sys.modules, "own_judges", raising=False)
     (tmp_path / "c.yaml").write_text(f"judge: ['{spec}']\nconstitution: constitution.yaml\n")
     (settings,) = parse(["--config", "c.yaml"], "prefs", (JudgeConfig,))
-    judge = load_judge(settings, resolve_reward)
+    judge = load_judge(settings)
     verdicts = judge.compare([Pair("p", "a", "bb"), Pair("p", "ccc", "bb")], SHORT)
     assert [verdict.probability for verdict in verdicts] == [1.0, 0.0]
     assert judge.rate(["p"], ["aaaa"], SHORT)[0].score == 0.25
@@ -244,16 +187,15 @@ def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
         ("own_judges.py:Shortr", ValueError, "has no 'Shortr'; did you mean Shorter?"),
         ("own_judges.py:number", TypeError, "is of type int; expected a subclass of onetrunk.judges.judge.Judge"),
         ("own_judges.py:Counting", TypeError, "cannot be made without arguments.*give its class defaults, or name an"),
-        ("own_judges.py:Unfinished", TypeError, "cannot be made without arguments.*_answer"),
-        ("own_judges.py:Nameless", ValueError, "has the name 'two words'; set name to a text of letters"),
-        ("own_judges.py:Unknown", ValueError, "has the identity.*set identity to a dict of JSON values"),
+        ("own_judges.py:Nameless", ValueError, "needs a name of letters"),
+        ("own_judges.py:Unknown", ValueError, "an identity: a dict of JSON values"),
         ("no_such_package.Judge", ValueError, "judge 'no_such_package.Judge': there is no module 'no_such_package'"),
     ],
 )
 def test_a_judge_of_the_user_s_that_cannot_be_used_says_the_mend(tmp_path, spec, error, message):
     (tmp_path / "own_judges.py").write_text(OWN_JUDGE)
     with pytest.raises(error, match=message):
-        load_judge(JudgeConfig(judge=[spec]), resolve_reward)
+        load_judge(JudgeConfig(judge=[spec]))
 
 
 def test_folders_hub_names_and_other_specs_are_no_judges_in_python(tmp_path):

@@ -129,13 +129,6 @@ def test_the_bias_of_a_judge_is_found_and_cancelled(bias):
     assert one_order[0].probability == pytest.approx(expected) and not one_order[0].consistent
 
 
-def test_a_clear_difference_outlives_a_bias():
-    pairs = [Pair("p", "much longer", "short"), Pair("p", "short", "much longer")]
-    labels, figures = labels_and_statistics(slot_judge(2.0), pairs)
-    assert labels[0].probability > 0.9 and labels[1].probability == pytest.approx(1 - labels[0].probability)
-    assert figures["position_consistency"] == 1.0 and all(label.consistent for label in labels)
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=6), st.text(max_size=6)), max_size=6), st.floats(-3, 3))
 def test_the_label_of_a_flipped_pair_is_the_rest_to_one(texts, bias):
@@ -158,12 +151,6 @@ def test_what_is_known_is_not_asked_and_what_is_new_is_told_at_once():
     told.clear()
     assert judge_pairs(again, pairs, TWO, memory=known, on_answer=lambda pair, _verdict: told.append(pair)) == whole
     assert 0 < len(again.asked) == len(told) == 8 - num_known < 8 and known == book
-
-
-def test_a_pair_that_is_there_twice_is_asked_once():
-    judge = slot_judge()
-    one, other = judge_pairs(judge, [PAIR, PAIR], ONE)
-    assert one == other and len(judge.asked) == 2
 
 
 def test_a_verdict_is_kept_under_all_that_it_depends_on():
@@ -196,19 +183,6 @@ def test_warnings_say_when_a_judge_abstains_contradicts_itself_or_likes_a_slot()
     assert counted(*[(0.9,)] * 19) == []
     (abstained,) = counted(*[(None, None)] * 4, abstentions=2)
     assert "abstains from 100% of its questions" in abstained
-
-
-def test_questions_without_an_answer_are_counted_by_what_went_wrong():
-    kinds = iter(["refused", "unread", "server", "refused"])
-
-    failing = ToldJudge(lambda pair, principle: Verdict(None, error="no", error_kind=next(kinds)))
-    (label,) = judge_pairs(failing, [Pair("p", "a", "b")], TWO)
-    assert (label.errors, label.refused, label.unread, label.abstentions) == (4, 2, 1, 0)
-    statistics = JudgeStatistics()
-    statistics.add(label)
-    assert "the judge refused 2 questions and gave 1 a reply that is no verdict" in judge_warnings(
-        statistics.as_dict()
-    )
 
 
 KEY = "ab" * 32

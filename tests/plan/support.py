@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from onetrunk.costs import ModelShape
 from onetrunk.plan.hardware import Device, Pool
-from onetrunk.plan.job import Job, Lengths
-from onetrunk.plan.shapes import ModelFacts, read_model
+from onetrunk.plan.job import Job, Lengths, ModelFacts, read_model
 from onetrunk.plan.timing import LOCAL, SampleLayout, TrainLayout
 
 SMALL = ModelShape(1000, 64, 4, 128, 4, 2, 16)

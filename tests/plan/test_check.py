@@ -1,15 +1,14 @@
 """Calibration fits what it is given, and a run's log is compared with the prediction of its own settings."""
 
 import json
+import statistics
 
 import pytest
 import yaml
 
-from onetrunk.plan.calibrate import Calibration, Observation, fit_rates, hardware_text, predicted
-from onetrunk.plan.check import check_lines, check_run
-from onetrunk.plan.evaluate import stage_memory
-from onetrunk.plan.hardware import GIB, load_catalog
-from onetrunk.plan.rates import Rates, non_negative_fit
+from onetrunk.plan.calibrate import Observation, descend, fit_rates, hardware_text, predicted
+from onetrunk.plan.check import check_run
+from onetrunk.plan.hardware import Rates, load_catalog
 from onetrunk.stages.options.table import load_options
 from tests.plan.support import LENGTHS, device, job
 
@@ -17,14 +16,9 @@ DEFAULTS = {name: option.default for name, option in load_options("ppo").items()
 CPU = load_catalog().devices["CPU"]
 
 
-def test_a_fit_finds_the_coefficients_and_ignores_one_wrong_point():
-    rows = [[1.0, float(n)] for n in range(1, 9)]
-    targets = [2 + 3 * n for n in range(1, 9)]
-    assert non_negative_fit(rows, targets, 1e-3) == pytest.approx([2, 3], rel=1e-3)
-    targets[4] = 500.0
-    assert non_negative_fit(rows, targets, 1e-3) == pytest.approx([2, 3], rel=1e-2)
-    # A negative coefficient becomes 0, and the rest is fitted without it.
-    assert non_negative_fit([[1.0, 1.0], [1.0, 2.0]], [2.0, 1.0], 1e-3)[1] == 0
+def test_a_search_by_factors_finds_the_least_error():
+    found = descend(lambda values: abs(values[0] * values[1] - 6) + abs(values[0] - 2), [1.0, 1.0], 4.0, 0.001)
+    assert found == pytest.approx([2, 3], rel=0.02)
 
 
 def observations(own):
@@ -36,7 +30,7 @@ def observations(own):
                       is_padding_free=True,
                       adapted_layers=4 if layers > 4 else 2, microbatch_rows=rows)  # fmt: skip
             for kind in ("decode", "score", "update"):
-                seen.append(Observation(kind, one, rows, predicted(Observation(kind, one, rows, 1.0), own)))
+                seen.append(Observation(kind, one, predicted(kind, one, own)))
     return seen
 
 
@@ -51,7 +45,7 @@ def test_calibration_finds_the_rates_of_a_machine(is_cpu):
     own = device(**machine, rates=true)
     seen = observations(own)
     found = device(**machine, rates=fit_rates(own, seen))
-    errors = [abs(error) for _, error in Calibration(found, tuple(seen)).errors()]
+    errors = [abs(one.error(found)) for one in seen]
     assert sorted(errors)[int(0.9 * len(errors))] < 0.1
     assert found.rates.is_calibrated and not Rates().is_calibrated
 
@@ -59,7 +53,7 @@ def test_calibration_finds_the_rates_of_a_machine(is_cpu):
 def test_a_calibration_is_a_hardware_file(tmp_path):
     own = device(name="THIS-CPU", is_cpu=True, rates=Rates(layer_s=1.23456789e-7))
     path = tmp_path / "machine.yaml"
-    path.write_text(hardware_text(Calibration(own, ())))
+    path.write_text(hardware_text(own))
     assert yaml.safe_load(path.read_text())["devices"]["THIS-CPU"]["rates"]["layer_s"] == 1.23457e-7
     read = load_catalog(str(path)).devices["THIS-CPU"]
     assert read.is_cpu and read.rates.layer_s == pytest.approx(1.23457e-7) and read.memory_gib == own.memory_gib
@@ -100,36 +94,19 @@ def test_a_run_is_compared_per_rollout_with_its_own_settings(run_dir):
     assert (one.rows, one.lora_rank, one.lengths.completion, one.lengths.prompt) == (16, 8, 24.0, 20.0)
     assert checked.plan.train.device is CPU and one.base_bytes == 4.0
     assert all(line.predicted > 0 for line in checked.lines)
-    text = "\n".join(check_lines(checked))
-    assert "3 rollouts of 16 rows" in text and "not calibrated" in text and "rewards.py:polite counts as free" in text
-    line = next(line for line in checked.lines if line.what == "update")
-    assert f"{line.error:+.0%}" in text
+    assert checked.rollouts == 3 and "the reward rewards.py:polite counts as free" in checked.notes
 
 
-def test_a_run_that_trained_in_stages_is_compared_stage_by_stage(run_dir):
+def test_a_run_that_trained_in_stages_is_planned_so(run_dir):
     record, log = run_dir / "_report" / "run.json", run_dir / "_report" / "log.jsonl"
     about = json.loads(record.read_text())
     about["settings"] |= {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_stages": 2}
     record.write_text(json.dumps(about))
-    text = log.read_text().replace('"num_processes": 1', '"num_processes": 4')
-    log.write_text(
-        text.replace(
-            '"completion/length"', '"memory/stage_0_gib": 0.8, "memory/stage_1_gib": 0.7, "completion/length"'
-        )
-    )
+    log.write_text(log.read_text().replace('"num_processes": 1', '"num_processes": 4'))
     checked = check_run(run_dir, DEFAULTS, load_catalog(), {"prompt_tokens": 20.0})
     train, sample = checked.plan.train, checked.plan.sample
     # Two pipelines of two stages: each has half of the 16 rows.
     assert (train.data, train.stages, train.count) == (2, 2, 4) == (sample.replicas, sample.stages, sample.count)
-    lines = {line.what: line for line in checked.lines}
-    assert (lines["stage 0"].measured, lines["stage 1"].measured) == (0.8, 0.7)
-    memory = stage_memory(checked.job, checked.plan)["generate"]
-    for stage in (0, 1):
-        assert lines[f"stage {stage}"].predicted == pytest.approx(sum(memory[stage].values()) / GIB)
-    # The base is not whole on a stage: one of two equal layers, and the tied embedding.
-    shape = checked.job.shape
-    assert [parts["weights"] for parts in memory] == [4 * (shape.layer_parameters + shape.head_parameters)] * 2
-    assert "4 x CPU" in "\n".join(check_lines(checked))
 
 
 @pytest.mark.parametrize(
@@ -143,38 +120,23 @@ def test_a_run_that_cannot_be_compared_says_why(run_dir, change, message):
     path = run_dir / "_report" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=message):
-        check_run(run_dir, DEFAULTS, load_catalog())
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [('"time/update_s": 0.2', '"time/update_s": [0.2]'), ('"completion/length": 24.0', '"completion/length": "long"'),
-     ('"step": 6', '"step": "six"'), ('"num_processes": 1', '"num_processes": null')],
-)  # fmt: skip
-def test_a_log_with_values_of_other_types_is_one_clear_message(run_dir, old, new):
-    path = run_dir / "_report" / "log.jsonl"
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-    with pytest.raises(ValueError, match="values of other types"):
-        check_run(run_dir, DEFAULTS, load_catalog())
+        check_run(run_dir, DEFAULTS, load_catalog(), {})
 
 
 def test_an_unknown_gpu_of_a_run_asks_for_its_name(run_dir):
     path = run_dir / "_report" / "log.jsonl"
     path.write_text(path.read_text().replace('"num_gpus": 0', '"num_gpus": 1, "device": "Imaginary 9"'))
     with pytest.raises(ValueError, match="Imaginary 9.*--hardware"):
-        check_run(run_dir, DEFAULTS, load_catalog())
+        check_run(run_dir, DEFAULTS, load_catalog(), {})
     checked = check_run(run_dir, DEFAULTS, load_catalog(), {"hardware": "1xT4"})
     assert checked.plan.train.device.name == "T4-16GB"
 
 
 @pytest.mark.slow
-def test_this_machine_can_be_calibrated(tmp_path):
+def test_this_machine_can_be_calibrated():
     from onetrunk.plan.calibrate import calibrate
 
-    measured = calibrate(load_catalog())
-    errors = sorted(abs(error) for _, error in measured.errors())
+    device, observations = calibrate(load_catalog())
     # Generous: other programs may run.
-    assert errors[len(errors) // 2] < 0.5
-    assert 0.2 < measured.device.rates.runtime_gib < 4 and measured.device.tflops > 0.001
+    assert statistics.median(abs(seen.error(device)) for seen in observations) < 0.5
+    assert 0.2 < device.rates.runtime_gib < 4 and device.tflops > 0.001

@@ -9,11 +9,8 @@ import pytest
 import yaml
 
 from onetrunk import cli
-from onetrunk.plan.hardware import Pool, load_catalog
-from onetrunk.plan.search import inner_layouts
-from onetrunk.plan.timing import LOCAL, TrainLayout
+from onetrunk.plan.hardware import load_catalog
 from onetrunk.stages.plan import parse_plan
-from tests.plan.support import job
 from tests.stages.recipes import ROOT
 
 MODEL = ["--model", "Qwen/Qwen2.5-7B"]
@@ -95,16 +92,10 @@ def test_settings_of_ppo_and_means_change_the_plan(capsys):
     assert seconds("--completion_tokens", "64")["generate"] < usual["generate"]
 
 
-def test_unused_devices_are_told_with_the_rollout_that_would_use_them(capsys):
+def test_devices_that_are_left_over_are_named(capsys):
     # 64 prompts have no divisor with which trainers and servers are nine.
-    words = [*MODEL, "--hardware", "9xH100", "--rollout_batch_size"]
-
-    def unused(size):
-        assert plan(*words, size) == 0
-        return re.findall(r"(\d) of 9 devices are unused: .*rollout_batch_size (\d+)", capsys.readouterr().out)
-
-    ((count, size),) = unused(64)
-    assert count == "1" and unused(size) == []
+    assert plan(*MODEL, "--hardware", "9xH100", "--rollout_batch_size", 64) == 0
+    assert "1 of 9 devices are unused" in capsys.readouterr().out
 
 
 def test_rows_of_changing_length_leave_a_larger_margin(capsys, monkeypatch):
@@ -139,8 +130,8 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
         (["--hardware", "8xH10", *MODEL], 1, ["unknown GPU 'H10'", "did you mean H100-80GB"]),
         (["--hardware", "8xA100", *MODEL], 1, ["A100-40GB or A100-80GB"]),
         (["--hardware", "H100", "--model", "Qwen/Qwen2.5-8B"], 1, ["no config.json", "Qwen/Qwen2.5-"]),
-        (["--hardware", "H100", "--model", "./absent"], 1, ["does not exist", "config.json"]),
-        (["--hardware", "H100", "--config", "tiny/ppo", "--model", "/"], 1, ["has no config.json"]),
+        (["--hardware", "H100", "--model", "./absent"], 1, ["no config.json", "./absent"]),
+        (["--hardware", "H100", "--config", "tiny/ppo", "--model", "/"], 1, ["no config.json"]),
         (["--hardware", "T4", "--model", "Qwen/Qwen2.5-7B", "--dtype", "bfloat16"], 1,
          ["nothing fits 1xT4-16GB", "of which weights", "mallest hardware on which it fits is 1x", "--dtypes nf4"]),
         (["--hardware", "H100", *MODEL, "--budget", "0.01"], 1, ["the budget is $0.01", "--market spot"]),
@@ -150,13 +141,10 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
         (["--hardware", "H100", *MODEL, "--rollout_bach_size", "9"], 2, ["rollout_batch_size"]),
         (["--hardware", "H100"], 2, ["--config nor --model"]),
         (MODEL, 2, ["--hardware is missing"]),
-        (["--hardware", "H100", *MODEL, "--pipeline_stages", "1"], 2, ["from 2 on"]),
         (["--hardware", "H100", *MODEL, "--rollout_backend", "pipelined"], 2, ["two or more devices"]),
-        (["--hardware", "H100", *MODEL, "--nodes", "0"], 2, ["--nodes is 0"]),
+        (["--hardware", "H100", *MODEL, "--nodes", "0"], 2, ["--nodes: 0 is not above 0"]),
         (["--hardware", "H100", *MODEL, "--length_spread", "9"], 2, ["--length_spread is 9"]),
-        (["--hardware", "H100", *MODEL, "--label_prompts", "9" * 400], 2, ["--label_prompts is 999"]),
-        (["--hardware", "H100", *MODEL, "--lora_r", "-1"], 1, ["lora_r is -1; give 1 or more"]),
-        (["--hardware", "H100", *MODEL, "--num_ppo_epochs", "9" * 400], 1, ["num_ppo_epochs is 999", "at most 10000"]),
+        (["--hardware", "H100", *MODEL, "--label_prompts", "9" * 400], 2, ["--label_prompts: 999"]),
         (["--hardware", "H100", *MODEL, "--objective", "speed"], 2, ["--objective"]),
         (["--check", "absent"], 1, ["absent is no folder"]),
         (["--check", "recipes"], 1, ["_report/run.json", "output_dir"]),
@@ -172,31 +160,11 @@ def test_a_mistake_is_one_clear_message(words, code, parts, capsys):
         assert part in error, error
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "part"),
-    [
-        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; give 1 or more, at most 1000"),
-        ("vocab_size", 10**400, "vocab_size is missing or no number above 0"),
-        ("num_key_value_heads", "two", "num_key_value_heads is 'two'"),
-        ("num_key_value_heads", 999, "num_key_value_heads is larger than num_attention_heads"),
-        ("head_dim", -1, "head_dim is -1"),
-        ("num_experts", "many", "a text or a list where a number belongs"),
-    ],
-)
-def test_a_config_with_impossible_numbers_is_one_clear_message(field, value, part, small, capsys):
-    (small / "config.json").write_text(json.dumps({**TINY, field: value}))
+@pytest.mark.parametrize("value", [None, 0, "many"])
+def test_a_config_without_a_size_is_one_clear_message(value, small, capsys):
+    (small / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": value}))
     assert plan("--model", small, "--hardware", "2xH100") == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and part in error
-
-
-def test_a_rollout_of_ten_million_prompts_takes_as_many_trials_as_one_of_a_hundred_thousand():
-    def trials(size):
-        train = TrainLayout(load_catalog().devices["H100-80GB"], 8)
-        layouts = inner_layouts(job(rollout_batch_size=size), train, LOCAL, Pool(train.device, 8, 8))
-        return len(list(layouts))
-
-    assert trials(10**7) == trials(10**5) < 20
+    assert "lacks num_hidden_layers" in capsys.readouterr().err
 
 
 def test_a_hardware_file_adds_devices_and_changes_prices(tmp_path, capsys):
@@ -212,7 +180,7 @@ def test_a_hardware_file_adds_devices_and_changes_prices(tmp_path, capsys):
         ("devices: {H100-80GB: {memory: 1}}", "did you mean memory_gib?"),
         ("devices: {H100-80GB: {tflops: -1}}", "give a number above 0"),
         ("device: {}", "must have the keys"),
-        ("devices: {H100-80GB: {rates: {matmul: 0}}}", "matmul of rates is 0"),
+        ("devices: {H100-80GB: {rates: {matmul: 0}}}", "rates: matmul is 0"),
     ):
         path.write_text(text)
         load_catalog.cache_clear()
@@ -231,25 +199,6 @@ def test_write_leaves_files_and_numbers(tmp_path, capsys):
     assert {"launch.sh", "accelerate.yaml", "job.sbatch", "skypilot.yaml", "trainjob.yaml", "plan.json"} <= names
     assert json.loads((folder / "plan.json").read_text())["model"] == "Qwen/Qwen2.5-0.5B"
     assert yaml.safe_load((folder / "accelerate.yaml").read_text())["machine_rank"] == 0
-
-
-def test_pipelined_generation_is_tried_where_it_is_asked_for(capsys):
-    words = [
-        *MODEL,
-        "--hardware",
-        "4xRTX4090",
-        "--schedules",
-        "one_step",
-        "--engines",
-        "server",
-        "--top",
-        "20",
-        "--json",
-    ]
-    assert plan(*words, "--pipeline_stages", "2") == 0
-    kinds = json.loads(capsys.readouterr().out)["ranking"]
-    assert plan(*words) == 0
-    assert len(kinds) > len(json.loads(capsys.readouterr().out)["ranking"])
 
 
 @pytest.mark.usefixtures("growing_segments")
@@ -274,9 +223,8 @@ def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
     assert plan(*words, "--write", tmp_path / "plan") == 0
     out = capsys.readouterr().out
     for part in (
-        "2 x 4, trained in 4 stages, forwards of", "2 x 4 stages of a pipeline", "stages of 16 + 16 + 17 + 15 layers,"
-        " which sample, score and update", "GiB of each stage, generate: ", "GiB of each stage, update: ", "buffers",
-        "pipelined pp4", "sharded over 8 (RTX4090-24GB): generate needs",
+        "2 x 4 stages, forwards of", "2 x 4 stages of a pipeline", "stages of 16 + 16 + 17 + 15 layers, which sample,"
+        " score and update", "buffers", "pipelined pp4", "8 shards (RTX4090-24GB): generate needs",
     ):  # fmt: skip
         assert part in out, part
     script = (tmp_path / "plan" / "launch.sh").read_text()
@@ -306,16 +254,6 @@ def test_the_table_of_the_readme_is_what_plans_say(capsys):
 
 
 STAGED = ["--rollout_backend", "pipelined", "--pipeline_training", "true"]
-
-
-def test_the_memory_of_the_heaviest_stage_is_that_of_the_plan(capsys):
-    assert plan(*MODEL, "--hardware", "2xH100", "--json", *STAGED) == 0
-    best = json.loads(capsys.readouterr().out)["best"]
-    assert set(best["stages_gib"]) == set(best["memory_gib"]) == {"generate", "score", "update"}
-    for phase, stages in best["stages_gib"].items():
-        assert len(stages) == 2 and max(stages) == pytest.approx(best["memory_gib"][phase])
-    assert plan(*MODEL, "--hardware", "2xH100", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["best"]["stages_gib"] == {}
 
 
 def test_a_recipe_that_trains_in_stages_is_planned_so(capsys):
@@ -379,15 +317,15 @@ def test_the_answer_imports_neither_torch_nor_transformers():
 def test_help_explains_every_option(capsys):
     assert plan("--help") == 0
     out = capsys.readouterr().out
-    for option in ("--hardware", "--objective", "--write", "--calibrate", "--check", "--budget", "--pipeline_stages"):
+    for option in ("--hardware", "--objective", "--write", "--calibrate", "--check", "--budget"):
         assert option in out
     words, values = parse_plan([*MODEL, "--hardware", "H100", "--beta", "0.3"])
     assert values["beta"] == 0.3 and words.settings == ["--beta", "0.3"]
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("kind", ["staged", "one"])
+@pytest.mark.parametrize("kind", ["staged", pytest.param("one", marks=pytest.mark.soak)])
 def test_the_files_of_a_cpu_plan_really_train(kind, tmp_path):
     """Plan the tiny recipe for CPU processes, run the launch script, and check the run against the plan."""
     python = sys.executable
@@ -410,4 +348,3 @@ def test_the_files_of_a_cpu_plan_really_train(kind, tmp_path):
     done = subprocess.run([python, "-m", "onetrunk", "plan", "--check", str(output)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout and "peak memory" in done.stdout
-    assert ("stage 0" in done.stdout and "stage 1" in done.stdout) == (kind == "staged")

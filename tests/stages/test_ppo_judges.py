@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Principle
-from onetrunk.judges.rubric import RubricJudge
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.reference_completions import sample_references
 from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key
@@ -216,6 +215,8 @@ def test_without_held_out_rows_the_monitor_looks_at_training_prompts_and_they_ha
         (["--reward_funcs", "judge"], "reward_funcs names judge, and judge is not set"),
         (["--reward_funcs", "pairwise", *JUDGE[:2]], "judge is set and constitution is not"),
         (["--reward_funcs", "checks.py:even", *JUDGE], "reward_funcs names neither judge (its rating) nor pairwise"),
+        (["--reward_funcs", "checks.py:even", "--monitor_every", "2"], "set and monitor_judge is not"),
+        (["--reward_funcs", "checks.py:even", "--judge_report", "x"], "judge_report is set and judge is not"),
         (["--reward_funcs", "checks.py:even", *MONITOR[:2]], "neither monitor_constitution nor constitution"),
         (["--reward_funcs", "judge", *JUDGE, *MONITOR[:2]], "is what the reward is made of, and would see no gap"),
         (

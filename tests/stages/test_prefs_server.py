@@ -11,7 +11,7 @@ from tests.judges.stub_server import StubServer, completion
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = runs.make_inputs(tmp_path_factory.mktemp("inputs"), num_prompts=12)
-    runs.write_recipe(folder, judge_model="judge-1", num_samples_to_print=0)
+    runs.write_recipe(folder, judge_model="judge-1")
     return folder
 
 

@@ -9,8 +9,8 @@ import pytest
 from datasets import load_dataset
 
 from onetrunk.data.files import load_rows
-from onetrunk.data.preferences import check_preferences
 from onetrunk.data.prompts import check_completions
+from onetrunk.data.rows import check_preferences
 from onetrunk.feedback.shards import read_rows
 from onetrunk.utils.files import digest
 from tests.feedback import runs
@@ -100,7 +100,7 @@ def test_a_shard_without_prompts_is_an_empty_file_that_the_others_can_be_read_wi
     prefs, inputs, tmp_path, suffix, dataset
 ):
     (tmp_path / "few.jsonl").write_text("".join((inputs / dataset).read_text().splitlines(keepends=True)[:2]))
-    options = ["--dataset_name", "few.jsonl", "--output_format", suffix, "--num_samples_to_print", 1]
+    options = ["--dataset_name", "few.jsonl", "--output_format", suffix]
     for i in range(4):
         assert prefs(*options, "--shard", f"{i}/4") == 0
     parts = [list(read_rows(path)) for path in sorted((tmp_path / "out/data").iterdir())]
@@ -146,15 +146,6 @@ def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path):
     assert "written anew" in (tmp_path / "out/README.md").read_text()
 
 
-def test_another_model_can_be_the_critic(prefs, inputs, tmp_path):
-    options = ["--mode", "revise", "--num_generations", 1, "--max_critique_length", 6]
-    assert prefs(*options, "--critic_model", inputs / "model", out="a") == 0
-    # The same weights: the same critiques
-    assert prefs(*options, out="b") == 0
-    files = [(tmp_path / name / "data/revisions.jsonl").read_bytes() for name in "ab"]
-    assert files[0] == files[1]
-
-
 def test_a_folder_of_other_settings_is_refused_with_the_differences_and_overwritten_on_demand(prefs, tmp_path, capsys):
     assert prefs() == 0
     before = (tmp_path / "out/data/preferences.jsonl").read_bytes()
@@ -163,7 +154,7 @@ def test_a_folder_of_other_settings_is_refused_with_the_differences_and_overwrit
     assert "num_generations: 3 there, 2 here" in said and "temperature: 1.0 there, 0.7 here" in said
     assert "overwrite_output_dir" in said and (tmp_path / "out/data/preferences.jsonl").read_bytes() == before
     # How the work is cut up decides nothing.
-    assert prefs("--max_waiting_chunks", 1, "--num_samples_to_print", 0) == 0
+    assert prefs("--max_waiting_chunks", 1) == 0
     assert (tmp_path / "out/data/preferences.jsonl").read_bytes() == before
     assert prefs("--output_format", "parquet", "--overwrite_output_dir", "true") == 0
     assert [path.name for path in (tmp_path / "out/data").iterdir()] == ["preferences.parquet"]

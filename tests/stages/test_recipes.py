@@ -7,12 +7,11 @@ from onetrunk.stages.distill import parse_distill
 from onetrunk.stages.eval import parse_eval
 from onetrunk.stages.judge import parse_judge
 from onetrunk.stages.options.table import PLAIN_MODULES, VERBS
+from onetrunk.stages.pipeline import load_pipeline, parse_run
 from onetrunk.stages.plan import parse_plan
 from onetrunk.stages.ppo import DRY_RUN, parse_ppo
 from onetrunk.stages.prefs.stage import parse_prefs
 from onetrunk.stages.reward import parse_reward
-from onetrunk.stages.run.chain import parse_run
-from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
 from onetrunk.stages.tools.merge import parse_merge
 from onetrunk.stages.tools.recipes import parse_recipes

@@ -30,7 +30,7 @@ def inputs(tmp_path_factory):
     tiny_model("llama", seed=4, initializer_range=0.1).save_pretrained(folder / "rival")
     tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(folder / "rival")
     rubric = {"warm": f"{folder}/checks.py:warm", "concise": f"{folder}/checks.py:concise"}
-    runs.write_recipe(folder, judge=["rubric"], rubric=rubric, num_samples_to_print=0)
+    runs.write_recipe(folder, judge=["rubric"], rubric=rubric)
     return folder
 
 
@@ -155,15 +155,15 @@ def is_text(value):
     return isinstance(value, str) or (isinstance(value, dict) and "text" in value)
 
 
-def test_revisions_sample_policy_and_critic_on_one_server_each_by_its_version(stub, inputs, tmp_path):
+def test_revisions_are_sampled_on_a_server(stub, inputs, tmp_path):
     config = json.loads((inputs / "prefs.yaml").read_text())
     own = {"mode": "revise", "num_generations": 1, "max_critique_length": 5, "temperature": 1e-5}
-    models = {"model_name_or_path": str(inputs / "adapter"), "critic_model": str(inputs / "adapter-2")}
+    models = {"model_name_or_path": str(inputs / "adapter")}
     settings = {name: value for name, value in config.items() if name not in ("judge", "rubric")}
     (tmp_path / "revise.yaml").write_text(json.dumps(settings | own | models))
     for out, where in (("local", ()), ("served", on(stub))):
         assert cli.main(["prefs", "--config", "revise.yaml", "--output_dir", out, *where]) == 0
-    assert published(stub)[1] == ["policy-v1", "policy-v2"]
+    assert published(stub)[1] == ["policy-v1"]
     assert completions_in(tmp_path / "served") == completions_in(tmp_path / "local")
     assert stub.adapters == {} and not stub.missing
 

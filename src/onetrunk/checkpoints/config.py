@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from onetrunk.utils.options import option, reject_deepspeed
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-# What report_to may name, with the module that each needs where it is a package of its own.
-TRACKERS = dict.fromkeys("azure_ml dagshub flyte kubeflow tensorboard".split()) | {
-    name: name for name in "clearml codecarbon comet_ml dvclive mlflow neptune swanlab trackio wandb".split()
-}
-NO_TRACKER = ("all", "none", "")
 
 
 @dataclass(repr=False)
@@ -43,41 +34,15 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         reject_deepspeed()  # TrainingArguments would ask for its package first.
-        _check_length(self)
         _check_intervals(self)
         super().__post_init__()
-        check_trackers(self.report_to)
-
-
-def check_trackers(report_to: Sequence[str] | str | None) -> None:
-    """Raise ValueError if `report_to` names a tracker that there is not, or one whose package is missing."""
-    for name in [report_to] if isinstance(report_to, str) else report_to or ():
-        if name in NO_TRACKER:
-            continue
-        if name not in TRACKERS:
-            near = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(TRACKERS)}"
-            raise ValueError(f"report_to names {name!r}, which is no tracker: {hint}")
-        module = TRACKERS[name]
-        if module and find_spec(module) is None:
-            raise ValueError(f"report_to names {name}, which is not installed; pip install {name}, or set tensorboard")
-
-
-def _check_length(args: TrainingArguments) -> None:
-    is_given = args.max_steps > 0 or getattr(args, "num_rollouts", None) is not None
-    if not is_given and not args.num_train_epochs > 0:
-        raise ValueError(
-            f"num_train_epochs is {args.num_train_epochs}, and max_steps is not set: no step would be trained; set one"
-            " of them above 0"
-        )
 
 
 def _check_intervals(args: TrainingArguments) -> None:
     for kind in ("save", "eval", "logging"):
         value, is_used = getattr(args, f"{kind}_steps"), getattr(args, f"{kind}_strategy") == "steps"
-        if kind == "eval" and value is None:
-            continue  # It means logging_steps.
-        if is_used and not (value or 0) > 0:
+        # Without eval_steps, logging_steps counts.
+        if is_used and value is not None and not value > 0:
             raise ValueError(
                 f"{kind}_steps is {value!r}, and {kind}_strategy is 'steps'; set a whole number above 0 or a share of"
                 f" all steps between 0 and 1, or set {kind}_strategy to 'no'"

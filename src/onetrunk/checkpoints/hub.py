@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,17 @@ from onetrunk.utils.redaction import redact
 
 logger = get_logger(__name__)
 
-HUB_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, HFValidationError, LocalTokenNotFoundError, ConnectionError)
+HUB_ERRORS = (httpx2.HTTPError, httpx2.InvalidURL, HFValidationError, LocalTokenNotFoundError, OSError)
 LONGEST_REASON = 200
-# Not pushed: internal files, and the checkpoints of a trainer's output folder.
-INTERNAL, OF_A_RUN = ("_*", ".*"), ("checkpoint-*", "_*")
 ADVICE = {
     401: "the token is not valid; set HF_TOKEN to one that is, or log in again with `hf auth login`",
     403: "the token may not do that; give one with write permission for this repository (hub_model_id says which)",
     404: "there is no such repository or revision, or the token may not see it; look at hub_model_id and hub_revision",
 }
+
+
+class PushFailed(RuntimeError):
+    """The push of a result failed; the result is saved."""
 
 
 def require_push(args: TrainingArguments, repo_type: str = "model") -> None:
@@ -80,32 +81,19 @@ def push_folder(
         patterns: of the files that are uploaded; None: all.
 
     Raises:
-        RuntimeError: the Hub does not take it.
+        PushFailed: the Hub does not take it.
     """
-    options = {"repo_type": repo_type, "revision": args.hub_revision, "ignore_patterns": list(INTERNAL)}
+    options = {"repo_type": repo_type, "revision": args.hub_revision, "ignore_patterns": ["_*", ".*"]}
     try:
         HfApi().upload_folder(repo_id=repo_name(args), folder_path=folder, allow_patterns=patterns, **options)
     except HUB_ERRORS as error:
-        command = _command(repo_name(args), folder, args.hub_revision, INTERNAL, patterns or (), repo_type)
-        raise RuntimeError(
-            f"{what} in {folder} and could not be pushed: {hub_fault(error)}; `{command}` pushes it"
-        ) from error
+        raise push_failed(f"{what} in {folder}", repo_name(args), error) from error
     return f"https://huggingface.co/{'' if repo_type == 'model' else f'{repo_type}s/'}{repo_name(args)}"
 
 
-def _command(
-    name: str,
-    folder: str | Path,
-    revision: str | None,
-    exclude: Sequence[str],
-    include: Sequence[str] = (),
-    repo_type: str = "model",
-) -> str:
-    words = ["hf", "upload", name, str(folder), "."]
-    words += [word for pattern in exclude for word in ("--exclude", pattern)]
-    words += [word for pattern in include for word in ("--include", pattern)]
-    words += ["--revision", revision] if revision else []
-    return shlex.join(words + (["--repo-type", repo_type] if repo_type != "model" else []))
+def push_failed(saved: str, repository: str, error: BaseException) -> PushFailed:
+    """Return the error of a push; `saved` says what is saved, and where."""
+    return PushFailed(f"{saved} and could not be pushed to {repository}: {hub_fault(error)}. `hf upload` pushes it")
 
 
 def hub_fault(error: BaseException) -> str:
@@ -122,18 +110,6 @@ def hub_fault(error: BaseException) -> str:
     if isinstance(error, HFValidationError):
         return f"that is no name of a repository ({reason}); set hub_model_id to owner/name"
     return f"{constants.ENDPOINT} cannot be reached ({reason}); look at the network, or set push_to_hub to false"
-
-
-class PushFailed(RuntimeError):
-    """The push of a trainer's result failed; the result is saved, and the message contains the command to push it."""
-
-    def __init__(self, trainer: Trainer, error: BaseException):
-        args, name = trainer.args, str(trainer.hub_model_id or trainer.args.hub_model_id)
-        command = _command(name, args.output_dir, args.hub_revision, OF_A_RUN)
-        super().__init__(
-            f"the push to {name} failed: {hub_fault(error)}. The result is whole in {args.output_dir}; `{command}`"
-            " pushes it"
-        )
 
 
 def warn_of_push(error: BaseException) -> None:

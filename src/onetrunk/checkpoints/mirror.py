@@ -32,7 +32,7 @@ from onetrunk.checkpoints.folders import (
     surplus,
     writing,
 )
-from onetrunk.utils.files import atomic_write_json, sync
+from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.redaction import redact
 
 RESULT = "the result"
@@ -67,24 +67,22 @@ class Mirror:
     def __init__(self, url: str, keep: int | None, warn: Callable[[str], None]):
         self._place = f"the checkpoint mirror {redact(url)}"
         self._keep, self._warn = keep, warn
-        scheme, separator, address = url.partition("://")
-        scheme = scheme if separator else "file"
-        if scheme not in SCHEMES or "::" in url or "@" in address.split("/")[0]:  # "::" chains file systems.
+        scheme = url.split("://")[0] if "://" in url else "file"
+        if scheme not in SCHEMES:
             raise RuntimeError(f"{self._place} is not supported; give a path, s3://, gs://, az:// or hf://")
         with self._in_store("cannot be opened"):  # Often an ImportError, which names the package to install.
             # Folders are made on a local disk only: in a store that would make a bucket, even a misspelt one.
             self._files, root = url_to_fs(url, **({"auto_mkdir": True} if scheme == "file" else {}))
         self._root = root.rstrip("/")
         self._one_at_a_time = threading.Lock()
+        # The newest checkpoint (True) and the newest result (False).
         self._latest: dict[bool, Upload] = {}
-        self._unfinished: list[Upload] = []
+        self._uploads: list[Upload] = []
 
     # --- before training --------------------------------------------------------------------------------------------
 
-    def check(self, output_dir: str | os.PathLike[str]) -> None:
-        """Raise RuntimeError if the mirror is `output_dir`, or a file there cannot be written, read and deleted."""
-        if "file" in self._files.protocol and Path(self._root or "/").resolve() == Path(output_dir).resolve():
-            raise RuntimeError(f"{self._place} is output_dir itself; name another folder")
+    def check(self) -> None:
+        """Raise RuntimeError if a file in the mirror cannot be written, read and deleted."""
         path = self._path(f".probe-{os.getpid()}")
         with self._in_store("cannot be used"):
             self._files.pipe_file(path, b"probe")
@@ -121,11 +119,11 @@ class Mirror:
             if manifest is None:
                 self._warn(f"{name} in {self._place} was not uploaded to its end and is passed over")
                 continue
-            problems = described(self._pull(name, manifest, Path(output_dir)))
+            problems = self._pull(name, manifest, Path(output_dir))
             if not problems:
                 return Path(output_dir) / name
-            damage.append(f"{name}: {problems}")
-            self._warn(f"{name} in {self._place} is damaged and passed over ({problems})")
+            damage.append(f"{name}: {described(problems)}")
+            self._warn(f"{name} in {self._place} is damaged and passed over ({described(problems)})")
         if damage:
             raise RuntimeError(
                 f"none of the {len(damage)} checkpoints in {self._place} is whole ({damage[0]}); restore one from a"
@@ -139,21 +137,19 @@ class Mirror:
             check_manifest(manifest, step_of(name))
         except RuntimeError as error:
             return [str(error)]
+        with writing(output_dir):
+            staged = begin_staging(output_dir) / name
         try:
-            with writing(output_dir):
-                staged = begin_staging(output_dir) / name
             for file in manifest["files"]:
                 with self._in_store(), contextlib.suppress(FileNotFoundError):  # The check of the folder finds it.
                     (staged / file).parent.mkdir(parents=True, exist_ok=True)
                     self._files.get_file(self._path(name, file), str(staged / file))
             with writing(output_dir):
-                for path in (*staged.rglob("*"), staged):
-                    sync(path)
                 atomic_write_json(staged / MANIFEST, manifest)
                 problems = checkpoint_problems(staged)
                 if not problems:
                     publish(staged, output_dir / name)
-                return problems
+            return problems
         finally:
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)
 
@@ -173,8 +169,7 @@ class Mirror:
 
     def busy(self) -> set[Path]:
         """Return the local checkpoint folders that are being uploaded or wait for it, and must not be deleted."""
-        uploads = (upload for upload in self._unfinished if upload.name and not upload.is_done.is_set())
-        return {upload.folder for upload in uploads if upload.has_begun or self._is_latest(upload)}
+        return {u.folder for u in self._uploads if u.name and not u.is_done.is_set() and not self._is_replaced(u)}
 
     def wait(self, timeout_s: float) -> list[str]:
         """Wait at most `timeout_s` seconds; warn of uploads that failed or are not done, and return their names."""
@@ -188,17 +183,17 @@ class Mirror:
 
     def _start(self, upload: Upload) -> None:
         self._latest[bool(upload.name)] = upload
-        self._unfinished = [*(other for other in self._unfinished if not other.is_done.is_set()), upload]
+        self._uploads = [*(other for other in self._uploads if not other.is_done.is_set()), upload]
         # A daemon, because a store that does not answer must not keep the process alive.
         threading.Thread(target=self._work, args=(upload,), name="checkpoint-mirror", daemon=True).start()
 
-    def _is_latest(self, upload: Upload) -> bool:
-        return self._latest[bool(upload.name)] is upload
+    def _is_replaced(self, upload: Upload) -> bool:
+        return not upload.has_begun and self._latest[bool(upload.name)] is not upload
 
     def _work(self, upload: Upload) -> None:
         try:
             with self._one_at_a_time, self._in_store():
-                if self._is_latest(upload):
+                if not self._is_replaced(upload):
                     upload.has_begun = True
                     self._upload(upload)
                     upload.is_whole = True
@@ -214,8 +209,7 @@ class Mirror:
         if not upload.name:
             paths = (path for path in upload.folder.iterdir() if path.is_file() and not path.is_symlink())
             names |= {path.name for path in paths if path.name[0] != "." and path.suffix != ".lock"}
-        if self._has_manifest(upload.name):
-            self._files.rm_file(self._path(upload.name, MANIFEST))
+        self._delete_manifest(upload.name)
         for name in (*sorted(names - {MANIFEST}), MANIFEST):
             self._files.put_file(str(upload.folder / name), self._path(upload.name, name))
 
@@ -224,7 +218,7 @@ class Mirror:
         if not upload.name or not self._keep:
             return
         names = self._checkpoints()
-        whole = [name for name in names if self._has_manifest(name)]
+        whole = [name for name in names if self._manifest(name) is not None]
         partial = [name for name in names if name not in whole and step_of(name) < step_of(upload.name)]
         for name in partial + surplus(whole, self._keep, {upload.name, *upload.kept}):
             self._delete(name)
@@ -246,33 +240,31 @@ class Mirror:
     def _path(self, *names: str) -> str:
         return "/".join([self._root, *(name for name in names if name)])
 
-    def _list(self, name: str) -> set[str]:
-        """Return the names in a folder; an empty set if the folder does not exist."""
-        # Not `exists` or `find` of fsspec, which find nothing where a store does not answer.
-        self._files.invalidate_cache()
-        try:
-            paths = self._files.ls(self._path(name) or "/", detail=False)
-        except FileNotFoundError:
-            return set()
-        return {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
-
-    def _has_manifest(self, name: str) -> bool:
-        return MANIFEST in self._list(name)
-
     def _manifest(self, name: str) -> Any:
         """Return what a manifest holds, unchecked; None if it is missing or was not written to its end."""
         try:
-            return json.loads(self._files.cat_file(self._path(name, MANIFEST))) if self._has_manifest(name) else None
-        except ValueError:
+            return json.loads(self._files.cat_file(self._path(name, MANIFEST)))
+        except (FileNotFoundError, ValueError):
             return None
 
     def _checkpoints(self) -> list[str]:
         """Return the names of the checkpoint folders in the order of their steps."""
-        return sorted((name for name in self._list("") if step_of(name) is not None), key=step_of)
+        # Not `exists` or `find` of fsspec, which find nothing where a store does not answer.
+        self._files.invalidate_cache()
+        try:
+            paths = self._files.ls(self._path() or "/", detail=False)
+        except FileNotFoundError:
+            return []
+        names = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
+        return sorted((name for name in names if step_of(name) is not None), key=step_of)
+
+    def _delete_manifest(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name, MANIFEST))
 
     def _delete(self, name: str) -> None:
         """Delete a checkpoint folder, its manifest first; of a result only the manifest, by which it counts."""
-        if self._has_manifest(name):
-            self._files.rm_file(self._path(name, MANIFEST))
-        if name and self._list(name):
-            self._files.rm(self._path(name), recursive=True)
+        self._delete_manifest(name)
+        with contextlib.suppress(FileNotFoundError):  # A store has no folder without files.
+            if name:
+                self._files.rm(self._path(name), recursive=True)

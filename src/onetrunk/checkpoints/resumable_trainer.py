@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -49,17 +49,11 @@ from onetrunk.checkpoints.folders import (
     write_manifest,
     writing,
 )
-from onetrunk.checkpoints.hub import (
-    HUB_ERRORS,
-    PushFailed,
-    warn_of_failed_pushes,
-    warn_of_push,
-)
-from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.checkpoints.resume_point import (
     LOOP_FILES,
     EndingCallback,
     LoopEvents,
+    RunTensorBoard,
     callbacks_of,
     end_of,
     end_state,
@@ -76,9 +70,7 @@ from onetrunk.checkpoints.resume_settings import (
     check_streaming,
     plain_settings,
 )
-from onetrunk.checkpoints.save_checks import reading, require_finite_weights, require_room
 from onetrunk.checkpoints.signals import StopAsked, Stopped, StopSignals
-from onetrunk.checkpoints.tensorboard import RunTensorBoard
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
 from onetrunk.parallel.groups import DataParallel, GroupAccelerator
@@ -96,6 +88,9 @@ from onetrunk.utils.files import atomic_write_json, atomic_write_text
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
 from onetrunk.utils.redaction import redact, without_secrets
+
+if TYPE_CHECKING:
+    from onetrunk.checkpoints.mirror import Mirror
 
 logger = get_logger(__name__)
 
@@ -201,10 +196,6 @@ class ResumableTrainer(Trainer):
     def planned_steps(self) -> int:
         """Return the number of optimizer steps of the whole run."""
         return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
-
-    def own_state_bytes(self) -> int:
-        """Return an upper bound of a checkpoint's bytes, all processes, without weights and optimizer."""
-        return 0
 
     def may_save(self) -> bool:
         """Return whether the weights at this step are worth a checkpoint."""
@@ -353,7 +344,6 @@ class ResumableTrainer(Trainer):
 
     def begin_loop(self) -> None:
         """Restore the loop's state from the checkpoint, after Trainer has initialised it."""
-        require_room(self, self.own_state_bytes())
         if self.args.should_save:
             # A result that is already there is not the result of this training.
             for name in (FINISHED, MANIFEST):
@@ -414,7 +404,7 @@ class ResumableTrainer(Trainer):
         return str(Path(folder) / STAGING) if self._is_staging else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        require_finite_weights(self.model, self.state.global_step)
+        _require_finite_weights(self.model, self.state.global_step)
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX}{self.state.global_step}"
         with self.heartbeat.during(SAVE), writing(output_dir / name):
@@ -493,6 +483,8 @@ class ResumableTrainer(Trainer):
         else:
             self._save_result(target)
         if self.args.push_to_hub and not _internal_call:
+            from onetrunk.checkpoints.hub import PushFailed
+
             try:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
             except PushFailed as error:
@@ -516,8 +508,7 @@ class ResumableTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._has_loaded_branches(resume_from_checkpoint):
-            with reading(resume_from_checkpoint):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         if not self._has_loaded_branches(self.state.best_model_checkpoint):
@@ -529,14 +520,6 @@ class ResumableTrainer(Trainer):
             require_safetensors(folder)
         return is_loaded
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with reading(str(checkpoint)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with reading(str(checkpoint)):
-            super()._load_rng_state(checkpoint)
-
     # --- the Hub ----------------------------------------------------------------------------------------------------
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
@@ -545,10 +528,14 @@ class ResumableTrainer(Trainer):
         Raises:
             PushFailed: with the reason, and the command that pushes the saved result.
         """
+        # Imported by a run that pushes, and by no other.
+        from onetrunk.checkpoints.hub import HUB_ERRORS, push_failed, warn_of_failed_pushes
+
         try:
             return super().push_to_hub(*args, **kwargs)
-        except (*HUB_ERRORS, OSError) as error:
-            raise PushFailed(self, error) from error
+        except HUB_ERRORS as error:
+            repository = str(self.hub_model_id or self.args.hub_model_id)
+            raise push_failed(f"the result is in {self.args.output_dir}", repository, error) from error
         finally:
             warn_of_failed_pushes(self)
 
@@ -556,11 +543,13 @@ class ResumableTrainer(Trainer):
         # Trainer calls this while the folder is still in staging; the push waits until the checkpoint is published.
         if self._is_staging:
             return
+        from onetrunk.checkpoints.hub import HUB_ERRORS, warn_of_failed_pushes, warn_of_push
+
         warn_of_failed_pushes(self)
         try:
             self.prepare_push(checkpoint_folder)
             super()._push_from_checkpoint(checkpoint_folder)
-        except (*HUB_ERRORS, OSError) as error:
+        except HUB_ERRORS as error:
             warn_of_push(error)
 
 
@@ -667,3 +656,17 @@ class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
         self._batch[:] = [{**row, PLACE: place} for place, row in enumerate(rows)]
         encoded = {row[PLACE]: {name: row[name] for name in ("input_ids", "labels")} for row in self._prepared}
         return [encoded.get(place) for place in range(len(rows))]
+
+
+@torch.no_grad()
+def _require_finite_weights(model: nn.Module, step: int) -> None:
+    """Raise RuntimeError if a trained weight is not finite, so that a bad checkpoint does not replace a good one."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    checks = [p.isfinite().all() for p in trained.values()]
+    if not checks or torch.stack([check.to(checks[0].device) for check in checks]).all():
+        return
+    bad = [name for name, check in zip(trained, checks, strict=True) if not check]
+    raise RuntimeError(
+        f"{len(bad)} of {len(checks)} weights are not finite after step {step}, the first is {bad[0]}. Nothing was"
+        " saved, and older checkpoints are unchanged: resume from one of them with a lower learning_rate"
+    )

@@ -2,6 +2,7 @@
 
 `locate` finds the checkpoint and checks each of its files against the manifest. The state of the loop is what Trainer
 forgets between two logs (the loss since the last log, the patience of early stopping) and what ended the run.
+TensorBoard's curves are continued too.
 """
 
 from __future__ import annotations
@@ -9,24 +10,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.logging import get_logger
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import default_logdir
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.training_args import TrainingArguments
 
 from onetrunk.checkpoints.folders import (
-    MANIFEST,
     PREFIX,
-    checkpoint_folders,
     checkpoint_problems,
     described,
     last_whole,
     read_manifest,
 )
-from onetrunk.checkpoints.mirror import Mirror
 from onetrunk.utils.files import read_json
+
+if TYPE_CHECKING:
+    from onetrunk.checkpoints.mirror import Mirror
 
 logger = get_logger(__name__)
 
@@ -55,8 +64,10 @@ def open_mirror(args: TrainingArguments) -> Mirror | None:
     url = getattr(args, "checkpoint_mirror", None)
     if not url or not args.should_save:
         return None
+    from onetrunk.checkpoints.mirror import Mirror
+
     mirror = Mirror(url, args.save_total_limit, logger.warning)
-    mirror.check(args.output_dir)
+    mirror.check()
     return mirror
 
 
@@ -115,14 +126,10 @@ def _require_whole(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"resume_from_checkpoint: there is no folder {folder}; pass an existing checkpoint")
     problems = checkpoint_problems(folder)
-    if not problems:
-        return
-    others = [path for path in checkpoint_folders(folder.parent) if path != folder and not checkpoint_problems(path)]
-    remedy = f"{others[-1]} is whole" if others else f"no other checkpoint in {folder.parent} is whole"
-    fault = f"is damaged ({described(problems)})"
-    if problems[0].startswith(f"{MANIFEST}: missing"):
-        fault = f"has no {MANIFEST}: it is incomplete, or another program wrote it"
-    raise ValueError(f"{folder} {fault}; {remedy}")
+    if problems:
+        raise ValueError(
+            f"{folder} is damaged ({described(problems)}); pass another checkpoint, or auto for the last whole one"
+        )
 
 
 def _require_files(folder: Path, needed: Sequence[str]) -> None:
@@ -212,3 +219,44 @@ class LoopEvents(TrainerCallback):
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         self.is_pass_end = True
+
+
+class RunTensorBoard(TensorBoardCallback):
+    """transformers' callback, which would begin a new run in TensorBoard whenever a training resumes.
+
+    The events of steps that are made again are hidden.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.open(args, state, purge_step=state.global_step + 1 if state.global_step else None)
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.open(args, state)
+        super().on_log(args, state, control, logs=logs, **kwargs)
+
+    def open(self, args: TrainingArguments, state: TrainerState, purge_step: int | None = None) -> None:
+        """Open the writer on the first process, in the folder that the run has used before."""
+        if self.tb_writer is not None or not state.is_world_process_zero:
+            return
+        if self.logging_dir is None:
+            earlier = last_tensorboard_run(args.output_dir) if state.global_step else None
+            self.logging_dir = str(earlier or Path(args.output_dir) / default_logdir())
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.tb_writer = SummaryWriter(log_dir=self.logging_dir, purge_step=purge_step)
+
+
+def last_tensorboard_run(output_dir: str | Path) -> Path | None:
+    """Return the folder of the newest events in an output folder; None without any."""
+    files = list((Path(output_dir) / "runs").glob("*/events.out.tfevents.*"))
+    return max(files, key=lambda path: path.stat().st_mtime_ns).parent if files else None

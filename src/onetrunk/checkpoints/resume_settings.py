@@ -157,8 +157,6 @@ def check_plain_settings(folder: str | Path, current: dict[str, Any], is_allowed
     """
     path = Path(folder) / SETTINGS_FILE
     saved = read_json(path)
-    if not isinstance(saved, dict):
-        raise ValueError(f"{path} does not hold the settings of a run; pass another checkpoint")
     require_same(path, saved, current, BOUND_SETTINGS)
     keep_optimizer_settings(path, saved, current, KEPT_SETTINGS, is_allowed)
     others = {"base", "base_name", *BOUND_SETTINGS, *KEPT_SETTINGS}
@@ -204,22 +202,14 @@ def check_streaming(args: TrainingArguments, reads_alone: bool = False) -> None:
 
 def check_group_settings(args: TrainingArguments) -> None:
     """Raise ValueError for settings of SFT, reward or distillation that a divided base cannot carry out."""
-    reasons = {
-        "use_liger_kernel": "its kernels read whole weights",
-        "neftune_noise_alpha": "its noise must be the same on all processes of a group, which nothing ensures",
-        "eval_use_gather_object": "it would count each row once per process of a group",
-        "activation_offloading": "it lists the weights, which stay on the device, before they are divided",
-    }
-    used = [name for name in reasons if getattr(args, name, None)]
-    for name in ("dispatch_batches", "split_batches"):
-        if getattr(args.accelerator_config, name):
-            used.append(f"accelerator_config.{name}")
-            reasons[used[-1]] = "it deals rows out to processes, and the processes of a group share theirs"
+    names = ("use_liger_kernel", "neftune_noise_alpha", "eval_use_gather_object", "activation_offloading")
+    used = [name for name in names if getattr(args, name, None)]
+    dealing = ("dispatch_batches", "split_batches")
+    used += [f"accelerator_config.{name}" for name in dealing if getattr(args.accelerator_config, name)]
     if used:
         how = "pipeline_training" if training_stages() > 1 else "tensor parallelism"
         raise ValueError(
-            f"{used[0]} is not supported with {how}: {reasons[used[0]]}; leave it out, or launch with"
-            " accelerate_configs/fsdp2.yaml"
+            f"{used[0]} is not supported with {how}; leave it out, or launch with accelerate_configs/fsdp2.yaml"
         )
 
 

@@ -7,7 +7,7 @@ logs     `prompt` and `completion`, or `messages`: rows of one prompt belong tog
 
 A side that is a list of messages may begin with the prompt's messages, as in UltraFeedback-binarized. Optional
 columns: `subset`, `reference` (an answer that is known to be good), `probability` (that `chosen` is better) and the
-flags `*_stopped` of `preferences.py`.
+flags `*_stopped` of `rows.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onetrunk.data.rows import (
-    ROLES,
+    SIDES,
+    bad_row,
     conversation_fault,
     probability_fault,
     prompt_fault,
-    require_no_fault,
     text_fault,
     type_fault,
 )
@@ -31,12 +31,8 @@ from onetrunk.types import Message, Prompt, as_text
 Row = Mapping[str, Any]
 # Where the text of a completion stands in a dict.
 TEXT_KEYS = ("text", "response", "completion", "content")
-MESSAGE_COLUMNS = ("messages", "conversation", "conversations")
-SIDES = ("chosen", "rejected")
 ALL = "all"
 EXPECTED = "chosen and rejected (with or without prompt), prompt and completions, prompt and completion, or messages"
-# Older names of the roles of a conversation.
-OLD_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ def shape_of(columns: Iterable[str], row: Row) -> str:
         return "lists" if is_list and any(isinstance(row[name][0], str) for name in SIDES) else "pairs"
     if {"prompt", "completions"} <= names:
         return "groups"
-    if {"prompt", "completion"} <= names or names & set(MESSAGE_COLUMNS):
+    if {"prompt", "completion"} <= names or "messages" in names:
         return "logs"
     raise ValueError(
         f"the dataset has the columns {', '.join(sorted(names))}; expected {EXPECTED}: say which yours are:"
@@ -107,8 +103,6 @@ def group_of(row: Row, shape: str, subset: str = ALL) -> Group:
     subset = row.get("subset") or subset
     if shape in ("pairs", "lists"):
         group = _oriented(row, group)
-    for name, text in zip(_names(group), group.texts, strict=True):
-        _require(text_fault(text), name)
     _require(prompt_fault(group.prompt, isinstance(group.prompt, list)), "prompt")
     reference = row.get("reference")
     if reference is not None:
@@ -128,7 +122,7 @@ def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) 
         try:
             group = group_of(row, shape, subset)
         except Bad as bad:
-            require_no_fault(index, str(bad))
+            raise bad_row(index, str(bad)) from bad
         if shape == "logs":
             logs.setdefault(json.dumps(group.prompt, sort_keys=True), []).append(group)
         else:
@@ -187,10 +181,7 @@ def _pair(row: Row) -> Group:
 
 
 def _lists(row: Row) -> Group:
-    for name in SIDES:
-        if not all(isinstance(text, str) for text in row[name]):
-            raise Bad(f"{name} is a list with something else than texts")
-    chosen, rejected = (tuple(row[name]) for name in SIDES)
+    chosen, rejected = (tuple(_text(text, name) for text in row[name]) for name in SIDES)
     return Group(_prompt(row.get("prompt")), chosen + rejected, len(chosen))
 
 
@@ -215,10 +206,9 @@ def _log(row: Row) -> Group:
         read = _messages if isinstance(completion, list) else _text
         completion = read(completion, "completion")
         return Group(_prompt(row["prompt"]), (as_text(completion),), stopped=stopped)
-    name = next((column for column in MESSAGE_COLUMNS if column in row), "completion")
-    messages = _messages(row.get(name), name)
+    messages = _messages(row.get("messages"), "messages")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise Bad(f"{name} does not end with an answer of the assistant")
+        raise Bad("messages does not end with an answer of the assistant")
     return Group(messages[:-1], (messages[-1]["content"],), stopped=stopped)
 
 
@@ -267,26 +257,13 @@ def _text(text: Any, name: str) -> str:
 
 
 def _messages(messages: Any, name: str) -> list[Message]:
-    """Return messages with `role` and `content`, from those or from the older `from` and `value`."""
-    converted = []
-    for message in messages if isinstance(messages, list) else []:
-        if isinstance(message, Mapping):
-            role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-            message = {"role": OLD_ROLES.get(role, role) if role not in ROLES else role, "content": content}
-        converted.append(message)
-    _require(conversation_fault(converted if isinstance(messages, list) else messages), name)
-    return converted
+    _require(conversation_fault(messages), name)
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _stopped(row: Row, name: str) -> bool:
     """Return whether a completion ended by itself; also where only other rows have the column, which is None here."""
     return row.get(f"{name}_stopped") is not False
-
-
-def _names(group: Group) -> list[str]:
-    if not group.num_better:
-        return ["completion"] * len(group.texts)
-    return ["chosen" if index < group.num_better else "rejected" for index in range(len(group.texts))]
 
 
 def _require(fault: str | None, name: str) -> None:

@@ -20,8 +20,7 @@ from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdic
 from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
-    RememberedJudge,
-    ask_missing_each,
+    answers_by_principle,
     judge_pairs,
     rating_label,
 )
@@ -58,7 +57,10 @@ class Asker:
         both_orders: bool = True,
         costs: Costs | None = None,
     ):
-        self.judge, self.constitution, self.ledger = _remembered(judge, ledger), constitution, ledger
+        if isinstance(judge, EnsembleJudge):
+            # The answers of each member are kept too, so that none is lost while another member is asked.
+            judge = EnsembleJudge(list(judge.members.values()), ledger)
+        self.judge, self.constitution, self.ledger = judge, constitution, ledger
         self.limit, self.both_orders, self.costs = limit, both_orders, costs
         self.statistics = JudgeStatistics()
 
@@ -95,30 +97,22 @@ class Asker:
             for prompt, texts, reference in zip(prompts, completions, references or [None] * len(prompts), strict=True)
             for sampled in texts
         ]
-        asked = [(rows, principle) for principle in self.constitution.principles]
-        by_principle = ask_missing_each(self.judge, asked, self.ledger, self._note)
-        for found in by_principle:
+        by_principle = answers_by_principle(self.judge, rows, self.constitution, self.ledger, self._note)
+        for column in by_principle:
             # The same text twice is one question, and one object.
-            for rating in {id(rating): rating for rating in found}.values():
+            for rating in {id(rating): rating for rating in column}.values():
                 self.statistics.add_rating(rating)
         labels = (rating_label(ratings, self.constitution) for ratings in zip(*by_principle, strict=True))
         ratings = []
         for texts in completions:
-            rated = list(islice(labels, len(texts)))
-            ratings.append(([label.score for label in rated], any(label.errors for label in rated)))
+            of_prompt = list(islice(labels, len(texts)))
+            ratings.append(([label.score for label in of_prompt], any(label.errors for label in of_prompt)))
         return ratings
 
     def _note(self, item: Pair | Single, answer: Verdict | Rating) -> None:
         self.limit.note(answer.error, answer.error_kind, item.prompt)
         if self.costs is not None:
             self.costs.check()
-
-
-def _remembered(judge: Judge, ledger: Ledger) -> Judge:
-    """Return a judge as it is; an ensemble so that each member's answers are kept as soon as they arrive."""
-    if not isinstance(judge, EnsembleJudge):
-        return judge
-    return EnsembleJudge([RememberedJudge(member, ledger) for member in judge.members.values()])
 
 
 class FailureLimit:

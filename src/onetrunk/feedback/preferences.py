@@ -191,10 +191,10 @@ def best_worst_pair(
         ratings: a number per completion; None leaves the completion out. Of equal ratings the first counts.
         words: as in `all_pairs`.
     """
-    rated = [i for i in distinct(completions) if ratings[i] is not None]
-    if not rated:
+    indices = [i for i in distinct(completions) if ratings[i] is not None]
+    if not indices:
         return []
-    best, worst = max(rated, key=lambda i: ratings[i]), min(rated, key=lambda i: ratings[i])
+    best, worst = max(indices, key=lambda i: ratings[i]), min(indices, key=lambda i: ratings[i])
     return [] if ratings[best] == ratings[worst] else _ordered([(best, worst)], _generator(words))
 
 

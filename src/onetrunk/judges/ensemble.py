@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from onetrunk.judges.judge import Answer, Done, DoneEach, Items, Judge, Principle
+from onetrunk.judges.judge import Answer, Done, Judge, Question
+from onetrunk.judges.labels import Memory, ask_missing
 from onetrunk.servers.errors import EndOfCalls
 from onetrunk.utils.files import unique_names
 
@@ -28,11 +29,13 @@ class EnsembleJudge(Judge):
 
     Args:
         judges: two or more different ones.
+        memory: keeps the answers of each member as soon as they arrive; what it holds is not asked again.
     """
 
     name = "ensemble"
 
-    def __init__(self, judges: Sequence[Judge]):
+    def __init__(self, judges: Sequence[Judge], memory: Memory | None = None):
+        self.memory = memory
         identities = [judge.identity for judge in judges]
         twice = next((j.name for i, j in enumerate(judges) if j.identity in identities[:i]), None)
         if twice is not None:
@@ -41,27 +44,24 @@ class EnsembleJudge(Judge):
         self.identity: dict[str, Any] = {"kind": "ensemble", "members": identities}
         self.is_remote = all(judge.is_remote for judge in judges)
 
-    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
-
-    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
-        answers: dict[tuple[int, int], dict[str, Answer]] = {}
+    def _answer_all(self, questions: Sequence[Question], keep: Done) -> None:
+        answers: dict[int, dict[str, Answer]] = {}
         errors: list[BaseException] = []
         lock = threading.Lock()
 
-        def take(member: str, number: int, index: int, answer: Answer) -> None:
+        def take(member: str, index: int, answer: Answer) -> None:
             with lock:
                 if errors:
                     raise EndOfCalls("another member of the ensemble has ended the run")
-                found = answers.setdefault((number, index), {})
-                found[member] = answer
-                if len(found) == len(self.members):
-                    del answers[number, index]
-                    keep(number, index, _joined({name: found[name] for name in self.members}))
+                by_member = answers.setdefault(index, {})
+                by_member[member] = answer
+                if len(by_member) == len(self.members):
+                    del answers[index]
+                    keep(index, _joined({name: by_member[name] for name in self.members}))
 
         def ask(member: str) -> None:
             try:
-                self.members[member].answer_each(asked, functools.partial(take, member))
+                ask_missing(self.members[member], questions, self.memory, done=functools.partial(take, member))
             except BaseException as error:
                 errors.append(error)
 

@@ -10,18 +10,16 @@ judge: [a, b]                            the mean of several (`EnsembleJudge`); 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onetrunk.judges.constitution import load_constitution
+from onetrunk.judges.constitution import Check, RubricJudge, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, model_name
-from onetrunk.judges.rubric import Check, RubricJudge
 from onetrunk.judges.template import VERDICT_TOKENS
 from onetrunk.utils.files import digest
 from onetrunk.utils.import_path import find_object, is_dotted_path
@@ -64,11 +62,6 @@ class JudgeConfig:
     # servers
     judge_model: str | None = option(None, "Name of the model on the server.")
     judge_api_key_env: str | None = option(None, "Environment variable that holds the server's key; None: no key.")
-    judge_tokenizer: str | None = option(
-        None,
-        "Folder or Hub name of the tokenizer of a server's model: its control tokens are removed from the judged"
-        " texts. None: only marks that follow a general rule are.",
-    )
     judge_max_concurrency: int = option(8, "Most calls in flight to each server.")
     judge_timeout_s: float = option(60.0, "Deadline of one call to a server, seconds.")
     judge_verdict_tokens: int = option(
@@ -101,32 +94,21 @@ class JudgeConfig:
             raise ValueError(f"judge_extra_body sets {name}, which the judge sets itself; {instead}")
 
 
-def load_judge(settings: JudgeConfig, resolve: Callable[[str], Check] | None = None) -> Judge:
-    """Return the judge that settings mean. Wrong settings are found before a model is loaded.
-
-    Args:
-        settings: with at least one spec in `judge`.
-        resolve: turns a text in `rubric` into a function (`resolve_reward`); None if the rubric holds functions.
+def load_judge(settings: JudgeConfig) -> Judge:
+    """Return the judge that settings mean.
 
     Raises:
         ValueError: no judge, a spec that means none, or a missing setting.
         RuntimeError: a model that cannot be loaded.
     """
     specs = settings.judge or []
-    if not specs:
-        raise ValueError(f"judge is not set; give {KINDS}")
-    _check_specs(specs)
+    if not specs or not all(isinstance(spec, str) and spec.strip() and spec != REWARD for spec in specs):
+        raise ValueError(f"judge is {specs}; give {KINDS}")
     if settings.rubric and RUBRIC not in specs:
         raise ValueError(f"rubric is set and judge is {', '.join(specs)}; add rubric to judge, or leave rubric out")
-    groups = specs_by_judge(specs, settings)
-    # Judges that load nothing come first: their mistakes are the cheapest to find.
-    load_order = sorted(
-        groups,
-        key=lambda group: (group[0] != RUBRIC, not names_a_judge(group[0]), not group[0].startswith(SERVER)),
-    )
-    by_group = {tuple(group): _judge(group, settings, resolve) for group in load_order}
     # The order is part of an ensemble's identity.
-    judges = [by_group[tuple(group)] for group in sorted(groups, key=lambda group: group[0].startswith(SERVER))]
+    groups = sorted(specs_by_judge(specs, settings), key=lambda group: group[0].startswith(SERVER))
+    judges = [_judge(group, settings) for group in groups]
     return judges[0] if len(judges) == 1 else EnsembleJudge(judges)
 
 
@@ -148,10 +130,10 @@ def check_judge(judge: Judge) -> None:
             member.check()
 
 
-def _judge(specs: Sequence[str], settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Judge:
+def _judge(specs: Sequence[str], settings: JudgeConfig) -> Judge:
     spec = specs[0]
     if spec == RUBRIC:
-        return _rubric(settings, resolve)
+        return _rubric(settings)
     if spec.startswith(SERVER):
         return _server(specs, settings)
     if names_a_judge(spec):
@@ -202,17 +184,15 @@ def own_judge(spec: str) -> Judge:
                 f"judge {spec!r} cannot be made without arguments ({error}); give its class defaults, or name an"
                 " instance"
             ) from error
-    name, identity = getattr(judge, "name", None), getattr(judge, "identity", None)
-    if not isinstance(name, str) or not name or name != model_name(name):
-        raise ValueError(f"judge {spec!r} has the name {name!r}; set name to a text of letters, digits, '.', '_', '-'")
     try:
-        is_mapping = isinstance(identity, dict) and bool(digest(identity))
-    except (TypeError, ValueError):
-        is_mapping = False
-    if not is_mapping:
+        is_named = judge.name == model_name(judge.name) != "" and isinstance(judge.identity, dict)
+        digest(judge.identity)
+    except (AttributeError, TypeError, ValueError):
+        is_named = False
+    if not is_named:
         raise ValueError(
-            f"judge {spec!r} has the identity {identity!r}; set identity to a dict of JSON values that names all that"
-            " its answers depend on, such as {'kind': 'mine', 'version': 1}"
+            f"judge {spec!r} needs a name of letters, digits, '.', '_' and '-', and an identity: a dict of JSON values"
+            " that names all that its answers depend on, such as {'kind': 'mine', 'version': 1}"
         )
     return judge
 
@@ -223,7 +203,7 @@ def _is_judge(value: Any) -> bool:
     return isinstance(value, Judge)
 
 
-def _rubric(settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> RubricJudge:
+def _rubric(settings: JudgeConfig) -> RubricJudge:
     if not settings.rubric:
         raise ValueError(
             "judge is rubric and rubric is not set; give the check of each tag, such as"
@@ -231,12 +211,8 @@ def _rubric(settings: JudgeConfig, resolve: Callable[[str], Check] | None) -> Ru
         )
     checks: dict[str, Check] = {}
     for tag, check in settings.rubric.items():
-        if isinstance(check, str) and resolve is not None:
-            try:
-                check = resolve(check)
-            except (ValueError, TypeError, RuntimeError) as error:
-                raise type(error)(f"the rubric's check for the tag {tag!r}: {error}") from error
-        checks[tag] = check
+        what = f"the rubric's check for the tag {tag!r}:"
+        checks[tag] = find_object(check, what) if isinstance(check, str) else check
     judge = RubricJudge(checks)
     if settings.constitution:
         judge.require(load_constitution(settings.constitution))
@@ -265,19 +241,7 @@ def _server(specs: Sequence[str], settings: JudgeConfig) -> Judge:
         policy=RetryPolicy(call_timeout_s=settings.judge_timeout_s),
         verdict_tokens=settings.judge_verdict_tokens,
         extra_body=settings.judge_extra_body,
-        tokenizer=_tokenizer(settings.judge_tokenizer),
     )
-
-
-def _tokenizer(name: str | None) -> Any:
-    if name is None:
-        return None
-    from onetrunk.models.base_model import load_tokenizer
-
-    try:
-        return load_tokenizer(name)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise type(error)(f"judge_tokenizer: {error}") from error
 
 
 def judge_device(name: str | None) -> torch.device:
@@ -290,18 +254,6 @@ def judge_device(name: str | None) -> torch.device:
         return torch.device(name)
     except RuntimeError:
         raise ValueError(f"judge_device is {name!r}; expected such as cpu, cuda or cuda:1") from None
-
-
-def _check_specs(specs: list[str]) -> None:
-    for spec in specs:
-        if not isinstance(spec, str) or not spec.strip() or spec == REWARD:
-            raise ValueError(f"judge names {spec!r}; expected {KINDS}")
-        is_typo = difflib.get_close_matches(spec.lower(), [RUBRIC], cutoff=0.8) and spec != RUBRIC
-        if is_typo and not Path(spec).expanduser().exists():
-            raise ValueError(f"judge names {spec!r}; did you mean {RUBRIC!r}? There is no such folder")
-    twice = next((spec for spec in specs if specs.count(spec) > 1), None)
-    if twice is not None:
-        raise ValueError(f"judge names {twice} twice, which would count double in the mean; name it once")
 
 
 def _address(spec: str) -> tuple[str, str | None]:

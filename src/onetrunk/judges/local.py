@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.data.chat_template import apply_chat_template
-from onetrunk.judges.judge import Done, Items, Judge, Principle, model_name
+from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Single, model_name
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,
@@ -26,11 +25,12 @@ from onetrunk.judges.template import (
     RATING,
     REASON_FIRST,
     VERDICT_NOW,
-    Marks,
     Opinion,
-    Query,
     form_of,
+    longest_text,
+    nonce_of,
     question_messages,
+    sanitized,
     with_reasons_asked,
     with_reasons_given,
 )
@@ -94,7 +94,8 @@ class CausalJudge(Judge):
     ):
         self.model, self.tokenizer = model.eval(), repair_padding(tokenizer)
         self.batch_size, self.reasoning_tokens, self.min_label_mass = batch_size, reasoning_tokens, min_label_mass
-        self.marks, self.reader = Marks(tokenizer), Reader(tokenizer)
+        self.reader = Reader(tokenizer)
+        self.control_words, self.control_ids = control_tokens(tokenizer)
         self.max_length = length_limit(model, tokenizer)
         self.name = model_name(name or model.name_or_path) or type(model).__name__
         example = Principle("Which completion is kinder?")
@@ -125,7 +126,7 @@ class CausalJudge(Judge):
         controls, room = self._num_controls(self.reader.ids(blank)), self._room(blank, form.labels)
         fitted: dict[int, _Fitted] = {}
         for index, item in enumerate(items):
-            question = self._fit(self.marks.query(item, principle), room)
+            question = self._fit(item, principle, room)
             if len(question.ids) > room:
                 problem = f"the question has {len(question.ids)} tokens, at most {room} are read"
             elif self._num_controls(question.ids) != controls:
@@ -141,14 +142,15 @@ class CausalJudge(Judge):
             for index, opinion in zip(batch, opinions, strict=True):
                 keep(index, form.answer(opinion))
 
-    def _fit(self, query: Query, room: float) -> _Fitted:
+    def _fit(self, item: Pair | Single, principle: Principle, room: float) -> _Fitted:
         """Shorten the texts until the question fits, or they have LEAST_CHARACTERS."""
-        size = min(query.longest, MAX_CHARACTERS)
+        longest, nonce = longest_text(item), nonce_of(item, principle)
+        size = min(longest, MAX_CHARACTERS)
         while True:
-            messages = query.messages(size)
+            messages = question_messages(item, principle, nonce, self.control_words, size)
             ids = self.reader.ids(messages)
             if len(ids) <= room or size <= LEAST_CHARACTERS:
-                cut = {"cut_to_characters": size} if size < query.longest else {}
+                cut = {"cut_to_characters": size} if size < longest else {}
                 return _Fitted(messages, ids, {"tokens": len(ids), **cut})
             size = max(LEAST_CHARACTERS, int(0.9 * size * room / len(ids)))
 
@@ -175,7 +177,7 @@ class CausalJudge(Judge):
         return opinions
 
     def _reasons(self, questions: Sequence[_Fitted]) -> list[str]:
-        """Return the model's reasons, without marks: it may quote what it read."""
+        """Return the model's reasons, without control tokens: it may quote what it read."""
         params = SamplingParams(
             max_completion_length=self.reasoning_tokens,
             temperature=0.0,
@@ -187,7 +189,7 @@ class CausalJudge(Judge):
         self.usage.prompt_tokens += sum(map(len, rows))
         self.usage.completion_tokens += sum(map(len, rollout.completion_ids))
         texts = self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
-        return [self.marks.cleaned(text).strip() or NO_REASONS for text in texts]
+        return [sanitized(text, self.control_words, None).strip() or NO_REASONS for text in texts]
 
     def _before_answer(
         self, messages: list[Message], labels: Sequence[str], reasons: str | None = NO_REASONS
@@ -203,7 +205,7 @@ class CausalJudge(Judge):
         return self.max_length - after - self.reasoning_tokens - self.reasoning_tokens // 8
 
     def _num_controls(self, ids: Sequence[int]) -> int:
-        return sum(token in self.marks.token_ids for token in ids)
+        return sum(token in self.control_ids for token in ids)
 
 
 def load_causal_judge(
@@ -239,6 +241,17 @@ def load_causal_judge(
     return CausalJudge(model if device is None else model.to(device), tokenizer, **{"name": name, **settings})
 
 
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], frozenset[int]]:
+    """Return the control tokens of a tokenizer as words, and as ids.
+
+    The ids leave out the unknown token, which any rare word may become.
+    """
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    words = sorted(added | set(tokenizer.all_special_tokens))
+    ids = tokenizer.convert_tokens_to_ids(words)
+    return words, frozenset(i for i in ids if i is not None and i >= 0) - {tokenizer.unk_token_id}
+
+
 class Reader:
     """Renders questions for one tokenizer, with or without a chat template."""
 
@@ -252,7 +265,7 @@ class Reader:
         """Return messages as text that ends where the model's answer begins: with `cue` without a chat template."""
         if not self.tokenizer.chat_template:
             return "\n\n".join([*(message["content"] for message in messages), cue])
-        text = apply_chat_template(self.tokenizer, messages, tokenize=False, add_generation_prompt=True, **NO_THINKING)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **NO_THINKING)
         # A space at the end would be a separate token, but models learned it as a part of their first word.
         return text.rstrip(" ")
 

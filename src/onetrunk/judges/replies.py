@@ -215,7 +215,7 @@ def _positions(logprobs: Any, text: str) -> tuple[tuple[str, dict[str, float]], 
         positions = [(_token(entry), _candidates(entry["top_logprobs"])) for entry in logprobs["content"]]
     except (TypeError, KeyError, ValueError):
         return None
-    return tuple(positions) if positions and _spell([token for token, _ in positions], text) else None
+    return tuple(positions) if positions and _begins([token for token, _ in positions], text) else None
 
 
 def _candidates(entries: Any) -> dict[str, float]:
@@ -237,24 +237,13 @@ def _token(entry: Any) -> str:
     return entry["token"]
 
 
-def _spell(tokens: Sequence[str], text: str) -> bool:
-    """Return whether tokens are those of a text, one by one; the tokens may end before the text does.
+def _begins(tokens: Sequence[str], text: str) -> bool:
+    """Return whether a text begins with the first of the tokens that is not a mark, which servers leave out of texts.
 
-    Servers leave control tokens out of the text, so those are skipped, and so is the last token if it ended the reply.
-    Blanks and non-ASCII characters, of which a token may hold a part, are not compared.
+    If not, they are the tokens of something else, such as hidden reasoning.
     """
-    left = _comparable(text)
-    for number, token in enumerate(tokens):
-        part = _comparable(token)
-        if left.startswith(part):
-            left = left[len(part) :]
-        elif not is_mark(token.strip()) and (left or number < len(tokens) - 1):
-            return False
-    return True
-
-
-def _comparable(text: str) -> str:
-    return "".join(character for character in text if character.isascii() and not character.isspace())
+    first = next((_bare(token) for token in tokens if _bare(token) and not is_mark(_bare(token))), "")
+    return text.lstrip().startswith(first)
 
 
 def _bare(text: str) -> str:

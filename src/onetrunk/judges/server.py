@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
-from onetrunk.judges.judge import Done, DoneEach, Items, Judge, Pair, Principle, Single, model_name
+from onetrunk.judges.judge import Done, Judge, Pair, Principle, Question, Rating, Single, Verdict, model_name
 from onetrunk.judges.replies import (
     MORE_TOKENS,
     Reply,
@@ -26,14 +27,11 @@ from onetrunk.judges.replies import (
 )
 from onetrunk.judges.template import (
     LABELS,
-    MAX_CHARACTERS,
     RATINGS,
     REASON_FIRST,
     VERDICT_NOW,
     VERDICT_TOKENS,
     Form,
-    Marks,
-    Opinion,
     form_of,
     nonce_of,
     question_messages,
@@ -47,9 +45,6 @@ from onetrunk.servers.fleet import Fleet, RetryPolicy, run_async
 from onetrunk.types import Message
 from onetrunk.utils.files import digest
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 logger = logging.getLogger(__name__)
 
 CHAT_PATH = "/chat/completions"
@@ -57,38 +52,41 @@ CHAT_PATH = "/chat/completions"
 TOP_LOGPROBS = (20, 5, 0)
 # More tokens than a chat template adds to a conversation, with its own system prompt.
 TEMPLATE_TOKENS = 1024
-# Of a call that reports no tokens: UTF-8 bytes per token of its prompt. Most texts have more, so this counts too many.
-BYTES_PER_TOKEN = 2
 # A call that reports as many tokens is not believed.
 TOO_MANY_TOKENS = 10**9
 # Calls of the check at startup.
 CHECK_CALLS = 3
-# Called with the key of a question, and its opinion or error.
-Decide = Callable[[str, Opinion | CallError], None]
 
 
 @dataclass
 class ChatQuestion:
-    """A question, the labels that answer it, and its votes; equal questions have equal keys."""
+    """A question as a server reads it, the places of equal questions in a run, and its votes."""
 
     messages: list[Message]
-    labels: tuple[str, ...]
+    form: Form
+    places: list[int] = field(default_factory=list)
     votes: list[Vote] = field(default_factory=list)
     error: CallError | None = None
+    # Reasoning by the number of its vote; it is kept for a verdict that fails.
+    reasons: dict[int, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def key(self) -> str:
         return digest(self.messages)
 
-    def outcome(self, num_votes: int) -> Opinion | CallError | None:
+    def answer(self, num_votes: int) -> Verdict | Rating | None:
         """Return what the votes decide; None if more are needed."""
         measured = next((vote for vote in self.votes if vote.probabilities is not None), None)
         if measured is not None:
-            return opinion_of_probabilities(measured)
-        if self.error is not None or len(self.votes) < num_votes:
-            return self.error
-        opinion = opinion_of_votes(self.votes, self.labels)
-        return CallError(opinion.reason, "unread") if opinion.shares is None else opinion
+            return self.form.answer(opinion_of_probabilities(measured))
+        if self.error is None and len(self.votes) >= num_votes:
+            opinion = opinion_of_votes(self.votes, self.form.labels)
+            if opinion.shares is not None:
+                return self.form.answer(opinion)
+            self.error = CallError(opinion.reason, "unread")
+        if self.error is None:
+            return None
+        return self.form.kind(None, error=str(self.error), error_kind=self.error.error_kind)
 
 
 class ServerJudge(Judge):
@@ -104,8 +102,6 @@ class ServerJudge(Judge):
         model: its name on the server; replies of any other model are rejected.
         policy: waits, numbers of calls and deadlines.
         others: as the settings of these names in `JudgeConfig`.
-        tokenizer: of the model on the server: its control tokens, and what its chat template writes, are removed from
-            the judged texts. The general rule of `template.py` applies in either case.
 
     Raises:
         ValueError: no URL, no model, or a variable that is not set.
@@ -125,7 +121,6 @@ class ServerJudge(Judge):
         policy: RetryPolicy | None = None,
         verdict_tokens: int = VERDICT_TOKENS,
         extra_body: dict[str, Any] | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         urls = [url] if isinstance(url, str) else list(url)
         self.servers = [Server(_api(url), "the judge's address", "judge server", api_key_env) for url in urls]
@@ -135,7 +130,6 @@ class ServerJudge(Judge):
         self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
         self.extra_body = extra_body or {}
         self.name = model_name(model)
-        self._marks = None if tokenizer is None else Marks(tokenizer)
         # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
         # no answer, so more tokens change no answer.
         self.identity: dict[str, Any] = {
@@ -146,11 +140,8 @@ class ServerJudge(Judge):
             "extra_body": self.extra_body,
             "template": _template_digest(),
         }
-        if self._marks is not None:
-            self.identity["marks"] = digest(self._marks.words)[:16]
         # Candidates per token that the servers return log probabilities of; 0: none; None: not known yet.
         self.top_logprobs: int | None = None
-        self._is_told_of_usage = False
 
     def check(self) -> None:
         """Ask a small question, to see what the server can do. Runs once, before the first comparison at latest.
@@ -189,89 +180,69 @@ class ServerJudge(Judge):
             )
         self.top_logprobs = top_logprobs if vote.probabilities is not None else 0
 
-    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        self._answer_each([(items, principle)], lambda _number, index, answer: keep(index, answer))
-
-    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+    def _answer_all(self, questions: Sequence[Question], keep: Done) -> None:
         """Ask all questions at once; raises ServerUnavailable when the servers are given up."""
         self.check()
-        questions: dict[str, ChatQuestion] = {}
-        places: dict[str, list[tuple[int, int, Form]]] = {}
-        for number, (items, principle) in enumerate(asked):
-            for index, item in enumerate(items):
-                question = ChatQuestion(self._messages(item, principle), form_of(item).labels)
-                questions.setdefault(question.key, question)
-                places.setdefault(question.key, []).append((number, index, form_of(item)))
+        chats: dict[str, ChatQuestion] = {}
+        for index, (item, principle) in enumerate(questions):
+            chat = ChatQuestion(question_messages(item, principle, nonce_of(item, principle)), form_of(item))
+            chats.setdefault(chat.key, chat).places.append(index)
+        run_async(self._decide([*chats.values()], keep))
 
-        def decide(key: str, outcome: Opinion | CallError) -> None:
-            for number, index, form in places[key]:
-                if isinstance(outcome, CallError):
-                    keep(number, index, form.kind(None, error=str(outcome), error_kind=outcome.error_kind))
-                else:
-                    keep(number, index, form.answer(outcome))
-
-        if questions:
-            run_async(self._decide(questions, decide))
-
-    def _messages(self, item: Pair | Single, principle: Principle) -> list[Message]:
-        if self._marks is None:
-            return question_messages(item, principle, nonce_of(item, principle))
-        return self._marks.query(item, principle).messages(MAX_CHARACTERS)
-
-    async def _decide(self, questions: dict[str, ChatQuestion], decide: Decide) -> None:
-        """Call `decide` once per question, as soon as it is decided or has failed."""
+    async def _decide(self, chats: list[ChatQuestion], keep: Done) -> None:
         # Where log probabilities are expected, one reply decides; the other votes are bought if it has none.
         rounds = [range(1), range(1, self.samples)] if self.top_logprobs else [range(self.samples)]
         async with self._fleet(self.policy.max_calls) as fleet:
             for numbers in rounds:
-                questions = await self._buy(fleet, questions, numbers, decide)
+                chats = await self._buy(fleet, chats, numbers, keep)
 
     async def _buy(
-        self, fleet: Fleet, questions: dict[str, ChatQuestion], numbers: range, decide: Decide
-    ) -> dict[str, ChatQuestion]:
-        """Buy the votes of these numbers on each question; return the questions that need more."""
-        calls = [(key, number) for key in questions for number in numbers]
-        missing = Counter(key for key, _ in calls)
-        undecided: dict[str, ChatQuestion] = {}
-        # Reasoning that was bought for a vote whose verdict failed.
-        reasons: dict[tuple[str, int], str] = {}
+        self, fleet: Fleet, chats: Sequence[ChatQuestion], numbers: range, keep: Done
+    ) -> list[ChatQuestion]:
+        """Buy the votes of these numbers on each question, and keep what they decide.
+
+        Returns:
+            The questions that need more votes.
+        """
+        calls = [(chat, number) for chat in chats for number in numbers]
+        num_missing = Counter(chat.key for chat, _ in calls)
+        undecided: list[ChatQuestion] = []
 
         async def vote(to: Connection, index: int) -> Vote:
-            return await self._vote(to, questions[calls[index][0]], calls[index], reasons)
+            return await self._vote(to, *calls[index])
 
         def done(index: int, outcome: Vote | CallError) -> None:
-            key = calls[index][0]
-            question = questions[key]
+            chat = calls[index][0]
             if isinstance(outcome, CallError):
-                question.error = outcome
+                chat.error = outcome
             else:
-                question.votes.append(outcome)
-            missing[key] -= 1
-            if not missing[key]:
-                decided = question.outcome(self.samples)
-                if decided is None:
-                    undecided[key] = question
-                else:
-                    decide(key, decided)
+                chat.votes.append(outcome)
+            num_missing[chat.key] -= 1
+            if num_missing[chat.key]:
+                return
+            answer = chat.answer(self.samples)
+            if answer is None:
+                undecided.append(chat)
+                return
+            for place in chat.places:
+                keep(place, answer)
 
         await fleet.answer_all(len(calls), vote, done)
         return undecided
 
-    async def _vote(
-        self, to: Connection, question: ChatQuestion, place: tuple[str, int], reasons: dict[tuple[str, int], str]
-    ) -> Vote:
+    async def _vote(self, to: Connection, chat: ChatQuestion, number: int) -> Vote:
         # A different seed for every vote and every question, and the same one for a repeated call.
-        seed = int(digest(place)[:7], 16)
-        messages = question.messages
+        seed = int(digest([chat.key, number])[:7], 16)
+        messages = chat.messages
         if self.reasoning_tokens:
-            if place not in reasons:
+            if number not in chat.reasons:
                 reply = await self._reply(to, with_reasons_asked(messages), self.reasoning_tokens, seed)
                 # The reasoning becomes a part of the conversation and may quote what the model read, so it must hold
                 # no marks either.
-                reasons[place] = sanitized(reply.text, self._marks.words if self._marks else ()).strip()
-            messages = with_reasons_given(messages, reasons[place], question.labels)
+                chat.reasons[number] = sanitized(reply.text).strip()
+            messages = with_reasons_given(messages, chat.reasons[number], chat.form.labels)
         reply = await self._reply(to, messages, self.verdict_tokens, seed, self.top_logprobs)
-        return read_vote(reply, question.labels, reasons.get(place))
+        return read_vote(reply, chat.form.labels, chat.reasons.get(number))
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -322,21 +293,13 @@ class ServerJudge(Judge):
         reported = output.get("usage") if isinstance(output, Mapping) else None
         reported = reported if isinstance(reported, Mapping) else {}
         prompt, completion = reported.get("prompt_tokens"), reported.get("completion_tokens")
-        # A prompt always has tokens.
-        is_read, is_written = _is_count(prompt) and prompt > 0, _is_count(completion)
-        self.usage.prompt_tokens += prompt if is_read else most_prompt // BYTES_PER_TOKEN
-        self.usage.completion_tokens += completion if is_written else most_completion
-        if is_read and is_written:
-            return
-        self.usage.estimated_calls += 1
-        if not self._is_told_of_usage:
-            self._is_told_of_usage = True
-            logger.warning(
-                "%s does not report the tokens of a call (usage); they are estimated: a token of the prompt per %d"
-                " bytes, and as many written as a reply may have",
-                self.servers[0],
-                BYTES_PER_TOKEN,
-            )
+        if not (_is_count(prompt) and prompt > 0 and _is_count(completion)):
+            if not self.usage.estimated_calls:
+                logger.warning("%s does not report the tokens of a call (usage); the most is counted", self.servers[0])
+            self.usage.estimated_calls += 1
+            prompt, completion = most_prompt, most_completion
+        self.usage.prompt_tokens += prompt
+        self.usage.completion_tokens += completion
 
 
 def most_tokens(body: Mapping[str, Any]) -> tuple[int, int]:

@@ -3,8 +3,8 @@
 The author of a prompt or a completion may want a verdict. So each text stands between tags with a code derived from
 the whole question, which no author can know, and every line of it begins with ">". Invisible characters and the marks
 by which chat templates separate turns are removed, "User:" at the beginning of a line becomes "[user]", the middle of
-a long text is left out, and the question itself comes last. The marks come from the judge's tokenizer if it is known
-(`Marks`).
+a long text is left out, and the question itself comes last. A judge in this process also removes the control tokens
+of its tokenizer.
 
 Ledgers of earlier runs depend on the wording below: a change makes every judge another one.
 """
@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onetrunk.judges.judge import Pair, Principle, Rating, Single, Verdict
 from onetrunk.types import Message, Prompt
 from onetrunk.utils.files import digest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LABELS = ("A", "B")
 RATINGS = ("1", "2", "3", "4", "5")
@@ -94,12 +90,6 @@ VERDICT_NOW = "Now give your verdict: {labels}, and nothing else."
 NO_REASONS = "(no reasons)"
 # Longest verdict of a server: enough for a label in quotes or in JSON, too little for an essay.
 VERDICT_TOKENS = 16
-# Stand for texts in a rendered conversation; the template wrote what is between two of them.
-PLACES = ("onetrunkfirstplace", "onetrunksecondplace", "onetrunkthirdplace", "onetrunkfourthplace")
-BRACKETED = re.compile(r"[<\[]\S{1,64}?[>\]]")
-# A longer line of a template is a sentence of a system prompt, and harmless.
-LONGEST_MARK = 48
-WORD_AND_SIGN = re.compile(r"\w\W|\W\w")
 
 
 @dataclass(frozen=True)
@@ -145,13 +135,25 @@ def form_of(item: Pair | Single) -> Form:
 
 
 def question_messages(
-    item: Pair | Single, principle: Principle, nonce: str, special_tokens: Collection[str] = ()
+    item: Pair | Single,
+    principle: Principle,
+    nonce: str,
+    special_tokens: Collection[str] = (),
+    max_characters: int = MAX_CHARACTERS,
 ) -> list[Message]:
     """Return the question about a pair, in the order shown, or a completion, as one user message.
 
-    `nonce` is the code of the tags (`nonce_of`); `special_tokens` are removed from the texts.
+    `nonce` is the code of the tags (`nonce_of`); `special_tokens` are removed from the texts, and the middle of a text
+    longer than `max_characters`.
     """
-    return _messages(form_of(item), principle, nonce, _parts(item), special_tokens, MAX_CHARACTERS)
+    form, parts = form_of(item), _parts(item)
+    quoted = ((name, _quoted(text, [*special_tokens, nonce], max_characters)) for name, text in parts)
+    material = "\n".join(f"<{name} {nonce}>\n{text}\n</{name} {nonce}>" for name, text in quoted)
+    text = principle.text
+    if form is RATING and principle.marks:
+        text += "\n" + "\n".join(f"{mark}: {meaning}" for mark, meaning in principle.marks)
+    rules = RULES.format(nonce=nonce) + ("" if item.reference is None else REFERENCE_RULE)
+    return [{"role": "user", "content": form.wording.format(principle=text, rules=rules, material=material)}]
 
 
 def nonce_of(item: Pair | Single, principle: Principle) -> str:
@@ -184,30 +186,17 @@ def _parts(item: Pair | Single) -> list[tuple[str, Prompt]]:
     return [("prompt", item.prompt), *known, ("completion", item.text)]
 
 
-def _messages(
-    form: Form,
-    principle: Principle,
-    nonce: str,
-    parts: Sequence[tuple[str, Prompt]],
-    special_tokens: Collection[str],
-    max_characters: int,
-) -> list[Message]:
-    quoted = ((name, _quoted(text, [*special_tokens, nonce], max_characters)) for name, text in parts)
-    material = "\n".join(f"<{name} {nonce}>\n{text}\n</{name} {nonce}>" for name, text in quoted)
-    text = principle.text
-    if form is RATING and principle.marks:
-        text += "\n" + "\n".join(f"{mark}: {meaning}" for mark, meaning in principle.marks)
-    rules = RULES.format(nonce=nonce)
-    if any(name == REFERENCE for name, _ in parts):
-        rules += REFERENCE_RULE
-    content = form.wording.format(principle=text, rules=rules, material=material)
-    return [{"role": "user", "content": content}]
+def longest_text(item: Pair | Single) -> int:
+    """Return the number of characters of the longest text that a question shows."""
+    return max(len(_as_text(text)) for _, text in _parts(item))
+
+
+def _as_text(text: Prompt) -> str:
+    return text if isinstance(text, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in text)
 
 
 def _quoted(text: Prompt, forbidden: Collection[str], max_characters: int) -> str:
-    if not isinstance(text, str):
-        text = "\n".join(f"[{message['role']}] {message['content']}" for message in text)
-    clean = sanitized(text, forbidden, max_characters)
+    clean = sanitized(_as_text(text), forbidden, max_characters)
     return "\n".join(f"> {line}" for line in clean.split("\n"))
 
 
@@ -243,88 +232,3 @@ def is_mark(word: str) -> bool:
     return SPECIAL_TOKENS.fullmatch(word) is not None or (
         word[-1:] in (">", "]", "<") and MARK_SHAPES.match(word) is not None
     )
-
-
-@dataclass(frozen=True)
-class Query:
-    """A question; `messages` takes a limit on the characters of each text, of which the longest has `longest`."""
-
-    messages: Callable[[int], list[Message]]
-    longest: int
-
-
-class Marks:
-    """The marks of one tokenizer: its control tokens, and what its chat template writes.
-
-    `token_ids` are those of marks that are one token, without the unknown token, which any rare word may become.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        controls = {str(token) for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
-        self.words = _longest_first(controls | set(_template_marks(tokenizer)))
-        ids = (tokenizer.convert_tokens_to_ids(word) for word in self.words)
-        self.token_ids = frozenset(i for i in ids if i is not None and i >= 0) - {tokenizer.unk_token_id}
-
-    def cleaned(self, text: str) -> str:
-        """Return a text without marks, including those that appear only when the tokenizer normalises it."""
-        before = None
-        while before != text:
-            before = text
-            text = sanitized(text, self.words, max_characters=None)
-            for start, end in self._spans(text):
-                text = text[:start] + text[end:]
-        return text
-
-    def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the (start, end) of the control tokens in a text, the last one first."""
-        if not self.tokenizer.is_fast or not text:
-            return []
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        return [(start, end) for i, (start, end) in pairs if i in self.token_ids and end > start][::-1]
-
-    def query(self, item: Pair | Single, principle: Principle) -> Query:
-        """Return the question about a pair or a completion."""
-        parts = [(name, self._cleaned(text)) for name, text in _parts(item)]
-        nonce = nonce_of(item, principle)
-        ask = partial(_messages, form_of(item), principle, nonce, parts, self.words)
-        return Query(ask, max(_characters(text) for _, text in parts))
-
-    def _cleaned(self, prompt: Prompt) -> Prompt:
-        if isinstance(prompt, str):
-            return self.cleaned(prompt)
-        return [{"role": message["role"], "content": self.cleaned(message["content"])} for message in prompt]
-
-
-def _template_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield what a chat template writes around PLACES, without and with a system message."""
-    user, reply, again, system = PLACES
-    roles = {system: "system", user: "user", reply: "assistant", again: "user"}
-    turns: list[Message] = [{"role": role, "content": place} for place, role in roles.items()]
-    for messages in (turns[1:], turns) if tokenizer.chat_template else ():
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception:
-            continue  # Some templates reject system messages.
-        yield from _marks_in(text)
-
-
-def _marks_in(rendered: str) -> Iterator[str]:
-    """Yield the lines of a rendered conversation around PLACES, and everything in brackets."""
-    for part in re.split("|".join(PLACES), rendered):
-        yield from BRACKETED.findall(part)
-        yield from (match.group() for match in SPECIAL_TOKENS.finditer(part))
-        # The bare name of a role is a word like others; with a sign next to it, it is a mark.
-        lines = [line.strip() for line in part.splitlines() if len(line.strip()) <= LONGEST_MARK]
-        yield from filter(WORD_AND_SIGN.search, lines)
-
-
-def _longest_first(words: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(words, key=lambda word: (-len(word), word)))
-
-
-def _characters(prompt: Prompt) -> int:
-    # With room for the roles of a conversation, which the question shows.
-    return len(prompt) if isinstance(prompt, str) else sum(len(m["role"]) + len(m["content"]) + 4 for m in prompt)

@@ -63,13 +63,7 @@ class LengthFit:
     @property
     def win_rate(self) -> float:
         """Probability of the first side at equal length."""
-        return self.probability(0.0)
-
-    def probability(self, difference: float) -> float:
-        """Return the fitted probability of a pair whose lengths differ by `difference`."""
-        term = 0.0 if self.scale == 0 else math.tanh(difference / self.scale)
-        log_odds = self.intercept + self.slope * term
-        return NAN if math.isnan(log_odds) else logistic(log_odds)
+        return NAN if math.isnan(self.intercept) else logistic(self.intercept)
 
 
 @dataclass(frozen=True)
@@ -158,16 +152,17 @@ def win_rate(
     numbers = {key: number for number, key in enumerate(dict.fromkeys(prompts))}
     clusters = torch.tensor([numbers[key] for key in prompts])
     design, fit = _length_fit(differences, labels)
-    drawn: list[list[Tensor]] = []
+    resamples: list[list[Tensor]] = []
     for weights in resampled(clusters, num_resamples, seed):
         by_length = torch.full((len(weights),), NAN, dtype=torch.float64)
         if design is not None:
             by_length = torch.sigmoid(fit_logistic(design, labels, weights)[:, 0])
-        drawn.append([weights @ labels / weights.sum(1), weights @ outcomes / weights.sum(1), by_length])
+        resamples.append([weights @ labels / weights.sum(1), weights @ outcomes / weights.sum(1), by_length])
     values = (float(labels.mean()), float(outcomes.mean()), fit.win_rate)
     # Of the labels, or the outcomes: 0 or 1 if they all agree.
     means = (values[0], values[1], values[0])
-    estimates = [_estimate(*each, len(numbers)) for each in zip(values, zip(*drawn, strict=True), means, strict=True)]
+    columns = zip(values, zip(*resamples, strict=True), means, strict=True)
+    estimates = [_estimate(*column, len(numbers)) for column in columns]
     return WinRate(
         pairs=len(labels),
         prompts=len(numbers),
@@ -250,13 +245,13 @@ def resampled(clusters: Tensor, num_resamples: int, seed: int) -> Iterator[Tenso
     size = max(1, CHUNK // max(count, len(clusters)))
     for start in range(0, num_resamples, size):
         number = min(size, num_resamples - start)
-        drawn = torch.randint(count, (number, count), generator=generator)
+        resamples = torch.randint(count, (number, count), generator=generator)
         times = torch.zeros(number, count, dtype=torch.float64)
-        times.scatter_add_(1, drawn, torch.ones_like(times))
+        times.scatter_add_(1, resamples, torch.ones_like(times))
         yield times[:, clusters]
 
 
-def _estimate(value: float, drawn: Sequence[Tensor], mean: float, num_prompts: int) -> Estimate:
+def _estimate(value: float, resamples: Sequence[Tensor], mean: float, num_prompts: int) -> Estimate:
     """Return a metric with the percentiles of its resamples."""
     if num_prompts < 2 or math.isnan(value):
         return Estimate(value, NAN, NAN)
@@ -265,7 +260,7 @@ def _estimate(value: float, drawn: Sequence[Tensor], mean: float, num_prompts: i
         # All resamples agree, but another sample might not: Clopper and Pearson's bound for no failure in n.
         bound = tail ** (1 / num_prompts)
         return Estimate(value, bound, 1.0) if mean else Estimate(value, 0.0, 1 - bound)
-    low, high = torch.cat(list(drawn)).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    low, high = torch.cat(list(resamples)).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return Estimate(value, low, high)
 
 

@@ -7,49 +7,44 @@ of the room that imports torch, and only when it runs.
 
 from __future__ import annotations
 
-import gc
+import itertools
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from onetrunk.costs import ModelShape, host_memory_bytes
-from onetrunk.plan.hardware import GIB, Catalog, Device, find_device
-from onetrunk.plan.job import Job, Lengths
-from onetrunk.plan.rates import Rates, non_negative_fit
-from onetrunk.plan.shapes import ModelFacts
+from onetrunk.plan.hardware import GIB, Catalog, Device, Rates, devices_like
+from onetrunk.plan.job import Job, Lengths, ModelFacts
 from onetrunk.plan.timing import LOCAL, SampleLayout, TrainLayout, generate_time, score_time, update_time
 
 if TYPE_CHECKING:
     from onetrunk.models.trunk import TrunkModel
 
-# Width and layers of the models, and rows of a forward, on a CPU and on a GPU.
+# Width and layers of the models, rows of a forward, and tokens of prompts and completions, on a CPU and on a GPU.
 CPU_SHAPES, GPU_SHAPES = ((48, 2), (96, 4), (192, 2), (256, 6)), ((512, 4), (1024, 8), (2048, 4))
 CPU_ROWS, GPU_ROWS = (8, 32, 96), (8, 64)
-PROMPT, COMPLETION = 16, 24
-GPU_PROMPT, GPU_COMPLETION = 128, 128
+CPU_TOKENS, GPU_TOKENS = (16, 24), (128, 128)
 VOCAB, RANK = 512, 8
 # A measurement is the median of this many runs, after one that is not counted.
 RUNS = 3
-HALVES = (0.0, 16.0, 64.0, 256.0, 1024.0)
-# Rates of launches, which a GPU's work hides or which hide it; and rounds in which a fit finds out which of the two.
-LAUNCHES = ("layer_s", "adapter_layer_s", "forward_s", "decode_layer_s", "decode_step_s", "row_s")
-ROUNDS = 6
-# The kernel's own peak of the process: getrusage would count the memory of the parent, from which it was forked.
-IMPORTS = """
-import onetrunk.stages.ppo
-try:
-    lines = open("/proc/self/status").read().splitlines()
-    print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")))
-except (OSError, StopIteration):
-    import resource, sys
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-"""
+# What is fitted to trainings and to decoding, and where the search begins.
+TRAINING = {
+    "matmul": 0.3, "layer_s": 1e-3, "adapter_layer_s": 1e-3, "forward_s": 1e-3, "token_s": 1e-6, "hidden_half": 64.0,
+    "tokens_half": 64.0,
+}  # fmt: skip
+DECODING = {"decode_matmul": 0.3, "bandwidth": 0.5, "decode_layer_s": 3e-4, "decode_step_s": 1e-3, "row_s": 1e-5}
+# Steps of the search, as factors: it ends at the smallest one.
+WIDEST, NARROWEST = 4.0, 0.02
+# Linux keeps the peak of the memory of a process that has imported what a PPO run imports.
+STATUS = Path("/proc/self/status")
+IMPORTS = f"import onetrunk.stages.ppo; print(open('{STATUS}').read().partition('VmHWM:')[2].split()[0])"
 
 
 @dataclass(frozen=True)
@@ -58,119 +53,100 @@ class Observation:
 
     kind: str
     job: Job
-    rows: int
     seconds: float
 
-
-@dataclass(frozen=True)
-class Calibration:
-    """A measured machine, and how well the formulas repeat its measurements."""
-
-    device: Device
-    observations: tuple[Observation, ...]
-
-    def errors(self) -> list[tuple[Observation, float]]:
-        """Return each observation with predicted over measured seconds, minus 1."""
-        return [(seen, predicted(seen, self.device) / seen.seconds - 1) for seen in self.observations]
-
-    def lines(self) -> list[str]:
-        """Return what was measured, for people."""
-        sizes = [abs(error) for _, error in self.errors()]
-        rates = self.device.rates
-        return [
-            f"{self.device.name}: {self.device.tflops * 1e3:.1f} GFLOP/s in large products,"
-            f" {self.device.bandwidth_gb_s:.1f} GB/s, {self.device.memory_gib:.1f} GiB",
-            f"a process takes {rates.runtime_gib:.2f} GiB before it has a model",
-            f"{len(sizes)} measurements; the formulas repeat them within {statistics.median(sizes):.0%} (median),"
-            f" {sorted(sizes)[int(0.9 * (len(sizes) - 1))]:.0%} (9 of 10)",
-        ]
+    def error(self, device: Device) -> float:
+        """Return predicted over measured seconds, minus 1."""
+        return predicted(self.kind, self.job, device) / self.seconds - 1
 
 
-def calibrate(catalog: Catalog) -> Calibration:
-    """Return the measured machine: its GPU if torch has one, else one process on its CPU."""
+def predicted(kind: str, job: Job, device: Device) -> float:
+    """Return the seconds that the formulas give for an observation."""
+    if kind == "decode":
+        return generate_time(job, SampleLayout(device, LOCAL, 1)).seconds
+    layout = TrainLayout(device, 1, base_bytes=job.base_bytes, rows=job.microbatch_rows, tokens=2**31)
+    return {"score": score_time, "update": update_time}[kind](job, layout).seconds
+
+
+def calibrate(catalog: Catalog) -> tuple[Device, list[Observation]]:
+    """Return the measured machine (its GPU if torch has one, else one process on its CPU) and the measurements."""
     import torch
 
     on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    kind, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     device = _device(catalog, torch.cuda.get_device_name() if on_gpu else None)
-    device = replace(device, tflops=_peak(dtype) / 1e12, bandwidth_gb_s=_bandwidth() / 1e9)
+    device = replace(device, tflops=_peak(kind, dtype) / 1e12, bandwidth_gb_s=_bandwidth(kind) / 1e9)
     observations, steps = [], []
-    shapes, rows = (GPU_SHAPES, GPU_ROWS) if on_gpu else (CPU_SHAPES, CPU_ROWS)
-    for hidden, layers in shapes:
-        model = _model(hidden, layers, dtype)
-        for count in rows:
-            observations += list(_observe(model, hidden, layers, count, on_gpu))
+    for hidden, layers in GPU_SHAPES if on_gpu else CPU_SHAPES:
+        model = _model(hidden, layers, kind, dtype)
+        for rows in GPU_ROWS if on_gpu else CPU_ROWS:
+            observations += list(_observe(model, _job(hidden, layers, rows, on_gpu)))
         steps.append(_optimizer_seconds(model))
-        del model
-        gc.collect()
-    device = replace(device, rates=fit_rates(device, observations))
-    runtime = 0.7 if on_gpu else _imported_gib()
-    device = replace(device, rates=replace(device.rates, step_s=statistics.median(steps), runtime_gib=runtime))
-    return Calibration(device, tuple(observations))
+    rates = replace(fit_rates(device, observations), step_s=statistics.median(steps))
+    if not on_gpu and STATUS.is_file():
+        rates = replace(rates, runtime_gib=_imported_gib())
+    return replace(device, rates=rates), observations
 
 
-def fit_rates(device: Device, observations: list[Observation]) -> Rates:
+def fit_rates(device: Device, observations: Sequence[Observation]) -> Rates:
     """Return the rates with which the formulas come closest to measured seconds."""
-    training = [seen for seen in observations if seen.kind != "decode"]
-    decoding = [seen for seen in observations if seen.kind == "decode"]
-    names = ("matmul", "layer_s", "adapter_layer_s", "forward_s", "token_s")
-    best, rates = None, Rates()
-    for hidden_half in HALVES:
-        for tokens_half in HALVES:
-            tried = _fitted(device, training, names, Rates(hidden_half=hidden_half, tokens_half=tokens_half))
-            error = _mean_error(replace(device, rates=tried), training)
-            if best is None or error < best:
-                best, rates = error, tried
-    return _fitted(device, decoding, ("decode_matmul", "bandwidth", "decode_layer_s", "decode_step_s", "row_s"), rates)
+    rates = Rates()
+    for start, kinds in ((TRAINING, ("score", "update")), (DECODING, ("decode",))):
+        own = [seen for seen in observations if seen.kind in kinds]
+
+        def with_values(values: Sequence[float], start: dict = start, known: Rates = rates) -> Rates:
+            found = dict(zip(start, values, strict=True))
+            return replace(known, **found, **({"attention": found["matmul"]} if "matmul" in found else {}))
+
+        def mean_error(values: Sequence[float], own: list = own, rates_of: Callable = with_values) -> float:
+            tried = replace(device, rates=rates_of(values))
+            return statistics.fmean(abs(seen.error(tried)) for seen in own)
+
+        rates = with_values(descend(mean_error, list(start.values()), WIDEST, NARROWEST))
+    return rates
 
 
-def _fitted(device: Device, observations: list[Observation], names: tuple[str, ...], base: Rates) -> Rates:
-    """Return `base` with some rates fitted; the seconds are linear in times, and in one over shares.
-
-    On a GPU an observation is either bound by launches or not, so only these or only the other rates count in its row.
-    """
-    shares = ("matmul", "decode_matmul", "bandwidth")
-    # What is not asked for costs nothing.
-    nothing = replace(base, attention=1e30, **{name: 1e30 if name in shares else 0.0 for name in names})
-    rows, targets = [], []
-    for seen in observations:
-        row, known = [], predicted(seen, replace(device, rates=nothing)) / seen.seconds
-        targets.append(1.0 - known)
-        for name in names:
-            only = replace(nothing, **{name: 1.0})
-            only = replace(only, attention=1.0 if name in ("matmul", "decode_matmul") else 1e30)
-            row.append(predicted(seen, replace(device, rates=only)) / seen.seconds - known)
-        rows.append(row)
-    own = [name in LAUNCHES for name in names]
-    counted = rows
-    for _ in range(1 if device.is_cpu else ROUNDS):
-        solution = non_negative_fit(counted, targets, floor=0.02)
-        counted = []
-        for row in rows:
-            launched = sum(v * s for v, s, is_own in zip(row, solution, own, strict=True) if is_own)
-            computed = sum(v * s for v, s in zip(row, solution, strict=True)) - launched
-            counted.append([v if is_own == (launched > computed) else 0.0 for v, is_own in zip(row, own, strict=True)])
-    values = dict(zip(names, solution, strict=True))
-    found = {name: 1 / max(value, 1e-6) if name in shares else value for name, value in values.items()}
-    if not device.is_cpu:
-        # Launches hid it in every observation, so nothing is known about it.
-        found |= {name: getattr(base, name) for name, value in values.items() if name in shares and not value}
-    if "matmul" in found:
-        found["attention"] = found["matmul"]
-    return replace(base, **found)
+def descend(
+    error: Callable[[Sequence[float]], float], start: Sequence[float], widest: float, narrowest: float
+) -> list[float]:
+    """Return the numbers with the least error, by factors that shrink: of one number, or of two against each other."""
+    best, width = (error(start), list(start)), widest
+    while width > narrowest:
+        # One more place than numbers: a pair with it changes one number alone.
+        tried = [
+            [v * (1 + width if i == up else 1 / (1 + width) if i == down else 1) for i, v in enumerate(best[1])]
+            for up, down in itertools.permutations(range(len(start) + 1), 2)
+        ]
+        least = min(((error(values), values) for values in tried), key=lambda entry: entry[0])
+        if least[0] < best[0] - 1e-9:
+            best = least
+        else:
+            width /= 2
+    return best[1]
 
 
-def predicted(seen: Observation, device: Device) -> float:
-    """Return the seconds that the formulas give for an observation."""
-    if seen.kind == "decode":
-        return generate_time(seen.job, SampleLayout(device, LOCAL, 1)).seconds
-    layout = TrainLayout(device, 1, base_bytes=seen.job.base_bytes, rows=seen.rows, tokens=2**31)
-    time_of = score_time if seen.kind == "score" else update_time
-    return time_of(seen.job, layout).seconds
+def lines_of(device: Device, observations: Sequence[Observation]) -> list[str]:
+    """Return what was measured, for people."""
+    sizes = sorted(abs(seen.error(device)) for seen in observations)
+    return [
+        f"{device.name}: {device.tflops * 1e3:.1f} GFLOP/s in large products,"
+        f" {device.bandwidth_gb_s:.1f} GB/s, {device.memory_gib:.1f} GiB",
+        f"a process takes {device.rates.runtime_gib:.2f} GiB before it has a model",
+        f"{len(sizes)} measurements; the formulas repeat them within {statistics.median(sizes):.0%} (median),"
+        f" {sizes[int(0.9 * (len(sizes) - 1))]:.0%} (9 of 10)",
+    ]
 
 
-def _mean_error(device: Device, observations: list[Observation]) -> float:
-    return statistics.fmean(abs(predicted(seen, device) / seen.seconds - 1) for seen in observations)
+def hardware_text(device: Device) -> str:
+    """Return the hardware file of a measured machine, with six significant digits of each number."""
+
+    def rounded(value: Any) -> Any:
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
+    values = {name: rounded(value) for name, value in asdict(device).items() if name != "name" and value is not None}
+    values["rates"] = {name: rounded(value) for name, value in asdict(device.rates).items()}
+    head = "# Measured by onetrunk plan --calibrate. Set usd_per_hour to what this machine costs you.\n"
+    return head + yaml.safe_dump({"devices": {device.name: values}}, sort_keys=False)
 
 
 # --- measurements ---------------------------------------------------------------------------------------------------
@@ -181,87 +157,49 @@ def _device(catalog: Catalog, gpu: str | None) -> Device:
     import torch
 
     if gpu is None:
-        cpu = next(device for device in catalog.devices.values() if device.is_cpu)
         memory = host_memory_bytes() / GIB
-        return replace(cpu, name="THIS-CPU", memory_gib=memory, host_gib=memory)
+        return replace(catalog.devices["CPU"], name="THIS-CPU", memory_gib=memory, host_gib=memory)
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    words = gpu.replace("NVIDIA", "").replace("HBM3", "").split()
-    try:
-        known = find_device(f"{words[0]}-{round(memory)}", catalog)
-    except ValueError:
-        known = next((d for n, d in catalog.devices.items() if n.startswith(words[0])), catalog.devices["H100-80GB"])
+    near = devices_like(gpu, catalog) or [catalog.devices["H100-80GB"]]
+    known = min(near, key=lambda device: abs(device.memory_gib - memory))
     return replace(known, name="THIS-GPU", memory_gib=memory)
 
 
-def _synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _clock() -> Callable[[], float]:
-    """Return the clock: with one thread on a CPU, processor time, which other programs do not lengthen."""
-    import torch
-
-    is_alone = not torch.cuda.is_available() and torch.get_num_threads() == 1
-    return time.process_time if is_alone else time.perf_counter
-
-
 def _median_seconds(work: Callable[[], Any]) -> float:
-    clock = _clock()
-    work()
-    _synchronize()
-    times = []
-    for _ in range(RUNS):
+    """Return the seconds of some work; with one CPU thread processor time, which other programs do not lengthen."""
+    import torch
+
+    on_gpu, times = torch.cuda.is_available(), []
+    clock = time.perf_counter if on_gpu or torch.get_num_threads() > 1 else time.process_time
+    for _ in range(RUNS + 1):
         start = clock()
         work()
-        _synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
         times.append(clock() - start)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
-def _peak(dtype: Any) -> float:
+def _peak(kind: str, dtype: Any) -> float:
     import torch
 
-    size = 8192 if torch.cuda.is_available() else 1024
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 8192 if kind == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=kind) for _ in range(2))
     return 2 * size**3 / _median_seconds(lambda: a @ b)
 
 
-def _bandwidth() -> float:
+def _bandwidth(kind: str) -> float:
     import torch
 
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.ones(2**26 if kind == "cuda" else 2**24, device=kind)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source))
 
 
-def _model(hidden: int, layers: int, dtype: Any) -> TrunkModel:
-    import torch
-    from peft import LoraConfig
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from onetrunk.models.build import build_trunk
-
-    head = 16 if hidden < 512 else 64
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=3 * hidden,
-        num_attention_heads=hidden // head, num_key_value_heads=hidden // head, max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    base = LlamaForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu", dtype)
-    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    return build_trunk(base, lora)
-
-
 def _job(hidden: int, layers: int, rows: int, on_gpu: bool) -> Job:
     head = 16 if hidden < 512 else 64
     shape = ModelShape(VOCAB, hidden, layers, 3 * hidden, hidden // head, hidden // head, head, is_tied=True)
-    prompt, completion = (GPU_PROMPT, GPU_COMPLETION) if on_gpu else (PROMPT, COMPLETION)
+    prompt, completion = GPU_TOKENS if on_gpu else CPU_TOKENS
     itemsize = 2.0 if on_gpu else 4.0
     return Job(
         ModelFacts("random", shape, itemsize, "calibration"), itemsize, itemsize,
@@ -270,7 +208,26 @@ def _job(hidden: int, layers: int, rows: int, on_gpu: bool) -> Job:
     )  # fmt: skip
 
 
-def _observe(model: TrunkModel, hidden: int, layers: int, rows: int, on_gpu: bool) -> Iterator[Observation]:
+def _model(hidden: int, layers: int, kind: str, dtype: Any) -> TrunkModel:
+    import torch
+    from peft import LoraConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from onetrunk.models.build import build_trunk
+
+    heads = hidden // (16 if hidden < 512 else 64)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=3 * hidden,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(config).to(kind, dtype)
+    return build_trunk(
+        base, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+
+
+def _observe(model: TrunkModel, job: Job) -> Iterator[Observation]:
     """Yield what one model takes for a batch: decoding, scoring, and forward with backward."""
     import torch
 
@@ -279,22 +236,23 @@ def _observe(model: TrunkModel, hidden: int, layers: int, rows: int, on_gpu: boo
     from onetrunk.rollouts.local import LocalBackend
     from onetrunk.types import to_device
 
-    job = _job(hidden, layers, rows, on_gpu)
-    prompt, completion = int(job.lengths.prompt), job.lengths.longest
-    prompts = [[3 + (row + i) % (VOCAB - 3) for i in range(prompt)] for row in range(rows)]
+    def ids(row: int, length: int) -> list[int]:
+        return [3 + (7 * row + i) % (VOCAB - 3) for i in range(length)]
+
+    prompts = [ids(row, job.lengths.longest_prompt) for row in range(job.rows)]
     backend = LocalBackend()
     backend.sync(model, 0)
-    params, keys = SamplingParams(completion), [(0, 0, row) for row in range(rows)]
+    params, keys = SamplingParams(job.lengths.longest), [(0, 0, row) for row in range(job.rows)]
     model.eval()
-    yield Observation("decode", job, rows, _median_seconds(lambda: backend.generate(prompts, params, keys)))
-    completions = [[3 + (7 * row + i) % (VOCAB - 3) for i in range(completion)] for row in range(rows)]
+    yield Observation("decode", job, _median_seconds(lambda: backend.generate(prompts, params, keys)))
+    completions = [ids(row, job.lengths.longest) for row in range(job.rows)]
     pack = to_device(make_pack(prompts, completions, 0), next(model.parameters()).device)
 
     def score() -> None:
         with torch.no_grad():
             model(pack=pack, roles=("policy", "value", "reference"))
 
-    yield Observation("score", job, rows, _median_seconds(score))
+    yield Observation("score", job, _median_seconds(score))
     model.train()
 
     def update() -> None:
@@ -302,7 +260,7 @@ def _observe(model: TrunkModel, hidden: int, layers: int, rows: int, on_gpu: boo
         (output.logprobs.sum() + output.values.sum()).backward()
         model.zero_grad()
 
-    yield Observation("update", job, rows, _median_seconds(update))
+    yield Observation("update", job, _median_seconds(update))
 
 
 def _optimizer_seconds(model: TrunkModel) -> float:
@@ -321,23 +279,5 @@ def _optimizer_seconds(model: TrunkModel) -> float:
 
 
 def _imported_gib() -> float:
-    """Return the memory of a process that has imported what a PPO run imports."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(
-            f"the imports of a PPO run fail: {done.stderr.strip().splitlines()[-1]}; see onetrunk doctor"
-        )
-    return int(done.stdout.split()[-1]) / GIB
-
-
-def hardware_text(measured: Calibration) -> str:
-    """Return the hardware file of a measured machine."""
-    device = measured.device
-    values: dict[str, Any] = {
-        f.name: getattr(device, f.name) for f in fields(device) if f.name not in ("name", "rates")
-    }
-    values = {name: round(v, 6) if isinstance(v, float) else v for name, v in values.items() if v is not None}
-    # Six significant digits: a time of microseconds is lost by rounding to a place.
-    values["rates"] = {name: float(f"{value:.6g}") for name, value in device.rates.as_values().items()}
-    head = "# Measured by onetrunk plan --calibrate. Set usd_per_hour to what this machine costs you.\n"
-    return head + yaml.safe_dump({"devices": {device.name: values}}, sort_keys=False)
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    return int(done.stdout) * 1024 / GIB

@@ -1,35 +1,146 @@
-"""The job that is planned: the numbers of a PPO recipe that memory and time depend on, with what had to be assumed."""
+"""The job that is planned: the model's shape, the lengths of rows, and the settings of a PPO recipe.
+
+A shape comes from a config.json, read as JSON, or from `models.yaml`, for public models by name.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from onetrunk.costs import ModelShape
-from onetrunk.plan.memory import ADAM_8BIT_BYTES, ADAM_BYTES, INT8_BYTES, NF4_BYTES
-from onetrunk.plan.ranges import SETTINGS, require_ranges
-from onetrunk.plan.shapes import ADAPTER_CONFIG, ITEMSIZES, ModelFacts
+from onetrunk.utils.files import read_json, read_yaml
 
+MODELS = Path(__file__).with_name("models.yaml")
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+# Endings of names that do not change a shape.
+TUNED = ("-instruct", "-chat", "-base", "-it", "-hf")
+ITEMSIZES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
+# A weight in 4 bits with the constants of its block, and in 8; embedding and head of such a base stay in 16 bits.
+FP32, HALF_BYTES, INT8_BYTES, NF4_BYTES = 4, 2.0, 1.0, 0.516
 DTYPES = {"float32": 4.0, "bfloat16": 2.0, "int8": INT8_BYTES, "nf4": NF4_BYTES}
-# Where neither the recipe nor the user says more.
-ASSUMED_ROLLOUTS = 100
-ASSUMED_PROMPT = 256
-# Completions are about half as long as the longest, unless they are known.
-MEAN_SHARE = 0.5
-# Of the logarithm of completion lengths; 0.6 is that of chat replies, 1 has a heavy tail.
+# The two numbers of Adam for a trained weight, in float32 and in 8 bits.
+ADAM_BYTES, ADAM_8BIT_BYTES = 8, 2
+# Where neither the recipe nor the user says more; completions and prompts are about half as long as the longest.
+ASSUMED_ROLLOUTS, ASSUMED_PROMPT, MEAN_SHARE = 100, 256, 0.5
+# Of the logarithm of completion lengths; 0.6 is usual for chat replies, 1 has a heavy tail.
 SPREAD = 0.6
 # Share of a device that stays free: the error of the estimate, and fragments. Rows of changing length leave more of
 # these: what one published program reserved was 1.2 to 1.4 times the predicted peak.
 MARGIN, CHANGING_MARGIN = 0.08, 0.2
-NORMAL = statistics.NormalDist()
 # Variables with the settings of torch's allocator: the name of today, and the old one.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SCHEDULES = ("sync", "one_step", "async")
+NORMAL = statistics.NormalDist()
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a plan knows of a model.
+
+    Args:
+        name: as it was given.
+        shape: of its decoder.
+        itemsize: bytes of a weight in the checkpoint.
+        source: where the shape comes from, for people.
+    """
+
+    name: str
+    shape: ModelShape
+    itemsize: float
+    source: str
+
+
+def read_model(name: str) -> ModelFacts:
+    """Return the facts of a model: a folder, a config.json, a name in the Hub's cache, or one of models.yaml.
+
+    Raises:
+        ValueError: there is no config, or it is not one of a decoder; the message says what to give instead.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
+            return read_model(read_json(path / ADAPTER_CONFIG)["base_model_name_or_path"])
+        path /= CONFIG
+    elif not path.exists():
+        path = _in_cache(name) or path
+    if path.is_file():
+        config = read_json(path)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        return ModelFacts(name, shape_of_config(config, str(path)), ITEMSIZES.get(dtype, 2.0), str(path))
+    shapes = known_shapes()
+    plain = {_plain(full): full for full in shapes} | {_plain(full).partition("/")[2]: full for full in shapes}
+    if _plain(name) in plain:
+        full = plain[_plain(name)]
+        return ModelFacts(name, shapes[full], 2.0, f"the table of plan/models.yaml ({full})")
+    names = {plain[near] for near in difflib.get_close_matches(_plain(name), plain, n=3, cutoff=0.5)}
+    hint = f"models of nearly this name: {', '.join(sorted(names))}; " if names else ""
+    raise ValueError(
+        f"no config.json of the model {name!r} is on this machine (working folder {Path.cwd()}), and nothing is"
+        f" downloaded: {hint}give --model a folder with a config.json; `hf download NAME config.json` fetches it"
+    )
+
+
+def _in_cache(name: str) -> Path | None:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    folder = hub / f"models--{name.replace('/', '--')}" / "snapshots"
+    return next(iter(sorted(folder.glob(f"*/{CONFIG}"))), None)
+
+
+def _plain(name: str) -> str:
+    plain = name.lower()
+    for ending in (*TUNED, *TUNED):
+        plain = plain.removesuffix(ending)
+    return plain
+
+
+@functools.cache
+def known_shapes() -> Mapping[str, ModelShape]:
+    """Return the shapes of models.yaml by name."""
+    content, _ = read_yaml(MODELS)
+    return {
+        name: ModelShape(*entry["dims"], entry.get("gated", True), entry["tied"], *entry.get("experts", ()))
+        for name, entry in content.items()
+    }
+
+
+def shape_of_config(config: Mapping[str, Any], place: str) -> ModelShape:
+    """Return the shape in the content of a config.json; of a multimodal model, that of its text model.
+
+    Raises:
+        ValueError: it is not the config of a decoder.
+    """
+    values = {"model_type": "", **config, **(config.get("text_config") or {})}
+    # Names of GPT-2 and its relatives.
+    for old, new in (("n_embd", "hidden_size"), ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads")):
+        if old in values:
+            values.setdefault(new, values[old])
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    wrong = [key for key in needed if not isinstance(values.get(key), int) or values[key] < 1]
+    if wrong:
+        raise ValueError(f"{place} is no config of a language model: it lacks {', '.join(wrong)}, above 0")
+    return ModelShape.from_config(SimpleNamespace(**values))
+
+
+def base_weights_bytes(shape: ModelShape, base_bytes: float) -> float:
+    """Return the bytes of a whole base whose layers have `base_bytes` per weight."""
+    outer = HALF_BYTES if base_bytes <= INT8_BYTES else base_bytes
+    return (shape.parameters - shape.outer_parameters) * base_bytes + shape.outer_parameters * outer
+
+
+# --- lengths --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,44 +177,33 @@ class Lengths:
             return 0.0
         if self.spread == 0 or length <= 0:
             return 1.0 if length < self.completion else 0.0
-        middle = math.log(max(1e-9, self._uncut_mean())) - self.spread**2 / 2
+        middle = _log_middle(self.completion, self.longest, self.spread)
         return 0.5 * math.erfc((math.log(length) - middle) / (self.spread * math.sqrt(2)))
 
     def quantile(self, share: float) -> float:
         """Return the length that a share of the completions does not exceed; `share` is above 0 and below 1."""
         if self.spread == 0:
             return self.completion
-        middle = math.log(max(1e-9, self._uncut_mean())) - self.spread**2 / 2
+        middle = _log_middle(self.completion, self.longest, self.spread)
         return min(float(self.longest), math.exp(middle + self.spread * NORMAL.inv_cdf(share)))
 
-    def _uncut_mean(self) -> float:
-        """Return the mean before the cut at `longest`, such that the mean after it is `completion`."""
-        return _uncut_mean(self.completion, float(self.longest), self.spread)
+
+@functools.cache
+def _log_middle(mean: float, longest: int, spread: float) -> float:
+    """Return the mean logarithm of the log-normal lengths that, cut off at `longest`, have the mean `mean`."""
+
+    def cut_mean(uncut: float) -> float:
+        z = (math.log(longest) - math.log(uncut) + spread**2 / 2) / spread
+        return uncut * NORMAL.cdf(z - spread) + longest * (1 - NORMAL.cdf(z))
+
+    low, high = mean, longest * 1e6
+    for _ in range(80):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if cut_mean(middle) < mean else (low, middle)
+    return math.log(high) - spread**2 / 2
 
 
-def _cut_mean(mean: float, longest: float, spread: float) -> float:
-    """Return the mean of min(length, longest) for log-normal lengths of a mean."""
-    middle = math.log(mean) - spread**2 / 2
-    z = (math.log(longest) - middle) / spread
-
-    def normal(x: float) -> float:
-        return 0.5 * math.erfc(-x / math.sqrt(2))
-
-    return mean * normal(z - spread) + longest * (1 - normal(z))
-
-
-_MEANS: dict[tuple[float, float, float], float] = {}
-
-
-def _uncut_mean(mean: float, longest: float, spread: float) -> float:
-    key = (mean, longest, spread)
-    if key not in _MEANS:
-        low, high = mean, longest * 1e6
-        for _ in range(80):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if _cut_mean(middle, longest, spread) < mean else (low, middle)
-        _MEANS[key] = high
-    return _MEANS[key]
+# --- the job --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -153,11 +253,9 @@ class Job:
     stage_obstacle: str | None = None
     is_padding_free: bool = False
     schedule: str = "sync"
-    max_staleness: int = 0
     uses_server: bool = False
     save_every: int = 0
     keeps_checkpoints: int | None = None
-    recipe: str | None = None
     assumed: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -185,94 +283,85 @@ class Job:
         """Weights that train: adapters, and the value head."""
         return self.trained_copies * self.adapter_weights + self.shape.hidden_size + 1
 
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.num_rollouts * self.num_ppo_epochs * self.num_minibatches
 
-    def tokens_of_forward(self, rows: int) -> int:
-        """Return the most tokens of a forward, in a process that has `rows` rows in a minibatch."""
-        tokens = min(rows, self.microbatch_rows) * self.lengths.width
-        return min(tokens, max(self.microbatch_tokens, self.lengths.width)) if self.microbatch_tokens else tokens
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run besides its recipe.
+
+    Args:
+        prompt_tokens, completion_tokens: mean lengths; None: assumed.
+        spread: standard deviation of the logarithm of completion lengths.
+        is_continued: the policy continues an adapter, so a frozen copy of it is the reference.
+        on_cpu: activations have the precision of the base.
+    """
+
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
+    spread: float = SPREAD
+    is_continued: bool = False
+    on_cpu: bool = False
 
 
-def job_of(
-    values: Mapping[str, Any],
-    model: ModelFacts,
-    *,
-    reward: ModelFacts | None = None,
-    prompt_tokens: float | None = None,
-    completion_tokens: float | None = None,
-    spread: float = SPREAD,
-    num_rollouts: int | None = None,
-    is_continued: bool = False,
-    on_cpu: bool = False,
-) -> Job:
-    """Return the job that the values of a PPO recipe describe.
+def job_of(values: Mapping[str, Any], model: ModelFacts, reward: ModelFacts | None, known: Known) -> Job:
+    """Return the Job that the values of a PPO recipe describe.
 
     Args:
         values: every setting of `onetrunk ppo` by name.
-        model: facts of the base.
-        reward: of a reward model that the trainer loads.
-        prompt_tokens, completion_tokens: mean lengths; None: assumed.
-        spread: of completion lengths.
-        num_rollouts: instead of the recipe's.
-        is_continued: the policy continues an adapter, so a frozen copy of it is the reference.
-        on_cpu: activations have the precision of the base.
+        model: the base.
+        reward: a reward model that the trainer loads; None: none.
+        known: what the recipe does not say.
 
     Raises:
-        ValueError: settings out of range, or that contradict each other or the model; the message names them.
+        ValueError: settings that contradict each other or the model; the message names them.
     """
     assumed: list[str] = []
-    require_ranges(values, SETTINGS)
-    lengths = _lengths(values, prompt_tokens, completion_tokens, spread, assumed)
+    lengths = _lengths(values, known, assumed)
     base_bytes = _base_bytes(values, model)
-    is_half = values["bf16"] or values["fp16"] or (base_bytes <= 2.0 and not on_cpu)
-    rollouts = _rollouts(values, num_rollouts, assumed)
-    if reward is None and any("/" in spec or spec.startswith("runs") for spec in _rewards(values)):
+    is_half = values["bf16"] or values["fp16"] or (base_bytes <= 2.0 and not known.on_cpu)
+    rewards = reward_specs(values)
+    if reward is None and any("/" in spec or spec.startswith("runs") for spec in rewards):
         assumed.append("the reward takes no memory and no time on these devices; name a model with --reward_model")
     captures = values["capture_trunk_states"]
+    names = ("rollout_batch_size", "num_generations", "num_ppo_epochs", "num_minibatches", "microbatch_tokens",
+             "max_rollout_rows", "schedule")  # fmt: skip
     return Job(
         model=model,
         base_bytes=base_bytes,
         itemsize=2.0 if is_half else 4.0,
         lengths=lengths,
+        lora_rank=int(values["lora_r"]),
         adapted_layers=_adapted_layers(str(values["adapter_layers"]), model.shape.num_layers),
-        frozen_copies=1 if is_continued else 0,
+        trained_copies=2 if values["value_head"] == "adapter" else 1,
+        frozen_copies=1 if known.is_continued else 0,
+        has_reference=values["beta"] > 0 or values["kl_target"] is not None,
         reward=None if reward is None else reward.shape,
-        reward_bytes=4.0 if on_cpu else min(2.0, reward.itemsize if reward else 2.0),
-        num_rollouts=rollouts,
+        reward_bytes=4.0 if known.on_cpu else min(2.0, reward.itemsize if reward else 2.0),
+        num_rollouts=_rollouts(values, assumed),
+        microbatch_rows=values["per_device_train_batch_size"],
+        is_checkpointed=bool(values["activation_checkpointing"] or values.get("gradient_checkpointing")),
+        is_offloaded=bool(values["activation_offloading"]),
+        optimizer_bytes=ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
+        keeps_states=values["trunk_cache"] in ("auto", "device"),
         captures_states=(not is_half) if captures is None else bool(captures),
-        expands_segments=on_cpu or any("expandable_segments:true" in os.environ.get(n, "").lower() for n in ALLOCATOR),
-        stage_obstacle=_stage_obstacle(values),
+        expands_segments=known.on_cpu
+        or any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR),
+        stage_obstacle=_stage_obstacle(values, rewards),
+        is_padding_free=bool(values["padding_free"]),
+        uses_server=bool(values["use_vllm"]),
+        save_every=int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
+        keeps_checkpoints=values.get("save_total_limit"),
         assumed=tuple(assumed),
-        **_settings(values),
+        **{name: values[name] for name in names},
     )
 
 
-def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job that are settings, or follow from one or two of them."""
-    staleness = values["max_staleness"] if values["max_staleness"] is not None else 1
-    same = ("rollout_batch_size", "num_generations", "num_ppo_epochs", "num_minibatches", "microbatch_tokens",
-            "max_rollout_rows", "schedule")  # fmt: skip
-    return {name: values[name] for name in same} | {
-        "lora_rank": int(values["lora_r"]),
-        "trained_copies": 2 if values["value_head"] == "adapter" else 1,
-        "has_reference": values["beta"] > 0 or values["kl_target"] is not None,
-        "microbatch_rows": values["per_device_train_batch_size"],
-        "is_checkpointed": bool(values["activation_checkpointing"] or values.get("gradient_checkpointing")),
-        "is_offloaded": bool(values["activation_offloading"]),
-        "optimizer_bytes": ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
-        "keeps_states": values["trunk_cache"] in ("auto", "device"),
-        "is_padding_free": bool(values["padding_free"]),
-        "max_staleness": {"sync": 0, "one_step": 1}.get(values["schedule"], staleness),
-        "uses_server": bool(values["use_vllm"]),
-        "save_every": int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
-        "keeps_checkpoints": values.get("save_total_limit"),
-    }
+def reward_specs(values: Mapping[str, Any]) -> list[str]:
+    """Return the rewards of a recipe, as they are written."""
+    written = values.get("reward_funcs") or []
+    return [written] if isinstance(written, str) else [str(spec) for spec in written]
 
 
-def _stage_obstacle(values: Mapping[str, Any]) -> str | None:
+def _stage_obstacle(values: Mapping[str, Any], rewards: list[str]) -> str | None:
     """Return the setting that a run with pipeline_training would reject; a plan sets the others itself."""
     if values["fp16"]:
         return "fp16 scales gradients"
@@ -280,48 +369,31 @@ def _stage_obstacle(values: Mapping[str, Any]) -> str | None:
         return "capture_trunk_states keeps states for the layers above the cut"
     if values["trunk_cache"] not in ("auto", "off"):
         return f"trunk_cache {values['trunk_cache']} keeps the output of layers that other processes have"
-    adapters = [spec for spec in _rewards(values) if (Path(spec).expanduser() / ADAPTER_CONFIG).is_file()]
+    adapters = [spec for spec in rewards if (Path(spec).expanduser() / ADAPTER_CONFIG).is_file()]
     return f"the reward {adapters[0]} is an adapter on the policy's base" if adapters else None
 
 
-def _rewards(values: Mapping[str, Any]) -> list[str]:
-    written = values.get("reward_funcs") or []
-    return [written] if isinstance(written, str) else [str(spec) for spec in written]
-
-
-def _lengths(
-    values: Mapping[str, Any],
-    prompt_tokens: float | None,
-    completion_tokens: float | None,
-    spread: float,
-    assumed: list[str],
-) -> Lengths:
+def _lengths(values: Mapping[str, Any], known: Known, assumed: list[str]) -> Lengths:
     longest, longest_prompt = int(values["max_completion_length"]), values["max_prompt_length"]
-    if longest_prompt is None:
-        longest_prompt = max(ASSUMED_PROMPT, math.ceil(prompt_tokens or 0))
-        if prompt_tokens is None:
-            assumed.append(f"prompts of at most {longest_prompt} tokens (the recipe has no max_prompt_length)")
-        else:
-            longest_prompt = math.ceil(prompt_tokens)
-    if prompt_tokens is None:
-        prompt_tokens = longest_prompt * MEAN_SHARE
-        assumed.append(f"prompts of {prompt_tokens:g} tokens on average (--prompt_tokens)")
-    if completion_tokens is None:
-        completion_tokens = longest * MEAN_SHARE
-        assumed.append(f"completions of {completion_tokens:g} tokens on average (--completion_tokens)")
-    if not 0 < completion_tokens <= longest:
-        raise ValueError(
-            f"--completion_tokens is {completion_tokens:g} and max_completion_length {longest}; give a mean above 0"
-            " and at most that"
-        )
-    if not 0 < prompt_tokens <= longest_prompt:
-        raise ValueError(
-            f"--prompt_tokens is {prompt_tokens:g} and max_prompt_length {longest_prompt}; give a mean above 0 and at"
-            " most that"
-        )
-    if completion_tokens > 0.999 * longest:
-        spread = 0.0
-    return Lengths(prompt_tokens, completion_tokens, longest, longest_prompt, spread)
+    prompt, completion = known.prompt_tokens, known.completion_tokens
+    if longest_prompt is None and prompt is None:
+        longest_prompt = ASSUMED_PROMPT
+        assumed.append(f"prompts of at most {longest_prompt} tokens (the recipe has no max_prompt_length)")
+    elif longest_prompt is None:
+        longest_prompt = math.ceil(prompt)
+    if prompt is None:
+        prompt = longest_prompt * MEAN_SHARE
+        assumed.append(f"prompts of {prompt:g} tokens on average (--prompt_tokens)")
+    if completion is None:
+        completion = longest * MEAN_SHARE
+        assumed.append(f"completions of {completion:g} tokens on average (--completion_tokens)")
+    for name, mean, most in (("completion", completion, longest), ("prompt", prompt, longest_prompt)):
+        if not 0 < mean <= most:
+            raise ValueError(
+                f"--{name}_tokens is {mean:g} and max_{name}_length {most}; give a mean above 0 and at most that"
+            )
+    spread = 0.0 if completion > 0.999 * longest else known.spread
+    return Lengths(prompt, completion, longest, longest_prompt, spread)
 
 
 def _base_bytes(values: Mapping[str, Any], model: ModelFacts) -> float:
@@ -329,8 +401,7 @@ def _base_bytes(values: Mapping[str, Any], model: ModelFacts) -> float:
         return NF4_BYTES
     if values.get("load_in_8bit"):
         return INT8_BYTES
-    dtype = str(values.get("dtype") or "auto")
-    return model.itemsize if dtype == "auto" else ITEMSIZES.get(dtype, model.itemsize)
+    return ITEMSIZES.get(str(values.get("dtype")), model.itemsize)
 
 
 def _adapted_layers(text: str, layers: int) -> int:
@@ -344,9 +415,9 @@ def _adapted_layers(text: str, layers: int) -> int:
     return int(number)
 
 
-def _rollouts(values: Mapping[str, Any], given: int | None, assumed: list[str]) -> int:
-    if given is not None or values["num_rollouts"] is not None:
-        return given if given is not None else int(values["num_rollouts"])
+def _rollouts(values: Mapping[str, Any], assumed: list[str]) -> int:
+    if values["num_rollouts"] is not None:
+        return int(values["num_rollouts"])
     if values.get("max_steps", -1) > 0:
         return math.ceil(values["max_steps"] / (values["num_ppo_epochs"] * values["num_minibatches"]))
     assumed.append(f"{ASSUMED_ROLLOUTS} rollouts (the recipe says neither num_rollouts nor max_steps; --num_rollouts)")

@@ -11,13 +11,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from onetrunk.plan.cost import cost_of
-from onetrunk.plan.evaluate import ASYNC_STALENESS, REWARD_DEVICES, Plan, engine_parts, host_gib
+from onetrunk.plan.evaluate import Plan, cost_of, host_gib
 from onetrunk.plan.hardware import GIB, Catalog
-from onetrunk.plan.job import Job
-from onetrunk.plan.memory import INT8_BYTES, NF4_BYTES
+from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, Job
+from onetrunk.plan.memory import ASYNC_STALENESS, engine_parts
 from onetrunk.plan.search import MANY_ROWS
-from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER
+from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER, split_of
 from onetrunk.utils.files import atomic_write_text
 
 TEMPLATES = Environment(
@@ -41,12 +40,8 @@ REMOTE = "http://$SERVER_HOST"
 CPUS_PER_GPU = 8
 # Ranks that vLLM serves.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Names of accelerators in SkyPilot's catalog.
-SKYPILOT = {
-    "A100-40GB": "A100", "A100-80GB": "A100-80GB", "H100-80GB": "H100", "H200-141GB": "H200", "B200-180GB": "B200",
-    "L40S-48GB": "L40S", "A6000-48GB": "RTXA6000", "RTX4090-24GB": "RTX4090", "RTX3090-24GB": "RTX3090",
-    "T4-16GB": "T4",
-}  # fmt: skip
+# Names in SkyPilot's catalog that are not the first part of ours.
+SKYPILOT = {"A100-80GB": "A100-80GB", "A6000-48GB": "RTXA6000"}
 
 
 @dataclass(frozen=True)
@@ -73,30 +68,10 @@ class Launch:
     is_overridden: bool = False
     reward: str | None = None
 
-    def __post_init__(self):
-        plan = self.plan
-        names = (self.config, self.model, self.base, self.folder, self.reward, *plan.devices, plan.sample.device.name)
-        wrong = next((name for name in names if name is not None and not str(name).isprintable()), None)
-        if wrong is not None:
-            raise ValueError(f"{wrong!r} has a line break or another control character; rename it")
-
-    @property
-    def script_folder(self) -> str:
-        """The folder for a shell."""
-        return shlex.quote(self.folder)
-
-    @property
-    def served_devices(self) -> int:
-        """Devices of servers: of samplers, and of the reward."""
-        plan = self.plan
-        return (plan.sample.count if plan.sample.engine == SERVER else 0) + (
-            REWARD_DEVICES if plan.has_reward_server else 0
-        )
-
     @property
     def has_servers(self) -> bool:
         """Whether the plan needs a server."""
-        return self.served_devices > 0
+        return self.plan.served_devices > 0
 
     @property
     def machines(self) -> int:
@@ -104,17 +79,16 @@ class Launch:
         return max(1, math.ceil(self.plan.train.count / self.plan.train.per_node))
 
     @property
-    def trainers(self) -> int:
-        """Trainer's devices on each of its machines."""
-        return math.ceil(self.plan.train.count / self.machines)
+    def shares_machine(self) -> bool:
+        """Whether servers run on the trainer's only machine."""
+        plan = self.plan
+        is_same = plan.sample.device.name == plan.train.device.name
+        return is_same and self.has_servers and plan.count <= plan.train.per_node
 
     @property
-    def shares_machine(self) -> bool:
-        """Whether servers stand on the trainer's only machine."""
-        plan = self.plan
-        if plan.sample.device.name != plan.train.device.name:
-            return False
-        return self.has_servers and plan.train.count + self.served_devices <= plan.train.per_node
+    def host(self) -> str:
+        """Where servers are: this machine, or the one that the variable SERVER_HOST names."""
+        return "http://localhost" if self.shares_machine else REMOTE
 
     @property
     def about(self) -> str:
@@ -129,16 +103,14 @@ class Launch:
 
 def settings_of(launch: Launch) -> list[str]:
     """Return the options of `onetrunk ppo` that the plan sets."""
-    job, plan = launch.job, launch.plan
-    train, words = plan.train, []
-    if launch.is_overridden:
-        words += ["--model_name_or_path", launch.model]
+    job, plan, train = launch.job, launch.plan, launch.plan.train
+    words = ["--model_name_or_path", launch.model] if launch.is_overridden else []
     if train.base_bytes != job.base_bytes:
         words += {NF4_BYTES: ["--load_in_4bit", "true"], INT8_BYTES: ["--load_in_8bit", "true"]}.get(
             train.base_bytes, ["--dtype", "float32" if train.base_bytes == 4 else "bfloat16"]
         )
-    rows = job.rows // train.data // job.num_minibatches
     if train.rows == MANY_ROWS:
+        rows = job.rows // train.data // job.num_minibatches
         words += ["--per_device_train_batch_size", str(max(1, min(train.rows, rows)))]
         words += ["--microbatch_tokens", str(train.tokens)]
     words += ["--activation_checkpointing", str(train.is_checkpointed).lower()]
@@ -146,44 +118,33 @@ def settings_of(launch: Launch) -> list[str]:
     words += ["--schedule", plan.schedule]
     if plan.schedule == "async":
         words += ["--max_staleness", str(ASYNC_STALENESS)]
-    if plan.sample.engine == COLOCATED:
+    words += _sampler_settings(launch)
+    if train.serves_reward:
+        address = f"{launch.host}:{REWARD_PORT}/classify"
+        words += ["--reward_funcs", f"{address}#model={launch.reward}&tokenizer={launch.reward}"]
+    return words + (["--use_cpu", "true"] if train.device.is_cpu else [])
+
+
+def _sampler_settings(launch: Launch) -> list[str]:
+    """Return the options that say where completions are sampled, and whether training runs in the same stages."""
+    job, train, sample = launch.job, launch.plan.train, launch.plan.sample
+    if sample.engine == COLOCATED:
         # The engine's own part: vLLM refuses a share of which the trainer has taken some before.
-        share = sum(engine_parts(job, plan.sample).values()) / (train.device.memory_gib * GIB)
-        words += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true"]
-        words += ["--vllm_gpu_memory_utilization", f"{math.ceil(100 * share) / 100:.2f}"]
-    elif plan.sample.engine == SERVER:
-        words += ["--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", *_urls(launch)]
-    elif plan.sample.engine == PIPELINED:
-        words += pipeline_settings(job, plan)
-    elif plan.sample.rows < job.rows // train.data:
-        words += ["--max_rollout_rows", str(plan.sample.rows)]
-    if plan.has_reward_server:
-        words += [
-            "--reward_funcs",
-            f"{_host(launch)}:{REWARD_PORT}/classify#model={launch.reward}&tokenizer={launch.reward}",
-        ]
-    if train.device.is_cpu:
-        words += ["--use_cpu", "true"]
-    return words
-
-
-def pipeline_settings(job: Job, plan: Plan) -> list[str]:
-    """Return the options with which the trainer's processes sample, and may train, as a pipeline."""
-    sample = plan.sample
-    words = ["--rollout_backend", "pipelined", "--pipeline_stages", str(sample.stages)]
-    words += ["--pipeline_split", *map(str, sample.sizes(job.shape)), "--pipeline_batches", str(sample.in_flight)]
-    if plan.train.is_staged:
-        words += ["--pipeline_training", "true"]
+        share = sum(engine_parts(job, sample).values()) / (train.device.memory_gib * GIB)
+        words = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true"]
+        return [*words, "--vllm_gpu_memory_utilization", f"{math.ceil(100 * share) / 100:.2f}"]
+    if sample.engine == SERVER:
+        urls = [f"{launch.host}:{PORT + number}" for number in range(sample.replicas)]
+        return ["--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", *urls]
+    words = []
+    if sample.engine == PIPELINED:
+        words += ["--rollout_backend", "pipelined", "--pipeline_stages", str(sample.stages), "--pipeline_split"]
+        words += [*map(str, split_of(sample, job.shape)), "--pipeline_batches", str(sample.stages)]
+        words += ["--pipeline_training", "true"] if train.is_staged else []
     if sample.rows < job.rows // sample.replicas:
         words += ["--max_rollout_rows", str(sample.rows // sample.stages)]
-    # Settings of the recipe that belong to another sampler.
-    words += ["--use_vllm", "false"] if job.uses_server else []
-    return words
-
-
-def _host(launch: Launch) -> str:
-    """Return where servers are: this machine, or the one that the variable SERVER_HOST names."""
-    return "http://localhost" if launch.shares_machine else REMOTE
+    # A recipe that samples on a server may have such settings.
+    return words + (["--use_vllm", "false"] if sample.engine == PIPELINED and job.uses_server else [])
 
 
 def _quoted(word: str) -> str:
@@ -191,15 +152,10 @@ def _quoted(word: str) -> str:
     return f'"{REMOTE}"{shlex.quote(word.removeprefix(REMOTE))}' if word.startswith(REMOTE) else shlex.quote(word)
 
 
-def _urls(launch: Launch) -> list[str]:
-    return [f"{_host(launch)}:{PORT + number}" for number in range(launch.plan.sample.replicas)]
-
-
 def trainer_command(launch: Launch, file: str) -> str:
     """Return the command with which a file starts the training, in one line."""
-    rest = ["--config", launch.config, *settings_of(launch)]
     # A restarted run would delete what it is to resume from.
-    rest += ["--overwrite_output_dir", "false", "--resume", "auto"]
+    rest = ["--config", launch.config, *settings_of(launch), "--overwrite_output_dir", "false", "--resume", "auto"]
     words, processes = " ".join(map(_quoted, rest)), f"--num_processes {launch.plan.train.count} "
     if file == "launch.sh" and launch.plan.train.count == 1:
         return f"onetrunk ppo {words}"  # A scheduler has a launcher also for one process, which restarts it.
@@ -216,23 +172,15 @@ def trainer_command(launch: Launch, file: str) -> str:
 
 
 def server_command(launch: Launch) -> str:
-    """Return the command of one server; a pipeline is vLLM's own option."""
+    """Return the command of one server."""
     job, sample = launch.job, launch.plan.sample
     rank = next((rank for rank in RANKS if rank >= job.lora_rank), RANKS[-1])
     adapters = 2 + {"sync": 0, "one_step": 1, "async": ASYNC_STALENESS}[launch.plan.schedule]
-    host = "127.0.0.1" if launch.shares_machine else "0.0.0.0"
-    if sample.stages == 1:
-        words = ["onetrunk", "serve", launch.base, "--host", host, "--max_lora_rank", str(rank)]
-        words += ["--max_loras", str(adapters), "--max_model_len", str(job.lengths.width)]
-        words += ["--tensor_parallel_size", str(sample.tensor), "--port"]
-        # In an environment of its own vLLM has an interpreter of its own.
-        return f'{shlex.join(words)} $(({PORT} + number)) ${{VLLM_PYTHON:+--python "$VLLM_PYTHON"}}'
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", launch.base, "--host", host, "--enable-lora"]
-    words += ["--max-lora-rank", str(rank), "--max-loras", str(adapters), "--max-model-len", str(job.lengths.width)]
-    words += ["--tensor-parallel-size", str(sample.tensor), "--pipeline-parallel-size", str(sample.stages)]
-    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--port"]
-    environment = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True VLLM_NO_USAGE_STATS=1"
-    return f'{environment} "${{VLLM_PYTHON:-python}}" {shlex.join(words)} $(({PORT} + number))'
+    words = ["onetrunk", "serve", launch.base, "--host", "127.0.0.1" if launch.shares_machine else "0.0.0.0"]
+    words += ["--max_lora_rank", str(rank), "--max_loras", str(adapters), "--max_model_len", str(job.lengths.width)]
+    words += ["--tensor_parallel_size", str(sample.tensor), "--port"]
+    # In an environment of its own vLLM has an interpreter of its own.
+    return f'{shlex.join(words)} $(({PORT} + number)) ${{VLLM_PYTHON:+--python "$VLLM_PYTHON"}}'
 
 
 def launch_files(launch: Launch) -> dict[str, str]:
@@ -241,44 +189,38 @@ def launch_files(launch: Launch) -> dict[str, str]:
     names += [] if launch.plan.train.device.is_cpu else SCHEDULERS
     values = _values(launch)
     values["environment"] = TEMPLATES.get_template("environment.sh").render(values).splitlines()
-    return {
-        name: TEMPLATES.get_template(name).render(
-            values, command=trainer_command(launch, name) if name in MEETINGS else ""
-        )
-        for name in names
-    }
+    commands = {name: trainer_command(launch, name) for name in MEETINGS}
+    return {name: TEMPLATES.get_template(name).render(values, command=commands.get(name)) for name in names}
 
 
 def _values(launch: Launch) -> dict[str, Any]:
     """Return what the templates show."""
     plan, train, sample = launch.plan, launch.plan.train, launch.plan.sample
     cost = cost_of(launch.job, plan, launch.catalog)
-    here = launch.trainers + (launch.served_devices if launch.shares_machine else 0)
+    here = math.ceil(train.count / launch.machines) + (plan.served_devices if launch.shares_machine else 0)
     hours = min(24 * 7, math.ceil(1.2 * cost.high_hours))
-    offset, per_server = train.count if launch.shares_machine else 0, sample.tensor * sample.stages
-    servers_here = 0
+    offset, servers_here = train.count if launch.shares_machine else 0, 0
     if sample.engine == SERVER:
-        servers_here = min(sample.replicas, max(1, (train.per_node - offset) // per_server))
+        servers_here = min(sample.replicas, max(1, (train.per_node - offset) // sample.tensor))
     return {
-        "launch": launch, "plan": plan, "train": train, "folder": launch.script_folder, "per_machine": here,
-        "machines_of_servers": math.ceil(launch.served_devices / train.per_node),
+        "launch": launch, "plan": plan, "train": train, "folder": shlex.quote(launch.folder), "per_machine": here,
+        "machines_of_servers": math.ceil(plan.served_devices / train.per_node),
         # An engine that sleeps brings an allocator of its own.
         "expands": launch.job.expands_segments and not train.device.is_cpu and sample.engine != COLOCATED,
         "time": f"{hours // 24}-{hours % 24:02d}:00:00" if hours >= 24 else f"{hours:02d}:00:00",
         "cpus": CPUS_PER_GPU * here, "host_gib": math.ceil(sum(host_gib(launch.job, plan).values()) * here),
         "disk_gb": math.ceil(100 + 2 * sum(cost.storage_gb.values())),
-        "accelerator": json.dumps(f"{SKYPILOT.get(train.device.name, train.device.name)}:{here}"),
+        "accelerator": json.dumps(f"{SKYPILOT.get(train.device.name, train.device.name.partition('-')[0])}:{here}"),
         "port": PORT, "reward_port": REWARD_PORT, "host": "127.0.0.1" if launch.shares_machine else "0.0.0.0",
-        "offset": offset, "per_server": per_server, "servers_here": servers_here,
+        "offset": offset, "per_server": sample.tensor, "servers_here": servers_here,
         "server_command": server_command(launch) if servers_here else "",
     }  # fmt: skip
 
 
 def write_files(launch: Launch) -> list[Path]:
     """Write the files into the folder of the launch, and return their paths."""
-    folder = Path(launch.folder)
+    folder, paths = Path(launch.folder), []
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
     for name, text in launch_files(launch).items():
         path = folder / name
         atomic_write_text(path, text)

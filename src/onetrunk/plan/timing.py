@@ -1,7 +1,7 @@
 """Seconds of each phase of an iteration, with what bounds them: products, memory bandwidth, launches, or links.
 
 A decoded token reads the weights once for all rows; a forward multiplies them once per token. So generation is bound
-by bandwidth or launches, scoring and update by products. Every number of a device comes from `rates.py`.
+by bandwidth or launches, scoring and update by products. Every number of a device comes from `hardware.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onetrunk.costs import (
     SCORED_AT_ONCE,
@@ -25,13 +25,13 @@ from onetrunk.costs import (
     stage_streams,
 )
 from onetrunk.plan.hardware import Device
-from onetrunk.plan.job import Job, Lengths
-from onetrunk.plan.memory import HALF_BYTES, INT8_BYTES, base_weights_bytes
+from onetrunk.plan.job import HALF_BYTES, INT8_BYTES, Job, Lengths, base_weights_bytes
 
 # Engines that sample: the trainer's own loop, the same with the layers divided over its processes, a vLLM engine in
 # them, vLLM servers on devices of their own.
 LOCAL, PIPELINED, COLOCATED, SERVER = "local", "pipelined", "colocate", "server"
 OWN_LOOP = (LOCAL, PIPELINED)
+ENGINES = (LOCAL, PIPELINED, COLOCATED, SERVER)
 # Tokens of a pack over those of its rows, which are sorted by length.
 PADDING = 1.1
 # A served adapter that is not merged costs 1.33 to 1.39 times as much per token (measured by vLLM's users).
@@ -46,6 +46,7 @@ LATENCY_S = 2e-5
 WHOLE = 1e9
 # Launches of a forward with its backward that is not checkpointed, over those of one that is.
 UNCHECKPOINTED = 0.75
+WHOLE_BASE = "whole base"
 # Points at which the falling number of decoding rows is read.
 SEGMENTS = 24
 # Truth over prediction. Without a calibration, 9 of 10 step times of a program that the rates were not fitted to lie
@@ -67,6 +68,7 @@ class TrainLayout:
         rows, tokens: most rows and tokens of a forward.
         stages: devices of a pipeline, each with layers of its own; 1: every device runs all layers.
         split: layers of each stage; empty: those that the run chooses by itself.
+        serves_reward: the reward model has one more device of its own.
     """
 
     device: Device
@@ -81,10 +83,11 @@ class TrainLayout:
     is_offloaded: bool = False
     stages: int = 1
     split: tuple[int, ...] = ()
+    serves_reward: bool = False
 
     @property
     def count(self) -> int:
-        """Devices in all."""
+        """Devices of the trainer's processes."""
         return self.data * self.tensor * self.stages
 
     @property
@@ -93,16 +96,22 @@ class TrainLayout:
         return self.stages > 1
 
     @property
+    def held(self) -> str:
+        """How the devices hold the base, in words."""
+        if self.is_staged:
+            return f"{self.stages} stages"
+        return (
+            f"{self.tensor} per matrix"
+            if self.tensor > 1
+            else f"{self.shards} shards"
+            if self.shards > 1
+            else WHOLE_BASE
+        )
+
+    @property
     def words(self) -> str:
         """How the devices are divided, in words."""
-        if self.is_staged:
-            return f"{self.data} x {self.stages} stages"
-        shared = f"{self.tensor} per matrix" if self.tensor > 1 else f"{self.shards} shards" if self.shards > 1 else ""
-        return f"{self.data} x {shared or 'whole base'}"
-
-    def sizes(self, shape: ModelShape) -> tuple[int, ...]:
-        """Return the layers of each stage."""
-        return self.split or decode_split(shape, self.stages)
+        return f"{self.data} x {self.held}"
 
 
 @dataclass(frozen=True)
@@ -111,12 +120,13 @@ class SampleLayout:
 
     Args:
         device: of the samplers.
-        engine: LOCAL, PIPELINED, COLOCATED or SERVER.
+        engine: one of ENGINES.
         replicas: samplers with different rows.
-        tensor, stages: devices that divide every matrix of a sampler, and stages of its pipeline.
-        in_flight: independent batches in the pipeline.
+        tensor: devices that divide every matrix of a sampler.
+        stages: of a PIPELINED sampler, with as many independent batches in flight: token t+1 needs the last stage's
+            sample of token t, so one batch would leave all stages but one idle.
         rows: most rows of a replica that decode at once.
-        split: layers of each stage of a PIPELINED sampler; empty: those that the run chooses by itself.
+        split: layers of each stage; empty: those that the run chooses by itself.
         per_node: devices of one machine.
     """
 
@@ -125,7 +135,6 @@ class SampleLayout:
     replicas: int
     tensor: int = 1
     stages: int = 1
-    in_flight: int = 1
     rows: int = 1_000_000
     split: tuple[int, ...] = ()
     per_node: int = 8
@@ -135,9 +144,10 @@ class SampleLayout:
         """Devices in all."""
         return self.replicas * self.tensor * self.stages
 
-    def sizes(self, shape: ModelShape) -> tuple[int, ...]:
-        """Return the layers of each stage of a PIPELINED sampler."""
-        return self.split or decode_split(shape, self.stages)
+
+def split_of(layout: TrainLayout | SampleLayout, shape: ModelShape) -> tuple[int, ...]:
+    """Return the layers of each stage of a layout."""
+    return layout.split or decode_split(shape, layout.stages)
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,11 @@ class PhaseTime:
         return max(self.parts, key=self.parts.__getitem__) if self.parts else "nothing"
 
 
+def band(device: Device) -> tuple[float, float]:
+    """Return the factors between which a time is expected, over the predicted one."""
+    return BAND_CALIBRATED if device.rates.is_calibrated else BAND
+
+
 def peak(device: Device, itemsize: float) -> float:
     """Return the peak of the products, operations per second; float32 on a GPU runs at half of bfloat16."""
     return device.tflops * 1e12 * (0.5 if itemsize > 2 and not device.is_cpu else 1.0)
@@ -177,25 +192,23 @@ def product_seconds(
     matrix_flops: float,
     attention_flops: float = 0.0,
     tokens: float,
-    tensor: int = 1,
 ) -> float:
-    """Return the seconds of products.
+    """Return the seconds of products on one device.
 
     Args:
         shape: of the model.
         device: that runs them.
         itemsize: bytes of an activation.
-        matrix_flops, attention_flops: of all devices together.
+        matrix_flops, attention_flops: operations of the matrices, and of attention.
         tokens: of one forward, on which the reached share depends.
-        tensor: devices that divide them.
     """
-    top = peak(device, itemsize) * device.kernels
-    share = device.rates.matmul_share(shape.hidden_size, tokens)
-    return (matrix_flops / share + attention_flops / device.rates.attention) / top / tensor
+    rates = device.rates
+    share = rates.matmul * rates.saturation(shape.hidden_size, tokens)
+    return (matrix_flops / share + attention_flops / rates.attention) / (peak(device, itemsize) * device.kernels)
 
 
 def unpack_seconds(device: Device, weights: float, base_bytes: float) -> float:
-    """Return the seconds in which a device unpacks that many weights; only those of a quantised base are."""
+    """Return the seconds in which a device unpacks that many weights; only those of a quantised base are packed."""
     if base_bytes > INT8_BYTES:
         return 0.0
     return weights * device.rates.unpack_bytes / (device.bandwidth_gb_s * 1e9)
@@ -206,6 +219,16 @@ def exposed_seconds(device: Device, launches: float, computed: float) -> float:
     return launches if device.is_cpu else max(0.0, launches - computed)
 
 
+def link_seconds(device: Device, num_bytes: float, is_inside: bool) -> float:
+    """Return the seconds in which a device sends bytes inside its machine, or to another one."""
+    return num_bytes / ((device.link_gb_s if is_inside else device.network_gb_s) * 1e9 * device.rates.link)
+
+
+def _is_pipeline_inside(layout: TrainLayout | SampleLayout) -> bool:
+    """Whether pipelines of consecutive processes never cross machines."""
+    return layout.count <= layout.per_node or layout.per_node % layout.stages == 0
+
+
 # --- generation -----------------------------------------------------------------------------------------------------
 
 
@@ -213,41 +236,39 @@ def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> d
     """Return the seconds of one decoded token of `rows` rows, on all stages of a replica, by what they are spent on.
 
     Args:
+        job: that is run.
+        layout: of the samplers.
         rows: that decode together.
         context: mean tokens that each of them has.
     """
     shape, device, rates = job.shape, layout.device, layout.device.rates
-    local, divided = layout.engine in OWN_LOOP, layout.tensor
-    base_bytes = job.base_bytes if local else min(2.0, job.base_bytes)
-    itemsize = job.itemsize if local else 2.0
+    is_local, divided = layout.engine in OWN_LOOP, layout.tensor
+    base_bytes, itemsize = (job.base_bytes, job.itemsize) if is_local else (min(2.0, job.base_bytes), 2.0)
     head = shape.head_parameters * (HALF_BYTES if base_bytes <= INT8_BYTES else base_bytes)
-    weights = shape.num_layers * _touched_weights(shape, rows) * base_bytes + head
-    read = weights + kv_cache_bytes(shape, 1, 1) * itemsize * rows * context
+    read = shape.num_layers * _touched_weights(shape, rows) * base_bytes + head
+    read += kv_cache_bytes(shape, 1, 1) * itemsize * rows * context
     bandwidth = read / divided / (device.bandwidth_gb_s * 1e9 * rates.bandwidth)
-    flops = forward_flops(shape, 1, shape.num_layers) * rows + head_flops(shape, 1) * rows
+    flops = (forward_flops(shape, 1, shape.num_layers) + head_flops(shape, 1)) * rows
     attention = 4 * rows * context * shape.num_layers * shape.num_heads * shape.head_dim
-    share = rates.decode_share(shape.hidden_size, rows if device.is_cpu else WHOLE)
+    share = rates.decode_matmul * rates.saturation(shape.hidden_size, rows if device.is_cpu else WHOLE)
     compute = (flops / share + attention / rates.attention) / peak(device, itemsize) / divided
     parts = {"bandwidth": max(0.0, bandwidth - compute), "compute": compute}
-    if not local:
-        parts = {name: value * UNMERGED for name, value in parts.items()}
-        parts["launches"] = rates.served_step_s + shape.num_layers * rates.served_layer_s + rows * rates.served_row_s
-    else:
+    if is_local:
         # Every stage has the overhead of a step.
         launches = shape.num_layers * rates.decode_layer_s + layout.stages * rates.decode_step_s + rows * rates.row_s
         # For one row there are kernels that multiply packed weights.
         if rows > 1:
             parts["compute"] += unpack_seconds(device, shape.num_layers * shape.layer_parameters, base_bytes)
         parts["launches"] = exposed_seconds(device, launches, sum(parts.values()))
+    else:
+        parts = {name: value * UNMERGED for name, value in parts.items()}
+        parts["launches"] = rates.served_step_s + shape.num_layers * rates.served_layer_s + rows * rates.served_row_s
     if divided > 1:
         wire = rows * shape.hidden_size * itemsize * 2 * (divided - 1) / divided
-        parts["link"] = 2 * shape.num_layers * (wire / (device.link_gb_s * 1e9 * rates.link) + LATENCY_S)
+        parts["link"] = 2 * shape.num_layers * (link_seconds(device, wire, True) + LATENCY_S)
     if layout.stages > 1:
-        parts["link"] = parts.get("link", 0.0) + layout.stages * LATENCY_S
-    if layout.engine == PIPELINED:
         wire = (layout.stages - 1) * rows * shape.hidden_size * itemsize
-        gb_s = pipeline_gb_s(device, layout.stages, layout.count, layout.per_node)
-        parts["link"] += wire / (gb_s * 1e9 * rates.link)
+        parts["link"] = layout.stages * LATENCY_S + link_seconds(device, wire, _is_pipeline_inside(layout))
     return parts
 
 
@@ -260,26 +281,11 @@ def _touched_weights(shape: ModelShape, rows: float) -> float:
     return shape.active_layer_parameters + extra * max(0.0, share - shape.experts_per_token / shape.num_experts)
 
 
-def period_factor(stages: int, in_flight: int) -> float:
-    """Return the seconds between two tokens of a batch over those of its step on all stages together.
-
-    Token t+1 needs the last stage's sample of token t: one batch leaves all stages but one idle. With as many batches
-    as stages, each advances by a token per round: period = max(stages, in_flight) steps of one stage.
-    """
-    return max(stages, in_flight) / stages
-
-
-def period_of(job: Job, layout: SampleLayout) -> float:
-    """Return the `period_factor` of a layout; stages of whole layers are not quite equally fast."""
-    factor = period_factor(layout.stages, layout.in_flight)
-    return factor * slowest_stage(job.shape, layout.sizes(job.shape)) if layout.engine == PIPELINED else factor
-
-
 def most_rows_of(job: Job, layout: SampleLayout) -> int:
     """Return the most rows of a replica that decode at once; `max_rollout_rows` bounds those of each process."""
     if layout.engine not in OWN_LOOP or not job.max_rollout_rows:
         return layout.rows
-    return min(layout.rows, job.max_rollout_rows * (layout.stages if layout.engine == PIPELINED else 1))
+    return min(layout.rows, job.max_rollout_rows * layout.stages)
 
 
 def decode_seconds(
@@ -296,23 +302,19 @@ def decode_seconds(
         most_rows: that decode together.
         lengths: of completions.
     """
-    total: dict[str, float] = {}
-
-    def add(parts: dict[str, float], steps: float) -> None:
-        for name, value in parts.items():
-            total[name] = total.get(name, 0.0) + value * steps
-
-    together = min(rows, most_rows)
-    if rows > together:
-        add(step(together, lengths.prompt + lengths.completion / 2), (rows - together) * lengths.completion / together)
+    together, middle = min(rows, most_rows), lengths.prompt + lengths.completion / 2
+    full = step(together, middle)
+    total = dict.fromkeys(full, 0.0)
+    steps = [(full, (rows - together) * lengths.completion / together)]
     width, shares = _falling(lengths, together, rows > together)
     for i, share in enumerate(shares):
-        alive = max(1.0, together * share)
-        add(step(alive, lengths.prompt + width * (i + 0.5)), width)
-    whole = sum(total.values())
+        steps.append((step(max(1.0, together * share), lengths.prompt + width * (i + 0.5)), width))
+    for parts, number in steps:
+        for name, value in parts.items():
+            total[name] += value * number
     # The same tokens, had no row ended before the others.
-    even = sum(step(together, lengths.prompt + lengths.completion / 2).values()) * rows * lengths.completion / together
-    return PhaseTime(total, max(0.0, whole - even))
+    even = sum(full.values()) * rows * lengths.completion / together
+    return PhaseTime(total, max(0.0, sum(total.values()) - even))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -331,23 +333,17 @@ def _falling(lengths: Lengths, rows: float, is_refilled: bool) -> tuple[float, t
     return width, tuple(shares)
 
 
-def generate_time(job: Job, layout: SampleLayout, rows: int | None = None) -> PhaseTime:
-    """Return the seconds of a rollout: prompts, then one token after the other until the longest completion.
-
-    Args:
-        rows: of the whole rollout; None: those of the job.
-    """
-    total = job.rows if rows is None else rows
-    mine = math.ceil(total / layout.replicas)
-    factor, per_batch = period_of(job, layout), mine / layout.in_flight
-    most = most_rows_of(job, layout) / layout.in_flight
+def generate_time(job: Job, layout: SampleLayout) -> PhaseTime:
+    """Return the seconds of a rollout: prompts, then one token after the other until the longest completion."""
+    shape, device, stages = job.shape, layout.device, layout.stages
+    mine = math.ceil(job.rows / layout.replicas)
+    # Stages of whole layers are not quite equally fast.
+    factor = slowest_stage(shape, split_of(layout, shape)) if stages > 1 else 1.0
 
     def step(alive: float, context: float) -> dict[str, float]:
-        parts = step_parts(job, layout, alive, context)
-        return {name: value * factor for name, value in parts.items()}
+        return {name: value * factor for name, value in step_parts(job, layout, alive, context).items()}
 
-    decoding = decode_seconds(step, per_batch, max(1.0, most), job.lengths)
-    shape, device = job.shape, layout.device
+    decoding = decode_seconds(step, mine / stages, max(1.0, most_rows_of(job, layout) / stages), job.lengths)
     # A prompt with several completions runs once in this process.
     prompts = mine / (job.num_generations if layout.engine in OWN_LOOP else 1) * job.lengths.prompt
     prefill = product_seconds(
@@ -357,9 +353,8 @@ def generate_time(job: Job, layout: SampleLayout, rows: int | None = None) -> Ph
         matrix_flops=forward_flops(shape, int(prompts), shape.num_layers),
         attention_flops=4 * prompts * job.lengths.prompt / 2 * shape.num_layers * shape.num_heads * shape.head_dim,
         tokens=prompts,
-        tensor=layout.tensor * layout.stages,
     )
-    return PhaseTime(decoding.parts | {"prompts": prefill}, decoding.tail)
+    return PhaseTime(decoding.parts | {"prompts": prefill / layout.tensor / stages}, decoding.tail)
 
 
 # --- scoring and update ---------------------------------------------------------------------------------------------
@@ -381,8 +376,7 @@ def packs_of(job: Job, layout: TrainLayout) -> Packs:
     per_minibatch = max(1, rows // job.num_minibatches)
     most_rows = min(layout.rows, per_minibatch, max(1, int(layout.tokens // (job.lengths.row * padding))))
     number = job.num_minibatches * math.ceil(per_minibatch / most_rows)
-    tokens = rows * job.lengths.row * padding / number
-    return Packs(number, tokens, rows * job.lengths.completion * padding / number)
+    return Packs(number, rows * job.lengths.row * padding / number, rows * job.lengths.completion * padding / number)
 
 
 @dataclass(frozen=True)
@@ -404,18 +398,16 @@ def shares_of(job: Job, layout: TrainLayout) -> list[Share]:
     """Return what the stages of a layout run; without stages it is one share, of all layers."""
     if not layout.is_staged:
         return [Share(job.shape.num_layers - job.adapted_layers, job.adapted_layers)]
-    sizes = layout.sizes(job.shape)
-    above = layers_above(sizes, job.adapted_layers)
-    streams = streams_of(job, layout)
+    sizes, streams = split_of(layout, job.shape), streams_of(job, layout)
     return [
         Share(size - mine, mine, stage == len(sizes) - 1, streams[stage], streams[stage + 1])
-        for stage, (size, mine) in enumerate(zip(sizes, above, strict=True))
+        for stage, (size, mine) in enumerate(zip(sizes, layers_above(sizes, job.adapted_layers), strict=True))
     ]
 
 
 def streams_of(job: Job, layout: TrainLayout) -> tuple[Streams, ...]:
     """Return the hidden states that cross each boundary of the stages of a layout."""
-    return stage_streams(layout.sizes(job.shape), job.adapted_layers, job.trained_copies, job.has_reference)
+    return stage_streams(split_of(layout, job.shape), job.adapted_layers, job.trained_copies, job.has_reference)
 
 
 def in_stages(stages: Sequence[dict[str, float]], packs: int, fills: int) -> dict[str, float]:
@@ -440,10 +432,12 @@ def score_time(job: Job, layout: TrainLayout) -> PhaseTime:
     packs = packs_of(job, layout)
     stages = [_score_parts(job, layout, packs, share) for share in shares_of(job, layout)]
     parts = in_stages(stages, packs.number, math.ceil(packs.number / (SCORED_AT_ONCE * layout.stages)))
-    if job.reward is not None:
-        parts["reward"] = _reward_seconds(job, layout)
     if layout.shards > 1:
         parts["link"] = _gather_seconds(job, layout, packs, "score", parts["compute"])
+    if job.reward is not None:
+        reward = _reward_seconds(job, layout)
+        # A reward server works at the same time as the model.
+        parts["reward"] = max(0.0, reward - sum(parts.values())) if layout.serves_reward else reward
     return PhaseTime(parts)
 
 
@@ -466,29 +460,28 @@ def _score_parts(job: Job, layout: TrainLayout, packs: Packs, share: Share) -> d
 
 def update_time(job: Job, layout: TrainLayout) -> PhaseTime:
     """Return the seconds of all epochs of the update of a rollout."""
-    packs, epochs = packs_of(job, layout), job.num_ppo_epochs
+    packs, epochs, steps = packs_of(job, layout), job.num_ppo_epochs, job.num_ppo_epochs * job.num_minibatches
     stages = [_update_parts(job, layout, packs, share) for share in shares_of(job, layout)]
     parts = {name: value * epochs for name, value in in_stages(stages, packs.number, job.num_minibatches).items()}
-    parts["other"] += epochs * job.num_minibatches * layout.device.rates.step_s
-    link = _reduce_seconds(job, layout) * epochs * job.num_minibatches
+    parts["other"] += steps * layout.device.rates.step_s
+    link = _reduce_seconds(job, layout) * steps + parts.pop("link", 0.0)
     if layout.shards > 1:
         link += _gather_seconds(job, layout, packs, "update", parts["compute"])
-    return PhaseTime(parts | ({"link": link + parts.pop("link", 0.0)} if link or "link" in parts else {}))
+    return PhaseTime(parts | ({"link": link} if link else {}))
 
 
 def _update_parts(job: Job, layout: TrainLayout, packs: Packs, share: Share) -> dict[str, float]:
     """Return the seconds in which a process runs an epoch over all packs, without what it waits for."""
-    branches = job.trained_copies
+    rates, branches = layout.device.rates, job.trained_copies
     # Forward, the gradient of every input, and with checkpointing the forward again.
     passes = 3.0 if layout.is_checkpointed else 2.0
     heads = 1.5 * packs.completion if share.has_head else 0.0
     parts = _forward_parts(job, layout, packs, branches * share.above, heads, passes=passes)
-    rates = layout.device.rates
     per_layer = (rates.layer_s + rates.adapter_layer_s) * (1.0 if layout.is_checkpointed else UNCHECKPOINTED)
     launches = branches * share.above * per_layer + rates.forward_s
     if share.below and (layout.is_staged or not job.keeps_states):
         lower = _forward_parts(job, layout, packs, share.below, 0.0, passes=1.0)
-        parts = {name: value + lower.get(name, 0.0) for name, value in parts.items()}
+        parts = {name: value + lower[name] for name, value in parts.items()}
         launches += share.below * rates.layer_s / 3
     parts["launches"] = exposed_seconds(layout.device, packs.number * launches, parts["compute"])
     parts["other"] = packs.number * packs.tokens * rates.token_s
@@ -503,17 +496,8 @@ def _update_parts(job: Job, layout: TrainLayout, packs: Packs, share: Share) -> 
 
 def _send_seconds(job: Job, layout: TrainLayout, packs: Packs, states: int) -> float:
     """Return the seconds in which a stage sends the hidden states of a pack; what it receives crosses meanwhile."""
-    if not states:
-        return 0.0
     wire = states * packs.tokens * job.shape.hidden_size * job.itemsize
-    gb_s = pipeline_gb_s(layout.device, layout.stages, layout.count, layout.per_node)
-    return wire / (gb_s * 1e9 * layout.device.rates.link) + LATENCY_S
-
-
-def pipeline_gb_s(device: Device, stages: int, count: int, per_node: int) -> float:
-    """Return the bandwidth of the slowest link of pipelines of consecutive processes, which may cross machines."""
-    is_inside = count <= per_node or per_node % stages == 0
-    return device.link_gb_s if is_inside else device.network_gb_s
+    return link_seconds(layout.device, wire, _is_pipeline_inside(layout)) + LATENCY_S if states else 0.0
 
 
 def _forward_parts(
@@ -522,8 +506,7 @@ def _forward_parts(
     """Return the seconds of products, and of collectives of tensor parallelism, of all packs of a process."""
     shape, device = job.shape, layout.device
     matrix = forward_flops(shape, 1, 1) * packs.tokens * layers + head_flops(shape, 1) * head_tokens
-    heads = shape.num_heads * shape.head_dim
-    attention = 4 * packs.tokens * layers * (job.lengths.row / 2) * heads
+    attention = 4 * packs.tokens * layers * (job.lengths.row / 2) * shape.num_heads * shape.head_dim
     # The backward of attention computes its products again: 2.5 times the forward.
     attention_passes = passes if passes <= 1 else passes + 0.5
     seconds = product_seconds(
@@ -533,44 +516,32 @@ def _forward_parts(
         matrix_flops=matrix * passes * packs.number,
         attention_flops=attention * attention_passes * packs.number,
         tokens=packs.tokens,
-        tensor=layout.tensor,
     )
     unpacked = packs.number * passes * layers * shape.layer_parameters
-    parts = {"compute": seconds + unpack_seconds(device, unpacked, layout.base_bytes)}
+    parts = {"compute": seconds / layout.tensor + unpack_seconds(device, unpacked, layout.base_bytes)}
     if layout.tensor > 1:
         wire = packs.tokens * shape.hidden_size * job.itemsize * 2 * (layout.tensor - 1) / layout.tensor
-        per_layer = 2 * (wire / (device.link_gb_s * 1e9 * device.rates.link) + LATENCY_S)
-        parts["link"] = packs.number * layers * passes * per_layer
+        parts["link"] = packs.number * layers * passes * 2 * (link_seconds(device, wire, True) + LATENCY_S)
     return parts
 
 
 def _reward_seconds(job: Job, layout: TrainLayout) -> float:
-    reward, rows = job.reward, max(1, job.rows // layout.data)
-    tokens = rows * job.lengths.row * PADDING
-    per_forward = min(rows, layout.rows) * job.lengths.row
-    products = product_seconds(
-        reward,
-        layout.device,
-        job.itemsize,
-        matrix_flops=forward_flops(reward, int(tokens), reward.num_layers),
-        tokens=per_forward,
-    )
-    rates = layout.device.rates
-    forwards = math.ceil(rows / max(1, min(rows, layout.rows)))
-    launches = forwards * (reward.num_layers * rates.layer_s / 3 + rates.forward_s / 3)
+    """Return the seconds in which a reward model scores a rollout, in each process or on a device of its own."""
+    reward, rates = job.reward, layout.device.rates
+    rows = max(1, job.rows if layout.serves_reward else job.rows // layout.data)
+    together = min(rows, layout.rows)
+    flops = forward_flops(reward, int(rows * job.lengths.row * PADDING), reward.num_layers)
+    tokens = together * job.lengths.row
+    products = product_seconds(reward, layout.device, job.itemsize, matrix_flops=flops, tokens=tokens)
+    launches = math.ceil(rows / together) * (reward.num_layers * rates.layer_s / 3 + rates.forward_s / 3)
     return products + exposed_seconds(layout.device, launches, products)
-
-
-def _link_gb_s(layout: TrainLayout, count: int) -> float:
-    return layout.device.link_gb_s if count <= layout.per_node else layout.device.network_gb_s
 
 
 def _gather_seconds(job: Job, layout: TrainLayout, packs: Packs, phase: str, compute: float) -> float:
     """Return the seconds of gathering a sharded base that the products do not hide."""
-    cut = job.shape.num_layers - job.adapted_layers
     counts = gathers(
         job.shape,
-        cut,
+        job.shape.num_layers - job.adapted_layers,
         packs.number,
         job.num_ppo_epochs,
         has_value_adapter=job.trained_copies > 1,
@@ -580,7 +551,7 @@ def _gather_seconds(job: Job, layout: TrainLayout, packs: Packs, phase: str, com
     moved = counts.num_bytes(job.shape, layout.base_bytes) * (1 - 1 / layout.shards) / layout.tensor
     if layout.is_checkpointed and phase == "update":
         moved *= 1.5
-    seconds = moved / (_link_gb_s(layout, layout.shards) * 1e9 * layout.device.rates.link)
+    seconds = link_seconds(layout.device, moved, layout.shards <= layout.per_node)
     return max(0.0, seconds - compute) + 0.1 * min(seconds, compute)
 
 
@@ -589,7 +560,7 @@ def _reduce_seconds(job: Job, layout: TrainLayout) -> float:
     if layout.count == 1:
         return 0.0
     moved = 2 * 4 * job.trained_weights * (layout.count - 1) / layout.count
-    return moved / (_link_gb_s(layout, layout.count) * 1e9 * layout.device.rates.link) + LATENCY_S * layout.count
+    return link_seconds(layout.device, moved, layout.count <= layout.per_node) + LATENCY_S * layout.count
 
 
 def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float:
@@ -598,14 +569,64 @@ def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float
         if train.shards == 1:
             return 0.0
         whole = base_weights_bytes(job.shape, train.base_bytes) / train.tensor
-        return whole / (_link_gb_s(train, train.shards) * 1e9 * train.device.rates.link)
-    sent = 2.0 * job.adapter_weights / (sample.device.network_gb_s * 1e9) * sample.replicas
+        return link_seconds(train.device, whole, train.shards <= train.per_node)
     if sample.engine == SERVER:
-        return PUBLISH_S + sent
+        return PUBLISH_S + 2.0 * job.adapter_weights / (sample.device.network_gb_s * 1e9) * sample.replicas
     # The engine wakes up: its weights come back from host memory.
     return PUBLISH_S + 2.0 * job.shape.parameters / sample.tensor / RELOAD
 
 
-def band(device: Device) -> tuple[float, float]:
-    """Return the factors between which a time is expected, over the predicted one."""
-    return BAND_CALIBRATED if device.rates.is_calibrated else BAND
+# --- stages around PPO ----------------------------------------------------------------------------------------------
+
+# A judge reads the prompt, both completions and a constitution of about this many tokens, in both orders.
+JUDGE_TEXT, ORDERS = 300, 2
+# Tokens of a forward in these stages; rows that decode at once, where the recipe does not say.
+FORWARD, LABELLED_ROWS = 8192, 128
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the stages around PPO work on; 0: a stage is left out.
+
+    Args:
+        label_prompts: prompts whose completions a judge compares.
+        completions: of each of them.
+        judge: model of the judge; None: the policy's base.
+        reward_pairs: pairs that a reward model of the base's shape is trained on.
+        distill_rows: completions on which a student learns the reward model's scores.
+        student: model of the student; None: the base.
+    """
+
+    label_prompts: int = 0
+    completions: int = 4
+    judge: ModelShape | None = None
+    reward_pairs: int = 0
+    distill_rows: int = 0
+    student: ModelShape | None = None
+
+
+def around_times(job: Job, train: TrainLayout, sample: SampleLayout, around: Around) -> dict[str, PhaseTime]:
+    """Return the seconds of each stage that is wanted, on the devices of a plan."""
+    rates, times, row = train.device.rates, {}, job.lengths.row * PADDING
+
+    def passes(shape: ModelShape, tokens: float, number: float, per_layer_s: float) -> dict[str, float]:
+        flops = number * forward_flops(shape, 1, shape.num_layers) * tokens
+        compute = product_seconds(shape, train.device, job.itemsize, matrix_flops=flops, tokens=FORWARD)
+        launches = exposed_seconds(train.device, tokens / FORWARD * shape.num_layers * per_layer_s, compute)
+        return {"compute": compute / train.count, "launches": launches / train.count}
+
+    if around.label_prompts:
+        sampled = replace(job, rollout_batch_size=around.label_prompts, num_generations=around.completions,
+                          max_rollout_rows=job.max_rollout_rows or LABELLED_ROWS)  # fmt: skip
+        pairs = around.label_prompts * around.completions * (around.completions - 1) / 2
+        read = pairs * ORDERS * (JUDGE_TEXT + job.lengths.prompt + 2 * job.lengths.completion)
+        judged = sum(passes(around.judge or job.shape, read, 1, rates.layer_s / 3).values())
+        times["label"] = PhaseTime({"sampling": generate_time(sampled, sample).seconds, "judge": judged})
+    if around.reward_pairs:
+        per_layer_s = rates.layer_s + rates.adapter_layer_s
+        times["reward training"] = PhaseTime(passes(job.shape, 2 * around.reward_pairs * row, 2, per_layer_s))
+    if around.distill_rows:
+        student = passes(around.student or job.shape, around.distill_rows * row, 3, rates.layer_s)
+        teacher = passes(job.reward or job.shape, around.distill_rows * row, 1, rates.layer_s / 3)
+        times["distillation"] = PhaseTime(student | {"teacher": sum(teacher.values())})
+    return times

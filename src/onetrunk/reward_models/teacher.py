@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from onetrunk.data.preferences import PAIR, SIDES, STOPPED, check_preferences, stopped_column
+from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, stopped_column
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.models.loading import base_fingerprint
@@ -143,7 +143,7 @@ def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None)
     """Centre the teacher, and return the labelled training rows.
 
     Args:
-        teacher: of the labels.
+        teacher: labels the rows.
         pairs: preference rows.
         singles: rows with `prompt` and `completion`, which become pairs without a rejected side; or None.
     """

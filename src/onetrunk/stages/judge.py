@@ -42,8 +42,7 @@ from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
-from onetrunk.rewards.combine import resolve_reward
-from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_output_dir_is_set
+from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_set
 from onetrunk.stages.judging import ShownLimit, check_judges
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
@@ -84,7 +83,7 @@ class JudgeArguments(DatasetArguments, PushArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_output_dir_is_set(self)
+        require_set(self, "output_dir")
         if not 0 <= self.max_failed_fraction <= 1:
             raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
 
@@ -148,7 +147,7 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
     judges = []
     for specs in specs_by_judge(settings.judge or [], settings):
         rubric = settings.rubric if RUBRIC in specs else None
-        judges.append(load_judge(replace(settings, judge=specs, rubric=rubric), resolve_reward))
+        judges.append(load_judge(replace(settings, judge=specs, rubric=rubric)))
     folder = require_output_dir(args.output_dir)
     try:
         with held_folder(folder), Ledger(folder / LEDGER) as ledger:

@@ -13,7 +13,6 @@ from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.judge import ErrorKind, Judge
 from onetrunk.judges.judge_config import JudgeConfig, check_judge, load_judge
 from onetrunk.report.judges import quotes_of
-from onetrunk.rewards.combine import resolve_reward
 from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
 
@@ -27,7 +26,7 @@ def load_judge_parts(settings: JudgeConfig, asks: bool = True) -> tuple[Judge | 
     constitution = load_constitution(settings.constitution)
     if not asks:
         return None, constitution
-    judge = load_judge(settings, resolve_reward)
+    judge = load_judge(settings)
     check_judge(judge)
     return judge, constitution
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from onetrunk.stages.judging import load_judge_parts, measured_words
 from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
-from onetrunk.stages.run_context import begin, finish, run_stage, train
+from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 from onetrunk.utils.options import option
 
 # Words in reward_funcs that stand for the judge.
@@ -95,7 +95,13 @@ def check_settings(
         )
     if words and not settings.constitution:
         raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
+    if judge_args.judge_report and not words:
+        raise ValueError("judge_report is set and judge is not; name the judge that it measured, or leave it out")
     if not judge_args.monitor_judge:
+        defaults = ((f.name, f.default) for f in fields(judge_args) if f.name.startswith("monitor_"))
+        unused = [name for name, default in defaults if getattr(judge_args, name) != default]
+        if unused:
+            raise ValueError(f"{unused[0]} is set and monitor_judge is not; name the judge, or leave it out")
         return
     monitor = judge_args.monitor_settings(settings)
     if not monitor.constitution:
@@ -125,7 +131,8 @@ def run(
         trainer = make_trainer(judges.reward_funcs, args, model_args, rows, held_out)
         judges.begin(trainer)
         reference = trainer.evaluate_reference() if held_out is not None else None
-        train(trainer, resume, "ppo", data, model_args, judge_settings, judge_args)
+        with recorded(trainer, resume, "ppo", data, model_args, judge_settings, judge_args):
+            trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         if reference is not None:
             compare(trainer, reference, model_args.model_name_or_path, judges.monitor)

@@ -12,7 +12,7 @@ for number in $(seq 0 {{ servers_here - 1 }}); do
         {{ server_command }} &
 done
 {% endif %}
-{% if plan.has_reward_server %}
+{% if train.serves_reward %}
 CUDA_VISIBLE_DEVICES={{ offset + servers_here * per_server }} "${VLLM_PYTHON:-python}" -m vllm.entrypoints.openai.api_server \
     --model {{ launch.reward | string | quote }} --runner pooling --host {{ host }} --port {{ reward_port }} &
 {% endif %}

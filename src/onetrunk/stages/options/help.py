@@ -31,7 +31,7 @@ FIRST = {
     " max_failed_fraction",
     "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
     " max_completion_length temperature seed judge constitution judge_model mode num_generations pairing completions"
-    " engine shard preview",
+    " engine shard limit",
     "eval": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_prompt_length"
     " max_completion_length temperature seed judge constitution judge_model reward_funcs reward_weights opponent"
     " tie_margin checks bf16",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from onetrunk.plan.hardware import MARKETS
-from onetrunk.plan.job import DTYPES, SCHEDULES
-from onetrunk.plan.ranges import OPTIONS, require_ranges
+from onetrunk.plan.job import DTYPES, SCHEDULES, SPREAD
 from onetrunk.plan.search import OBJECTIVES
+from onetrunk.plan.timing import ENGINES
 from onetrunk.stages.options.reading import Parser, UsageError
 
 DESCRIPTION = """Memory, time and cost of a PPO run, and the best plan for the hardware that you have or would rent.
@@ -20,7 +20,8 @@ EPILOG = """Settings of `onetrunk ppo` are accepted too (--rollout_batch_size 25
 Examples: onetrunk plan --model Qwen/Qwen2.5-7B --hardware 8xH100-80GB;
 onetrunk plan --config llama-3.1-8b/ppo --model meta-llama/Llama-3.1-8B --hardware 8xH100 --nodes 2;
 onetrunk plan --calibrate machine.yaml; onetrunk plan --check runs/tiny/ppo --hardware_file machine.yaml"""
-ENGINES = ("local", "pipelined", "colocate", "server")
+# Largest number of an option of `plan`.
+MOST = 10**9
 
 
 def run_parser() -> Parser:
@@ -83,68 +84,57 @@ class PlanWords:
     settings: list[str]
 
 
+def positive(text: str) -> float:
+    """Return a number above 0, as an integer where it is one."""
+    number = float(text)
+    if not 0 < number <= MOST:
+        raise argparse.ArgumentTypeError(f"{text:.40} is not above 0, and at most {MOST:g}")
+    return int(number) if number.is_integer() else number
+
+
 def plan_parser() -> Parser:
     """Return the parser of the own options."""
     parser = Parser(
         prog="onetrunk plan", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )  # fmt: skip
-    about = parser.add_argument_group("what is planned")
-    about.add_argument("--config", metavar="FILE", help="recipe of onetrunk ppo, such as llama-3.1-8b/ppo")
-    about.add_argument("--model", metavar="NAME", help="folder with a config.json, or a name; instead of the recipe's")
-    about.add_argument(
-        "--reward_model", metavar="NAME", help="reward model that the trainer loads; None: the recipe's"
-    )
-    about.add_argument("--num_rollouts", type=int, metavar="N", help="rollouts of the run, instead of the recipe's")
-    about.add_argument(
-        "--prompt_tokens", type=float, metavar="N", help="mean tokens of a prompt; None: half the longest"
-    )
-    about.add_argument(
-        "--completion_tokens", type=float, metavar="N", help="mean tokens of a completion; None: half the longest"
-    )
+    group = parser.add_argument_group("what is planned")
+    named, number = {"metavar": "NAME"}, {"type": positive, "metavar": "N"}
+    group.add_argument("--config", metavar="FILE", help="recipe of onetrunk ppo, such as llama-3.1-8b/ppo")
+    group.add_argument("--model", **named, help="folder with a config.json, or a name; instead of the recipe's")
+    group.add_argument("--reward_model", **named, help="reward model that the trainer loads; None: the recipe's")
+    group.add_argument("--prompt_tokens", **number, help="mean tokens of a prompt; None: half the longest")
+    group.add_argument("--completion_tokens", **number, help="mean tokens of a completion; None: half the longest")
     text = "standard deviation of the logarithm of completion lengths; 0: all equally long"
-    about.add_argument("--length_spread", type=float, default=0.6, metavar="X", help=text)
-    about.add_argument("--label_prompts", type=int, default=0, metavar="N", help="prompts that a judge labels before")
-    about.add_argument("--label_completions", type=int, default=4, metavar="N", help="completions of each of them")
-    about.add_argument("--judge_model", metavar="NAME", help="model of the judge; None: the base")
-    about.add_argument("--reward_pairs", type=int, default=0, metavar="N", help="pairs that a reward model trains on")
-    about.add_argument("--distill_rows", type=int, default=0, metavar="N", help="rows that a student trains on")
-    about.add_argument("--student_model", metavar="NAME", help="model of the student; None: the base")
-    _add_hardware(parser)
-    search = parser.add_argument_group("what may be varied")
-    search.add_argument("--objective", choices=OBJECTIVES, default="time", help="what the best plan has fewest of")
-    search.add_argument(
-        "--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="schedules that are tried"
-    )
-    search.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="where completions are sampled")
-    search.add_argument(
-        "--dtypes", nargs="+", choices=tuple(DTYPES), help="precisions of the base; None: the recipe's"
-    )
-    text = (
-        "stages of a server's pipeline that are tried besides 1; as many batches are in flight. Of a recipe with"
-        " rollout_backend pipelined, one number: the stages of the trainer's processes"
-    )
-    search.add_argument("--pipeline_stages", nargs="+", type=int, default=(), metavar="P", help=text)
-    text = "plan with the recipe's microbatch, checkpointing and offloading"
-    search.add_argument("--keep_settings", action="store_true", help=text)
-    out = parser.add_argument_group("what comes out")
-    out.add_argument("--top", type=int, default=8, metavar="N", help="plans in the table")
-    out.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    out.add_argument("--write", metavar="FOLDER", help="folder for the launch files and plan.json of the best plan")
-    other = parser.add_argument_group("this machine and finished runs")
-    text = "measure this machine (about a minute) and write a hardware file"
-    other.add_argument("--calibrate", metavar="FILE", help=text)
-    other.add_argument("--check", metavar="RUN_DIR", help="compare the prediction with the log of a run")
-    return parser
-
-
-def _add_hardware(parser: Parser) -> None:
+    group.add_argument("--length_spread", type=float, default=SPREAD, metavar="X", help=text)
+    group.add_argument("--label_prompts", **number, help="prompts that a judge labels before")
+    group.add_argument("--label_completions", **number, default=4, help="completions of each of them")
+    group.add_argument("--judge_model", **named, help="model of the judge; None: the base")
+    group.add_argument("--reward_pairs", **number, help="pairs that a reward model trains on")
+    group.add_argument("--distill_rows", **number, help="rows that a student trains on")
+    group.add_argument("--student_model", **named, help="model of the student; None: the base")
     group = parser.add_argument_group("hardware and money")
     group.add_argument("--hardware", metavar="POOLS", help="such as 8xH100-80GB or 8xH100-80GB+4xL40S")
-    group.add_argument("--nodes", type=int, metavar="N", help="machines that each have these devices")
+    group.add_argument("--nodes", **number, help="machines that each have these devices")
     group.add_argument("--hardware_file", metavar="FILE", help="devices and prices of yours; see plan/hardware.yaml")
-    group.add_argument("--market", choices=MARKETS, default="on_demand", help="price that counts")
-    group.add_argument("--budget", type=float, metavar="USD", help="a plan that costs more is refused")
+    group.add_argument("--market", choices=tuple(MARKETS), default="on_demand", help="price that counts")
+    group.add_argument("--budget", type=positive, metavar="USD", help="a plan that costs more is rejected")
+    group = parser.add_argument_group("what may be varied")
+    group.add_argument("--objective", choices=OBJECTIVES, default="time", help="fewest seconds, dollars or devices")
+    group.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="schedules that are tried")
+    group.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="where completions are sampled")
+    group.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), help="precisions of the base; None: the recipe's")
+    text = "plan with the recipe's microbatch, checkpointing and offloading"
+    group.add_argument("--keep_settings", action="store_true", help=text)
+    group = parser.add_argument_group("what comes out")
+    group.add_argument("--top", **number, default=8, help="plans in the table")
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    group.add_argument("--write", metavar="FOLDER", help="folder for the launch files and plan.json of the best plan")
+    group = parser.add_argument_group("this machine and finished runs")
+    text = "measure this machine (about a minute) and write a hardware file"
+    group.add_argument("--calibrate", metavar="FILE", help=text)
+    group.add_argument("--check", metavar="RUN_DIR", help="compare the prediction with the log of a run")
+    return parser
 
 
 def plan_words(argv: Sequence[str]) -> PlanWords:
@@ -156,13 +146,9 @@ def plan_words(argv: Sequence[str]) -> PlanWords:
     """
     known, rest = plan_parser().parse_known_args(list(argv))
     own = vars(known)
-    try:
-        require_ranges(own, OPTIONS, "--")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if any(stages < 2 for stages in own["pipeline_stages"]):
-        raise UsageError("--pipeline_stages takes numbers from 2 on; one stage is always tried")
     tasks = [name for name in ("calibrate", "check") if own[name] is not None]
+    if not 0 <= own["length_spread"] <= 3:
+        raise UsageError(f"--length_spread is {own['length_spread']:g}; give a number from 0 to 3")
     if len(tasks) == 2:
         raise UsageError("--calibrate and --check are two tasks; run one after the other")
     if not tasks and own["hardware"] is None:
