@@ -37,6 +37,7 @@ from onetrunk.rollouts.decoding import (
     distinct_prompts,
     free_places,
     left_padded,
+    rollout_of,
 )
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
 from onetrunk.types import Rollout, RowKey
@@ -172,14 +173,7 @@ class PipelinedBackend:
             raise RuntimeError(message)
         owners = [0] * links.num_stages if self.shares_rows else range(links.num_stages)
         shares = [run.rows_of(owner) for owner in owners] if links.is_last else None
-        completions = links.dealt(shares)
-        return Rollout(
-            prompt_ids=[list(ids) for ids in prompt_ids],
-            completion_ids=[completion.token_ids for completion in completions],
-            sampler_logprobs=[completion.logprobs for completion in completions],
-            stopped=[completion.stopped for completion in completions],
-            policy_version=self.policy_version,
-        )
+        return rollout_of(prompt_ids, links.dealt(shares), self.policy_version)
 
     def metrics(self) -> dict[str, float]:
         """Return the most memory that each stage used, GiB."""
@@ -306,7 +300,7 @@ class _StageRun:
     def _room(self, state: DecodeState, num_staying: int) -> int:
         if not num_staying:
             return self.capacity
-        return free_places(state, num_staying, self.capacity, self.call.refill_share)
+        return free_places(state, num_staying, self.capacity)
 
     def _begin_turn(self, turn: _Turn) -> int:
         result = self._forward(turn, None)
