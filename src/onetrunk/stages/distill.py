@@ -97,7 +97,7 @@ class StudentArguments(OptionalModelArguments):
         " command line.",
     )
     student_tokenizer: str | None = option(
-        None, "Folder or Hub name of the student's tokenizer; None: that of model_name_or_path."
+        None, "Folder or Hub name of the student's tokenizer; None: the tokenizer of model_name_or_path."
     )
     student_vocab_size: int | None = option(
         None, "Instead of student_tokenizer: train a byte-level BPE tokenizer of that many tokens on the rows."

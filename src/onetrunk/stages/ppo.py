@@ -62,7 +62,7 @@ class PPOJudgeArguments:
         check_monitor(self.monitor_every, self.monitor_action, self.monitor_rows)
 
     def monitor_settings(self, settings: JudgeConfig) -> JudgeConfig:
-        """Return the settings of the monitor's judge: those of the reward's judge with the monitor's own values."""
+        """Return the settings of the monitor's judge: the reward's judge with the monitor's own values."""
         return replace(
             settings,
             judge=self.monitor_judge,
