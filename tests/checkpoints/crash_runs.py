@@ -7,7 +7,6 @@ everything that a resumed run has to have in common with one that was never kill
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -43,7 +42,6 @@ from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 torch.set_num_threads(1)
 disable_progress_bars()
 
-PHASES = ("start", "rollout", "score", "update", "save", "rotate", "end")
 # 10 rows in batches of 2: 5 a pass, of which two make a step; logged every third step, saved every second.
 PLAIN: dict[str, Any] = {
     "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "steps", "save_steps": 2,
@@ -159,10 +157,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "sft": sft,
     "reward": reward,
     "distill": distill,
-    **{
-        f"{name}_best": lambda folder, kind=kind, **s: kind(folder, **{**BEST, "eval_steps": 2, **s})
-        for name, kind in (("sft", sft), ("reward", reward), ("distill", distill))
-    },
+    "reward_best": lambda folder, **s: reward(folder, **{**BEST, "eval_steps": 2, **s}),
 }
 
 
@@ -319,45 +314,6 @@ def killed_after(kind: str, folder: Path, step: int) -> None:
     trainer.train()
 
 
-@contextlib.contextmanager
-def phases_shown(trainer: Any, shown: Any) -> Any:
-    """Keep the phase that the trainer is in in a shared number."""
-
-    def show(name: str) -> None:
-        shown.value = PHASES.index(name)
-
-    class Shows(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            show("update")
-
-        def on_step_end(self, args, state, control, **kwargs):
-            show("rollout")
-
-        def on_save(self, args, state, control, **kwargs):
-            show("rollout")
-
-    trainer.add_callback(Shows())
-    fsync, unlink = os.fsync, os.unlink
-    os.fsync = lambda descriptor: (show("save"), fsync(descriptor))[1]
-    os.unlink = lambda *args, **kwargs: (show("rotate"), unlink(*args, **kwargs))[1]
-    ON_SCORE.append(lambda: show("score"))
-    try:
-        yield
-    finally:
-        os.fsync, os.unlink = fsync, unlink
-
-
-def shown_run(kind: str, folder: Path, shown: Any) -> None:
-    """Finish a run; its phase can be seen from outside."""
-    trainer = KINDS[kind](folder)
-    with phases_shown(trainer, shown):
-        trainer.train(resume_from_checkpoint="auto")
-        found = digest(trainer)
-        trainer.save_model()
-    (folder / "digest.json").write_text(json.dumps(found))
-    shown.value = PHASES.index("end")
-
-
 # --- being asked to stop --------------------------------------------------------------------------------------------
 
 
@@ -388,6 +344,9 @@ def signalled(kind: str, folder: Path, place: str, count: int, number: int, resu
     elif place == "pack":
         loss = trainer.compute_loss
         trainer.compute_loss = lambda *args, **kwargs: (pass_by(), loss(*args, **kwargs))[1]
+    elif place == "evaluation":
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *args, **kwargs: (pass_by(), evaluate(*args, **kwargs))[1]
     elif place == "save":
         fsync = os.fsync
         os.fsync = lambda descriptor: (pass_by(), fsync(descriptor))[1]
@@ -436,31 +395,6 @@ def hold(folder: Path, ready: Any, go_on: Any) -> None:
     with held_folder(folder):
         ready.set()
         go_on.wait(60)
-
-
-def finish_evaluating(folder: Path, settings: dict[str, Any], hook: Callable[[Any], None] = lambda _: None) -> None:
-    """Finish a PPO run with evaluations, and write down what came of it."""
-    trainer = make_trainer(folder, dataset=prompts(6), reward=drawing, eval_dataset=prompts(3), **{**PPO, **settings})
-    hook(trainer)
-    trainer.train(resume_from_checkpoint="auto")
-    (folder / "digest.json").write_text(json.dumps(digest(trainer)))
-
-
-def signalled_evaluating(folder: Path, settings: dict[str, Any]) -> None:
-    """Do the same, with a SIGTERM in the middle of the second evaluation."""
-
-    def hook(trainer: Any) -> None:
-        evaluate, calls = trainer.evaluate, []
-
-        def evaluate_and_signal(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return evaluate(*args, **kwargs)
-
-        trainer.evaluate = evaluate_and_signal
-
-    finish_evaluating(folder, settings, hook)
 
 
 def command_limited(folder: Path, words: list[str]) -> None:

@@ -58,14 +58,9 @@ def test_a_conversation_ends_where_the_assistant_starts_to_write():
     assert rows["prompt"] == [[USER], TURN]
 
 
-def test_an_own_template_and_its_variables_are_used():
-    tokenizer = tiny_tokenizer()
-    rows = prepare_prompts(
-        Dataset.from_list([{"prompt": [USER]}]),
-        tokenizer,
-        chat_template="{{ word }} {{ messages[0]['content'] }}",
-        chat_template_kwargs={"word": "yes"},
-    )
+def test_variables_of_the_template_are_used():
+    tokenizer = tiny_tokenizer(chat_template="{{ word }} {{ messages[0]['content'] }}")
+    rows = prepare_prompts(Dataset.from_list([{"prompt": [USER]}]), tokenizer, chat_template_kwargs={"word": "yes"})
     assert tokenizer.decode(rows[0]["prompt_ids"]) == "yes how runs the cat"
 
 
@@ -74,8 +69,7 @@ def test_keys_that_only_some_messages_have_do_not_reach_the_template():
     named = {"role": "user", "content": "cat", "name": "moon"}
     rows = Dataset.from_list([{"prompt": [named]}, {"prompt": [USER]}])
     template = "{% for m in messages %}{{ m['content'] }}{{ ' name' if 'name' in m else '' }}{% endfor %}"
-    tokenizer = tiny_tokenizer()
-    lengths = [len(ids) for ids in prepare_prompts(rows, tokenizer, chat_template=template)["prompt_ids"]]
+    lengths = [len(ids) for ids in prepare_prompts(rows, tiny_tokenizer(chat_template=template))["prompt_ids"]]
     assert lengths == [2, 4]  # "cat name", "how runs the cat"
 
 
@@ -147,9 +141,9 @@ def test_what_the_template_refuses_and_what_has_no_tokens_are_bad_rows_too():
     system = [{"role": "system", "content": "be good"}, USER]
     rows = Dataset.from_list([{"prompt": [USER]}, {"prompt": system}])
     with pytest.raises(ValueError, match="row 1: prompt is rejected by .* no system role here"):
-        prepare_prompts(rows, tiny_tokenizer(), chat_template=refusing)
+        prepare_prompts(rows, tiny_tokenizer(chat_template=refusing))
     with pytest.raises(ValueError, match="row 0: prompt becomes zero tokens"):
-        prepare_prompts(rows.select([0]), tiny_tokenizer(), chat_template="{{ '' }}")
+        prepare_prompts(rows.select([0]), tiny_tokenizer(chat_template="{{ '' }}"))
 
 
 def test_a_dataset_without_the_column_or_with_our_names_is_refused():
@@ -163,7 +157,7 @@ def test_a_dataset_without_the_column_or_with_our_names_is_refused():
 
 def test_settings_that_cannot_work_are_refused():
     rows = Dataset.from_list([{"prompt": [USER]}])
-    with pytest.raises(ValueError, match="no chat template; set chat_template"):
+    with pytest.raises(ValueError, match="no chat template; set tokenizer.chat_template"):
         prepare_prompts(rows, tiny_tokenizer())
     with pytest.raises(ValueError, match="max_prompt_length must be at least 1"):
         prepare_prompts(rows, chat_tokenizer(), max_prompt_length=0)

@@ -124,13 +124,6 @@ def test_a_stop_ends_the_run_with_a_checkpoint_and_names_the_last_good_one(tmp_p
     assert sentence.endswith("Training stops")
 
 
-def test_an_alarm_that_is_not_among_those_that_stop_only_warns(tmp_path, caplog):
-    trainer = stopping(tmp_path, stop_on_alarm=["kl", "entropy"], num_rollouts=7)
-    trainer.train()
-    assert trainer.state.global_step == 14
-    assert said(caplog)[-1].endswith("Training continues (stop_on_alarm [repeated_ngrams] would end it)")
-
-
 @pytest.mark.slow
 def test_a_run_that_an_alarm_ended_stays_ended_when_it_is_resumed(tmp_path, caplog):
     first = stopping(tmp_path, stop_on_alarm=["all"])

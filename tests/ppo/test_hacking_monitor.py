@@ -135,16 +135,6 @@ def test_a_judge_that_agrees_with_the_reward_raises_no_alarm(tmp_path):
     assert logged(trainer, "judge/score")[-1] > logged(trainer, "judge/score")[0]
 
 
-def test_every_second_rollout_costs_half_the_ratings(tmp_path):
-    judge = BrevityJudge()
-    trainer, _ = watched(tmp_path, judge, {"every": 2, "num_rows": 10}, **SHORT, num_rollouts=4)
-    trainer.train()
-    # Before training, then after rollouts 2 and 4.
-    assert judge.num_calls == 3 and len(logged(trainer, "judge/score")) == 3
-    assert logged(trainer, "judge/gap")[0] == 0 and trainer.state.log_history[0]["step"] == 0
-    assert judge.num_ratings <= 3 * 10
-
-
 @pytest.mark.slow
 def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 100, "num_rollouts": 6, **SHORT}

@@ -126,13 +126,6 @@ def test_evaluation_takes_other_prompts_and_several_sets_by_name(tmp_path):
         make_trainer(tmp_path / "none").evaluate()
 
 
-def test_the_best_checkpoint_is_evaluated_though_the_last_step_was(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trainer = trained(tmp_path, num_rollouts=2, eval_dataset=prompts(2), load_best_model_at_end=True, **settings)
-    trainer.final_evaluation()
-    assert len(logged(trainer, "eval_score/mean")) == 3
-
-
 def shown(capsys):
     return capsys.readouterr().err.replace("\r", "\n")
 

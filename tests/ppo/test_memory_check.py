@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onetrunk.ppo.memory_check import MemoryForecast, largest_pack
+from onetrunk.ppo.memory_check import largest_pack
 from tests.ppo.support import assert_same, make_config, make_trainer, trained, trained_weights, without_wall_clock
 from tests.tiny import tiny_model
 
@@ -43,11 +43,9 @@ def test_the_forecast_adds_what_is_not_there_yet(tmp_path):
     check = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "MemoryCheck")
     trained_numbers = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     width = max(map(len, trainer.train_dataset["prompt_ids"])) + 6
-    assert check.forecast.optimizer == 8 * trained_numbers
-    assert check.forecast.states == 4 * width * model.config.hidden_size * 4
-    assert check.forecast.sampling > trainer.model.get_base_model().get_memory_footprint()
-    assert check.forecast.peak == sum((check.forecast.pack, check.forecast.optimizer, check.forecast.states))
-    assert MemoryForecast(pack=5, optimizer=1, states=2, sampling=9).peak == 12
+    states = 4 * width * model.config.hidden_size * 4
+    base = trainer.model.get_base_model().get_memory_footprint()
+    assert check.peak_bytes > 8 * trained_numbers + states + base
 
 
 @pytest.mark.slow

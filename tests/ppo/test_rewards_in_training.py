@@ -7,7 +7,6 @@ import pytest
 from datasets import Dataset
 
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.fakes import CannedBackend
 from tests.ppo.support import (
     Recorder,
     assert_same,
@@ -113,19 +112,3 @@ def test_too_many_rows_without_a_score_stop_the_run_with_the_names_of_the_functi
     with pytest.raises(RuntimeError, match=r"25% of the rows of rollout 0 .* max_unscored_fraction 10%.*\(reward\)"):
         trainer.train()
     assert_same(trained_weights(trainer.model), before)
-
-
-def test_a_reward_function_is_told_in_training_and_evaluation_which_completions_were_cut_off(tmp_path):
-    seen = []
-
-    def ended(completion_ids, completion_stopped, **kwargs):
-        seen.append((completion_ids, completion_stopped))
-        completion_ids[0].append(99)  # A copy: the rollout keeps its own.
-        return [float(stopped) for stopped in completion_stopped]
-
-    backend = CannedBackend([[5, 6, 1], [5, 6, 7, 8, 9, 10]])
-    trainer = make_trainer(tmp_path, reward=ended, rollout_backend=backend, eval_dataset=prompts(3))
-    trainer.train()
-    assert trainer.evaluate()["eval_score/mean"] == pytest.approx(2 / 3)
-    assert [stopped for _, stopped in seen] == [[True, False, True, False], [True, False, True]]
-    assert logged(trainer, "completion/length") == [4.5] and logged(trainer, "score/mean") == [0.5]

@@ -194,23 +194,6 @@ def test_an_error_of_the_sampler_ends_the_run(tmp_path):
     assert trainer.state.global_step == SLOTS  # The rollout before it was used.
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_sync_resumes_ahead_and_the_other_way_round(tmp_path):
-    change = {"allow_config_change": True}
-    ahead(tmp_path / "sync", sampler(), "sync", callbacks=[StopAt(6)]).train()
-    resumed = ahead(tmp_path / "sync", sampler(), "one_step", **change)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == ROLLOUTS * SLOTS
-    ahead(tmp_path / "ahead", sampler(), "async", max_staleness=2, callbacks=[StopAt(6)]).train()
-    backend = sampler()
-    resumed = ahead(tmp_path / "ahead", backend, "async", max_staleness=1, **change)
-    resumed.train(resume_from_checkpoint=True)
-    assert max(logged(resumed, "sampling/staleness_max")[2:]) <= 1
-    resumed = ahead(tmp_path / "ahead", sampler(), "sync", **change)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "ahead" / "checkpoint-6"))
-    assert resumed.state.global_step == ROLLOUTS * SLOTS
-
-
 # --- settings ---------------------------------------------------------------------------------------------------
 
 

@@ -55,13 +55,6 @@ def test_the_score_stands_at_the_last_token_and_reaches_every_token_before(tmp_p
     check(by_row(experiences, "returns"), [3.0] * 4, [1.0] * 3)
 
 
-def test_a_cut_completion_counts_as_ended_by_default(tmp_path):
-    # V = 2 everywhere: A = score - V(s_t) at lambda 1.
-    experiences = rollout(tmp_path, value=2.0)
-    check(by_row(experiences, "advantages"), [1.0] * 4, [-1.0] * 3)
-    check(by_row(experiences, "returns"), [3.0] * 4, [1.0] * 3)
-
-
 def test_bootstrap_adds_the_value_behind_a_cut_completion(tmp_path):
     # The cut row goes on with V = 2: return 3 + 2; the row that ended does not.
     experiences = rollout(tmp_path, value=2.0, truncated_completions="bootstrap")
@@ -88,10 +81,6 @@ def test_mask_leaves_a_cut_completion_out_of_the_loss_and_of_the_moments(tmp_pat
 def test_length_penalty_grows_with_the_length(tmp_path):
     # 3 - 1 * 4/4 and 1 - 1 * 3/4.
     check(by_row(rollout(tmp_path, length_penalty=1.0), "advantages"), [2.0] * 4, [0.25] * 3)
-
-
-def test_score_clip_bounds_the_score(tmp_path):
-    check(by_row(rollout(tmp_path, scores=(3.0, -9.0), score_clip=2.0), "advantages"), [2.0] * 4, [-2.0] * 3)
 
 
 def test_normalize_scores_remembers_the_rollouts_before(tmp_path):

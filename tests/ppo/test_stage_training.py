@@ -13,14 +13,11 @@ from onetrunk.parallel import sharding
 from onetrunk.parallel.sharding import Layout
 from onetrunk.ppo import setup
 from onetrunk.ppo.setup import check_pipeline, check_stage_training
-from onetrunk.stages.arguments import ModelArguments
-from onetrunk.stages.tools.dry_run import ModelSize, memory_lines
 from tests.places import BACKENDS, CPU, GPU, REPEATED, on_gpus, places
 from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.staged_runs import CASES
 from tests.ppo.support import assert_same, base_model, make_config
 from tests.rollouts.stub_vllm import StubVLLM
-from tests.tiny import tiny_model
 
 # By the number of processes.
 LAUNCHES = Launches("staged_runs.py", {1: ALONE, 2: Launch("pipelined", 2), 4: Launch("pipelined", 4, ("adapter",))})
@@ -128,41 +125,6 @@ OPTIONS += " --use_cpu true --report_to none --disable_tqdm true --eval_size 2 -
 # --- settings ------------------------------------------------------------------------------------------------------
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True}
-SERVED = {"use_vllm": True, "pipeline_training": True}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pipeline_training": True}, "pipeline_training is set and rollout_backend is not 'pipelined'.*use_vllm"),
-        ({**SERVED, "pipeline_batches": 2}, "pipeline_batches is set and rollout_backend is not 'pipelined'"),
-        ({**SERVED, "vllm_mode": "colocate"}, "pipeline_training is not supported with vllm_mode 'colocate'"),
-        ({**SERVED, "schedule": "one_step"}, "the processes of pipeline_training work together.*set schedule to sync"),
-        ({**SERVED, "pipeline_stages": 1}, "pipeline_stages is 1"),
-        ({**STAGED, "pipeline_training": "yes"}, "pipeline_training is 'yes'; it must be true or false"),
-        (
-            {**STAGED, "trunk_cache": "cpu"},
-            "trunk_cache is 'cpu' and pipeline_training .*set trunk_cache to auto or off",
-        ),
-        ({**STAGED, "activation_offloading": True}, "activation_offloading, which .*; set activation_checkpointing"),
-        ({**STAGED, "capture_trunk_states": True}, "capture_trunk_states, which .*; leave it out"),
-    ],
-)
-def test_a_setting_that_does_not_fit_is_rejected_with_what_to_change(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_config(tmp_path, **settings)
-
-
-def test_the_dry_run_counts_the_weights_of_the_largest_stage(tmp_path):
-    size, model = (
-        ModelSize(num_layers=4, first_layer=0, base=2**30, trained=1000),
-        ModelArguments("base", dtype="float32"),
-    )
-    # A layer has 9,216 weights in its matrices, embedding and head 2,048 each: the second stage has 29,696 of 40,960.
-    for settings, expected in (({}, 4.0), ({**STAGED, "pipeline_split": [1, 3]}, 2.9)):
-        args = make_config(tmp_path, **settings)
-        lines = memory_lines(tiny_model("llama").config, size, args, model, longest=8)
-        assert lines[0] == f"{expected:9.3f} GiB weights of the base"
 
 
 def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monkeypatch):

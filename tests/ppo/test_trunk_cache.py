@@ -129,16 +129,3 @@ def test_float32_captures_by_itself_and_half_precision_does_not(tmp_path):
     assert not make_trainer(tmp_path, **top).sampler.captures_last
     assert not make_trainer(tmp_path, rollout_backend=CannedBackend([[5, 1]]), **top).sampler.captures_states
     assert not make_trainer(tmp_path).sampler.captures_states
-
-
-@pytest.mark.parametrize(
-    ("settings", "obstacle"),
-    [
-        ({}, "no layer is frozen: set adapter_layers to top-k"),
-        ({"adapter_layers": "top-1", "trunk_cache": "off"}, "trunk_cache is off"),
-        ({"adapter_layers": "top-1", "rollout_backend": CannedBackend([[5, 1]])}, "backend is not the trunk itself"),
-    ],
-)
-def test_capture_where_it_cannot_be_is_refused(tmp_path, settings, obstacle):
-    with pytest.raises(ValueError, match=f"capture_trunk_states is not possible: .*{obstacle}"):
-        make_trainer(tmp_path, capture_trunk_states=True, **settings)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ppo.support import Recorder, assert_same, differ, logged, make_trainer, trained, trained_weights
+from tests.ppo.support import Recorder, differ, logged, make_trainer, trained_weights
 
 HEADS = ("shared", "detached", "adapter")
 
@@ -45,13 +45,3 @@ def test_value_learning_rate_is_that_of_head_and_value_adapter_alone(tmp_path, v
     groups = trainer.optimizer.param_groups
     assert {g["lr"] for g in groups} == {1e-3, 5e-2}
     assert sum(len(g["params"]) for g in groups) == len(first)
-
-
-def test_a_detached_value_leaves_the_policy_gradient_alone(tmp_path):
-    gradients = {}
-    for value_coef in (0.0, 5.0):
-        recorder = Recorder()
-        settings = {"value_head": "detached", "value_coef": value_coef, "max_grad_norm": 0.0}
-        trained(tmp_path / str(value_coef), callbacks=[recorder], **settings)
-        gradients[value_coef] = {n: g for n, g in recorder.gradients[0].items() if is_policy(n)}
-    assert_same(gradients[5.0], gradients[0.0])

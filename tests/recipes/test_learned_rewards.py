@@ -6,7 +6,7 @@ import pytest
 
 from onetrunk import cli
 from onetrunk.models.build import BaseShape, make_base
-from onetrunk.stages.run.pipeline import load_pipeline
+from onetrunk.stages.pipeline import load_pipeline
 from tests.stages.recipes import ROOT, load_recipe_module
 from tests.tiny import CHAT_TEMPLATE
 

@@ -12,7 +12,6 @@ from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDisti
 from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.reward_models.training import PairCollator
 from onetrunk.rewards import ModelReward
-from onetrunk.stages.distill import DistillDataArguments
 from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.reward_models.test_reward_trainer import BAD, GOOD, PROMPTS, lora
@@ -210,14 +209,3 @@ def test_settings_and_rows_that_teach_nothing_are_rejected(base, tmp_path, setti
     labelled = label_rows(a_teacher(tmp_path), pair_rows(), SINGLES)
     with pytest.raises(ValueError, match=message):
         a_trainer(base, tmp_path, labelled, **settings)
-
-
-def test_rows_without_labels_and_a_teacher_that_cannot_be_are_rejected(base, tmp_path):
-    with pytest.raises(ValueError, match="let a teacher label them"):
-        a_trainer(base, tmp_path, pair_rows())
-    for settings, message in (
-        ({"teacher_temperature": 0}, "teacher_temperature is 0"),
-        ({"teacher": []}, "an empty list"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DistillDataArguments("rows.jsonl", **{"teacher": ["scorer"], **settings})

@@ -191,7 +191,7 @@ def test_a_folder_with_something_else_is_left_alone(prefs, tmp_path, capsys):
         (["--engine", "ray", "--mode", "revise"], 2, "engine ray samples for mode pairs"),
         (["--constitution", "absent.yaml"], 1, "absent.yaml"),
         (["--dataset_name", "blank.jsonl"], 1, "row 1: prompt is empty"),
-        (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "no file matches absent.jsonl"),
+        (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),
         (["--dataset_columns", '{"prompt": "question"}'], 1, "question"),
         (["--max_completion_length", "500"], 1, "leaves room for 0"),

@@ -14,7 +14,7 @@ import torch
 
 from onetrunk import cli
 from onetrunk.data.sharded import ShardedRows
-from onetrunk.stages.run.inputs import paths_in
+from onetrunk.stages.pipeline import paths_in
 from onetrunk.utils.files import load_tensors, read_json
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.stages.recipes import ROOT

@@ -6,17 +6,13 @@ same form. All rows in memory are checked before anything runs.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import traceback
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import datasets
 from datasets import Dataset
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import (
@@ -54,7 +50,6 @@ def prepare_prompts(
     *,
     max_prompt_length: int | None = None,
     overlong_prompts: Literal["error", "drop", "truncate"] = "error",
-    chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Dataset:
     """Check every prompt and add the column `prompt_ids`; all other columns are unchanged.
@@ -67,7 +62,6 @@ def prepare_prompts(
         max_prompt_length: in tokens; None for no limit.
         overlong_prompts: "error" rejects a longer prompt, "drop" removes it, "truncate" keeps its last
             `max_prompt_length` tokens (the column `prompt` is unchanged).
-        chat_template: Jinja text instead of the tokenizer's template.
         chat_template_kwargs: variables for the template.
 
     Raises:
@@ -79,13 +73,13 @@ def prepare_prompts(
         raise ValueError(f"max_prompt_length must be at least 1 token or None, got {max_prompt_length}")
     _check_columns(dataset)
     conversational = is_conversational(dataset)
-    if conversational and not (chat_template or tokenizer.chat_template):
+    if conversational and not tokenizer.chat_template:
         raise ValueError(
-            "the prompts are conversations and the tokenizer has no chat template; set chat_template to a Jinja text, "
-            "or tokenizer.chat_template, or give the prompts as text"
+            "the prompts are conversations and the tokenizer has no chat template; set tokenizer.chat_template to a"
+            " Jinja text, or give the prompts as text"
         )
     encoder = _PromptEncoder(
-        tokenizer, conversational, chat_template, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
+        tokenizer, conversational, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
     )
 
     def encode(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -122,7 +116,7 @@ def prepare_streamed_prompts(
         )
     conversational = check_prompts(rows)
     encoder = _PromptEncoder(
-        tokenizer, conversational, None, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
+        tokenizer, conversational, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
     )
 
     def encode(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -160,7 +154,6 @@ class _PromptEncoder:
 
     tokenizer: PreTrainedTokenizerBase
     conversational: bool
-    chat_template: str | None
     chat_template_kwargs: dict[str, Any]
     max_length: int | None
     overlong: str
@@ -188,7 +181,6 @@ class _PromptEncoder:
         prefilled = prompt[-1]["role"] == "assistant"
         return self.tokenizer.apply_chat_template(
             prompt,
-            chat_template=self.chat_template,
             add_generation_prompt=not prefilled,
             continue_final_message=prefilled,
             tokenize=True,
@@ -291,39 +283,3 @@ def without_second_bos(ids: list[int], bos_token_id: int | None) -> list[int]:
     A text may already begin with the BOS token, for example after a chat template, and some tokenizers add another.
     """
     return ids[1:] if bos_token_id is not None and ids[:2] == [bos_token_id, bos_token_id] else ids
-
-
-# --- chat templates -------------------------------------------------------------------------------------------------
-
-
-def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], **settings: Any) -> Any:
-    """Return `tokenizer.apply_chat_template(messages, **settings)`.
-
-    Raises:
-        ValueError: the template failed; the message names the tokenizer.
-    """
-    try:
-        return tokenizer.apply_chat_template(list(messages), **settings)
-    except Exception as error:
-        raise _template_error(tokenizer, error) from error
-
-
-@contextlib.contextmanager
-def template_errors(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Turn template errors into that ValueError inside a block in which a library applies the template."""
-    try:
-        yield
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, TemplateError) or any(frame.filename == "<template>" for frame in frames):
-            raise _template_error(tokenizer, error) from error
-        raise
-
-
-def _template_error(tokenizer: PreTrainedTokenizerBase, error: Exception) -> ValueError:
-    name = tokenizer.name_or_path or type(tokenizer).__name__
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return ValueError(
-        f"the chat template of {name} failed on a conversation ({reason:.400}); repair chat_template.jinja (in older"
-        " folders chat_template in tokenizer_config.json), or change the rows to what it expects"
-    )

@@ -350,11 +350,11 @@ class ShardedRows:
 
     # --- reading
 
-    def __getitem__(self, rows: int | Sequence[int]) -> Any:
+    def __getitem__(self, rows: int | slice | Sequence[int]) -> Any:
         """Return a row, or of several rows a dict of columns, as datasets.Dataset does."""
         if isinstance(rows, int | np.integer):
             return self.__getitems__([int(rows)])[0]
-        read = self.__getitems__(rows)
+        read = self.__getitems__(range(len(self))[rows] if isinstance(rows, slice) else rows)
         return {name: [row[name] for row in read] for name in read[0]}
 
     def __getitems__(self, rows: Sequence[int]) -> list[Row]:

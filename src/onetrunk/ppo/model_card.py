@@ -92,10 +92,10 @@ def write_card(
 
     Args:
         trainer: trained or not.
-        folder: of the saved policy.
+        folder: where the policy is saved.
         model_name: the heading; None: the Hub name, or the name of output_dir.
         base: Hub name of the base model; None: the name it was loaded from.
-        tags: besides those of every card.
+        tags: further tags; every card has lora, onetrunk and ppo.
         **data: metadata of the card (language, license, datasets).
     """
     if not trainer.is_world_process_zero():

@@ -103,7 +103,7 @@ def prepare_run(
     rollout_backend: RolloutBackend | None,
     hooks: dict[str, Callable[..., None]],
 ) -> Run:
-    """Return the parts of a run. The arguments are those of PPOTrainer; `hooks` are those of LocalBackend."""
+    """Return the parts of a run. PPOTrainer has the same arguments, and LocalBackend the same `hooks`."""
     check_launch(args)
     if train_dataset is None:
         raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
@@ -206,7 +206,7 @@ def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[
 def policy_tokenizer(
     model: str | PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """Return the policy's tokenizer with its padding repaired; an adapter without one has that of its base."""
+    """Return the policy's tokenizer with its padding repaired; an adapter without one takes its base's."""
     if tokenizer is not None:
         return repair_padding(tokenizer)
     if not isinstance(model, str):
@@ -277,7 +277,7 @@ def resolve_rewards(
     Args:
         inputs: the reward functions: functions, dotted paths, sequence-classification models (names or loaded),
             reward adapters, servers; and the tokenizers of models.
-        device: of reward models.
+        device: where reward models are loaded.
         base, base_tokenizer: name of the policy's base model and its tokenizer, which a reward adapter must share.
     """
     rewards, tokenizers = inputs.reward_funcs, inputs.reward_tokenizers

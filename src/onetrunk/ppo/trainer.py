@@ -117,13 +117,13 @@ class PPOTrainer(ResumableTrainer):
         inputs = ModelInputs(
             model, reward_funcs, processing_class, reward_processing_classes, quantization_config, peft_config
         )
-        hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
+        hooks = {"progress": self._show_sampling, "poll": self._poll_sampling}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
         self.progress = RolloutProgress(run.trunk_plan.report)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
-            lambda: self.metric_log.totals.finish(self.accelerator),
+            self._metrics_of_rollout,
             lambda metrics: self.metric_log.add_rollout(metrics),
             self.may_save,
         )
@@ -133,7 +133,7 @@ class PPOTrainer(ResumableTrainer):
         self._step_start = 0.0
         # Completions of `eval_dataset` "before" training and "after", at the last evaluation.
         self.held_out_samples: dict[str, ScoredRollout] = {}
-        # Whether the weights are those of the best checkpoint, loaded at the end of training.
+        # Whether the best checkpoint was loaded at the end of training.
         self._has_best_weights = False
         super().__init__(
             model=run.parts.model,
@@ -148,7 +148,7 @@ class PPOTrainer(ResumableTrainer):
         )
         self.loss_is_scaled_for_ga = True
         self.data_parallel = DataParallel(self.accelerator)
-        self.metric_log = MetricLog(self.accelerator)
+        self.metric_log = MetricLog(self.accelerator, of_rollout=MetricLog(self.accelerator))
         self.watch = Watch(args, self.accelerator, self.heartbeat)
         self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
@@ -298,6 +298,12 @@ class PPOTrainer(ResumableTrainer):
         """Pass the norm of the step's gradient to the guard."""
         self.guard.on_grad_norm(float(norm))
 
+    def _metrics_of_rollout(self) -> dict[str, float]:
+        """Return the metrics of the rollout that has just ended, and forget them; the alarms watch them."""
+        metrics = self.metric_log.of_rollout.flush()
+        skipped_fraction = metrics.get("policy/skipped_steps", 0.0) / self.args.slots_per_rollout
+        return {**metrics, "policy/skipped_fraction": skipped_fraction}
+
     def _end_step(self, state: TrainerState) -> None:
         # Trainer counts passes from where this process began, the stream from where the run did.
         state.epoch = self._stream.passes
@@ -426,7 +432,7 @@ class PPOTrainer(ResumableTrainer):
         Args:
             model_name: the heading; None: the Hub name, or the name of output_dir.
             finetuned_from: Hub name of the base model, if it was loaded from a folder.
-            tags: added to those of every card.
+            tags: further tags; every card has lora, onetrunk and ppo.
             dataset: Hub name of the prompts.
             **data: further metadata (language, license).
         """
@@ -506,12 +512,8 @@ class PPOTrainer(ResumableTrainer):
                 role=role,
                 # A version number names one set of weights.
                 version=self.state.best_global_step if self._has_best_weights else self.state.global_step,
-                extras={"trainer_state": self.state},
+                trainer_state=self.state,
             )
-
-    def predict(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ValueError: a policy has no labels to predict."""
-        raise ValueError("PPOTrainer predicts no labels; evaluate(eval_dataset) samples and scores held-out prompts")
 
     # --- logging ----------------------------------------------------------------------------------------------------
 

@@ -55,15 +55,15 @@ class RewardSet:
     def __init__(
         self, functions: str | RewardFunction | Sequence[str | RewardFunction], weights: Sequence[float] | None = None
     ) -> None:
-        listed = list(functions) if isinstance(functions, (list, tuple)) else [functions]
-        if not listed:
+        as_list = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+        if not as_list:
             raise ValueError("no reward function was given; give at least one")
-        self.functions = [resolve_reward(function) for function in listed]
+        self.functions = [resolve_reward(function) for function in as_list]
         self.names = unique_names([reward_name(function) for function in self.functions])
-        self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
-        if len(self.weights) != len(listed):
+        self.weights = [1.0] * len(as_list) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(as_list):
             raise ValueError(
-                f"{len(self.weights)} reward weights for {len(listed)} reward functions ({', '.join(self.names)}); "
+                f"{len(self.weights)} reward weights for {len(as_list)} reward functions ({', '.join(self.names)}); "
                 "give one weight per function"
             )
         if not all(math.isfinite(weight) for weight in self.weights):
@@ -135,21 +135,21 @@ class RewardSet:
         return _weighted_sum(self.names, scores, self.weights)
 
     def _call_all(self, keywords: dict[str, Any], trunk_scores: Callable[[], list[float]] | None) -> list[Any]:
-        taken = [{name: keywords[name] for name in _keywords_for(f, keywords)} for f in self.functions]
+        arguments = [{name: keywords[name] for name in _keywords_for(f, keywords)} for f in self.functions]
         results: list[Any] = [None] * len(self.functions)
         for index, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
             if function is not self.trunk_reward and not is_async(function):
                 try:
-                    results[index] = function(**taken[index])
+                    results[index] = function(**arguments[index])
                 except Exception as error:
                     raise _failure(name, error) from error
-        calls = {index: f(**taken[index]) for index, f in enumerate(self.functions) if is_async(f)}
+        calls = {index: f(**arguments[index]) for index, f in enumerate(self.functions) if is_async(f)}
         for index, result in _awaited(calls).items():
             if isinstance(result, BaseException):
                 raise _failure(self.names[index], result) from result
             results[index] = result
         if self.trunk_reward is not None:
-            # Errors of the trunk are not reported as those of a reward function.
+            # Errors of the trunk are not reported as errors of a reward function.
             results[self.functions.index(self.trunk_reward)] = (trunk_scores or self.trunk_reward)()
         return results
 

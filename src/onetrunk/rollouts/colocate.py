@@ -28,6 +28,7 @@ from torch import distributed as dist
 from torch import nn
 
 from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.decoding import Completion, rollout_of
 from onetrunk.rollouts.publishing import (
     AdapterFolder,
     Published,
@@ -39,9 +40,7 @@ from onetrunk.rollouts.publishing import (
     served_rank,
 )
 from onetrunk.rollouts.vllm_requests import (
-    Completed,
     Request,
-    as_rollout,
     checked_completion,
     probe_requests,
     requests_of,
@@ -271,14 +270,14 @@ class ColocatedBackend:
             name = None if adapter is None else adapter.lora_name
             requests = requests_of(prompt_ids, params, keys, name, self._vocab_size)
             rows = self._complete(requests, adapter, self.progress)
-        return as_rollout(requests, rows, self.policy_version)
+        return rollout_of(prompt_ids, rows, self.policy_version)
 
     def _complete(
         self,
         requests: Sequence[Request],
         adapter: Any | None,
         progress: Callable[[int, int, int], None] | None = None,
-    ) -> list[Completed]:
+    ) -> list[Completion]:
         engine, rows, num_tokens = self._llm.llm_engine, {}, 0
         self._num_calls += 1
         names = {f"{self._num_calls}-{index}": index for index in range(len(requests))}
@@ -377,7 +376,7 @@ def _sampling_params(request: Request) -> Any:
     )
 
 
-def _completed(output: Any, request: Request) -> Completed:
+def _completed(output: Any, request: Request) -> Completion:
     """Return a finished row of the engine after the checks that a server's answer passes."""
     (choice,) = output.outputs
     token_ids = list(choice.token_ids)

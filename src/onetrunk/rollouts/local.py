@@ -33,6 +33,7 @@ from onetrunk.rollouts.decoding import (
     free_places,
     next_logits,
     prefill,
+    rollout_of,
 )
 from onetrunk.types import Rollout, RowKey
 
@@ -128,14 +129,7 @@ class LocalBackend:
                 if self.progress is not None:
                     self.progress(len(done), len(prompt_ids), num_tokens)
         completions = [done[row] for row in range(len(prompt_ids))]
-        return Rollout(
-            prompt_ids=[list(ids) for ids in prompt_ids],
-            completion_ids=[completion.token_ids for completion in completions],
-            sampler_logprobs=[completion.logprobs for completion in completions],
-            stopped=[completion.stopped for completion in completions],
-            policy_version=self.policy_version,
-            states=None if capture is None else capture.states,
-        )
+        return rollout_of(prompt_ids, completions, self.policy_version, None if capture is None else capture.states)
 
     def _decode(self, call: SamplingCall, rows: Sequence[int], most: int) -> Iterator[dict[int, Completion]]:
         """Sample `rows` to their ends, at most `most` at once; yield {row: completion} as they finish."""
@@ -150,7 +144,7 @@ class LocalBackend:
                 if call.keeps_last:
                     # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
                     state, logits = state.kept(staying), logits[staying]
-            room = most if state is None else free_places(state, len(state.rows), most, call.refill_share)
+            room = most if state is None else free_places(state, len(state.rows), most)
             if waiting and room:
                 new, new_logits = prefill(call, waiting[:room])
                 del waiting[:room]

@@ -141,11 +141,11 @@ class Fleet:
             ServerUnavailable: the servers were given up.
             EndOfCalls: raised by `done`, or by a call while no other was in flight.
         """
-        left, ends, num_answered = iter(range(num_items)), [], 0
+        remaining, ends, num_answered = iter(range(num_items)), [], 0
 
         async def ask_next() -> None:
             nonlocal num_answered
-            for index in left:
+            for index in remaining:
                 try:
                     outcome = await self._outcome(lambda to, index=index: work(to, index))
                     if isinstance(outcome, CallError) and outcome.kind == "stop":
@@ -243,7 +243,7 @@ class Fleet:
 
 
 async def within(seconds: float, call: Awaitable[T]) -> T:
-    """Return the answer of a call; raises a CallError if there is none after so many seconds."""
+    """Return the answer of a call; raises a CallError if it takes more than so many seconds."""
     try:
         async with asyncio.timeout(seconds):
             return await call

@@ -73,7 +73,7 @@ class DatasetArguments:
 
 @dataclass
 class SamplingArguments(VLLMServerConfig, DatasetArguments):
-    """Prompts, and where and how completions of them are sampled. The names are those of PPOConfig."""
+    """Prompts, and where and how completions of them are sampled. The options are named as in PPOConfig."""
 
     output_dir: str | None = option(None, "Folder that the run writes to.")
     seed: int = option(42, "Seed of the completions.")
@@ -87,7 +87,9 @@ class SamplingArguments(VLLMServerConfig, DatasetArguments):
         1.0, "Sample from the fewest tokens that have this probability together; above 0, at most 1 (all tokens)."
     )
     top_k: int = option(0, "Sample from so many most probable tokens; 0: from all.")
-    stop_tokens: list[str] | None = option(None, "Tokens that end a completion besides the model's EOS, as text.")
+    stop_tokens: list[str] | None = option(
+        None, "Tokens that end a completion, in addition to the model's EOS, as text."
+    )
     chat_template_kwargs: dict[str, Any] | None = option(
         None, "Keywords for the tokenizer's chat template, as in training; as JSON on the command line."
     )
@@ -216,7 +218,7 @@ class ModelArguments(ModelConfig):
         return {key: value for key, value in kwargs.items() if value is not None}
 
     def base_kwargs(self, args: SFTConfig | RewardTrainingArguments, what: str) -> dict[str, Any]:
-        """Return the keyword arguments to load a base model with; move those of the settings there.
+        """Return the keyword arguments to load a base model with, and move `model_init_kwargs` out of the settings.
 
         Raises:
             ValueError: the model is an adapter; `what` names the training in the message.

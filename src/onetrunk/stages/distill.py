@@ -38,7 +38,7 @@ from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, T
 from onetrunk.stages.results import plot_reliability, plot_scores, show_columns, write_values
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows, load_unlabelled_rows
-from onetrunk.stages.run_context import begin, finish, run_stage, train
+from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import redact_all
@@ -161,7 +161,8 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
     trainer = RewardDistillationTrainer(model, args, labelled, labelled_held_out, tokenizer, peft_config=peft_config)
     if teacher is not None and trainer.is_world_process_zero():
         warn_if_larger(model, teacher.num_parameters)
-    train(trainer, resume, "distill", data, student)
+    with recorded(trainer, resume, "distill", data, student):
+        trainer.train(resume_from_checkpoint=resume)
     trainer.to_teacher_scale()
     trainer.save_model()
     with gathered(trainer.model), forwards_of_first(trainer.model) as is_first:

@@ -33,7 +33,7 @@ from onetrunk.stages.judging import load_judge_parts, measured_words
 from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
-from onetrunk.stages.run_context import begin, finish, run_stage, train
+from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 from onetrunk.utils.options import option
 
 # Words in reward_funcs that stand for the judge.
@@ -131,7 +131,8 @@ def run(
         trainer = make_trainer(judges.reward_funcs, args, model_args, rows, held_out)
         judges.begin(trainer)
         reference = trainer.evaluate_reference() if held_out is not None else None
-        train(trainer, resume, "ppo", data, model_args, judge_settings, judge_args)
+        with recorded(trainer, resume, "ppo", data, model_args, judge_settings, judge_args):
+            trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         if reference is not None:
             compare(trainer, reference, model_args.model_name_or_path, judges.monitor)

@@ -17,7 +17,7 @@ class WriterLock:
     The lock file `<path>.lock` may stay after a release.
 
     Args:
-        path: what is to be written. Its folder exists.
+        path: the file or folder that is written; its parent exists.
 
     Raises:
         RuntimeError: another process holds the lock.
@@ -50,8 +50,8 @@ def held_folder(folder: str | os.PathLike[str], part: str = "") -> Iterator[None
     """Hold the lock of a run's folder inside the block. A process that holds it may enter again.
 
     Args:
-        folder: exists.
-        part: of the folder, if several processes share it and each writes a part of its own.
+        folder: an existing folder.
+        part: name of the part of the folder that this process writes, if several processes share it.
 
     Raises:
         RuntimeError: another process holds the lock.

@@ -41,8 +41,8 @@ def find_breach(
     """Return the value of an alarm's metric and the bound that it is beyond; None if it is not, or is missing.
 
     Args:
-        name, limit: of the alarm.
-        metrics: of the rollout, which has `num_rows` completions.
+        name, limit: the alarm, and the limit in use.
+        metrics: metrics of a rollout with `num_rows` completions.
         first: means over the first rollouts; empty until they are over.
     """
     rule, bound = RULES[name], limit
@@ -63,7 +63,7 @@ class Alarms(EndingCallback):
 
     Args:
         take_totals: returns the metrics of the rollout that has just ended, and forgets them.
-        log: adds metrics to those of the next log.
+        log: adds metrics to the next log.
         may_save: returns whether the weights after the last step may be saved; the end of the run waits for it.
     """
 

@@ -25,7 +25,6 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
 from trl import get_quantization_config
 
 from onetrunk.data.groups import Group, read_groups, shape_of
@@ -40,7 +39,7 @@ from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
 from onetrunk.ppo.setup import policy_tokenizer, tokens_of
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.vllm import ServedModel, VLLMBackend, load_servers
+from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
@@ -68,7 +67,7 @@ def load_sampler(
 
     Args:
         ledger: keeps the completions; None: the sampler only draws.
-        stop: checked after every token; sampling ends with its exception.
+        stop: checked before every token; sampling ends with its exception.
         servers: the vLLM servers that sample; None: this process does.
         longest_prompt: tokens, which the servers must have room for; 0: not known.
     """
@@ -94,13 +93,13 @@ def load_sampler(
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     if servers is not None:
         servers.check_policy(model, longest_prompt and longest_prompt + args.max_completion_length)
-        backend: RolloutBackend = ServedModel.publish(servers, model, 1)
+        servers.sync(model, 1)
+        backend: RolloutBackend = servers
         identity["sampler"] = "vLLM"
-        positions = min((n for n in (positions, backend.max_length) if n is not None), default=None)
+        positions = min((n for n in (positions, servers.max_length) if n is not None), default=None)
     else:
-        checks = LogitsProcessorList([StopCheck(stop)]) if stop is not None else None
-        model = model.to(policy_device(args.use_cpu))
-        backend = LocalBackend(model, max_rows=args.max_rollout_rows, logits_processor=checks)
+        poll = None if stop is None else stop.check
+        backend = LocalBackend(model.to(policy_device(args.use_cpu)), max_rows=args.max_rollout_rows, poll=poll)
     return TextSampler(
         backend=backend,
         tokenizer=tokenizer,
@@ -131,17 +130,6 @@ def policy_device(use_cpu: bool) -> torch.device:
     """Return the accelerator of this process; the CPU if there is none or `use_cpu` is set."""
     accelerator = None if use_cpu else torch.accelerator.current_accelerator(check_available=True)
     return accelerator or torch.device("cpu")
-
-
-class StopCheck(LogitsProcessor):
-    """Leaves the logits unchanged, and raises after the next token once the flag is set."""
-
-    def __init__(self, stop: StopFlag):
-        self.stop = stop
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.stop.check()
-        return scores
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def parse_recipes(argv: Sequence[str]) -> Namespace:
     copy = actions.add_parser("copy", help="copy a recipe to the working folder", allow_abbrev=False)
     copy.add_argument("name", help="a folder or a file of `onetrunk recipes list`: tiny, tiny/ppo, accelerate_configs")
     copy.add_argument("--to", default=".", metavar="FOLDER", help="where it goes (default: the working folder)")
-    copy.add_argument("--overwrite", action="store_true", help="replace what is there")
+    copy.add_argument("--overwrite", action="store_true", help="replace existing files")
     return parser.parse_args(argv)
 
 
