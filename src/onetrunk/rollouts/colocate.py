@@ -3,7 +3,7 @@
 As with a server, only the adapter travels: each version is written to a folder of its own and loaded under a new name
 and id (`publishing.py` says why). The engine has the base once more. With sleep mode its weights are in the machine's
 memory between rollouts and its cache is freed; the adapter's place belongs to its weights, so an adapter is loaded
-only while it is awake. It cannot sample during an update, so it has one adapter at a time, that of the last `sync`.
+only while it is awake. It cannot sample during an update, so it has one adapter at a time, from the last `sync`.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ LOAD_HINTS = {
 def load_servers(config: Any, **settings: Any) -> VLLMBackend:
     """Return the backend of the servers that a config (PPOConfig, or a stage's arguments) names.
 
-    `settings` are those of VLLMBackend.
+    `settings` are further arguments of VLLMBackend.
     """
     return VLLMBackend(
         config.server_urls,
@@ -98,7 +98,7 @@ class VLLMBackend:
     completion may change with the other rows in flight, because float rounding does.
 
     Args:
-        server_urls: of the servers, such as "http://127.0.0.1:8000". Several single servers, not replicas behind one
+        server_urls: addresses, such as "http://127.0.0.1:8000". Several single servers, not replicas behind one
             address: an adapter would reach only one of them.
         folder: where adapters are published; no other process publishes there, and the servers must be able to read it
             under the same path.
@@ -291,7 +291,7 @@ class VLLMBackend:
                 )
 
     def _prove_base(self, model: nn.Module) -> None:
-        """Compare logprobs of the servers' base with those of the trainer's, adapters off."""
+        """Compare logprobs of the servers' base with the trainer's, adapters off."""
         requests = probe_requests(model, self.max_length or 0)
         self._vocab_size = requests[0].vocab_size
 
