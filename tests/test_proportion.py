@@ -8,17 +8,18 @@ import sys
 import traceback
 from pathlib import Path
 
+from onetrunk import cli
 from onetrunk.ops import losses
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import make_trainer
+from tests.stages.small_runs import make_material
 
 PACKAGE = Path(__file__).parents[1] / "src/onetrunk"
 # Which layout, sampler or schedule runs is hidden by parallel/ and by a RolloutSource.
 LAYOUT_WORDS = {"is_divided", "is_sharded", "staged", "group_size"}
 MODE_WORDS = {*LAYOUT_WORDS, "isinstance", "hasattr", "getattr", "schedule", "rollout_backend", "use_vllm", "ahead"}
-# From ResumableTrainer.train: training_step, compute_loss, ppo_loss, policy_loss.
-MOST_FRAMES = 5
+# cli.main, ppo.main, run_stage, ppo.run, ResumableTrainer.train, training_step, compute_loss, ppo_loss, policy_loss.
+MOST_FRAMES = 9
 MOST_IMPORTED_FILES = 90
 
 
@@ -54,7 +55,7 @@ def test_ppo_knows_no_layout():
     assert {name: words for name, words in found.items() if words} == {}
 
 
-def test_few_frames_of_ours_lie_between_the_call_of_train_and_the_ratio(tmp_path, monkeypatch):
+def test_few_frames_of_ours_lie_between_the_command_and_the_ratio(tmp_path, monkeypatch):
     stacks = []
 
     def recording(*args, **kwargs):
@@ -63,8 +64,12 @@ def test_few_frames_of_ours_lie_between_the_call_of_train_and_the_ratio(tmp_path
 
     policy_loss = losses.policy_loss
     monkeypatch.setattr(losses, "policy_loss", recording)
-    make_trainer(tmp_path, check_memory=False).train()
-    assert stacks
+    make_material(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:short"
+    words += " --rollout_batch_size 2 --num_rollouts 1 --num_ppo_epochs 1 --max_completion_length 4 --lora_r 2"
+    words += " --use_cpu true --report_to none --disable_tqdm true --check_memory false"
+    assert cli.main(["ppo", *words.split()]) == 0
     assert max(sum(str(PACKAGE) in filename for filename in stack) for stack in stacks) + 1 <= MOST_FRAMES
 
 

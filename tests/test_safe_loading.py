@@ -23,7 +23,7 @@ from onetrunk.models.reward_model import (
     read_score_adapter,
 )
 from onetrunk.stages.options.reading import UsageError
-from onetrunk.stages.run.pipeline import load_pipeline
+from onetrunk.stages.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 from tests.test_floors import FILES

@@ -6,8 +6,8 @@ import pytest
 
 from onetrunk import cli
 from onetrunk.stages.arguments import UsageError
+from onetrunk.stages.pipeline import load_pipeline
 from onetrunk.stages.ppo import parse_ppo
-from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.utils.shipped import find_config, with_shipped_files
 
 ROOT = Path(__file__).parents[2]

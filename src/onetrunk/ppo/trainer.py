@@ -117,7 +117,7 @@ class PPOTrainer(ResumableTrainer):
         inputs = ModelInputs(
             model, reward_funcs, processing_class, reward_processing_classes, quantization_config, peft_config
         )
-        hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
+        hooks = {"progress": self._show_sampling, "poll": self._poll_sampling}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
         self.progress = RolloutProgress(run.trunk_plan.report)

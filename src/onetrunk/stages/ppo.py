@@ -33,7 +33,7 @@ from onetrunk.stages.judging import load_judge_parts, measured_words
 from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
-from onetrunk.stages.run_context import begin, finish, run_stage, train
+from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 from onetrunk.utils.options import option
 
 # Words in reward_funcs that stand for the judge.
@@ -59,8 +59,6 @@ class PPOJudgeArguments:
     monitor_action: str = option("warn", "At an alarm: warn, or stop training.", MONITOR_ACTIONS)
 
     def __post_init__(self) -> None:
-        if isinstance(self.monitor_judge, str):
-            self.monitor_judge = [self.monitor_judge]
         check_monitor(self.monitor_every, self.monitor_action, self.monitor_rows)
 
     def monitor_settings(self, settings: JudgeConfig) -> JudgeConfig:
@@ -131,7 +129,8 @@ def run(
         trainer = make_trainer(judges.reward_funcs, args, model_args, rows, held_out)
         judges.begin(trainer)
         reference = trainer.evaluate_reference() if held_out is not None else None
-        train(trainer, resume, "ppo", data, model_args, judge_settings, judge_args)
+        with recorded(trainer, resume, "ppo", data, model_args, judge_settings, judge_args):
+            trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         if reference is not None:
             compare(trainer, reference, model_args.model_name_or_path, judges.monitor)

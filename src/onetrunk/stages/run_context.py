@@ -311,11 +311,12 @@ def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None
     return False, resume
 
 
-def train(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> None:
-    """Train from a checkpoint; without one, first delete what `overwrite_output_dir` allows to delete of an old run.
+@contextlib.contextmanager
+def recorded(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> Iterator[None]:
+    """Record the training in the block for its report, under the name of the stage, with its further `arguments`.
 
-    The new run is ready at this point, so no mistake in its settings costs the old one. The run is recorded for its
-    report under the name of the stage, `verb`, with its further `arguments`.
+    First delete what `overwrite_output_dir` allows to delete of an old run, unless the training resumes. The new run
+    is ready at this point, so no mistake in its settings costs the old one.
     """
     from onetrunk.report.record import RunRecord  # Imports the PPO trainer, which a check of a folder does not need.
 
@@ -324,7 +325,7 @@ def train(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> N
     if not resume and args.overwrite_output_dir and args.should_save:
         delete_old_run(args.output_dir)
     try:
-        trainer.train(resume_from_checkpoint=resume)
+        yield
     except Stopped as stopped:
         record.note_stop(stopped.signal_name)
         raise

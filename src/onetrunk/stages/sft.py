@@ -19,7 +19,7 @@ from onetrunk.models.loading import load_config
 from onetrunk.parallel.sharding import cast_when_sharded
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments, parse
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_training_rows
-from onetrunk.stages.run_context import begin, finish, run_stage, train
+from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 
 
 def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
@@ -31,7 +31,8 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
     rows, held_out = load_training_rows(data, args.seed, check_completions)
     require_push(args)
     trainer = make_trainer(args, model_args, rows, held_out)
-    train(trainer, resume, "sft", data, model_args)
+    with recorded(trainer, resume, "sft", data, model_args):
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if held_out is not None:
         trainer.save_metrics("eval", trainer.evaluate())

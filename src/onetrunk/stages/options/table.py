@@ -50,7 +50,7 @@ SETTINGS_MODULES = {
     "merge": "onetrunk.stages.tools.merge",
 }
 # Verbs whose command line is parsed by `options/words.py`.
-WORD_MODULES = {"run": "onetrunk.stages.run.chain", "report": "onetrunk.stages.tools.report"}
+WORD_MODULES = {"run": "onetrunk.stages.pipeline", "report": "onetrunk.stages.tools.report"}
 # Verbs whose modules import neither torch nor transformers. Their `main` raises ValueError for a mistake.
 PLAIN_MODULES = {
     "plan": "onetrunk.stages.plan",
