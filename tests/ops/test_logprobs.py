@@ -227,3 +227,40 @@ def test_what_does_not_fit_is_named(changes, message):
     hidden, head, targets = case()
     with pytest.raises(ValueError, match=message):
         fused_token_logprobs(hidden, replace(head, **changes), targets)
+
+
+class CastsOf(TorchDispatchMode):
+    """Count the copies of one tensor into another dtype."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.tensor, self.count = tensor, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default and args[0] is self.tensor
+        return func(*args, **(kwargs or {}))
+
+
+def test_float32_gradients_are_those_of_the_naive_twin_at_a_vocabulary_of_many_tiles():
+    hidden, head, targets = case(40, 64, 30_000, dtype=torch.float32)
+    args = (hidden * 0.3, head, targets)
+    upstream = torch.randn(40, generator=torch.Generator().manual_seed(1))
+    naive = gradient(token_logprobs, *args, upstream=upstream)
+    ours = gradient(fused_token_logprobs, *args, upstream=upstream, chunk_bytes=4 * 40 * 512)
+    # Sums of 30,000 terms in another order; entries are about 1
+    assert_close(ours, naive, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_acts_as_on_the_head_of_a_model_and_casts_the_weight_once():
+    hidden, head, targets = case(33, 24, 301, dtype=torch.float32, bias=True)
+    with torch.autocast("cpu", torch.bfloat16), CastsOf(head.weight) as casts:
+        fused = fused_token_logprobs(hidden, head, targets, chunk_size=8)
+        with torch.no_grad():
+            scored = fused_token_logprobs(hidden, head, targets, chunk_size=8)
+    assert casts.count == 2  # one in each of the two calls, whatever the number of chunks
+    low = Head(head.weight.bfloat16(), head.bias.bfloat16())
+    expected = fused_token_logprobs(hidden.bfloat16(), low, targets, chunk_size=8)
+    for ours, without_grad, theirs in zip(fused, scored, expected, strict=True):
+        assert torch.equal(ours, theirs) and torch.equal(ours, without_grad)
+    fused[0].sum().backward()
+    assert hidden.grad.dtype == torch.float32

@@ -90,6 +90,15 @@ def test_a_token_of_the_kl_counts_by_its_ratio_and_its_weight_which_get_no_gradi
     assert_close(torch.autograd.grad(loss, t.logprobs), torch.autograd.grad(expected, t.logprobs), **EXACT)
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_on_the_first_pass_over_the_policys_own_samples_the_kl_is_the_plain_mean(estimator):
+    t = random_tensors(2)
+    loss = kl_loss(t.logprobs, t.logprobs.detach(), t.ref_logprobs, t.mask, estimator)
+    plain = masked_mean(kl_estimate(t.logprobs, t.ref_logprobs, estimator), t.mask)
+    gradients_of_both = (torch.autograd.grad(x, t.logprobs)[0] for x in (loss, plain))
+    assert torch.equal(loss, plain) and torch.equal(*gradients_of_both)
+
+
 def test_what_is_not_given_is_left_out():
     t = random_tensors()
     only_values = {"mask": t.mask, "values": t.values, "returns": t.returns, "ref_logprobs": t.ref_logprobs}
@@ -143,6 +152,15 @@ def test_a_small_kl_keeps_its_digits_in_float32():
     _, stats = loss_of(tensors, LossCoefficients(kl_estimator="k3", kl_weight=1.0))
     for kl in (stats["policy"]["approx_kl"], stats["kl"]["loss"]):
         assert kl.item() == pytest.approx(5e-9, rel=1e-3)
+
+
+def test_values_that_stay_within_the_clip_range_count_as_not_clipped():
+    # V_old + (V - V_old) would not be V to the last bit, and .2% of such values count as clipped
+    generator = torch.Generator().manual_seed(0)
+    values, returns = torch.randn(2, 1, 10_000, generator=generator)
+    old_values = values + 0.15 * (2 * torch.rand(1, 10_000, generator=generator) - 1)
+    _, stats = value_loss(values, old_values, returns, torch.ones_like(values).bool(), clip=0.2)
+    assert stats["clip_fraction"] == 0
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from onetrunk.ops import (
     bradley_terry_loss,
     fused_token_logprobs,
     kl_estimate,
+    masked_whiten,
     policy_loss,
     token_rewards,
     value_loss,
 )
+from onetrunk.ops.masking import masked_moments
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # only the order of a few dozen additions differs
 SEEDS = st.integers(0, 2**31)
@@ -133,6 +135,21 @@ def test_the_score_is_added_once_for_any_kl(step, beta, estimator):
     assert rewards[~mask].eq(0).all()
     without = rewards + beta * kl
     assert (without.abs() > 1e-9).sum(1).le(1).all()
+
+
+@many
+@given(step=steps(), padding=st.integers(0, 7), seed=SEEDS)
+def test_moments_and_whitening_do_not_see_padding_or_order(step, padding, seed):
+    x, _, _, mask = step
+    wide = torch.cat([x, torch.full((len(x), padding), torch.nan, dtype=x.dtype)], 1).flatten()
+    wide_mask = torch.cat([mask, torch.zeros(len(x), padding, dtype=torch.bool)], 1).flatten()
+    order = torch.randperm(len(wide), generator=torch.Generator().manual_seed(seed))
+    for moved, plain in zip(masked_moments(wide[order], wide_mask[order]), masked_moments(x, mask), strict=True):
+        assert_close(moved, plain, **EXACT)
+    whitened = torch.zeros_like(wide)
+    whitened[order] = masked_whiten(wide[order], wide_mask[order])
+    # Few entries that lie close together are divided by a small deviation.
+    assert_close(whitened[wide_mask], masked_whiten(x, mask)[mask], rtol=1e-6, atol=1e-6)
 
 
 @many

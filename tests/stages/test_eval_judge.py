@@ -155,18 +155,6 @@ def test_another_adapter_is_an_opponent_and_the_sides_can_be_exchanged(evaluate,
     assert set(passed) == {"policy", "reference", "opponent"}
 
 
-def test_an_opponent_without_a_judge_is_measured_beside_the_model(evaluate, inputs, tmp_path, capsys):
-    rewards = ["--reward_funcs", f"{inputs}/checks.py:concise"]
-    model = ["--model_name_or_path", inputs / "model"]
-    assert evaluate(*model, "--opponent", inputs / "rival", *rewards, config="eval") == 0
-    figures = metrics(tmp_path / "out")
-    assert "win_rate" not in figures and "reference" not in figures
-    assert "opponent" in capsys.readouterr().out
-    assert evaluate("--model_name_or_path", inputs / "rival", *rewards, config="eval", out="alone") == 0
-    assert figures["opponent"] == metrics(tmp_path / "alone")["policy"]
-    assert len(lines(tmp_path / "out/pairs.jsonl")) == NUM_PROMPTS
-
-
 @pytest.mark.parametrize(
     ("config", "options", "code", "sentence"),
     [
@@ -278,11 +266,3 @@ def test_nothing_is_bought_twice_in_a_rerun_and_equal_texts_not_at_all(contest, 
     assert first.outcomes[0] == 0.5 and first.metrics["identical"] == 1
     assert first.rates.pairs == sum(outcome is not None for outcome in first.outcomes)
     assert first.metrics["abstained"] + first.rates.pairs == len(same)
-
-
-def test_a_judge_that_never_answers_ends_with_a_sentence(contest, tmp_path):
-    judge = runs.CountingJudge(tmp_path / "asked.log", fails=lambda number: True)
-    with pytest.raises(RuntimeError, match="the judge counting left 6 of 6 questions without an answer"):
-        contest(judge)
-    with pytest.raises(RuntimeError, match="decided none of 9 pairs"):
-        contest(judge, max_failed_fraction=1.0)

@@ -94,9 +94,6 @@ class EvalArguments(SamplingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("reward_funcs", "checks"):
-            value = getattr(self, name)
-            setattr(self, name, [value] if isinstance(value, str) else value)
         if self.reward_weights and not self.reward_funcs:
             raise ValueError("reward_weights is set and reward_funcs is not; give the functions, or leave both out")
         if not 0 <= self.tie_margin < 0.5:
