@@ -263,14 +263,12 @@ class Judge:
 
     def _answer_all(self, questions: Sequence[Question], keep: Done) -> None:
         """Call `keep(index, answer)` once per question. Asks about the items under one principle together."""
-        indices: dict[Principle, list[int]] = {}
+        places: dict[Principle, list[int]] = {}
         for index, (_, principle) in enumerate(questions):
-            indices.setdefault(principle, []).append(index)
-        for principle, of_principle in indices.items():
-            items = [questions[index][0] for index in of_principle]
-            self._answer(
-                items, principle, lambda place, answer, of_principle=of_principle: keep(of_principle[place], answer)
-            )
+            places.setdefault(principle, []).append(index)
+        for principle, indices in places.items():
+            items = [questions[index][0] for index in indices]
+            self._answer(items, principle, lambda i, answer, indices=indices: keep(indices[i], answer))
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         """Call `keep(index, answer)` once per item: a Verdict for a Pair, a Rating for a Single."""
