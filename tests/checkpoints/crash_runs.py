@@ -53,9 +53,6 @@ PPO = {
     "num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1, "logging_steps": 3,
     "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2,
 }  # fmt: skip
-# The first of the evaluations is the best one: the checkpoint that is loaded at the end is not the last.
-BEST = {"eval_strategy": "steps", "load_best_model_at_end": True}
-BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}
 
 
 def words(i: int, count: int) -> str:
@@ -84,12 +81,8 @@ def sft(folder: Path, **settings: Any) -> Any:
     args = SFTArguments(output_dir=str(folder), **{**PLAIN, **settings})
     model = tiny_model("llama", num_hidden_layers=2)
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.3, target_modules="all-linear", task_type="CAUSAL_LM")
-    parts = {"processing_class": tiny_tokenizer(), "peft_config": config, "eval_dataset": held_out(rows, args)}
+    parts = {"processing_class": tiny_tokenizer(), "peft_config": config}
     return ResumableSFTTrainer(model=model, args=args, train_dataset=rows, **parts)
-
-
-def held_out(rows: Dataset, args: Any) -> Dataset | None:
-    return None if str(args.eval_strategy.value) == "no" else rows.select(range(4))
 
 
 def scorer() -> PreTrainedModel:
@@ -100,13 +93,13 @@ def scorer() -> PreTrainedModel:
 
 def reward(folder: Path, **settings: Any) -> Any:
     args = RewardModelConfig(output_dir=str(folder), **{**PLAIN, **settings})
-    return RewardModelTrainer(scorer(), args, pairs(), held_out(pairs(), args), tiny_tokenizer())
+    return RewardModelTrainer(scorer(), args, pairs(), None, tiny_tokenizer())
 
 
 def distill(folder: Path, **settings: Any) -> Any:
     rows = pairs().map(lambda row, i: {"chosen_score": 0.1 * i, "rejected_score": -0.05 * i}, with_indices=True)
     args = RewardDistillationConfig(output_dir=str(folder), **{**PLAIN, **settings})
-    return RewardDistillationTrainer(scorer(), args, rows, held_out(rows, args), tiny_tokenizer())
+    return RewardDistillationTrainer(scorer(), args, rows, None, tiny_tokenizer())
 
 
 def ppo(folder: Path, **settings: Any) -> Any:
@@ -150,14 +143,16 @@ KINDS: dict[str, Callable[..., Any]] = {
     "ppo_stopped": lambda folder, **s: ppo(
         folder, alarm_limits={"entropy": 10.0}, stop_on_alarm=["entropy"], **{"num_rollouts": 5, **s}
     ),
+    # The first of the evaluations is the best one: the checkpoint that is loaded at the end is not the last.
     "ppo_best": lambda folder, **s: ppo(
-        folder, **{**BEST, "eval_steps": 3, "metric_for_best_model": "score/mean", "eval_dataset": prompts(4), **s}
+        folder,
+        **{"eval_strategy": "steps", "load_best_model_at_end": True, "metric_for_best_model": "score/mean"},
+        **{"greater_is_better": True, "eval_steps": 3, "eval_dataset": prompts(4), **s},
     ),
     "ppo_monitor": ppo_monitor,
     "sft": sft,
     "reward": reward,
     "distill": distill,
-    "reward_best": lambda folder, **s: reward(folder, **{**BEST, "eval_steps": 2, **s}),
 }
 
 

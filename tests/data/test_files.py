@@ -44,13 +44,6 @@ def test_every_format_gives_the_same_rows(tmp_path):
     assert load_rows(paths[0], split="train[:1]").to_list() == expected[:1]
 
 
-def test_a_changed_file_is_read_again(tmp_path):
-    path = written(tmp_path, "a.jsonl", '{"prompt": "cat"}\n')
-    assert load_rows(path)["prompt"] == ["cat"]
-    path.write_text('{"prompt": "bird"}\n')
-    assert load_rows(str(path))["prompt"] == ["bird"]
-
-
 def test_columns_are_renamed_also_in_a_circle(tmp_path):
     path = written(tmp_path, "a.jsonl", '{"question": "q", "answer": "a"}\n')
     assert load_rows(path, columns={"prompt": "question"}).to_list() == [{"prompt": "q", "answer": "a"}]

@@ -34,11 +34,6 @@ def test_a_shard_that_is_none_is_refused(text):
         Shard.parse(text)
 
 
-def test_shards_are_counted_from_zero_and_named_after_their_number():
-    assert Shard.parse("3/4") == Shard(3, 4)
-    assert Shard.parse("0/1").suffix() == "" and Shard(3, 4).suffix() == "-00003-of-00004"
-
-
 def rows(count, conversational):
     turn = [{"role": "user", "content": "é\n"}]
     texts = [(turn, turn) if conversational else (f"p{i}", "c") for i in range(count)]

@@ -6,6 +6,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from onetrunk.models.build import attach_score_adapter, build_trunk
+from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.reward_model import (
     load_adapter_scorer,
     load_with_new_head,
@@ -172,7 +173,7 @@ def test_saved_and_loaded_it_scores_the_same(base, tmp_path, adapted):
     inner = trainer.model.get_base_model() if adapted else trainer.model
     before = ModelReward(inner.eval(), tiny_tokenizer())(prompts=PROMPTS, completions=GOOD)
     loaded = load_adapter_scorer(str(tmp_path))[0] if adapted else str(tmp_path)
-    after = ModelReward(loaded, str(tmp_path))
+    after = ModelReward(loaded, read_tokenizer(str(tmp_path)))
     assert reads_end_token(after.model)
     assert after(prompts=PROMPTS, completions=GOOD) == before
     assert len(set(before)) > 2

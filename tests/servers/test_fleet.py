@@ -165,17 +165,6 @@ def test_servers_share_the_load_and_one_that_is_down_loses_nothing(caplog):
     assert 4 <= len(one.asked) <= 40 and "one fails (the connection failed); the others take its calls" in caplog.text
 
 
-def test_a_server_with_a_wrong_key_is_left_out_and_without_others_the_run_ends():
-    async def rejected(index):
-        raise CallError("HTTP 401", "stop")
-
-    one, other = FakeServer(rejected, "one"), FakeServer(answers_in(), "other")
-    told, end, _ = ask_all(20, one, other, concurrency=1)
-    assert len(told) == 20 and end is None and len(one.asked) == 1
-    told, end, _ = ask_all(20, one, FakeServer(rejected, "third"))
-    assert not told and "one, third: HTTP 401" in str(end)
-
-
 class Budget:
     """Room for so many calls at once, and in all."""
 

@@ -17,8 +17,7 @@ from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.reference_completions import sample_references
 from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key
 from onetrunk.stages.ppo import RunJudges
-from onetrunk.utils.files import digest, load_tensors
-from tests.checkpoints.hub_stub import stand_in
+from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts
 from tests.stages.recipes import ROOT
@@ -162,16 +161,6 @@ def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_
     assert two["monitor"]["best"]["judge_score"] == pytest.approx(one["monitor"]["best"]["judge_score"], abs=0.05)
 
 
-def test_what_the_judge_said_is_not_pushed_to_the_hub(there, monkeypatch):
-    hub = stand_in(monkeypatch)
-    pushing = ["--push_to_hub", "true", "--hub_model_id", "someone/judged", "--num_rollouts", "1"]
-    assert ppo("pushed", "--reward_funcs", "pairwise", *JUDGE, *pushing) == 0
-    hub.close()
-    assert len([path for path in Path("pushed").rglob("*.db") if path.is_file()]) >= 2
-    assert "adapter_model.safetensors" in hub.files
-    assert not [name for name in hub.files if ".db" in name]
-
-
 def test_a_column_of_reference_completions_is_taken_as_it_is(there):
     rows = [json.loads(line) | {"reference_completion": "the cat"} for line in open("rows.jsonl")]
     (there / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -245,9 +234,3 @@ def test_a_judge_that_is_not_there_is_one_sentence_before_the_model_loads(there,
     assert ppo("absent", "--model_name_or_path", "no-model", "--reward_funcs", "judge", *options) == 1
     err = capsys.readouterr().err
     assert sentence in err and "no-model" not in err and "Traceback" not in err
-
-
-def test_the_key_of_a_prompt_is_that_of_preference_data():
-    from onetrunk.feedback.shards import prompt_key as other
-
-    assert prompt_key("a lamp") == other("a lamp") == digest({"prompt": "a lamp"})

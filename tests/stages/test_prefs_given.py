@@ -67,7 +67,7 @@ def test_pairs_are_labelled_by_the_judge_whatever_their_order(prefs, tmp_path):
     found = statistics(tmp_path / "out")
     assert found["counts"]["prompts"] == found["counts"]["labelled"] == 12
     card = (tmp_path / "out/README.md").read_text()
-    assert "those of given.jsonl" in card and "temperature" not in card
+    assert "given by given.jsonl" in card and "temperature" not in card
 
 
 def test_logged_conversations_of_one_prompt_are_compared(prefs, tmp_path):

@@ -95,7 +95,7 @@ def test_conversations_go_into_parquet_and_come_back_as_messages(prefs, inputs, 
     assert all(row["chosen"][0]["role"] == "assistant" and len(row["chosen"]) == 1 for row in rows)
 
 
-@pytest.mark.parametrize(("suffix", "dataset"), [("jsonl", "prompts.jsonl"), ("parquet", "turns.jsonl")])
+@pytest.mark.parametrize(("suffix", "dataset"), [("parquet", "turns.jsonl")])
 def test_a_shard_without_prompts_is_an_empty_file_that_the_others_can_be_read_with(
     prefs, inputs, tmp_path, suffix, dataset
 ):
@@ -173,14 +173,6 @@ def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inp
     assert "other settings (model: " in capsys.readouterr().err
 
 
-def test_a_folder_with_something_else_is_left_alone(prefs, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/README.md").write_text("mine")
-    assert prefs() == 1
-    assert "holds something else" in capsys.readouterr().err
-    assert (tmp_path / "out/README.md").read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
@@ -203,11 +195,6 @@ def test_a_wrong_input_is_one_sentence(prefs, tmp_path, capsys, options, code, m
     assert prefs(*options) == code
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
-
-
-def test_completions_that_are_all_alike_end_in_a_sentence(prefs, capsys):
-    assert prefs("--temperature", "0.00001") == 1
-    assert "no row came out (prompts 14" in capsys.readouterr().err
 
 
 def test_several_processes_are_told_about_shards(prefs, monkeypatch, capsys):

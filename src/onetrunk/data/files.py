@@ -145,7 +145,7 @@ def check_renaming(names: Sequence[str], columns: Mapping[str, str]) -> None:
     """Raise ValueError if columns cannot be renamed.
 
     Args:
-        names: of the columns that there are.
+        names: the columns of the dataset.
         columns: our name -> the dataset's name.
     """
     theirs = list(columns.values())

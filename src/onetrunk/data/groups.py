@@ -43,7 +43,7 @@ class Group:
         prompt: text or conversation.
         texts: the completions, as a judge reads them.
         num_better: the first so many are better than each of the others; 0: nothing is known.
-        probability: of that, above 0.5 up to 1; 0.5: people call them equal.
+        probability: how likely they are better, from 0.5 (people call them equal) to 1.
         stopped: False for a completion that was cut off at a length limit.
         subset: the part of the dataset that it belongs to.
         reference: an answer that is known to be good; None without one.
@@ -95,8 +95,8 @@ def group_of(row: Row, shape: str, subset: str = ALL) -> Group:
     """Return the group that a row is; raises Bad for a row that is none.
 
     Args:
-        row: of a dataset.
-        shape: from `shape_of`.
+        row: a row of a dataset.
+        shape: what `shape_of` returned.
         subset: where the row does not name one.
     """
     group = READERS[shape](row)
@@ -111,7 +111,7 @@ def group_of(row: Row, shape: str, subset: str = ALL) -> Group:
 
 
 def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) -> Iterator[Group]:
-    """Yield the groups of rows; those of logs are joined by their prompt, in the order of its first row.
+    """Yield the groups of rows; logs are joined by their prompt, in the order of its first row.
 
     Raises:
         ValueError: names the first bad row; logs are checked before the first group.

@@ -271,7 +271,7 @@ def decode_completion(
         completion_ids: token ids.
         stopped: whether the last id is a stop token, which is removed even if the tokenizer does not list it among its
             special tokens.
-        prompt: of the completion.
+        prompt: what the completion answers.
     """
     ids = completion_ids[:-1] if stopped else completion_ids
     return as_completion(prompt, tokenizer.decode(ids, skip_special_tokens=True))

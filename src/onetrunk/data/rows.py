@@ -39,7 +39,7 @@ ROLES = (
 
 
 def check_rows(rows: Rows, fault: Fault) -> Rows:
-    """Return rows that are checked: those of a Dataset now; of sharded rows a sample now, and each when it is read.
+    """Return checked rows: a Dataset is checked now; of sharded rows a sample now, and each row when it is read.
 
     Args:
         rows: at least one.

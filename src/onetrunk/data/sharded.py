@@ -119,8 +119,8 @@ class BlockSampler:
     """A sampler for a DataLoader: the rows of the pass `epoch` in their order.
 
     Args:
-        order: of the rows.
-        seed: of the shuffle; None: the order of the files in every pass.
+        order: how rows are permuted.
+        seed: decides the permutation; None: the order of the files in every pass.
     """
 
     def __init__(self, order: BlockOrder, seed: int | None):
@@ -333,7 +333,7 @@ class ShardedRows:
         return self._changed(_steps=(*self._steps, step), _added=(*self._added, *added))
 
     def encoded(self, encode: Callable[[list[Row]], Sequence[Row | None]], about: str = "") -> ShardedRows:
-        """Return these rows with another step that gets the rows of a batch together, after those of each row.
+        """Return these rows with another step that gets the rows of a batch together, after the steps of each row.
 
         Args:
             encode: returns as many rows, None for one that is left out.
@@ -480,7 +480,7 @@ def load_sharded_rows(
         name: files (`rows/*.parquet`, `hf://datasets/owner/name/*.parquet`, `s3://bucket/rows/*.parquet`), a folder,
             or a dataset on the Hub. Formats other than Parquet are converted once.
         split: its name; a slice is not possible.
-        config_name, columns: as for `load_rows`.
+        config_name, columns: see `load_rows`.
         window: rows that are shuffled together.
 
     Raises:

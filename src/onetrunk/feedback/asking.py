@@ -43,7 +43,7 @@ class Asker:
 
     Args:
         judge, constitution, ledger: who is asked by what, and what keeps the answers.
-        limit: of questions without an answer.
+        limit: stops the run when too many questions have no answer.
         both_orders: as in `judge_pairs`.
         costs: checks the budget after each answer; None: no budget.
     """

@@ -2,8 +2,8 @@
 
 The counters are in an SQLite database that all shards of a folder share: a row for each judge of each run, which only
 that run writes. With a budget, a call to a server reserves its largest cost there before it is sent. The reservation
-ends when the cost of the call is known; that of a killed process, or of a call without an answer, stays, because the
-call may have been paid.
+ends when the cost of the call is known. A killed process, or a call without an answer, leaves its reservation,
+because the call may have been paid.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Costs:
 
     Args:
         folder: the output folder.
-        judges: those that are asked.
+        judges: the judges of this run.
         settings: prices and budget.
 
     Raises:
@@ -117,7 +117,7 @@ class Costs:
             self._write(database)
 
     def _write(self, database: sqlite3.Connection) -> None:
-        """Write the counters of this run, and read those of all runs and shards."""
+        """Write the counters of this run, and read the counters of all runs and shards."""
         rows = [(self._run, name, *astuple(usage)) for name, usage in self._usages.items()]
         database.executemany(f"INSERT OR REPLACE INTO usage VALUES (?, ?{', ?' * len(COUNTERS)})", rows)
         self._rows, self._saved = database.execute(SELECT).fetchall(), time.monotonic()
@@ -164,7 +164,7 @@ class Costs:
         )
 
     def save(self) -> None:
-        """Commit the counters, and read those of the other shards."""
+        """Commit the counters, and read the counters of the other shards."""
         with self._database.writing() as database:
             self._write(database)
 

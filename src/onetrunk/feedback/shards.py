@@ -78,7 +78,7 @@ def rows_file(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[
 
     Args:
         path: ends in .jsonl or .parquet.
-        schema: for Parquet only; called with the first rows, or at the end.
+        schema: returns the columns, for Parquet only; called with the first rows, or at the end.
     """
     delete_temporaries(path.parent, path.name)
     with atomic_path(path) as temporary:

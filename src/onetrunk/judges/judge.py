@@ -134,8 +134,8 @@ class Usage:
         unsettled_calls, unsettled_prompt_tokens, unsettled_completion_tokens: calls under a budget whose cost is not
             known (in flight, without an answer, or of a killed process), and the most tokens that they may have used.
         questions: answered by the judge, abstentions included; answers from a ledger are not counted.
-        calls: to a server, failed ones included.
-        failed_calls: those without an answer of the expected form; most were made again.
+        calls: sent to a server, failed ones included.
+        failed_calls: calls without an answer of the expected form; most were repeated.
         estimated_calls: answered calls to a server that did not report their tokens, of which the most is counted.
         prompt_tokens, completion_tokens: read and written; of a server as it reports them.
         seconds: during which questions were being answered.
@@ -199,10 +199,10 @@ class Judge:
     """Compares pairs of completions, and rates single completions. A judge of your own defines `_answer`.
 
     Args:
-        name: for reports and metrics, [A-Za-z0-9._-].
+        name: the judge's name in reports and metrics, [A-Za-z0-9._-].
         identity: everything that an answer depends on besides the question (model and its revision or fingerprint,
             template, sampling), as JSON values. Ledgers use it in their keys.
-        is_remote: whether it only waits for servers, and so may answer in a thread beside other work.
+        is_remote: whether it only waits for servers, and so may answer in a thread while other work goes on.
     """
 
     name: str
@@ -263,14 +263,12 @@ class Judge:
 
     def _answer_all(self, questions: Sequence[Question], keep: Done) -> None:
         """Call `keep(index, answer)` once per question. Asks about the items under one principle together."""
-        indices: dict[Principle, list[int]] = {}
+        places: dict[Principle, list[int]] = {}
         for index, (_, principle) in enumerate(questions):
-            indices.setdefault(principle, []).append(index)
-        for principle, of_principle in indices.items():
-            items = [questions[index][0] for index in of_principle]
-            self._answer(
-                items, principle, lambda place, answer, of_principle=of_principle: keep(of_principle[place], answer)
-            )
+            places.setdefault(principle, []).append(index)
+        for principle, indices in places.items():
+            items = [questions[index][0] for index in indices]
+            self._answer(items, principle, lambda i, answer, indices=indices: keep(indices[i], answer))
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         """Call `keep(index, answer)` once per item: a Verdict for a Pair, a Rating for a Single."""

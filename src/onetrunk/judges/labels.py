@@ -49,7 +49,7 @@ class PairLabel:
             (None: no answer).
         abstentions: questions that the judge did not decide.
         errors: questions without an answer yet.
-        refused, unread: those among the errors that have this `ErrorKind`.
+        refused, unread: how many of the errors have this `ErrorKind`.
     """
 
     probability: float | None

@@ -73,7 +73,7 @@ class CausalJudge(Judge):
     Args:
         model: a transformers causal LM; set to eval mode.
         tokenizer: the model's, with or without a chat template.
-        name: for reports; None takes the last part of the model's path.
+        name: the judge's name in reports; None takes the last part of the model's path.
         batch_size: questions per forward.
         reasoning_tokens: longest reasoning before each answer, decoded greedily; 0 for none.
         min_label_mass: from 0 to 1; with less probability on the labels together the judge abstains.
@@ -220,7 +220,7 @@ def load_causal_judge(
     Args:
         name: folder or Hub name of a model, or of an adapter.
         device: None leaves it on the CPU.
-        dtype: of the weights; None for the checkpoint's own.
+        dtype: the type of the weights; None keeps the checkpoint's own.
         **settings: of CausalJudge, which may raise ValueError.
 
     Raises:

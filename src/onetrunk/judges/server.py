@@ -95,13 +95,13 @@ class ServerJudge(Judge):
     A verdict takes one call with log probabilities, and `samples` calls without; with reasoning, twice as many. Calls
     run concurrently and are made again after temporary errors. A question without an answer gets a verdict with an
     error, never a label. When the servers are given up (`ServerUnavailable`), `done` has received every verdict until
-    then. `usage` counts calls, and tokens as the server reports them, or an estimate where it reports none.
+    then. `usage` counts calls, and tokens as the server reports them, or the most that a call may have used.
 
     Args:
-        url: of the API, such as "http://127.0.0.1:8000/v1"; several of servers with the same model.
+        url: the address of the API, such as "http://127.0.0.1:8000/v1", or a list for servers of the same model.
         model: its name on the server; replies of any other model are rejected.
         policy: waits, numbers of calls and deadlines.
-        others: as the settings of these names in `JudgeConfig`.
+        api_key_env, max_concurrency, ...: the settings `judge_...` of `JudgeConfig`.
 
     Raises:
         ValueError: no URL, no model, or a variable that is not set.

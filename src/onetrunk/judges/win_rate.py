@@ -5,8 +5,8 @@ A label is the probability that a pair's first completion is the better one, the
 the prediction of a logistic regression of the labels on the difference of lengths, at equal length. Pairs of one
 prompt are a cluster and are resampled together. Computed in float64; an empty reduction gives NaN, never 0.
 
-Source: AlpacaEval 2 (github.com/tatsu-lab/alpaca_eval, `metrics/`); the length-controlled win rate is that of Dubois
-et al. 2024 (2404.04475, equation 2) without what exists only for AlpacaEval's prompts and baseline (difficulties and
+Source: AlpacaEval 2 (github.com/tatsu-lab/alpaca_eval, `metrics/`); the length-controlled win rate follows Dubois et
+al. 2024 (2404.04475, equation 2) without what exists only for AlpacaEval's prompts and baseline (difficulties and
 rewritten answers). On 57 models of the leaderboard the other metrics equal the leaderboard's, and this one is within
 0.7 points if each side is the longer one in about 40% of the pairs or more. If one side is longer in fewer than 20%,
 it is up to 24 points off, mostly too high for the shorter side; `is_extrapolated` reports that.
@@ -71,9 +71,10 @@ class WinRate:
     """Win rates of one side against another.
 
     Args:
-        wins, ties, losses: of the first side; a pair whose two orders contradict each other is a tie.
+        wins, ties, losses: numbers of pairs, seen from the first side; a pair whose two orders contradict each other
+            is a tie.
         win_rate: mean label.
-        standard_error: of `win_rate`; pairs of one prompt count as one observation.
+        standard_error: the standard error of `win_rate`; pairs of one prompt count as one observation.
         discrete_win_rate: (wins + ties / 2) / pairs.
         length_controlled_win_rate: the win rate at equal length, from `length_fit`.
         mean_length_difference: first minus second.
@@ -141,8 +142,8 @@ def win_rate(
         prompts: n keys; pairs of one key are drawn together.
         length_differences: [n] first minus second, in any unit; characters in AlpacaEval.
         consistent, tie_margin: as in `pair_outcomes`.
-        num_resamples: of the prompts, with replacement.
-        seed: of the resamples.
+        num_resamples: how often the prompts are resampled, with replacement.
+        seed: decides the resamples.
 
     Raises:
         ValueError: labels outside [0, 1].

@@ -124,16 +124,13 @@ def sample_blocks(run: Run, judges: Judges) -> list[Block]:
     for name in judges:
         said = [(row["judges"].get(name, {}).get("probability"), row) for row in rows]
         wrong = sorted(((p, i) for i, (p, _) in enumerate(said) if p is not None and p < 0.5))[:NUM_SAMPLES]
-        samples = [(plain(rows[i]["prompt"]), _sides(rows[i], p, name)) for p, i in wrong]
+        samples = []
+        for probability, index in wrong:
+            row = rows[index]
+            better = f"better for people, probability {probability:.3f}"
+            samples.append((plain(row["prompt"]), [(better, plain(row["better"])), ("other", plain(row["other"]))]))
         blocks += [Block(f"Where {name} is most wrong", samples=samples)] if samples else []
     return [Block("Samples", blocks=blocks)] if blocks else []
-
-
-def _sides(row: dict[str, Any], probability: float, name: str) -> list[tuple[str, str]]:
-    thoughts = row["judges"][name].get("thoughts") or []
-    sides = [(f"better for people, probability {probability:.3f}", row["better"]), ("the other one", row["other"])]
-    sides += [("what the judge thought", "\n\n".join(thoughts))] if thoughts else []
-    return [(title, plain(text)) for title, text in sides]
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class RewardSet:
                 raise _failure(self.names[index], result) from result
             results[index] = result
         if self.trunk_reward is not None:
-            # Errors of the trunk are not reported as those of a reward function.
+            # Errors of the trunk are not reported as errors of a reward function.
             results[self.functions.index(self.trunk_reward)] = (trunk_scores or self.trunk_reward)()
         return results
 

@@ -71,7 +71,7 @@ class ModelReward(BuiltInReward):
         max_length: tokens of prompt and completion; None: what model and tokenizer allow.
         batch_size: texts per forward.
         device: None leaves the model where it is.
-        name: for metrics; None: the last part of the path.
+        name: the name in metrics; None: the last part of the path.
 
     Raises:
         ValueError: the model is not a scalar reward model, or a setting cannot work.
@@ -219,7 +219,7 @@ class EnsembleReward(BuiltInReward):
         penalty: score units per unit of disagreement; 0 or more.
         batch_size: texts per forward.
         device: None: the CPU.
-        name: for metrics; the disagreement is logged as `score/<name>_disagreement`.
+        name: the name in metrics; the disagreement is logged as `score/<name>_disagreement`.
 
     Raises:
         ValueError: fewer than two members, a negative penalty, or a member without a scale or without a head.

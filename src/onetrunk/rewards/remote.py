@@ -83,7 +83,7 @@ class RemoteReward(BuiltInReward):
     server stays unreachable or rejects every row.
 
     Args:
-        url: of the endpoint.
+        url: the address of the endpoint.
         model: its name on the server; None if the server has only one.
         tokenizer: for classify: folder or Hub name of the reward model. Rows are then tokenized here exactly as
             `ModelReward` does (chat template, end token, length limit). None: texts are sent, and conversations as
@@ -92,7 +92,7 @@ class RemoteReward(BuiltInReward):
         batch_size: rows per call.
         max_concurrency: largest number of calls at the same time.
         timeout_s: deadline of one call.
-        name: for metrics; None: the model's name, else the end of the path.
+        name: the name in metrics; None: the model's name, else the end of the path.
         policy: waits, numbers of calls and deadlines; None: calls are made again for up to 5 minutes.
 
     Raises:

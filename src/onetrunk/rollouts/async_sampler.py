@@ -65,8 +65,8 @@ class Part:
 
     Args:
         iteration: the rollout.
-        places: of the rows in it.
-        prompt_ids, keys: of the rows.
+        places: the positions of the rows in the rollout.
+        prompt_ids, keys: one of each per row.
         version: None until it starts.
         rows: None until it ends.
     """
@@ -92,7 +92,7 @@ class AsyncSampler:
 
     Args:
         sample: called in several threads at once.
-        rows_per_rollout: of this process.
+        rows_per_rollout: rows of one rollout on this process.
         max_staleness: rollouts, 0 or more.
         rows_per_part: rows of one call.
         max_rows: rows that run at once; a single part always may. None: no bound.

@@ -3,7 +3,7 @@
 As with a server, only the adapter travels: each version is written to a folder of its own and loaded under a new name
 and id (`publishing.py` says why). The engine has the base once more. With sleep mode its weights are in the machine's
 memory between rollouts and its cache is freed; the adapter's place belongs to its weights, so an adapter is loaded
-only while it is awake. It cannot sample during an update, so it has one adapter at a time, that of the last `sync`.
+only while it is awake. It cannot sample during an update, so it has one adapter at a time, from the last `sync`.
 """
 
 from __future__ import annotations
@@ -122,10 +122,6 @@ class ColocatedBackend:
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
         """Start the engine on the base of `model`, and check that it can sample from it.
 
-        Args:
-            model: the policy, unwrapped, with the adapter to train.
-            longest_row: most tokens of a prompt and its completion.
-
         Raises:
             ValueError: an adapter or a base that vLLM does not serve in this process.
             RuntimeError: the engine does not start, has another base, or too few positions.
@@ -214,14 +210,8 @@ class ColocatedBackend:
     def sync(self, model: nn.Module, version: int) -> None:
         """Write the active adapter for the engine, which samples from it from now on.
 
-        The same version with the same weights is written once. The engine loads it in the next call, when it is awake.
-
-        Args:
-            model: the policy, unwrapped; without an active adapter the engine samples from its base.
-            version: number of optimizer steps so far.
-
-        Raises:
-            ValueError, RuntimeError: as `check_policy`.
+        Without an active adapter the engine samples from its base. The same version with the same weights is written
+        once. The engine loads it in the next call, when it is awake. Raises as `check_policy`.
         """
         self.check_policy(model)
         adapter, before = active_adapter(model), self._published

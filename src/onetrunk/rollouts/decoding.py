@@ -104,7 +104,7 @@ def draw(scores: Tensor, uniforms: Tensor | None, warpers: tuple[LogitsProcessor
     Args:
         scores: [b, V] float32 logits, after temperature and processors.
         uniforms: [b] float64; None: the most probable token.
-        warpers: of `truncation`; the logprobs are those among the tokens that they leave.
+        warpers: what `truncation` returned; logprobs are normalised over the tokens that the warpers leave.
     """
     for warp in warpers:
         scores = warp(None, scores)
@@ -139,8 +139,8 @@ class SamplingCall:
 
     Args:
         model: what samples.
-        prompt_ids, keys: of the n rows.
-        params: of all rows.
+        prompt_ids, keys: one of each for the n rows.
+        params: settings that all rows share.
         capture: takes the states at the cut, or None.
         last_only: keywords that limit the model's logits to the last column.
         new_cache: makes the cache of rows that begin; None: one of all layers.
@@ -306,7 +306,7 @@ def join_caches(cache: DynamicCache, other: DynamicCache, unused: int) -> None:
     """Add the rows of `other` to `cache`; the last columns of both are the same, and the first `unused` are dropped.
 
     Args:
-        cache, other: of layers in JOINABLE_LAYERS. A row has zeros where it has no keys; its mask hides them.
+        cache, other: caches with layers in JOINABLE_LAYERS. A row has zeros where it has no keys; its mask hides them.
         unused: columns, counted from the first one of the longer cache.
     """
     for own, new in zip(cache.layers, other.layers, strict=True):

@@ -43,7 +43,7 @@ class LocalBackend:
     """A `RolloutBackend` that samples from a causal language model in this process.
 
     A row's completion depends on its prompt, its key and the policy: not on the batch, its order or `max_rows`. (Float
-    rounding differs between batch shapes by about 1e-6; it matters only if a draw falls within that of a boundary.)
+    rounding differs between batch shapes by about 1e-6; it matters only if a draw falls that close to a boundary.)
 
     Args:
         model: a transformers causal LM or a PEFT model over one; may be left to `sync`.
@@ -92,9 +92,9 @@ class LocalBackend:
         The model decodes in eval mode, without activation checkpointing; every module's mode is restored afterwards.
 
         Args:
-            keys: as many integers in each.
+            keys: tuples of equally many integers.
             keeps_states: return the states at the cut of the TrunkModel that samples.
-            keeps_last_state: also that of a row's last token, which takes one more step of each row.
+            keeps_last_state: also return the state of a row's last token, which takes one more step per row.
 
         Returns:
             n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0), processors and
@@ -153,7 +153,7 @@ class LocalBackend:
                 else:
                     state.join(new, call.params.pad_token_id)
                     logits = torch.cat([logits, new_logits])
-            if state is None:  # The forward was that of the last tokens.
+            if state is None:  # The forward ran the last tokens.
                 return
             finished, staying = self._draw(call, state, logits)
             if finished:

@@ -154,7 +154,7 @@ class PipelinedBackend:
         own = [layers[i] for i in split.layers(links.stage)]
         stage = StageModel(call.model, split.layers(links.stage), call.last_only)
         with ExitStack() as stack:
-            # A sharded base: each layer is gathered on all processes, and stays on those of its stage.
+            # A sharded base: each layer is gathered on all processes, and stays on the processes of its stage.
             stack.enter_context(gathered(call.model, own if links.num_stages > 1 else None))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(call.model))
@@ -322,7 +322,7 @@ class _StageRun:
     # --- the other stages --------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Take the turns of the stage before, and pass them on, until it says that there are no more."""
+        """Take the turns of the stage before, and pass them on, until it sends the end."""
         length = len(_Turn(END, [], []).encoded(self.capacity))
         while True:
             message, dtype = self.links.next_plan(length)
@@ -345,8 +345,8 @@ class _StageRun:
         """Apply a turn to its batch and run it; return its states, flat, or of the last stage its logits [b, V].
 
         Args:
-            turn: of a batch.
-            dtype: of the states that the stage before sends; None on the first stage.
+            turn: the batch to run, which rows stay and which join.
+            dtype: the type of the states that the stage before sends; None on the first stage.
         """
         if self.backend.poll is not None:
             self.backend.poll()

@@ -64,7 +64,7 @@ LOAD_HINTS = {
 def load_servers(config: Any, **settings: Any) -> VLLMBackend:
     """Return the backend of the servers that a config (PPOConfig, or a stage's arguments) names.
 
-    `settings` are those of VLLMBackend.
+    `settings` are further arguments of VLLMBackend.
     """
     return VLLMBackend(
         config.server_urls,
@@ -98,7 +98,7 @@ class VLLMBackend:
     completion may change with the other rows in flight, because float rounding does.
 
     Args:
-        server_urls: of the servers, such as "http://127.0.0.1:8000". Several single servers, not replicas behind one
+        server_urls: addresses, such as "http://127.0.0.1:8000". Several single servers, not replicas behind one
             address: an adapter would reach only one of them.
         folder: where adapters are published; no other process publishes there, and the servers must be able to read it
             under the same path.
@@ -269,10 +269,6 @@ class VLLMBackend:
 
         Called by every process together. Runs once, before the first rollout at the latest.
 
-        Args:
-            model: the policy, unwrapped.
-            longest_row: most tokens of a prompt and its completion.
-
         Raises:
             ValueError: an adapter that vLLM does not serve.
             RuntimeError: another base, raw logprobs, or too few positions.
@@ -295,7 +291,7 @@ class VLLMBackend:
                 )
 
     def _prove_base(self, model: nn.Module) -> None:
-        """Compare logprobs of the servers' base with those of the trainer's, adapters off."""
+        """Compare logprobs of the servers' base with the trainer's, adapters off."""
         requests = probe_requests(model, self.max_length or 0)
         self._vocab_size = requests[0].vocab_size
 
@@ -310,11 +306,8 @@ class VLLMBackend:
     def sync(self, model: nn.Module, version: int) -> None:
         """Publish the policy as `version`, and sample from the role that is active in `model` from now on.
 
-        The first process publishes, the others wait. The same version with the same weights is published once.
-
-        Args:
-            model: the policy, unwrapped; a model without adapters samples from the servers' base.
-            version: number of optimizer steps so far.
+        The first process publishes, the others wait. The same version with the same weights is published once. A model
+        without adapters samples from the servers' base.
 
         Raises:
             ValueError, RuntimeError: as `check` and `check_policy`; a server does not load the adapter.
@@ -398,14 +391,9 @@ class VLLMBackend:
         params: SamplingParams,
         keys: Sequence[RowKey],
     ) -> Rollout:
-        """Return one completion per prompt, in the order of the prompts, sampled by a role at a version.
+        """Return one completion per prompt, sampled by a role at a version (see `VersionedBackend.generate_as`).
 
         It depends on nothing that a later `sync` changes, so it may run in a thread while one publishes.
-
-        Args:
-            role: "policy"; or "reference", the base or the adapter that the policy started from.
-            version: of the policy; published, and not older than `keep_versions`. The reference has none.
-            prompt_ids, params, keys: as in `RolloutBackend.generate`.
 
         Raises:
             ValueError: an empty prompt, rows without a key, or more tokens than the servers have positions.

@@ -45,8 +45,8 @@ class Request:
 
     Args:
         prompt_ids: token ids, not empty.
-        params: of the call.
-        seed: of this row's draws, below 2**63.
+        params: settings of the call.
+        seed: decides this row's draws; below 2**63.
         model: name of the adapter that samples; None: the server's base model.
         vocab_size: the token ids that the policy knows are below.
     """
@@ -58,7 +58,7 @@ class Request:
     vocab_size: int = sys.maxsize
 
     def body(self, base: str) -> dict[str, Any]:
-        """Return the JSON to send. Every setting is given: a server would fill in those of generation_config.json."""
+        """Return the JSON to send. Every setting is given: a server would fill in what generation_config.json says."""
         return {
             "model": self.model or base,
             "prompt": self.prompt_ids,
@@ -161,7 +161,7 @@ def probe_requests(model: nn.Module, positions: int) -> list[Request]:
 def require_same_base(
     model: nn.Module, engine: str, root: str, requests: Sequence[Request], completed: Sequence[Completion]
 ) -> None:
-    """Compare an engine's logprobs with those of the model's own forward, adapters off.
+    """Compare an engine's logprobs with the model's own forward, adapters off.
 
     Args:
         model: the policy, unwrapped. Its forward is collective if the base is sharded, or divided into stages.

@@ -51,13 +51,13 @@ class Server:
     """A server and how to call it.
 
     Args:
-        url: of the API, http or https.
+        url: the address of the API, http or https.
         what: the setting that names it, for errors.
-        kind: of the server, for messages, such as "judge server".
+        kind: what the server is, for messages, such as "judge server".
         api_key_env: environment variable that holds the key, sent as a bearer token; None sends no credentials.
 
     Raises:
-        ValueError: a URL that is none, or a variable that is not set.
+        ValueError: the URL is not valid, or the variable is not set.
     """
 
     def __init__(self, url: str, what: str, kind: str, api_key_env: str | None = None):
@@ -104,7 +104,7 @@ class Connection:
         """Return the JSON value that the server answers, without secrets: a server may repeat headers.
 
         Args:
-            method, path: of the call; the path is added to the server's URL.
+            method, path: the HTTP method, and the path that is added to the server's URL.
             body: sent as JSON.
             is_json: False returns the text of any answer.
 

@@ -243,7 +243,7 @@ class Fleet:
 
 
 async def within(seconds: float, call: Awaitable[T]) -> T:
-    """Return the answer of a call; raises a CallError if there is none after so many seconds."""
+    """Return the answer of a call; raises a CallError if it takes more than so many seconds."""
     try:
         async with asyncio.timeout(seconds):
             return await call

@@ -34,9 +34,9 @@ from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Judge, Pair, Verdict
+from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
-from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, answer_key, judge_warnings, kept_answer
+from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
 from onetrunk.judges.win_rate import CONFIDENCE
 from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
@@ -54,7 +54,7 @@ from onetrunk.utils.redaction import printable, redact
 
 LEDGER, CARD = "ledger/verdicts.db", "README.md"
 NAN = float("nan")
-# Limits of the findings: a calibration error, and how far a preference may be from that of people.
+# Limits of the findings: a calibration error, and how far a preference may be from people's.
 MOST_CALIBRATION_ERROR, MOST_PREFERENCE_GAP = 0.1, 0.1
 # Below, a finding would be noise.
 FEWEST_ROWS = 20
@@ -129,7 +129,6 @@ class Measured:
     name: str
     identity: dict[str, Any]
     rows: list[Judged]
-    thoughts: list[list[str]]  # Per pair: what the judge wrote before its verdicts.
 
 
 def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None:
@@ -200,19 +199,7 @@ def measure(
         limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
         labels = Asker(judge, constitution, ledger, limit, costs=costs).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.
-    thoughts = [thoughts_about(judge, pair, constitution, ledger) for pair in pairs]
-    return Measured(judge.name, judge.identity, judged_rows(groups, labels), thoughts)
-
-
-def thoughts_about(judge: Judge, pair: Pair, constitution: Constitution, ledger: Ledger) -> list[str]:
-    """Return what a judge wrote before its verdicts about a pair, in both orders and under each principle."""
-    written = []
-    for principle in constitution.principles:
-        for shown in (pair, pair.flipped()):
-            answer = kept_answer(ledger, answer_key(judge, principle, shown), Verdict)
-            if answer is not None and answer.reason:
-                written += [answer.reason, *answer.details.get("thoughts", ())]
-    return written
+    return Measured(judge.name, judge.identity, judged_rows(groups, labels))
 
 
 def pairs_of(groups: Sequence[Group]) -> list[Pair]:
@@ -265,9 +252,8 @@ def pair_lines(measured: Sequence[Measured]) -> list[str]:
         for index, (better, other) in enumerate(group.pairs()):
             said = {}
             for m, row in zip(measured, rows, strict=True):
-                label, thoughts = row.labels[index], m.thoughts[len(lines)]
+                label = row.labels[index]
                 said[m.name] = {"probability": label.probability, "consistent": label.consistent}
-                said[m.name] |= {"thoughts": thoughts} if thoughts else {}
             texts = {"prompt": group.prompt, "better": group.texts[better], "other": group.texts[other]}
             about = {"subset": group.subset, "people": group.probability, "judges": said}
             lines.append(json.dumps(texts | about, ensure_ascii=False))
@@ -293,7 +279,7 @@ def show_results(values: dict[str, Any]) -> None:
 
 
 def judge_metrics(judged: Sequence[Judged], weights: Sequence[float]) -> dict[str, Any]:
-    """Return the metrics of a judge on some rows; `weights` are those of the principles, in the order of the votes."""
+    """Return the metrics of a judge on some rows; `weights`: one per principle, in the order of the votes."""
     counted = [row for row in judged if row.group.probability != TIE]
     decided = [row for row in counted if row.is_decided]
     unjudged = sum(any(label.errors for label in row.labels) for row in counted)

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from onetrunk.checkpoints.folders import left_by_a_run
 from onetrunk.checkpoints.resume_settings import is_free
@@ -72,12 +71,10 @@ STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launc
 # Where `prefs` writes its rows, which it replaces if the settings that decide them change.
 ROWS = "data"
 STATE_FILE = "pipeline.json"
-UNCHANGED = "nothing has changed"
 # The length of a training. If it grows, the training resumes.
 LENGTHS = ("num_rollouts", "max_steps", "num_train_epochs")
 # Files of a run that no later stage reads.
 IGNORED = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*", "_report")
-COLORS = {"done": "green", "skipped": "dim", "run": "yellow", "resume": "yellow"}
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -91,7 +88,7 @@ class Stage:
     verb: str | None  # None: a script.
     path: Path  # The config, or the script.
     options: dict[str, Any]  # Override the config, or are passed to the script.
-    launcher: tuple[str, ...]  # Words before the command, such as those of `accelerate launch`.
+    launcher: tuple[str, ...]  # Words before the command, such as `accelerate launch`.
     outputs: tuple[Path, ...]  # Files and folders that it writes; of a verb its output folder.
     settings: dict[str, Any]  # The config with the options applied; for a script the options.
     free: frozenset[str] = frozenset()  # Settings that may change without changing what the stage produces.
@@ -126,7 +123,7 @@ class Stage:
         return [str(output) for output in self.outputs if not output.exists()]
 
     def is_complete(self) -> bool:
-        """Return whether the output is there; that of a training also as it was written."""
+        """Return whether the output exists and, of a training, is undamaged."""
         return not self.missing() and (not self.trains or has_result(self.output))
 
     def left(self) -> list[str]:
@@ -372,8 +369,7 @@ class PipelineState:
             reason = f"another length: {', '.join(lengths)}" if is_complete else "its output is incomplete or damaged"
             may_resume = self.resumable(stage) or not stage.trains
         else:
-            why = f"only free settings have changed: {', '.join(settings)}" if settings else UNCHANGED
-            return Plan(stage, "done", why, inputs)
+            return Plan(stage, "done", "nothing that it depends on has changed", inputs)
         return Plan(stage, "resume", reason, inputs) if may_resume else Plan(stage, "run", reason, inputs, left)
 
     def plans(self, args: RunArguments, stages: Sequence[Stage]) -> list[Plan]:
@@ -511,7 +507,7 @@ def run(args: RunArguments, pipeline: Pipeline) -> None:
 
 
 def run_stages(args: RunArguments, state: PipelineState, stages: Sequence[Stage]) -> None:
-    """Run those of `stages` that need it, and print the status of all stages; raises what `run` raises."""
+    """Run the stages that need it, and print the status of all; raises what `run` raises."""
     for plan in state.plans(args, stages):
         require_may_delete(args, plan)
     results: dict[str, tuple[str, str]] = {}
@@ -520,7 +516,7 @@ def run_stages(args: RunArguments, state: PipelineState, stages: Sequence[Stage]
         # The earlier stages may have changed what this one depends on.
         plan = state.plan(stage, is_forced=stage.name in args.forced)
         if plan.action == "done":
-            results[stage.name] = ("skipped", "" if plan.reason == UNCHANGED else plan.reason)
+            results[stage.name] = ("skipped", "")
             continue
         words = state.words(plan)
         print(f"\n[{number}/{len(stages)}] {stage.name}: {plan.reason}\n$ {redact(stage.shown(*words))}", flush=True)
@@ -600,8 +596,7 @@ def show(state: PipelineState, results: dict[str, tuple[str, str]]) -> None:
         record = state.stages.get(stage.name, {})
         status, why = results.get(stage.name, ("left out", ""))
         seconds = f"{record['seconds']:.0f}" if "seconds" in record else ""
-        status_text = Text(status, style=COLORS.get(status, "default"))
-        table.add_row(stage.name, status_text, why, seconds, ", ".join(map(str, stage.outputs)))
+        table.add_row(stage.name, status, why, seconds, ", ".join(map(str, stage.outputs)))
     table_console().print(table)
 
 

@@ -59,12 +59,10 @@ class PPOJudgeArguments:
     monitor_action: str = option("warn", "At an alarm: warn, or stop training.", MONITOR_ACTIONS)
 
     def __post_init__(self) -> None:
-        if isinstance(self.monitor_judge, str):
-            self.monitor_judge = [self.monitor_judge]
         check_monitor(self.monitor_every, self.monitor_action, self.monitor_rows)
 
     def monitor_settings(self, settings: JudgeConfig) -> JudgeConfig:
-        """Return the settings of the monitor's judge: those of the reward's judge with the monitor's own values."""
+        """Return the settings of the monitor's judge: the reward's judge with the monitor's own values."""
         return replace(
             settings,
             judge=self.monitor_judge,

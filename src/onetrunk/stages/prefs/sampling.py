@@ -127,14 +127,14 @@ def sampling_servers(args: PrefsArguments, stop: StopFlag) -> Iterator[VLLMBacke
 
 
 def policy_device(use_cpu: bool) -> torch.device:
-    """Return the accelerator of this process; the CPU if there is none or `use_cpu` is set."""
+    """Return the accelerator of this process; the CPU without one, or with `use_cpu`."""
     accelerator = None if use_cpu else torch.accelerator.current_accelerator(check_available=True)
     return accelerator or torch.device("cpu")
 
 
 @torch.no_grad()
 def _identity(model: nn.Module) -> dict[str, str | None]:
-    """Return fingerprints of a model's base and of the adapter that samples, if there is one."""
+    """Return fingerprints of a model's base and of the adapter that samples, if it has one."""
     if not isinstance(model, PeftModel):
         return {"base": base_fingerprint(model), "adapter": None}
     adapter = hashlib.sha256()

@@ -146,12 +146,12 @@ def make_rows(
     Args:
         judge: None for revisions.
         costs: counts what the judge uses; None: nothing does.
-        source: of the items; None: opened here.
+        source: the items to label; None: opened here.
 
     Raises:
         ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.
-        RuntimeError: another process writes there, the judge fails too often, the budget is spent, or there are no
-            rows.
+        RuntimeError: another process writes there, the judge fails too often, the budget is spent, or no row came
+            out.
     """
     stop, source = StopFlag(), source or open_source(args, model_args)
     with Ledger(ledger_path(folder, args.part)) as ledger, sampling_servers(args, stop) as servers:
@@ -321,7 +321,7 @@ def _about(
 
     facts: dict[str, Any] = {"mode": args.mode, "format": args.output_format}
     if args.completions == "given":
-        facts |= {"completions": f"those of {name(args.dataset_name)}"}
+        facts |= {"completions": f"given by {name(args.dataset_name)}"}
     else:
         facts |= {"model": name(model_args.model_name_or_path), "prompts": name(args.dataset_name)}
     facts["constitution"] = f"{constitution.name} ({constitution.version[:12]})"
