@@ -119,9 +119,6 @@ def test_stages_train_on_rows_of_a_server_as_one_process_does(name):
         assert gaps and max(gaps) < 1e-4
 
 
-OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:shortest"
-OPTIONS += " --rollout_batch_size 4 --num_rollouts 2 --num_minibatches 1 --max_completion_length 6 --lora_r 2"
-OPTIONS += " --use_cpu true --report_to none --disable_tqdm true --eval_size 2 --value_head adapter"
 # --- settings ------------------------------------------------------------------------------------------------------
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True}

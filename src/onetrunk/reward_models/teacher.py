@@ -70,11 +70,6 @@ class Teacher:
         """Return the teacher of the reward models (or reward adapters) at these folders or Hub names."""
         return cls([load_reward(n, device=device, batch_size=batch_size) for n in names], cache, **settings)
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights of all members."""
-        return sum(p.numel() for member in self.members for p in member.model.parameters())
-
     def member_scores(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
     ) -> Tensor:

@@ -22,7 +22,7 @@ from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
 from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
-from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
+from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.metrics import (
     ScoredPairs,
     compared_costs,
@@ -148,8 +148,6 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
     model, tokenizer, peft_config = make_student(args, student, datasets)
     teacher, labelled, labelled_held_out = label(data, args, pairs, held_out, singles)
     trainer = RewardDistillationTrainer(model, args, labelled, labelled_held_out, tokenizer, peft_config=peft_config)
-    if teacher is not None and trainer.is_world_process_zero():
-        warn_if_larger(model, teacher.num_parameters)
     with recorded(trainer, resume, "distill", data, student):
         trainer.train(resume_from_checkpoint=resume)
     trainer.to_teacher_scale()
