@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,19 @@ class CheckpointConfig:
         reject_deepspeed()  # TrainingArguments would ask for its package first.
         _check_intervals(self)
         super().__post_init__()
+        _check_trackers(self.report_to)
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+
+    usable = {*get_available_reporting_integrations(), "flyte"}  # Flyte is there only inside its own tasks.
+    for name in names:
+        if name not in usable:
+            raise ValueError(
+                f"report_to names {name}, which is not installed; pip install {name}, or use one of"
+                f" {', '.join(sorted(usable))}"
+            )
 
 
 def _check_intervals(args: TrainingArguments) -> None:
