@@ -12,7 +12,6 @@ from onetrunk.costs import (
     forward_flops,
     gathers,
     head_flops,
-    held_bytes,
     kv_cache_bytes,
     layers_above,
     packs_in_flight,
@@ -55,15 +54,6 @@ def test_what_reuse_saves_by_hand():
     above = 4 * (1 + 4) * (240 + 20)
     assert reuse_saving(SHAPE, 6, 4, 0.5) == pytest.approx(1 - (above + 2 * 720) / (above + 5 * 2 * 720))
     assert reuse_saving(SHAPE, 0, 4, 0.5) == 0
-
-
-def test_what_a_process_holds_of_a_sharded_base_by_hand():
-    # 8 layers of 120 weights and a tied head of 40: 1,000 weights, 2,000 bytes in bfloat16.
-    assert (SHAPE.parameters, replace(SHAPE, is_tied=False).parameters) == (1000, 1040)
-    assert [held_bytes(SHAPE, 2, shards) for shards in (1, 2, 3, 4)] == [2000, 1000, 667, 500]
-    # While a rollout is sampled, the whole base next to the share; an unsharded base is not held twice.
-    assert [held_bytes(SHAPE, 2, shards, is_gathered=True) for shards in (1, 2, 4)] == [2000, 3000, 2500]
-    assert held_bytes(SHAPE, 0.5, 2) == 250
 
 
 def test_what_an_iteration_gathers_by_hand():

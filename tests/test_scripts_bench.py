@@ -89,18 +89,11 @@ def test_completions_end_where_they_must_if_rows_that_waited_join_those_that_dec
     assert found[None].completion_ids == found[3].completion_ids == found[1].completion_ids
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rows", "equal-top", "fastest"], "there is no row fastest on cpu; the rows are equal-all"),
-        (["--baseline_python", "/nowhere/python"], "is no interpreter that runs"),
-        (["--baseline_python", sys.executable], "has no TRL with PPO"),
-    ],
-)
-def test_the_benchmark_says_what_is_wrong_before_it_times_anything(options, message, tmp_path):
-    done = run("bench.py", "--quick", "--output_dir", str(tmp_path / "results"), *options, cache=tmp_path)
+def test_the_benchmark_says_what_is_wrong_before_it_times_anything(tmp_path):
+    options = ["--quick", "--output_dir", str(tmp_path / "results"), "--rows", "equal-top", "fastest"]
+    done = run("bench.py", *options, cache=tmp_path)
     assert done.returncode == 1
-    assert message in done.stdout
+    assert "there is no row fastest on cpu; the rows are equal-all" in done.stdout
     assert not (tmp_path / "results").exists()
 
 

@@ -189,7 +189,7 @@ SCALING_COLUMNS = ("", "s", "CPU s", "efficiency", "rounds", "generate, score, u
 
 NOTES = {
     "memory": """\
-MiB on the process that has most; in brackets the formula (`costs.held_bytes`), without norms and biases. In a rollout
+MiB on the process that has most; in brackets the formula (`held_bytes`), without norms and biases. In a rollout
 a process holds the whole base next to its share. The last column is anonymous memory, imports included: at rest, and
 the peak of each phase.
 """,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import os
 import sys
 import threading
@@ -34,7 +35,7 @@ from transformers import BitsAndBytesConfig
 from workload import LORA, PHASES, Meter, Workload
 
 from onetrunk import PPOTrainer, __version__
-from onetrunk.costs import Gathers, ModelShape, gathers, held_bytes
+from onetrunk.costs import Gathers, ModelShape, gathers
 from onetrunk.models.build import build_trunk
 from onetrunk.parallel.sharding import Layout, gathered, shard_frozen
 
@@ -161,6 +162,20 @@ def frozen_bytes(trainer: PPOTrainer) -> int:
 def facts(given: Any) -> list[dict[str, Any]]:
     """Return memory and collective operations of one iteration, measured and by the formulas of costs.py."""
     return [facts_of(given, layers) for layers in given.layer_choices]
+
+
+def held_bytes(shape: ModelShape, itemsize: float, shards: int, *, is_gathered: bool = False) -> int:
+    """Return the bytes of the frozen base that each of `shards` processes holds.
+
+    Args:
+        shape: of the base.
+        itemsize: bytes of a weight.
+        shards: processes that hold one copy together; 1: the base is not sharded.
+        is_gathered: while a rollout is sampled, where a process holds the whole base next to its share.
+    """
+    whole = math.ceil(shape.parameters * itemsize)
+    share = math.ceil(whole / shards)
+    return share + (whole if is_gathered and shards > 1 else 0)
 
 
 def facts_of(given: Any, adapter_layers: str) -> dict[str, Any]:

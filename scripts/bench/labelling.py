@@ -46,7 +46,7 @@ def measure(folder: Path, num_pairs: int) -> dict[str, float]:
     from onetrunk import cli
 
     words = ["--completions", "given", "--dataset_name", f"{folder}/pairs.jsonl", "--judge", "rubric"]
-    words += ["--rubric", json.dumps({"longer": f"{folder}/checks.py:longer"}), "--num_samples_to_print", "0"]
+    words += ["--rubric", json.dumps({"longer": f"{folder}/checks.py:longer"})]
     words += ["--constitution", f"{folder}/constitution.yaml", "--output_dir", f"{folder}/out", "--streaming", "true"]
     started = time.process_time()
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):

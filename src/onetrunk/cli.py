@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from onetrunk.stages.options.help import complete, help_text, help_topic
 from onetrunk.stages.options.reading import UsageError, read, say
@@ -36,21 +37,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         complete()
     print_any_text()
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb, *rest = words or [""]
+    # A stage turns its errors into messages itself; what leaves it is a bug.
+    errors = (ValueError, OSError, RuntimeError) if verb in PLAIN_MODULES else UsageError
     try:
-        code = _answer(argv)
+        code = _without_stage(words)
+        if code is None:
+            code = 0 if _is_answered(verb, rest) else _stage(verb).main(rest)
         sys.stdout.flush()
         return code
+    except SystemExit as end:  # argparse, after --help.
+        return int(end.code or 0)
     except BrokenPipeError:  # `onetrunk recipes list | head -1` closes the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except errors as error:
+        is_usage = isinstance(error, UsageError)
+        say(f"error: {error}", *([f"all options: onetrunk {verb} --help"] if is_usage else []))
+        return 2 if is_usage else 1
 
 
-def _answer(argv: Sequence[str] | None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+def _without_stage(words: Sequence[str]) -> int | None:
+    """Print the help, the version, or that there is no such verb, and return the exit code; None for a verb."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(f"  {verb:<10} {text}" for verb, text in VERBS.items())))
         return 0 if words else 2
-    verb, *rest = words
+    verb = words[0]
     if verb in ("-V", "--version"):
         print(f"onetrunk {sys.modules['onetrunk'].__version__}")
         return 0
@@ -59,18 +72,7 @@ def _answer(argv: Sequence[str] | None) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(VERBS)}"
         print(f"error: unknown verb {verb!r}: {hint}", file=sys.stderr)
         return 2
-    # A stage turns its errors into messages itself; what leaves it is a bug.
-    errors = (ValueError, OSError, RuntimeError) if verb in PLAIN_MODULES else UsageError
-    try:
-        return 0 if _is_answered(verb, rest) else run(verb, rest)
-    except SystemExit as end:  # argparse, after --help.
-        return int(end.code or 0)
-    except BrokenPipeError:
-        raise
-    except errors as error:
-        is_usage = isinstance(error, UsageError)
-        say(f"error: {error}", *([f"all options: onetrunk {verb} --help"] if is_usage else []))
-        return 2 if is_usage else 1
+    return None
 
 
 def _is_answered(verb: str, words: Sequence[str]) -> bool:
@@ -89,15 +91,20 @@ def _is_answered(verb: str, words: Sequence[str]) -> bool:
     return False
 
 
-def run(verb: str, words: Sequence[str] | None = None) -> int:
-    """Import the stage of a verb and run it on the words after the verb (None: those of this process)."""
+def run(verb: str) -> int:
+    """Run the stage of a verb on the words of this process; return the exit code."""
+    return _stage(verb).main(sys.argv[1:])
+
+
+def _stage(verb: str) -> ModuleType:
+    """Import the stage of a verb."""
     name = MODULES[verb]
     is_new = name not in sys.modules
     with without_collection():
         stage = import_module(name)
     if is_new:  # Frozen at each call, the garbage of earlier stages would stay.
         freeze_loaded()
-    return stage.main(list(sys.argv[1:] if words is None else words))
+    return stage
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class ModelShape:
         is_tied: whether the output head shares the embedding's weights.
         num_experts: experts of a layer of a mixture; 0: the feed-forward blocks are dense.
         experts_per_token: experts that a token runs through, without the shared ones.
-        num_shared_experts: experts that every token runs through, besides.
+        num_shared_experts: experts that every token runs through in addition.
         expert_size: width of one expert.
         num_dense_layers: layers of a mixture whose feed-forward block is dense, of `intermediate_size`.
     """
@@ -109,8 +109,8 @@ class ModelShape:
         """Return the weights of a LoRA adapter on every matrix: `rank` times inputs plus outputs of each.
 
         Args:
-            rank: of the adapter.
-            layers: that are adapted; None: all.
+            rank: rank of the adapter.
+            layers: number of adapted layers; None: all.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
@@ -165,12 +165,12 @@ def sampling_bytes(
     """Return the bytes that sampling adds in each stage of a pipeline, by part; a process alone is one stage.
 
     Args:
-        shape: of the decoder.
+        shape: shape of the decoder.
         sizes: layers of each stage.
-        rows: of the pipeline that decode at once.
+        rows: rows that decode at once in the pipeline.
         width: padded tokens of a row at its end.
         itemsize: bytes of a number in the cache.
-        batches: that are in flight; the last stage draws for one of them at a time.
+        batches: batches in flight; the last stage draws for one of them at a time.
         gathered: bytes of a weight of a sharded base, of which a stage holds its own layers and what is outside of
             all layers; 0: the base is whole on every process already.
 
@@ -183,7 +183,7 @@ def sampling_bytes(
         parts = {"kv_cache": kv_cache_bytes(shape, 1, 1) * itemsize * rows * width * size / shape.num_layers}
         parts["logits"] = logits
         if gathered:
-            # A layer of another stage is there for a moment, because gathering is collective.
+            # A layer of another stage is held for a moment, because gathering is collective.
             layers = size if len(sizes) == 1 else size + 1
             parts["transient"] = gathered * (layers * shape.layer_parameters + shape.outer_parameters)
         stages.append(parts)
@@ -198,10 +198,10 @@ SCORED_AT_ONCE = 4
 def stage_weights(shape: ModelShape, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the number of frozen weights that each training stage holds; one stage has all of them.
 
-    The first stage has the embedding besides its layers, and the last the head: tied weights are on both.
+    The first stage also has the embedding, and the last one the head: tied weights are on both.
 
     Args:
-        shape: of the decoder.
+        shape: shape of the decoder.
         sizes: layers of each stage.
     """
     if len(sizes) == 1:
@@ -272,8 +272,8 @@ def stage_buffers(boundaries: Sequence[Streams], stage: int, packs: int, all_pac
     Args:
         boundaries: `stage_streams`.
         stage: whose buffers are counted.
-        packs: of a minibatch.
-        all_packs: of a rollout, of which SCORED_AT_ONCE per stage are scored together.
+        packs: packs of a minibatch.
+        all_packs: packs of a rollout; SCORED_AT_ONCE of them per stage are scored together.
     """
     stages = len(boundaries) - 1
     before, after = boundaries[stage], boundaries[stage + 1]
@@ -296,20 +296,6 @@ def kept_activations_bytes(shape: ModelShape, tokens: int, layers: int, itemsize
     if not is_checkpointed:
         per_layer = KEPT_PER_TOKEN * shape.hidden_size + (3 if shape.is_gated else 1) * shape.active_width
     return int(tokens * per_layer * layers * itemsize)
-
-
-def held_bytes(shape: ModelShape, itemsize: float, shards: int, *, is_gathered: bool = False) -> int:
-    """Return the bytes of the frozen base that each of `shards` processes holds.
-
-    Args:
-        shape: of the base.
-        itemsize: bytes of a weight.
-        shards: processes that hold one copy together; 1: the base is not sharded.
-        is_gathered: while a rollout is sampled, where a process holds the whole base next to its share.
-    """
-    whole = math.ceil(shape.parameters * itemsize)
-    share = math.ceil(whole / shards)
-    return share + (whole if is_gathered and shards > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -341,9 +327,9 @@ def gathers(
     adapter the first layer above the cut stays from one backward to the other. Holds without activation checkpointing.
 
     Args:
-        shape: of the base.
+        shape: shape of the base.
         cut: number of frozen layers below the adapters.
-        packs: of a process in one rollout.
+        packs: packs of one process in one rollout.
         epochs: passes over the rollout.
         has_value_adapter: the value is a branch of its own above the cut, not a head on the policy.
         has_reference: False where beta is 0.
@@ -379,9 +365,9 @@ def balanced_split(
     Among equally fast splits it takes the one whose stages are most even.
 
     Args:
-        layer_costs: of each layer, measured or modelled, in any unit.
+        layer_costs: cost of each layer, measured or modelled, in any unit.
         stages: at least 1 and at most the number of layers; each stage has a layer.
-        first, last: what the first stage (embedding) and the last one (output head) do besides, in the same unit.
+        first, last: extra cost of the first stage (embedding) and of the last one (output head), in the same unit.
 
     Raises:
         ValueError: more stages than layers, or none.
@@ -394,13 +380,13 @@ def balanced_split(
     best = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for start, (slowest, squares, sizes) in best.items():
             for end in range(start + 1, num_layers - (stages - 1 - stage) + 1):
                 cost = sums[end] - sums[start] + extra
                 split = (max(slowest, cost), squares + cost**2, (*sizes, end - start))
-                found[end] = min(found.get(end, split), split)
-        best = found
+                longer[end] = min(longer.get(end, split), split)
+        best = longer
     return best[num_layers][2]
 
 
@@ -425,7 +411,7 @@ def reuse_saving(shape: ModelShape, cut: int, num_ppo_epochs: int, completion_sh
     gradient with respect to every input (frozen weights need none). The head runs for completion tokens only.
 
     Args:
-        shape: of the decoder.
+        shape: shape of the decoder.
         cut: number of frozen layers.
         num_ppo_epochs: passes over a rollout.
         completion_share: share of the tokens that are completion tokens.

@@ -7,7 +7,6 @@ everything that a resumed run has to have in common with one that was never kill
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -43,7 +42,6 @@ from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 torch.set_num_threads(1)
 disable_progress_bars()
 
-PHASES = ("start", "rollout", "score", "update", "save", "rotate", "end")
 # 10 rows in batches of 2: 5 a pass, of which two make a step; logged every third step, saved every second.
 PLAIN: dict[str, Any] = {
     "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "steps", "save_steps": 2,
@@ -55,9 +53,6 @@ PPO = {
     "num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1, "logging_steps": 3,
     "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2,
 }  # fmt: skip
-# The first of the evaluations is the best one: the checkpoint that is loaded at the end is not the last.
-BEST = {"eval_strategy": "steps", "load_best_model_at_end": True}
-BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}
 
 
 def words(i: int, count: int) -> str:
@@ -86,12 +81,8 @@ def sft(folder: Path, **settings: Any) -> Any:
     args = SFTArguments(output_dir=str(folder), **{**PLAIN, **settings})
     model = tiny_model("llama", num_hidden_layers=2)
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.3, target_modules="all-linear", task_type="CAUSAL_LM")
-    parts = {"processing_class": tiny_tokenizer(), "peft_config": config, "eval_dataset": held_out(rows, args)}
+    parts = {"processing_class": tiny_tokenizer(), "peft_config": config}
     return ResumableSFTTrainer(model=model, args=args, train_dataset=rows, **parts)
-
-
-def held_out(rows: Dataset, args: Any) -> Dataset | None:
-    return None if str(args.eval_strategy.value) == "no" else rows.select(range(4))
 
 
 def scorer() -> PreTrainedModel:
@@ -102,13 +93,13 @@ def scorer() -> PreTrainedModel:
 
 def reward(folder: Path, **settings: Any) -> Any:
     args = RewardModelConfig(output_dir=str(folder), **{**PLAIN, **settings})
-    return RewardModelTrainer(scorer(), args, pairs(), held_out(pairs(), args), tiny_tokenizer())
+    return RewardModelTrainer(scorer(), args, pairs(), None, tiny_tokenizer())
 
 
 def distill(folder: Path, **settings: Any) -> Any:
     rows = pairs().map(lambda row, i: {"chosen_score": 0.1 * i, "rejected_score": -0.05 * i}, with_indices=True)
     args = RewardDistillationConfig(output_dir=str(folder), **{**PLAIN, **settings})
-    return RewardDistillationTrainer(scorer(), args, rows, held_out(rows, args), tiny_tokenizer())
+    return RewardDistillationTrainer(scorer(), args, rows, None, tiny_tokenizer())
 
 
 def ppo(folder: Path, **settings: Any) -> Any:
@@ -152,17 +143,16 @@ KINDS: dict[str, Callable[..., Any]] = {
     "ppo_stopped": lambda folder, **s: ppo(
         folder, alarm_limits={"entropy": 10.0}, stop_on_alarm=["entropy"], **{"num_rollouts": 5, **s}
     ),
+    # The first of the evaluations is the best one: the checkpoint that is loaded at the end is not the last.
     "ppo_best": lambda folder, **s: ppo(
-        folder, **{**BEST, "eval_steps": 3, "metric_for_best_model": "score/mean", "eval_dataset": prompts(4), **s}
+        folder,
+        **{"eval_strategy": "steps", "load_best_model_at_end": True, "metric_for_best_model": "score/mean"},
+        **{"greater_is_better": True, "eval_steps": 3, "eval_dataset": prompts(4), **s},
     ),
     "ppo_monitor": ppo_monitor,
     "sft": sft,
     "reward": reward,
     "distill": distill,
-    **{
-        f"{name}_best": lambda folder, kind=kind, **s: kind(folder, **{**BEST, "eval_steps": 2, **s})
-        for name, kind in (("sft", sft), ("reward", reward), ("distill", distill))
-    },
 }
 
 
@@ -319,45 +309,6 @@ def killed_after(kind: str, folder: Path, step: int) -> None:
     trainer.train()
 
 
-@contextlib.contextmanager
-def phases_shown(trainer: Any, shown: Any) -> Any:
-    """Keep the phase that the trainer is in in a shared number."""
-
-    def show(name: str) -> None:
-        shown.value = PHASES.index(name)
-
-    class Shows(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            show("update")
-
-        def on_step_end(self, args, state, control, **kwargs):
-            show("rollout")
-
-        def on_save(self, args, state, control, **kwargs):
-            show("rollout")
-
-    trainer.add_callback(Shows())
-    fsync, unlink = os.fsync, os.unlink
-    os.fsync = lambda descriptor: (show("save"), fsync(descriptor))[1]
-    os.unlink = lambda *args, **kwargs: (show("rotate"), unlink(*args, **kwargs))[1]
-    ON_SCORE.append(lambda: show("score"))
-    try:
-        yield
-    finally:
-        os.fsync, os.unlink = fsync, unlink
-
-
-def shown_run(kind: str, folder: Path, shown: Any) -> None:
-    """Finish a run; its phase can be seen from outside."""
-    trainer = KINDS[kind](folder)
-    with phases_shown(trainer, shown):
-        trainer.train(resume_from_checkpoint="auto")
-        found = digest(trainer)
-        trainer.save_model()
-    (folder / "digest.json").write_text(json.dumps(found))
-    shown.value = PHASES.index("end")
-
-
 # --- being asked to stop --------------------------------------------------------------------------------------------
 
 
@@ -388,6 +339,9 @@ def signalled(kind: str, folder: Path, place: str, count: int, number: int, resu
     elif place == "pack":
         loss = trainer.compute_loss
         trainer.compute_loss = lambda *args, **kwargs: (pass_by(), loss(*args, **kwargs))[1]
+    elif place == "evaluation":
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *args, **kwargs: (pass_by(), evaluate(*args, **kwargs))[1]
     elif place == "save":
         fsync = os.fsync
         os.fsync = lambda descriptor: (pass_by(), fsync(descriptor))[1]
@@ -436,31 +390,6 @@ def hold(folder: Path, ready: Any, go_on: Any) -> None:
     with held_folder(folder):
         ready.set()
         go_on.wait(60)
-
-
-def finish_evaluating(folder: Path, settings: dict[str, Any], hook: Callable[[Any], None] = lambda _: None) -> None:
-    """Finish a PPO run with evaluations, and write down what came of it."""
-    trainer = make_trainer(folder, dataset=prompts(6), reward=drawing, eval_dataset=prompts(3), **{**PPO, **settings})
-    hook(trainer)
-    trainer.train(resume_from_checkpoint="auto")
-    (folder / "digest.json").write_text(json.dumps(digest(trainer)))
-
-
-def signalled_evaluating(folder: Path, settings: dict[str, Any]) -> None:
-    """Do the same, with a SIGTERM in the middle of the second evaluation."""
-
-    def hook(trainer: Any) -> None:
-        evaluate, calls = trainer.evaluate, []
-
-        def evaluate_and_signal(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return evaluate(*args, **kwargs)
-
-        trainer.evaluate = evaluate_and_signal
-
-    finish_evaluating(folder, settings, hook)
 
 
 def command_limited(folder: Path, words: list[str]) -> None:

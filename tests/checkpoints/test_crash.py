@@ -2,9 +2,7 @@
 run, sha256 by sha256."""
 
 import json
-import random
 import signal
-import time
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,17 +14,13 @@ from onetrunk.stages.run_context import has_result
 from tests.checkpoints import crash_runs
 from tests.checkpoints.killing import (
     copied,
-    digest_of,
     exit_code,
     resumed_equals_uninterrupted,
-    started,
     uninterrupted,
 )
-from tests.places import FORKED
 
 # Dozens of processes in a test: how long that takes is the machine's to say.
 pytestmark = pytest.mark.timeout(3600)
-KINDS = tuple(crash_runs.KINDS)
 # The checkpoint whose writing is killed: the third, when one is rotated away.
 THIRD = 9
 
@@ -71,31 +65,9 @@ def test_a_run_killed_before_every_sixth_write_of_a_save_and_of_its_result_resum
         assert has_result(folder) and (folder / "adapter_model.safetensors").read_bytes() == weights
 
 
-def kill_once(kind: str, folder: Path, seed: int) -> str:
-    """Kill a run at a random moment; return the phase that it was in."""
-    shown = FORKED.Value("i", 0)
-    seconds = json.loads((uninterrupted(kind) / "seconds.json").read_text())
-    process = started(crash_runs.shown_run, kind, folder, shown)
-    while shown.value == 0 and process.is_alive():
-        time.sleep(0.001)
-    time.sleep(random.Random(seed).uniform(0, seconds))
-    phase = crash_runs.PHASES[shown.value]
-    process.kill()
-    process.join()
-    return phase
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(6))
-def test_a_run_killed_at_a_random_moment_resumes_exactly(tmp_path, seed):
-    kind = KINDS[seed % len(KINDS)]
-    kill_once(kind, tmp_path, seed)
-    resumed_equals_uninterrupted(kind, tmp_path)
-
-
 # --- asked to stop --------------------------------------------------------------------------------------------------
 
-PLACES = [("ppo", "forward", 700), ("ppo_cut", "token", 12), ("sft", "update", 4), ("distill", "save", 8)]
+PLACES = [("ppo", "forward", 700), ("ppo_cut", "token", 12), ("sft", "update", 4), ("ppo_monitor", "evaluation", 2)]
 
 
 @pytest.mark.slow
@@ -113,19 +85,6 @@ def test_ctrl_c_stops_with_the_exit_code_of_a_shell(tmp_path):
     assert exit_code(crash_runs.signalled, "ppo", tmp_path, "token", 10, signal.SIGINT) == 130
     assert not (tmp_path / "digest.json").exists()
     resumed_equals_uninterrupted("ppo", tmp_path)
-
-
-@pytest.mark.slow
-def test_a_signal_in_an_evaluation_lets_it_end_first(tmp_path):
-    """What is logged of a step stays whole."""
-    settings = {"eval_strategy": "steps", "eval_steps": 3}
-    whole = tmp_path / "whole"
-    assert exit_code(crash_runs.finish_evaluating, whole, settings) == 0
-    folder = tmp_path / "stopped"
-    assert exit_code(crash_runs.signalled_evaluating, folder, settings) == 0
-    assert not (folder / "digest.json").exists()
-    assert exit_code(crash_runs.finish_evaluating, folder, settings) == 0
-    assert digest_of(folder) == digest_of(whole)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.checkpoints import crash_runs
 from tests.checkpoints.killing import copied, digest_of, exit_code
 from tests.ppo.support import assert_same, make_trainer, prompts, trained_weights
 
-LAST = {"ppo_best": 12, "ppo_monitor": 12, "reward_best": 9}
+KIND, LAST = "ppo_best", 12
 pytestmark = pytest.mark.timeout(3600)
 # Made by the tests.
 APART = ("digest.json", "seconds.json", "events.json", "_run.lock")
@@ -31,17 +31,17 @@ class Ending:
     It always lies in the same folder: its name is among the settings that are saved.
     """
 
-    def __init__(self, kind: str):
-        self.kind, self.root = kind, Path(mkdtemp())
+    def __init__(self) -> None:
+        self.root = Path(mkdtemp())
         self.folder = self.root / "run"
-        assert exit_code(crash_runs.killed_while_saving, kind, self.folder, LAST[kind], 1) == -signal.SIGKILL
+        assert exit_code(crash_runs.killed_while_saving, KIND, self.folder, LAST, 1) == -signal.SIGKILL
         copied(self.folder, self.root / "before")
-        assert exit_code(crash_runs.finish, kind, self.folder) == 0
+        assert exit_code(crash_runs.finish, KIND, self.folder) == 0
         copied(self.folder, self.root / "finished")
         self.result, self.digest = self.files(), digest_of(self.folder)
         self.checkpoints = checkpoint_folders(self.folder)
         self.restore("before")
-        assert exit_code(crash_runs.killed_while_saving, kind, self.folder, LAST[kind], 0) == 0
+        assert exit_code(crash_runs.killed_while_saving, KIND, self.folder, LAST, 0) == 0
         self.events = json.loads((self.folder / "events.json").read_text())
 
     def files(self) -> dict[str, bytes]:
@@ -56,7 +56,7 @@ class Ending:
 
     def finish_again(self, why: str) -> None:
         """Repeat the command, and compare what the folder holds with how it ended before."""
-        assert exit_code(crash_runs.finish, self.kind, self.folder) == 0, why
+        assert exit_code(crash_runs.finish, KIND, self.folder) == 0, why
         found, files = digest_of(self.folder), self.files()
         assert found == {part: self.digest[part] for part in found}, why
         assert {"ended", "best", "weights"} <= set(found)
@@ -67,31 +67,25 @@ class Ending:
 
 
 @cache
-def ending(kind: str) -> Ending:
-    return Ending(kind)
+def ending() -> Ending:
+    return Ending()
 
 
 def test_a_finished_run_that_is_repeated_stays_as_it_is():
-    ending("ppo_best").restore("finished")
-    ending("ppo_best").finish_again("repeated")
-
-
-def killed_at(kind: str, fatal: int) -> None:
-    run = ending(kind)
-    run.restore("before")
-    assert exit_code(crash_runs.killed_while_saving, kind, run.folder, LAST[kind], fatal) == -signal.SIGKILL
-    run.finish_again(f"killed before {run.events[fatal - 1]}, {fatal} of {len(run.events)}")
+    ending().restore("finished")
+    ending().finish_again("repeated")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LAST)
-def test_a_run_killed_while_it_ends_ends_the_same(kind):
+def test_a_run_killed_while_it_ends_ends_the_same():
     """Right after its last checkpoint has its name, and before the last file of its result."""
-    events = ending(kind).events
-    published = [i for i, event in enumerate(events, 1) if event == f"os.rename checkpoint-{LAST[kind]}"]
-    installed = [i for i, event in enumerate(events, 1) if event.startswith("os.rename")]
+    run = ending()
+    published = [i for i, event in enumerate(run.events, 1) if event == f"os.rename checkpoint-{LAST}"]
+    installed = [i for i, event in enumerate(run.events, 1) if event.startswith("os.rename")]
     for fatal in (published[0] + 2, installed[-1]):
-        killed_at(kind, fatal)
+        run.restore("before")
+        assert exit_code(crash_runs.killed_while_saving, KIND, run.folder, LAST, fatal) == -signal.SIGKILL
+        run.finish_again(f"killed before {run.events[fatal - 1]}, {fatal} of {len(run.events)}")
 
 
 # --- ended before its plan ------------------------------------------------------------------------------------------

@@ -93,17 +93,9 @@ def test_a_damaged_stream_state_is_refused(tmp_path):
         run(tmp_path / "out", "fixed", resume=str(damaged))
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"num_minibatches": 4}, r"num_minibatches 2 \(here 4\)"),
-        ({"temperature": 0.5}, r"temperature 1.0 \(here 0.5\)"),
-        ({"kl_in_loss": True, "kl_estimator": "k2"}, r"kl_in_loss False \(here True\)"),
-    ],
-)
-def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path, changed, sentence):
-    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, **changed})
-    with pytest.raises(ValueError, match=sentence):
+def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, "num_minibatches": 4})
+    with pytest.raises(ValueError, match=r"num_minibatches 2 \(here 4\)"):
         trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
 
 
@@ -112,19 +104,6 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused(tmp_path):
     trainer = make_trainer(tmp_path, dataset=others, **SHAPE)
     with pytest.raises(ValueError, match=r"prompts 6 rows, sha256 \w+ \(here 6 rows, sha256 "):
         trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
-
-
-@pytest.mark.parametrize(
-    ("variant", "changed", "sentence"),
-    [
-        ("fixed", {"kl_target": 1.0}, r"kl_target None \(here 1.0\)"),
-        ("adaptive", {"beta": 0.5}, r"beta 0.05 \(here 0.5\)"),
-    ],
-)
-def test_between_two_rollouts_the_kind_of_controller_and_optimizer_stays(tmp_path, variant, changed, sentence):
-    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, **VARIANTS[variant], **changed})
-    with pytest.raises(ValueError, match=sentence):
-        trainer.train(resume_from_checkpoint=str(checkpoint(variant, 4)))
 
 
 def test_between_two_rollouts_a_fixed_beta_and_the_temperature_may_change(tmp_path):
@@ -136,16 +115,6 @@ def test_between_two_rollouts_a_fixed_beta_and_the_temperature_may_change(tmp_pa
     assert logged(trainer, "kl/beta") == [0.05, 0.5, 0.5]
 
 
-def test_a_changed_learning_rate_is_said_once_to_stay_that_of_the_checkpoint(tmp_path, caplog):
-    changed = {**SHAPE, "learning_rate": 0.5}
-    with pytest.raises(ValueError, match=r"learning_rate stays 0.01 \(here 0.5\)"):
-        make_trainer(tmp_path, dataset=prompts(6), **changed).train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
-    trainer = make_trainer(tmp_path, dataset=prompts(6), allow_config_change=True, **changed)
-    trainer.train(resume_from_checkpoint=str(checkpoint("fixed", 6)))
-    assert caplog.text.count("learning_rate stays 0.01 (here 0.5)") == 1
-    assert max(logged(trainer, "learning_rate")) <= 0.01
-
-
 def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
     other = tmp_path / "checkpoint-6"
     shutil.copytree(checkpoint("fixed", 6), other)
@@ -155,12 +124,7 @@ def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("step", "planned", "longer"),
-    [
-        (12, {"num_rollouts": 3}, "num_rollouts"),
-        (6, {"max_steps": 5}, "max_steps"),
-        (9, {"num_train_epochs": 1}, "num_train_epochs"),
-    ],
+    ("step", "planned", "longer"), [(12, {"num_rollouts": 3}, "num_rollouts"), (6, {"max_steps": 5}, "max_steps")]
 )
 def test_a_run_at_its_planned_end_trains_no_step_and_says_so(tmp_path, caplog, step, planned, longer):
     shape = {k: v for k, v in SHAPE.items() if k != "num_rollouts"}

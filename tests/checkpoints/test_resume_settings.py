@@ -131,7 +131,6 @@ def test_another_reward_model_under_the_same_name_is_refused(tmp_path):
         other.train(checkpoint)
 
 
-@pytest.mark.slow
 def test_the_optimizer_s_own_settings_are_said_to_stay(tmp_path, checkpoint, caplog):
     with pytest.raises(ValueError, match=r"weight_decay stays 0.0 \(here 0.1\).* allow_config_change"):
         resume(tmp_path, checkpoint, weight_decay=0.1)

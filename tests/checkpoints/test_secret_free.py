@@ -39,7 +39,7 @@ def test_a_secret_among_the_settings_is_redacted_everywhere_from_then_on(tmp_pat
 @pytest.mark.parametrize("kind", [*KINDS, TrainingArguments])
 def test_pickled_settings_hold_no_secret_and_have_it_again_afterwards(tmp_path, kind, monkeypatch):
     monkeypatch.setenv("WEB_PASSWORD", "canary-of-the-web-83")
-    more = {"run_name": "http://a/?canary-of-the-web-83"}
+    more = {"project": "http://a/?canary-of-the-web-83"}
     if kind is TrainingArguments:
         args = kind(output_dir=str(tmp_path), use_cpu=True, hub_token=CANARY, **more)
     else:
@@ -53,7 +53,7 @@ def test_pickled_settings_hold_no_secret_and_have_it_again_afterwards(tmp_path, 
     file.seek(0)
     # What was written here a moment ago.
     kept = torch.load(file, weights_only=False)
-    assert kept.hub_token is None and kept.run_name == "http://a/?<redacted WEB_PASSWORD>"
+    assert kept.hub_token is None and kept.project == "http://a/?<redacted WEB_PASSWORD>"
     if kind is not TrainingArguments:
         assert kept.model_init_kwargs == {"revision": "main"}
     assert kept.learning_rate == args.learning_rate

@@ -55,7 +55,7 @@ def write_prompts(path: Path, prompts: Sequence[object]) -> None:
 
 def arguments(inputs: Path, output: Path, **settings: object) -> PrefsArguments:
     paths = {"dataset_name": str(inputs / "prompts.jsonl"), "output_dir": str(output)}
-    return PrefsArguments(**{**paths, **SMALL, "num_samples_to_print": 0, **settings})
+    return PrefsArguments(**{**paths, **SMALL, **settings})
 
 
 def write_recipe(inputs: Path, **settings: object) -> None:

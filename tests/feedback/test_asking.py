@@ -49,17 +49,6 @@ def test_an_error_of_the_consumer_ends_the_maker_and_is_the_callers():
     assert len(made) < 10
 
 
-def test_what_was_made_before_an_error_of_the_maker_is_consumed():
-    def products():
-        yield from range(3)
-        raise RuntimeError("no more")
-
-    seen = []
-    with pytest.raises(RuntimeError, match="no more"):
-        overlapped(products(), seen.append)
-    assert seen == [0, 1, 2]
-
-
 def test_an_interrupted_consumer_stops_a_maker_that_looks_at_the_flag():
     stop, ended = StopFlag(), threading.Event()
 

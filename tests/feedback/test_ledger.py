@@ -4,7 +4,6 @@ import hashlib
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -38,14 +37,6 @@ def test_what_was_put_is_there_when_the_file_is_opened_again(tmp_path_factory, v
         assert [ledger.get(key(i)) for i in range(len(values))] == values
 
 
-def test_of_two_values_the_first_stands(tmp_path):
-    with Ledger(tmp_path / "ledger.db") as ledger:
-        ledger.put(key(0), "first")
-        ledger.put(key(0), "second")
-        assert ledger.get(key(0)) == "first" and ledger.get(key(1)) is None
-        assert key(0) in ledger and key(1) not in ledger and ledger.keys() == [key(0)]
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [("short", 1, "non-hexadecimal"), (key(0), float("nan"), "not JSON"), (key(0), {1, 2}, "not JSON")],
@@ -66,21 +57,6 @@ def test_what_is_put_together_is_kept_together_or_not_at_all(tmp_path):
             ledger.put(key(1), 1)
             ledger.put(key(2), 2)
         assert ledger.keys() == [key(1), key(2)]
-
-
-def test_threads_share_a_ledger(tmp_path):
-    with Ledger(tmp_path / "ledger.db") as ledger:
-
-        def work(offset):
-            for i in range(200):
-                ledger.put(key((i + offset) % 250), (i + offset) % 250)
-
-        threads = [threading.Thread(target=work, args=(50 * n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(ledger.get(name) for name in ledger.keys()) == list(range(250))
 
 
 WRITER = """

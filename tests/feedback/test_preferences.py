@@ -1,11 +1,9 @@
 """From labels to rows and from rows to statistics, by hand-worked numbers."""
 
-import json
-
 import pytest
 from datasets import Dataset
 
-from onetrunk.data.preferences import check_preferences
+from onetrunk.data.rows import check_preferences
 from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics
@@ -76,23 +74,6 @@ def test_a_row_is_the_mean_over_principles_by_weight_and_orders(make, prompt):
     assert maker.counts["labelled"] == maker.counts["pairs"] == 1
 
 
-def test_a_row_says_which_completion_was_cut_off(make):
-    for cut in ("a", "b"):
-        _, maker = make(both(0.2, 0.2))
-        (row,) = maker.rows([item(cut)], [[SampledText(text, stopped=text != cut) for text in "ab"]])
-        assert (row["chosen"], row["chosen_stopped"], row["rejected_stopped"]) == ("b", cut != "b", cut != "a")
-
-
-def test_votes_are_told_for_the_chosen_completion(make):
-    _, maker = make(both(0.2, 0.9))
-    (row,) = maker.rows([item()], [sampled("a", "b")])
-    assert row["chosen"] == "b" and row["probability"] == pytest.approx((3 * 0.8 + 0.1) / 4)
-    votes = json.loads(row["votes"])
-    assert [vote["principle"] for vote in votes] == ["heavy", "light"]
-    assert votes[0]["probabilities"] == pytest.approx([0.8, 0.8])
-    assert votes[1]["probabilities"] == pytest.approx([0.1, 0.1])
-
-
 @pytest.mark.parametrize("keep_ties", [False, True])
 def test_ties_are_counted_and_written_only_if_wanted(make, keep_ties):
     _, maker = make(both(0.5, 0.5), keep_ties=keep_ties)
@@ -121,16 +102,6 @@ def test_best_and_worst_are_found_by_the_mean_rating_and_alike_texts_are_rated_o
     assert (row["chosen"], row["rejected"], row["probability"]) == ("b", "c", pytest.approx(0.7))
     assert len(judge.asked) == 6 + 4
     assert maker.counts["repeated_completions"] == 1
-
-
-def test_prompts_whose_completions_are_alike_have_no_pair(make):
-    judge, maker = make({})
-    assert maker.rows([item()], [sampled("a", " a", "", "a")]) == []
-    counts = {name: count for name, count in maker.counts.items() if count}
-    assert counts == {
-        "completions": 4, "blank_completions": 1, "repeated_completions": 2, "prompts_without_pair": 1
-    }  # fmt: skip
-    assert judge.asked == []
 
 
 @pytest.mark.parametrize("prompt", ["Why?", [{"role": "user", "content": "Why?"}]])

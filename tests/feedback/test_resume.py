@@ -1,9 +1,6 @@
 """Killed anywhere and run again: the same bytes as never killed, and nothing bought twice."""
 
-import contextlib
-import json
 import signal
-import sqlite3
 
 import pytest
 
@@ -59,27 +56,6 @@ def test_a_process_that_dies_while_it_samples_ends_with_the_same_file(inputs, wh
     assert in_a_process(lambda: runs.run(inputs, out, CountingJudge(log))) == 0
     assert files_of(out) == files_of(whole[0])
     assert sum(questions_asked(log).values()) <= sum(whole[1].values()) + 3
-
-
-def test_a_finished_run_again_asks_nothing_and_writes_the_same(inputs, whole, tmp_path):
-    before = files_of(whole[0])
-    judge = CountingJudge(tmp_path / "asked.log")
-    runs.run(inputs, whole[0], judge)
-    assert judge.asked == 0 and files_of(whole[0]) == before
-
-
-def test_a_completion_lost_from_the_middle_of_a_chunk_comes_back_the_same(inputs, whole, tmp_path):
-    out = tmp_path / "out"
-    runs.run(inputs, out, CountingJudge(tmp_path / "asked.log"))
-    with contextlib.closing(sqlite3.connect(out / "ledger/ledger.db")) as database, database:
-        answers = database.execute("SELECT number, value FROM answers").fetchall()
-        values = {number: json.loads(value) for number, value in answers}
-        completions = [number for number, value in values.items() if "text" in value]
-        lost = (completions[4], completions[-1])
-        assert database.execute("DELETE FROM answers WHERE number IN (?, ?)", lost).rowcount == 2
-    runs.run(inputs, out, CountingJudge(tmp_path / "asked.log"))
-    assert files_of(out) == files_of(whole[0])
-    assert set(questions_asked(tmp_path / "asked.log").values()) == {1}
 
 
 @pytest.mark.parametrize("pairing", ["all", "best_worst"])

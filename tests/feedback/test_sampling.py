@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler, critique_prompt, encoded, revision_prompt
+from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler, encoded
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
@@ -53,23 +53,6 @@ def test_what_the_ledger_holds_is_not_sampled_again(ledger):
     assert sampler(ledger, seed=1).sample(items(again), 2) != texts
 
 
-def test_another_policy_or_another_length_is_another_completion(ledger):
-    one = sampler(ledger)
-    item = items(one)[0]
-    keys = {one.key(item, 0), one.key(item, 1)}
-    one.identity = {"model": "other"}
-    keys.add(one.key(item, 0))
-    one.params = SamplingParams(max_completion_length=7, stop_token_ids=(1,))
-    keys.add(one.key(item, 0))
-    assert len(keys) == 4
-
-
-def test_a_prompt_that_stands_twice_in_a_chunk_is_one(ledger):
-    one = sampler(ledger)
-    first, second = one.sample([items(one)[0]] * 2, 2)
-    assert first == second and one.num_sampled == 2
-
-
 @pytest.mark.parametrize("conversational", [False, True])
 def test_revisions_keep_their_trail_and_are_written_once(ledger, conversational):
     policy = sampler(ledger)
@@ -100,15 +83,3 @@ def test_principles_are_drawn_by_weight_and_each_once_while_there_are_any(ledger
     # Weights 1, 3, 2 of 6: 50, 150, 100 of 300; standard deviations 6, 9, 8
     assert abs(first.count(0) - 50) < 30 and abs(first.count(1) - 150) < 40
     assert len(Reviser(policy, policy, PRINCIPLES, num_revisions=5).plan(items(policy)[0], 0)) == 5
-
-
-def test_what_a_critic_is_asked_holds_request_reply_and_rule_in_the_form_of_the_prompt():
-    text = critique_prompt("Why?", "Because.", "Be kind {x}.")
-    assert all(part in text for part in ("Why?", "Because.", "Be kind {x}."))
-    assert revision_prompt(text, "It is curt.").startswith(text + "It is curt.")
-    turns = critique_prompt([{"role": "user", "content": "Why?"}], "Because.", "Be kind.")
-    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
-    turns = revision_prompt(turns, "It is curt.")
-    assert [turn["role"] for turn in turns][-2:] == ["assistant", "user"] and turns[-2]["content"] == "It is curt."
-    begun = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Be"}]
-    assert critique_prompt(begun, "cause.", "Be kind.")[1]["content"] == "Because."

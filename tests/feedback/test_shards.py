@@ -34,11 +34,6 @@ def test_a_shard_that_is_none_is_refused(text):
         Shard.parse(text)
 
 
-def test_shards_are_counted_from_zero_and_named_after_their_number():
-    assert Shard.parse("3/4") == Shard(3, 4)
-    assert Shard.parse("0/1").suffix() == "" and Shard(3, 4).suffix() == "-00003-of-00004"
-
-
 def rows(count, conversational):
     turn = [{"role": "user", "content": "é\n"}]
     texts = [(turn, turn) if conversational else (f"p{i}", "c") for i in range(count)]
@@ -63,13 +58,6 @@ def test_rows_come_back_as_they_went_and_the_bytes_are_the_same_however_they_cam
     assert len({(tmp_path / f"{name}.{suffix}").read_bytes() for name in "abc"}) == 1
     if suffix == "parquet":
         assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 3
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_no_rows_make_an_empty_file(tmp_path, suffix):
-    with rows_file(tmp_path / f"a.{suffix}", lambda: table_schema(COLUMNS, False)):
-        pass
-    assert list(read_rows(tmp_path / f"a.{suffix}")) == []
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -20,7 +20,7 @@ class StubServer(StubHTTP):
 
     Args:
         model: its only model.
-        fault: of FAULTY, or "other_model", "fenced", "wrong_label", "no_logprobs"; None for a server that is well.
+        fault: of FAULTY, or "other_model", "no_logprobs"; None for a server that is well.
         rate: share of the calls that go wrong while `faulty`.
         logprobs: whether it returns log probabilities when asked; "top5" refuses more than 5 candidates.
         redirect_to: where redirects lead.
@@ -131,10 +131,6 @@ class StubServer(StubHTTP):
             return 200, self._think(body, seed)
         p = first_probability(body["messages"], self.bias)
         label = "A" if draw("label", body["messages"], seed) < p else "B"
-        if fails and self.fault == "wrong_label":
-            return 200, completion(self.model, "Both are fine.", [candidates("Both", {"Both": 0.9, "A": 0.01})])
-        if fails and self.fault == "fenced":
-            return 200, completion(self.model, f'```json\n{{"verdict": "{label}"}}\n```')
         asked = body.get("logprobs") and self.logprobs and not fails
         shares = {"A": 0.9 * p, "B": 0.9 * (1 - p), " A": 0.08 * p, " B": 0.08 * (1 - p), "The": 0.01}
         return 200, completion(self.model, label, [candidates(label, shares)] if asked else None)

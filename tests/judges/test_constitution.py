@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from onetrunk.judges.constitution import RubricJudge, load_constitution, parse_constitution
 from onetrunk.judges.judge import Judge, Pair, Principle
-from onetrunk.judges.labels import judge_pairs
 
 GOOD = {
     "name": "test",
@@ -49,20 +46,13 @@ def test_the_constitutions_of_the_recipes_are_read(path):
     ("content", "message"),
     [
         (None, "is empty; expected a mapping with name, principles"),
-        ("text", "is 'text'; expected a mapping"),
         ({"name": "x"}, "has no principles; list at least one"),
-        ({"name": "x", "principles": []}, "has no principles; list at least one"),
-        ({"name": "x", "principles": {"text": "y"}}, "has no principles"),
         ({"principles": ["y"]}, "has name None; give it one"),
         ({"name": "x", "principals": ["y"]}, "unknown key 'principals'; the keys are name, principles"),
         ({"name": "x", "principles": ["y", {"text": "z", "wieght": 1}]}, "principle 2: unknown key 'wieght'"),
         ({"name": "x", "principles": [{"text": " "}]}, "principle 1 has text ' '"),
-        ({"name": "x", "principles": [3]}, "principle 1 is 3; expected a mapping"),
         ({"name": "x", "principles": [{"text": "y", "weight": 0}]}, "has weight 0; expected a number above 0"),
-        ({"name": "x", "principles": [{"text": "y", "weight": float("nan")}]}, "has weight nan"),
-        ({"name": "x", "principles": [{"text": "y", "weight": True}]}, "has weight True"),
         ({"name": "x", "principles": [{"text": "y", "tags": "kind"}]}, "has tags 'kind'; expected a list of names"),
-        ({"name": "x", "principles": ["y" * 3000]}, "has 3000 characters"),
         ({"name": "x", "principles": ["y", "Y"]}, "principles 1 and 2 have the same text"),
     ],
 )
@@ -125,35 +115,6 @@ def test_several_checks_of_a_principle_count_alike_and_one_that_does_not_apply_i
     assert JUDGE.rate(["p"], [""], MILD)[0].score is None
 
 
-@pytest.mark.parametrize("prompt", ["Say it.", TURNS])
-def test_checks_see_what_reward_functions_see(prompt):
-    seen = {}
-
-    def check(prompts, completions, completion_ids, **columns):
-        seen.update(prompts=prompts, completions=completions, ids=completion_ids, columns=columns)
-        return [0.0] * len(prompts)
-
-    RubricJudge({"short": check}).rate([prompt], ["yes"], SHORT)
-    said = "yes" if isinstance(prompt, str) else [{"role": "assistant", "content": "yes"}]
-    assert seen == {"prompts": [prompt], "completions": [said], "ids": None, "columns": {}}
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.text(max_size=8), st.text(max_size=8)), min_size=1, max_size=5))
-def test_the_other_order_gives_the_complement_and_a_label_is_that_of_either_order(texts_of_pairs):
-    pairs = [Pair("p", first, second) for first, second in texts_of_pairs]
-    for pair, one, other in zip(
-        pairs,
-        JUDGE.compare(pairs, SHORT),
-        JUDGE.compare([pair.flipped() for pair in pairs], SHORT),
-        strict=True,
-    ):
-        assert one.probability == 1 - other.probability, pair
-    constitution = parse_constitution({"name": "c", "principles": [{"text": SHORT.text, "tags": ["short"]}]})
-    for label in judge_pairs(JUDGE, pairs, constitution):
-        assert label.consistent and label.probability == label.votes[0][1][0]
-
-
 def raising(completions, **columns):
     return [columns["action"]]
 
@@ -171,11 +132,6 @@ def test_a_check_that_is_no_check_is_one_error_message(check, error, message):
     with pytest.raises(error, match="the check for the tag 'short'") as caught:
         RubricJudge({"short": check}).compare([Pair("p", "a", "b")], SHORT)
     assert message in str(caught.value)
-
-
-def test_a_score_that_is_no_number_is_no_verdict():
-    judge = RubricJudge({"short": lambda completions, **c: [math.nan if t == "a" else math.inf for t in completions]})
-    assert judge.compare([Pair("p", "a", "b")], SHORT)[0].probability is None
 
 
 def test_a_rating_outside_0_to_1_is_refused_and_a_comparison_is_not():

@@ -185,19 +185,6 @@ def test_warnings_say_when_a_judge_abstains_contradicts_itself_or_likes_a_slot()
     assert "abstains from 100% of its questions" in abstained
 
 
-def test_questions_without_an_answer_are_counted_by_what_went_wrong():
-    kinds = iter(["refused", "unread", "server", "refused"])
-
-    failing = ToldJudge(lambda pair, principle: Verdict(None, error="no", error_kind=next(kinds)))
-    (label,) = judge_pairs(failing, [Pair("p", "a", "b")], TWO)
-    assert (label.errors, label.refused, label.unread, label.abstentions) == (4, 2, 1, 0)
-    statistics = JudgeStatistics()
-    statistics.add(label)
-    assert "the judge refused 2 questions and gave 1 a reply that is no verdict" in judge_warnings(
-        statistics.as_dict()
-    )
-
-
 KEY = "ab" * 32
 
 

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from onetrunk.judges.judge import Judge, Pair, Principle, Single
-from onetrunk.judges.local import CausalJudge, Reader, label_shares, load_causal_judge
+from onetrunk.judges.local import CausalJudge, label_shares, load_causal_judge
 from onetrunk.judges.template import LABELS, RATINGS, nonce_of, question_messages
 from onetrunk.models.build import train_tokenizer
 from tests.judges.injections import ATTACKS, GOOD, PROMPT
@@ -110,14 +110,6 @@ def test_long_texts_are_cut_alike_until_the_question_fits(tokenizer):
         make_judge(tokenizer, positions=100)
 
 
-def test_logits_that_are_not_finite_stop_the_run(tokenizer):
-    judge = make_judge(tokenizer)
-    with torch.no_grad():
-        judge.model.lm_head.weight[0, 0] = float("nan")
-    with pytest.raises(RuntimeError, match="the logits of judge tiny are not finite"):
-        judge.compare(PAIRS, PRINCIPLE)
-
-
 def test_the_identity_changes_with_whatever_changes_an_answer(tokenizer):
     base = make_judge(tokenizer).identity
     others = [
@@ -154,14 +146,6 @@ def test_a_judge_is_loaded_by_name_and_an_adapter_counts(tokenizer, tmp_path):
     assert other.compare(PAIRS[:1], PRINCIPLE)[0].probability == pytest.approx(shares[0, 0].item(), abs=2e-4)
     with pytest.raises(RuntimeError, match="cannot be loaded"):
         load_causal_judge(str(tmp_path / "nowhere"))
-
-
-def test_a_space_at_the_end_of_a_chat_template_belongs_to_the_answer(tokenizer):
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("'<assistant>'", "'<assistant> '")
-    reader, messages = Reader(tokenizer), [{"role": "user", "content": "A or B?"}]
-    learned = tokenizer(reader.text(messages) + " A<|end|>", add_special_tokens=False)["input_ids"]
-    assert learned[:-2] == reader.ids(messages)
-    assert learned[-2] in reader.label_ids(messages, LABELS)[0]
 
 
 def test_no_attack_brings_a_control_token_along(tokenizer):

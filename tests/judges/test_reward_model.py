@@ -47,14 +47,6 @@ def test_a_verdict_is_the_sigmoid_of_the_difference_of_the_scores_that_ppo_would
     assert isinstance(judge, Judge) and judge.name == "model"
 
 
-def test_a_conversation_goes_through_the_models_own_template(folder, judge):
-    prompt = [{"role": "user", "content": "the bird"}]
-    said = [[{"role": "assistant", "content": text}] for text in TEXTS[:2]]
-    one, other = ModelReward(folder / "model")(prompts=[prompt] * 2, completions=said)
-    (verdict,) = judge.compare([Pair(prompt, *TEXTS[:2])], PRINCIPLE)
-    assert verdict.details["scores"] == pytest.approx([one, other], abs=1e-5)
-
-
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(TEXTS), st.sampled_from(TEXTS)), min_size=1, max_size=6))
 def test_the_other_order_gives_the_complement_to_the_last_bit(judge, texts):
@@ -70,15 +62,6 @@ def test_a_rating_is_the_score_on_the_models_own_scale(folder, judge):
     scaled = RewardModelJudge(judge.model, judge.tokenizer, scale=ScoreScale(score, 2.0))
     assert scaled.rate(["the bird "], ["no"], PRINCIPLE)[0].score == pytest.approx(0.5, abs=1e-6)
     assert scaled.identity != judge.identity
-
-
-def test_the_scale_beside_a_model_is_found(folder):
-    path = folder / "scaled"
-    tiny = load_reward_judge(str(folder / "model"))
-    tiny.model.save_pretrained(path)
-    tiny.tokenizer.save_pretrained(path)
-    ScoreScale(1.0, 2.0).save(path)
-    assert load_reward_judge(str(path)).scale == ScoreScale(1.0, 2.0)
 
 
 def test_an_adapter_is_a_judge_of_its_own_and_known_by_its_weights(folder):

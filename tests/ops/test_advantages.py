@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,19 +71,6 @@ def test_every_estimator_has_its_sign_and_its_size():
         assert kl_estimate(policy, reference, estimator).item() == pytest.approx(expected, abs=1e-6)
 
 
-@many
-@given(episode=episodes())
-def test_the_score_is_added_once_on_the_last_counted_token(episode):
-    logprobs, ref_logprobs, mask, scores = episode
-    rewards = token_rewards(scores, logprobs, ref_logprobs, mask, beta=0.0)
-    for row in range(len(mask)):
-        counted = mask[row].nonzero().flatten().tolist()
-        expected = torch.zeros_like(rewards[row])
-        if counted:
-            expected[counted[-1]] = scores[row]
-        assert torch.equal(rewards[row], expected)
-
-
 def test_without_reference_or_beta_there_is_no_kl_term_even_where_the_kl_is_infinite():
     scores, logprobs, mask = torch.tensor([3.0]), torch.zeros(1, 2), torch.ones(1, 2).bool()
     assert token_rewards(scores, logprobs, None, mask, 0.1).tolist() == [[0, 3]]
@@ -138,8 +123,7 @@ def test_the_scan_is_the_loop_also_with_a_lambda_per_row(episode, gamma, data):
         assert_close(ours, loop, **EXACT)
 
 
-@pytest.mark.parametrize("gamma", [0.99, 1.0])
-@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 0.999, 1.0])
+@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 0.0), (1.0, 0.999), (1.0, 1.0)])
 def test_float32_advantages_of_4096_tokens_are_within_1e_5_of_the_float64_loop(gamma, lam):
     generator = torch.Generator().manual_seed(0)
     rewards, values = 0.1 * torch.randn(2, 4096, generator=generator), torch.randn(2, 4096, generator=generator)
@@ -175,12 +159,6 @@ def test_the_dtype_of_the_rewards_is_that_of_the_result_and_arguments_stay_as_th
     assert rewards.eq(1).all() and values.eq(1).all()
 
 
-def test_a_completion_buffer_of_no_tokens_has_no_advantages():
-    empty = torch.zeros(2, 0)
-    advantages, returns = gae(empty, empty, empty.bool(), 1.0, 0.95)
-    assert advantages.shape == returns.shape == (2, 0)
-
-
 def test_length_adaptive_lambda_by_hand():
     # alpha .05: 1 - 1 / (.05 * 400) = .95; 1 - 1 / (.05 * 40) = .5; 1 - 1 / (.05 * 10) = -1, clamped to 0; 0 for none
     lam = length_adaptive_lam(torch.tensor([400, 40, 10, 0]), 0.05)
@@ -194,15 +172,6 @@ def test_the_adaptive_controller_agrees_with_the_oracle(oracle):
         controller = AdaptiveKLController(0.2, target=6, horizon=10_000)
         controller.update(float(kl), 64)
         assert controller.value == pytest.approx(expected, abs=1e-9)
-
-
-def test_a_fixed_controller_stays_at_what_the_config_says():
-    controller = KLController(0.3)
-    controller.update(100, 64)
-    assert controller.value == 0.3
-    other = KLController(0.1)
-    other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    assert other.value == 0.1
 
 
 def test_controllers_reject_a_kl_or_settings_they_cannot_use():

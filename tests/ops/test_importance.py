@@ -66,20 +66,10 @@ def test_weights_by_hand():
     assert effective_share(*importance_sums(masked, mask)[:, 0][[0, 1, 3]]).item() == pytest.approx(1 / 3)
 
 
-def test_no_weight_at_all_is_an_effective_share_of_0():
-    assert effective_share(torch.tensor(0.0), torch.tensor(0.0), torch.tensor(5.0)).item() == 0
-
-
 def test_a_sampler_that_is_infinitely_wrong_gives_a_finite_weight():
     old, sampled = torch.tensor([[-400.0, 0.0]]), torch.tensor([[0.0, -400.0]])
     weights = importance_weights(old, sampled, torch.ones(1, 2, dtype=torch.bool), clip_max=None).weights
     assert weights.isfinite().all() and 0 < weights[0, 0] < 1e-8 and weights[0, 1] > 1e8
-
-
-def test_an_unknown_mode_is_an_error():
-    zeros = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="mode 'sequence_mask' is none of token_truncate, token_mask"):
-        importance_weights(zeros, zeros, zeros.bool(), "sequence_mask")
 
 
 def bandit_gradient(logits, old_logprobs, sampler, advantages, clip_max):

@@ -116,13 +116,6 @@ def test_every_row_lands_in_one_minibatch_whatever_the_number_of_processes(per_b
     assert together == minibatches
 
 
-def test_minibatches_follow_the_generator():
-    source = generator(7)
-    deals = [deal_rows(12, 3, source) for _ in range(3)]
-    assert len({str(deal) for deal in deals}) == 3
-    assert deal_rows(12, 3, generator(7)) == deals[0]
-
-
 def test_the_expected_weight_of_a_token_does_not_depend_on_the_length_of_its_row():
     lengths = torch.randint(4, 129, (64,), generator=generator(1))
     deals, num_minibatches = 4000, 4

@@ -176,11 +176,3 @@ def test_values_that_stay_within_the_clip_range_count_as_not_clipped():
 def test_a_loss_that_lacks_something_or_has_a_wrong_number_is_rejected(left_out, coefs, message):
     with pytest.raises(ValueError, match=message):
         loss_of(vars(random_tensors()) | dict.fromkeys(left_out), coefs)
-
-
-@pytest.mark.parametrize("left_out", ["returns", "old_values", "old_logprobs", "advantages"])
-def test_an_experience_cannot_be_built_without_what_the_loss_needs(left_out):
-    tensors = vars(random_tensors())
-    constants = {name: tensors[name] for name in CONSTANTS if name != left_out}
-    with pytest.raises(TypeError, match=left_out):
-        Experience(pack=None, loss_mask=tensors["mask"], **constants)

@@ -44,20 +44,10 @@ CPU_DEVICE = torch.device("cpu")
 ROLES = ("policy", "value", "reference")
 PROMPTS = [[4, 5, 6, 7], [20, 21], [30, 31, 32]]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
-BOTH = (
-    "shared",
-    "detached, top-2",
-    "adapter, top-2",
-    "checkpointing",
-    "padding-free",
-    "tied head",
-    "soft-capping",
-    "continued adapter",
-    "bfloat16",
-)
+BOTH = ("shared", "adapter, top-2", "checkpointing", "padding-free", "continued adapter", "bfloat16")
 CASES = {
-    "FSDP2": (*BOTH, "DoRA", "nf4"),
-    "TP": (*BOTH, "gathered projections", "uneven widths", "reward adapter", "float64"),
+    "FSDP2": (*BOTH, "nf4"),
+    "TP": (*BOTH, "tied head", "soft-capping", "gathered projections", "uneven widths", "reward adapter"),
 }
 
 
@@ -109,7 +99,6 @@ def cases(folder: Path, device: torch.device) -> dict[str, Any]:
     """Return what builds the trunk of each case; a quantised one on `device`, the others on the CPU."""
     return {
         "shared": a_trunk,
-        "detached, top-2": partial(a_trunk, value_head="detached", adapter_layers="top-2"),
         "adapter, top-2": partial(a_trunk, value_head="adapter", adapter_layers="top-2"),
         "checkpointing": partial(a_trunk, value_head="adapter"),
         "padding-free": partial(packed, "mistral", value_head="adapter", adapter_layers="top-2"),
@@ -117,12 +106,10 @@ def cases(folder: Path, device: torch.device) -> dict[str, Any]:
         "soft-capping": partial(a_trunk, "gemma2", adapter_layers="top-2"),
         "continued adapter": continued,
         "bfloat16": partial(a_trunk, dtype=torch.bfloat16),
-        "DoRA": partial(a_trunk, config=lora(use_dora=True)),
         "nf4": partial(quantized, folder, device, **NF4),
         "gathered projections": partial(a_trunk, "phi3"),
         "uneven widths": lambda: a_trunk(base=tiny_model("llama", vocab_size=63, intermediate_size=61)),
         "reward adapter": partial(rewarded, folder),
-        "float64": partial(a_trunk, value_head="adapter", dtype=torch.float64),
     }
 
 

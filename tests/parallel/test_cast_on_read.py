@@ -38,7 +38,7 @@ def late(model):
     return {name for name, p in model.named_parameters() if isinstance(p, LateCast)}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_late_cast_base_is_the_base_in_every_number_that_is_read(family, tmp_path):
     name = saved(tmp_path, family)
     whole, found = both(lambda: load_base(name, dtype="float32"))
@@ -54,14 +54,6 @@ def test_a_late_cast_base_is_the_base_in_every_number_that_is_read(family, tmp_p
     ends = [m.get_base_model() for m in (expected, trunk)]
     tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in ends]
     assert tied[0] == tied[1] == (family != "llama")
-
-
-def test_the_stored_numbers_are_those_of_the_file_until_they_are_cast(tmp_path):
-    with casting_later():
-        model = load_base(saved(tmp_path), dtype="float32")
-    matrices = [p for p in model.parameters() if isinstance(p, LateCast)]
-    assert all(p.stored.dtype == torch.bfloat16 and p.stored.shape == p.shape for p in matrices)
-    assert sum(p.stored.nbytes for p in matrices) == sum(p.nbytes for p in matrices) / 2
 
 
 def test_a_late_cast_can_be_written_to_and_copied_without_a_change_of_the_file():
@@ -99,7 +91,7 @@ def test_transformers_reads_weights_through_the_function_that_is_replaced():
 
 @pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("kind", ["fsdp2", "tensor_parallel"])
+@pytest.mark.parametrize("kind", ["fsdp2"])
 def test_no_process_holds_the_whole_base_in_another_precision_than_its_file(kind, tmp_path):
     name = saved(tmp_path / "base", "mistral", **cast_on_read_worker.SHAPE)
     torch.multiprocessing.spawn(cast_on_read_worker.work, args=(str(tmp_path), name, kind), nprocs=2)

@@ -24,7 +24,7 @@ from tests.ppo.support import assert_same, differ
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch through accelerate_configs/CONFIG.yaml; `cases` are those that it runs (none: all, and resuming)."""
+    """A launch through accelerate_configs/CONFIG.yaml; `cases` are those that it runs (none: all)."""
 
     config: str = ""
     processes: int = 2

@@ -26,12 +26,7 @@ from tests.ppo.support import make_trainer  # noqa: E402
 
 PIPELINED = {"rollout_backend": "pipelined", "pipeline_batches": 3}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
-CASES = {
-    "shared": {},
-    "kept": {},
-    "adapter": {"pipeline_batches": 2},
-    "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
-}
+CASES = {"shared": {}, "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]}}
 
 
 def whole_layers(folder: Path) -> None:

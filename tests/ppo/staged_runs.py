@@ -27,16 +27,13 @@ STAGED = {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_s
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
 # By case of two_processes.py: settings of the launched run, and those of both.
 CASES = {
-    "shared": {"pipeline_batches": 3},
-    "adapter": {},
-    "tokens": {},
-    "kept": {},
+    "adapter": {"pipeline_batches": 3},
     "packed": {},
     "stopped": {},
     "autocast": {},
     "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
 }
-BOTH = {"kept": {"trunk_cache": "off"}, "packed": {"trunk_cache": "off"}, "autocast": {"bf16": True}}
+BOTH = {"packed": {"trunk_cache": "off"}, "autocast": {"bf16": True}}
 
 
 def note_layers(folder: Path) -> None:

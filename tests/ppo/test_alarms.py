@@ -8,7 +8,6 @@ import torch
 
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, find_breach
-from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
 from tests.ppo.support import (
@@ -72,16 +71,6 @@ def test_completions_that_turn_bad_raise_their_alarm_once_after_the_patience(tmp
     assert {other: sum(values) for other, values in others.items() if any(values)} == {}
 
 
-@pytest.mark.slow
-def test_an_alarm_that_is_over_is_raised_again_and_a_shorter_lapse_is_none(tmp_path, caplog):
-    bad = (3, 4, 6, 7, 8, 10, 11, 12)
-    backend = ByRollout(lambda number: REPEATS if number in bad else LONG)
-    trainer = trained(tmp_path, rollout_backend=backend, num_rollouts=14, **STILL)
-    on = [number for number, value in enumerate(logged(trainer, "alarm/repeated_ngrams")) if value]
-    assert on == [8, 12]
-    assert len(said(caplog)) == 2
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -95,16 +84,6 @@ def test_a_figure_of_the_update_beyond_its_limit_raises_its_alarm(tmp_path, capl
     assert 1.0 in logged(trainer, f"alarm/{name}")
     sentences = [sentence for sentence in said(caplog) if sentence.startswith(f"alarm {name} at step ")]
     assert sentences and "in 2 rollouts in a row" in sentences[0]
-
-
-@pytest.mark.slow
-def test_the_figures_that_are_judged_do_not_depend_on_how_often_the_run_logs(tmp_path):
-    settings = {"num_rollouts": 6, "num_ppo_epochs": 4, "alarm_limits": {"entropy": 10.0}, "alarm_patience": 2}
-    often = trained(tmp_path / "often", **settings)
-    seldom = trained(tmp_path / "seldom", logging_steps=7, **settings)
-    assert often.alarms.explanation.replace("often", "") == seldom.alarms.explanation.replace("seldom", "")
-    # Logged together, a metric is the share of rollouts in which the alarm was on.
-    assert sum(logged(often, "alarm/entropy")) == 5 and max(logged(seldom, "alarm/entropy")) == 1.0
 
 
 def test_a_negative_kl_within_chance_is_no_alarm():
@@ -123,36 +102,6 @@ def test_the_chance_of_a_negative_sum_of_k1_is_bounded_as_the_rule_says():
     assert min(sums) < -1
     for nats in (0.25, 0.5, 1.0, 2.0):
         assert (sums <= -nats).float().mean() <= math.exp(-nats)
-
-
-class OffPolicy(CannedBackend):
-    """Takes what the policy finds less likely than the reference does: a sampler that is not the policy."""
-
-    def sync(self, model, version):
-        super().sync(model, version)
-        self.model = model
-
-    def generate(self, prompt_ids, params, keys):
-        with torch.no_grad():
-            ids = torch.tensor([prompt_ids[0]])
-            policy = self.model(input_ids=ids).logits[0, -1].log_softmax(-1)
-            with self.model.as_role("reference"):
-                reference = self.model(input_ids=ids).logits[0, -1].log_softmax(-1)
-        worst = int((policy - reference)[4:].argmin()) + 4
-        self.completions = [[worst] * 5 + [1]]
-        return super().generate(prompt_ids, params, keys)
-
-
-def test_a_sampler_that_is_not_the_policy_shows_as_a_negative_kl(tmp_path, caplog):
-    settings = {"num_rollouts": 6, "rollout_batch_size": 16, "beta": 1e-6, "learning_rate": 3e-2, "alarm_patience": 1}
-    settings |= {"alarm_limits": {"repeated_ngrams": None}, "per_device_train_batch_size": 16, "num_ppo_epochs": 4}
-
-    def likes_nothing_of_it(completion_ids, **kwargs):
-        return [-float(i % 2) for i in range(len(completion_ids))]
-
-    trainer = trained(tmp_path, rollout_backend=OffPolicy(), reward=likes_nothing_of_it, **settings)
-    assert min(logged(trainer, "kl/ref")) < -1.25  # 20 nats over 16 rows
-    assert any("alarm negative_kl" in sentence and "can't be negative" in sentence for sentence in said(caplog))
 
 
 # --- stopping -------------------------------------------------------------------------------------------------------
@@ -175,30 +124,6 @@ def test_a_stop_ends_the_run_with_a_checkpoint_and_names_the_last_good_one(tmp_p
     assert sentence.endswith("Training stops")
 
 
-def test_without_a_checkpoint_from_before_the_sentence_says_so(tmp_path, caplog):
-    stopping(tmp_path, backend=ByRollout(lambda number: REPEATS), stop_on_alarm=["all"]).train()
-    assert "No checkpoint is left from before it: start a new run" in said(caplog)[0]
-
-
-def test_an_alarm_that_is_not_among_those_that_stop_only_warns(tmp_path, caplog):
-    trainer = stopping(tmp_path, stop_on_alarm=["kl", "entropy"], num_rollouts=7)
-    trainer.train()
-    assert trainer.state.global_step == 14
-    assert said(caplog)[-1].endswith("Training continues (stop_on_alarm [repeated_ngrams] would end it)")
-
-
-@pytest.mark.slow
-def test_from_the_last_good_checkpoint_a_run_has_its_own_checkpoints_and_not_those_after_it(tmp_path):
-    """Rotation would take them for the newest, and `--resume auto` for the last."""
-    stopping(tmp_path, stop_on_alarm=["all"]).train()
-    settings = {"stop_on_alarm": ["all"], "num_rollouts": 4, "save_total_limit": 2}
-    resumed = stopping(tmp_path, backend=ByRollout(lambda number: LONG), **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert resumed.state.global_step == 8 and resumed.ended is None
-    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["checkpoint-6", "checkpoint-8"]
-    assert (tmp_path / "checkpoint-12.aside0").is_dir()
-
-
 @pytest.mark.slow
 def test_a_run_that_an_alarm_ended_stays_ended_when_it_is_resumed(tmp_path, caplog):
     first = stopping(tmp_path, stop_on_alarm=["all"])
@@ -209,15 +134,6 @@ def test_a_run_that_an_alarm_ended_stays_ended_when_it_is_resumed(tmp_path, capl
     assert_same(trained_weights(again.model), trained_weights(first.model))
     sentence = "checkpoint-12 is at step 12, where the run was ended (alarm repeated_ngrams at step 12); set "
     assert sentence + "continue_ended_run to true to train on" in caplog.text
-
-
-@pytest.mark.slow
-def test_continued_where_an_alarm_ended_it_the_run_ends_again_after_the_patience(tmp_path, caplog):
-    stopping(tmp_path, stop_on_alarm=["all"]).train()
-    again = stopping(tmp_path, stop_on_alarm=["all"], continue_ended_run=True)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 12 + 6
-    assert len(said(caplog)) == 2
 
 
 @pytest.mark.slow
@@ -251,33 +167,3 @@ def test_the_checkpoint_that_an_alarm_names_is_not_deleted_before(tmp_path, capl
     folders = checkpoint_folders(tmp_path)
     assert folders[0].name == "checkpoint-4" and len(folders) <= max(limit, 3)
     assert checkpoint_problems(folders[0]) == []
-
-
-@pytest.mark.slow
-def test_a_checkpoint_from_before_what_is_over_is_deleted_in_its_turn(tmp_path):
-    # Rollout 3 alone is bad: never an alarm.
-    backend = ByRollout(lambda number: REPEATS if number == 3 else LONG)
-    stopping(tmp_path, backend=backend, save_total_limit=2).train()
-    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["checkpoint-22", "checkpoint-24"]
-
-
-class NanAtTheEnd(PPOTrainer):
-    """Has a gradient that is not finite at the step at which the alarm is raised."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = super().compute_loss(model, inputs)
-        return loss * math.nan if self.state.global_step + 1 == 12 else loss
-
-
-def test_where_the_alarm_falls_on_a_gradient_that_is_not_finite_the_run_ends_with_the_next_that_is(tmp_path):
-    trainer = stopping(tmp_path, stop_on_alarm=["all"], save_strategy="no", trainer_class=NanAtTheEnd)
-    trainer.train()
-    assert trainer.state.global_step == 13
-    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["checkpoint-13"]
-
-
-def test_a_rule_says_nothing_without_its_figure_or_of_a_figure_that_is_no_number():
-    for name in RULES:
-        figure = RULES[name].metric
-        assert find_breach(name, 0.5, {}, {figure: 1.0}, 8) is None
-        assert find_breach(name, 0.5, {figure: math.nan}, {figure: 1.0}, 8) is None

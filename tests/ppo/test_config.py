@@ -3,10 +3,9 @@
 import dataclasses
 
 import pytest
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
 
 from onetrunk.ppo.config import PPOConfig, plan_batches
-from onetrunk.ppo.foreign_names import SAME_MEANING
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, RANGES
 
 USE = {"use_vllm": True}
@@ -32,24 +31,6 @@ def config(**settings):
     return PPOConfig(**{"output_dir": "unused", "use_cpu": True, **settings})
 
 
-@dataclasses.dataclass(repr=False)
-class OwnConfig(PPOConfig):
-    more: int = 0
-
-
-@pytest.mark.parametrize(("theirs", "ours"), sorted(SAME_MEANING.items()))
-def test_a_name_of_trl_with_our_meaning_is_accepted_in_python(theirs, ours):
-    assert theirs not in fields(PPOConfig)
-    value = 0.5 if ours in ("beta", "epsilon", "value_clip", "value_coef") else 2
-    made = config(**{theirs: value})
-    assert getattr(made, ours) != fields(PPOConfig)[ours].default
-    assert dataclasses.replace(made).to_dict() == made.to_dict()
-    with pytest.raises(ValueError, match=f"{theirs} and {ours} are the same setting, and both are given; keep {ours}"):
-        config(**{theirs: 1, ours: 1})
-    with pytest.raises(ValueError, match=f"{theirs}: here {ours}"):
-        OwnConfig(output_dir="unused", **{theirs: 2})
-
-
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
@@ -72,29 +53,11 @@ def test_a_key_of_another_trainer_is_answered_by_its_name_here_a_reason_or_the_n
 def test_every_key_of_grpo_config_that_is_not_ours_is_rejected():
     from trl import GRPOConfig
 
-    foreign = fields(GRPOConfig).keys() - fields(PPOConfig).keys() - SAME_MEANING.keys()
+    foreign = fields(GRPOConfig).keys() - fields(PPOConfig).keys()
     assert len(foreign) > 40
     for key in foreign:
         with pytest.raises(ValueError, match=f"^PPOConfig: .*{key}"):
             config(**{key: 3})
-
-
-def test_a_parser_that_hands_over_every_field_and_a_copy_with_changes_work():
-    words = [
-        "--output_dir",
-        "unused",
-        "--use_cpu",
-        "--beta",
-        "0.2",
-        "--num_minibatches",
-        "2",
-        "--stop_tokens",
-        "a",
-        "b",
-    ]
-    (parsed,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses([*words, "--eval_strategy", "steps"])
-    assert (parsed.beta, parsed.num_minibatches, parsed.stop_tokens) == (0.2, 2, ["a", "b"])
-    assert dataclasses.replace(parsed, gamma=0.5).gamma == 0.5
 
 
 @pytest.mark.parametrize("name", sorted(INHERITED_WITHOUT_MEANING))
@@ -159,6 +122,9 @@ REFUSED = [
     ({"rollout_backend": "pipelined", "schedule": "one_step"}, "the processes of rollout_backend 'pipelined' work"),
     ({"rollout_backend": "pipelined", "pipeline_training": True, "trunk_cache": "cpu"}, "set trunk_cache to auto"),
     ({**COLOCATE, "pipeline_training": True}, "pipeline_training is not supported with vllm_mode 'colocate'"),
+    ({**USE, "pipeline_training": True, "schedule": "async"}, "the processes of pipeline_training work together"),
+    ({**USE, "pipeline_training": True, "activation_offloading": True}, "set activation_checkpointing"),
+    ({"rollout_backend": "pipelined", "pipeline_split": [2, 0]}, "must be a list of whole numbers above 0"),
     ({"alarm_limits": {"klo": 1.0}}, "alarm_limits names 'klo', which is no alarm; expected some of kl, negative_kl"),
     ({"alarm_limits": {"entropy": -1.0}}, "the alarm limit entropy is -1.0; it must be a number, 0 or more"),
     ({"stop_on_alarm": ["klo"]}, "stop_on_alarm names 'klo', which is no alarm"),
@@ -219,13 +185,6 @@ def test_the_worked_example_of_the_docstring():
     plan = plan_batches(example, 2)
     assert (plan.rows_per_rank, plan.rows_per_minibatch, plan.rows_per_pack) == (32, 8, 4)
     assert (example.slots_per_rollout, example.max_steps) == (8, 40)
-
-
-def test_every_field_of_ours_says_what_it_is_and_what_has_not_run_on_hardware():
-    for name in fields(PPOConfig).keys() - fields(TrainingArguments).keys():
-        assert len(fields(PPOConfig)[name].metadata["help"]) > 10, name
-    for name in ("bf16", "fp16"):
-        assert "not yet run on hardware" in fields(PPOConfig)[name].metadata["help"]
 
 
 def test_defaults_that_depend_on_other_settings():

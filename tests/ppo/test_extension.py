@@ -133,23 +133,6 @@ def test_advantages_of_ones_own_read_real_next_values_also_where_states_are_capt
     assert seen[0].std() > 1e-2
 
 
-class Doubled(ExperienceStream):
-    def shape_scores(self, scored):
-        return 2 * super().shape_scores(scored)
-
-
-class DoubledTrainer(PPOTrainer):
-    stream_class = Doubled
-
-
-def test_how_scores_are_shaped_can_be_replaced(tmp_path):
-    settings = {"beta": 0.0, "whiten_advantages": False, "gamma": 1.0, "lam": 1.0}
-    stream = make_trainer(tmp_path, trainer_class=DoubledTrainer, **settings).get_train_dataloader()
-    advantages = torch.cat([e.advantages[:, 0] for e in stream.make_rollout()])
-    scored = stream.last_scored
-    assert sorted(advantages.tolist()) == pytest.approx(sorted((2 * scored.scores.total).tolist()))
-
-
 def test_optimizer_and_schedule_can_be_handed_over(tmp_path):
     from onetrunk.models.build import build_trunk
     from tests.ppo.support import base_model, lora, make_config, prompts

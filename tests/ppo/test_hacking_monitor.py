@@ -11,14 +11,9 @@ from onetrunk.judges.judge import Judge, Principle, Rating, Single
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from tests.ppo.support import (
     StopAt,
-    assert_same,
-    even_share,
     logged,
     make_trainer,
     prompts,
-    trained,
-    trained_weights,
-    without_wall_clock,
 )
 from tests.tiny import WORDS
 
@@ -141,27 +136,6 @@ def test_a_judge_that_agrees_with_the_reward_raises_no_alarm(tmp_path):
 
 
 @pytest.mark.slow
-def test_being_watched_changes_nothing_in_training(tmp_path):
-    settings = {**RUN, **SHORT, "num_rollouts": 3, "dataset": prompts(48), "eval_dataset": prompts(48)}
-    alone = trained(tmp_path / "alone", reward=even_share, **settings)
-    seen, _ = watched(tmp_path / "watched", reward=even_share, **SHORT, num_rollouts=3)
-    seen.train()
-    assert_same(trained_weights(seen.model), trained_weights(alone.model))
-    own = [{k: v for k, v in entry.items() if not k.startswith("judge/")} for entry in seen.state.log_history]
-    assert without_wall_clock(own) == without_wall_clock(alone.state.log_history)
-
-
-def test_every_second_rollout_costs_half_the_ratings(tmp_path):
-    judge = BrevityJudge()
-    trainer, _ = watched(tmp_path, judge, {"every": 2, "num_rows": 10}, **SHORT, num_rollouts=4)
-    trainer.train()
-    # Before training, then after rollouts 2 and 4.
-    assert judge.num_calls == 3 and len(logged(trainer, "judge/score")) == 3
-    assert logged(trainer, "judge/gap")[0] == 0 and trainer.state.log_history[0]["step"] == 0
-    assert judge.num_ratings <= 3 * 10
-
-
-@pytest.mark.slow
 def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 100, "num_rollouts": 6, **SHORT}
     whole, monitor = watched(tmp_path / "whole", **settings)
@@ -176,22 +150,6 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
     assert judge.num_calls == 4  # rollouts 3 to 6, and no second baseline
     for name in ("score", "proxy_score", "gap", "alarm"):
         assert logged(resumed, f"judge/{name}") == logged(whole, f"judge/{name}")
-
-
-@pytest.mark.slow
-def test_a_run_that_began_without_a_monitor_can_go_on_with_one(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2, **SHORT}
-    trained(
-        tmp_path,
-        reward=long_ones,
-        dataset=prompts(48),
-        eval_dataset=prompts(48),
-        **{**RUN, **settings, "num_rollouts": 1},
-    )
-    trainer, monitor = watched(tmp_path, num_rollouts=2, **settings)
-    trainer.train(resume_from_checkpoint=True)
-    assert [m["step"] for m in monitor.measurements] == [2, 4]
-    assert (tmp_path / "checkpoint-4").is_dir()
 
 
 def test_a_judge_that_is_down_costs_a_measurement_and_not_the_run(tmp_path, caplog):

@@ -87,21 +87,6 @@ def test_bounds_apply_by_mode_and_are_logged(tmp_path, mode, large):
     assert logged(trainer, CLIPPED) == pytest.approx([clipped / len(weights)])
 
 
-@pytest.mark.slow
-def test_the_correction_is_on_for_a_sampler_with_weights_of_its_own_and_can_be_turned_off(tmp_path):
-    name = "vllm_importance_sampling_correction"
-    for label, backend, settings, is_on in (
-        ("local", None, {}, False),
-        ("plain", CannedBackend(), {}, False),
-        ("versioned", Shifted(0.0), {}, True),
-        ("off", Shifted(0.0), {name: False}, False),
-        ("local on", None, {name: True}, True),
-    ):
-        trainer, experiences = recorded(tmp_path / label, backend, **settings)
-        assert all((e.weights is not None) == is_on for e in experiences), label
-        assert bool(logged(trainer, ESS)) == is_on, label
-
-
 class EvenDraws(CannedBackend):
     """Draws each of some tokens once, as completions of one token, and says that all were equally likely."""
 
@@ -173,18 +158,6 @@ def test_a_versioned_backend_is_asked_by_role_and_version(tmp_path):
     local.train()
     assert local.evaluate()["eval_score/mean"] == pytest.approx(after["eval_score/mean"], abs=0.05)
     assert after["eval_sampling/logprob_gap_max"] < 1e-4
-
-
-def test_the_best_weights_are_evaluated_under_the_version_that_they_are(tmp_path):
-    backend = Shifted(0.0)
-    trainer = make_trainer(
-        tmp_path, rollout_backend=backend, eval_dataset=prompts(3), num_rollouts=3, learning_rate=0.3,
-        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
-        save_total_limit=2,
-    )  # fmt: skip
-    trainer.train()
-    trainer.evaluate()
-    assert backend.calls[-1][1] == trainer.state.best_global_step
 
 
 class Late(Shifted):

@@ -14,11 +14,8 @@ from itertools import product
 import pytest
 import torch
 
-from onetrunk.ops.packing import make_pack
-from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.local import LocalBackend
 from tests import learning
-from tests.learning import EOS, FIRST, PAD, TASK_A, TASK_B, Task
+from tests.learning import FIRST, TASK_A, TASK_B, Task
 
 MISSING_AT_MOST = 0.05
 TINY = Task(num_tokens=3, num_good=1, length=2, beta=0.3)
@@ -69,47 +66,6 @@ def test_enumeration_equals_one_forward_per_completion():
     best = learning.optimum(learning.outcome_logprobs(model, TINY, prompts), learning.all_scores(TINY), TINY.beta)
     # The model computes in float32, and the shapes differ.
     assert best.objective == pytest.approx(0.3 * sum(partitions) / 5, rel=1e-5)
-
-
-def test_the_best_policy_attains_the_optimum_and_no_other_does():
-    generator = torch.Generator().manual_seed(0)
-    reference = torch.randn(6, 9, generator=generator, dtype=torch.float64).log_softmax(-1)
-    scores = learning.all_scores(TINY)
-    best = learning.optimum(reference, scores, TINY.beta)
-    policy = (reference + scores / TINY.beta).log_softmax(-1)
-    assert learning.exact_objective(policy, reference, scores, TINY.beta) == pytest.approx(best.objective)
-    assert learning.exact_objective(reference, reference, scores, TINY.beta) == pytest.approx(best.start)
-    for _ in range(20):
-        other = (policy + 0.1 * torch.randn(6, 9, generator=generator, dtype=torch.float64)).log_softmax(-1)
-        assert learning.exact_objective(other, reference, scores, TINY.beta) < best.objective
-
-
-@pytest.mark.parametrize("task", [TASK_A, TASK_B])
-def test_the_reference_depends_on_the_prompt_and_never_ends_early(task):
-    logprobs = learning.outcome_logprobs(
-        learning.reference_model(task, 0), task, learning.task_prompts(task, 0, count=4)
-    )
-    probabilities = logprobs.exp()
-    # e^-30 for EOS and PAD is 1e-13 of a token.
-    assert probabilities.sum(1).sub(1).abs().max() < 1e-9
-    assert (probabilities - probabilities.mean(0)).abs().sum(1).mean() > 0.5
-
-
-def test_sampler_policy_and_reference_honour_the_bias_of_the_head(tmp_path):
-    trainer = learning.make_trainer(TASK_B, 0, tmp_path)
-    prompts = learning.task_prompts(TASK_B, 0, count=8)
-    params = SamplingParams(max_completion_length=4, temperature=1.0, stop_token_ids=(EOS,), pad_token_id=PAD)
-    rollout = LocalBackend(trainer.model).generate(prompts.tolist(), params, [(0, 0, i) for i in range(8)])
-    assert all(len(ids) == 4 and min(ids) >= FIRST for ids in rollout.completion_ids)
-
-    known = learning.outcome_logprobs(learning.reference_model(TASK_B, 0), TASK_B, prompts)
-    numbers = [int("".join(str(i - FIRST) for i in ids), TASK_B.num_tokens) for ids in rollout.completion_ids]
-    expected = known[range(8), numbers].float()
-    pack = make_pack(prompts.tolist(), rollout.completion_ids, PAD)
-    with torch.no_grad():
-        output = trainer.model(pack=pack, roles=("policy", "reference"))
-    for logprobs in (torch.stack(list(rollout.sampler_logprobs)), output.logprobs, output.ref_logprobs):
-        torch.testing.assert_close(logprobs.sum(1).cpu(), expected, atol=1e-4, rtol=0)
 
 
 # --- learning --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 
 from onetrunk.ppo.monitoring.alarms import RULES
 from onetrunk.ppo.monitoring.metrics import MetricLog
-from tests.fakes import CannedBackend
 from tests.ppo.support import (
     assert_same,
     differ,
@@ -65,19 +64,6 @@ def test_a_skipped_step_counts_with_what_it_measured_unless_that_is_nothing_or_n
     assert figures["kl/approx"] == (0.5 + 1.5) / 2
     assert figures["policy/ratio_max"] == 2.0
     assert figures["policy/skipped_steps"] == 3.0
-
-
-class BesideAnotherProcess(Accelerator):
-    """Gathers from a second process, whose step was not finite."""
-
-    def gather(self, tensor):
-        return torch.cat([tensor, torch.zeros_like(tensor)])
-
-
-def test_a_skipped_step_that_is_not_finite_on_another_process_is_dropped_on_all():
-    log = MetricLog(BesideAnotherProcess(cpu=True))
-    step_stats(log, [0.5], skipped=True)
-    assert "kl/approx" not in log.flush()
 
 
 def test_the_loss_is_made_of_the_parts_that_are_logged(tmp_path):
@@ -140,36 +126,6 @@ def test_evaluation_takes_other_prompts_and_several_sets_by_name(tmp_path):
         make_trainer(tmp_path / "none").evaluate()
 
 
-@pytest.mark.slow
-def test_the_last_evaluation_is_not_made_twice(tmp_path):
-    backend = CannedBackend([[5, 6, 1]])
-    settings = {"num_rollouts": 4, "rollout_backend": backend, "eval_dataset": prompts(2)}
-    trainer = trained(tmp_path / "evaluated", eval_strategy="steps", eval_steps=2, **settings)
-    before = len(backend.synced)
-    last = trainer.final_evaluation()
-    assert len(backend.synced) == before
-    assert last["eval_score/mean"] == logged(trainer, "eval_score/mean")[-1]
-    trainer = trained(tmp_path / "not evaluated", **settings)
-    before = len(backend.synced)
-    trainer.final_evaluation()
-    assert len(backend.synced) == before + 1 and len(logged(trainer, "eval_score/mean")) == 1
-
-
-def test_the_best_checkpoint_is_evaluated_though_the_last_step_was(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trainer = trained(tmp_path, num_rollouts=2, eval_dataset=prompts(2), load_best_model_at_end=True, **settings)
-    trainer.final_evaluation()
-    assert len(logged(trainer, "eval_score/mean")) == 3
-
-
-def test_the_figures_of_the_start_are_those_of_the_reference_and_are_not_logged(tmp_path):
-    trainer = make_trainer(tmp_path, eval_dataset=prompts(5))
-    start = trainer.evaluate_reference()
-    assert not trainer.state.log_history
-    # Before the first step the policy is the reference.
-    assert start["score/mean"] == trainer.evaluate()["eval_score/mean"]
-
-
 def shown(capsys):
     return capsys.readouterr().err.replace("\r", "\n")
 
@@ -204,20 +160,6 @@ def test_where_there_is_no_terminal_each_rollout_is_one_line(tmp_path, capsys):
     assert [line.split(":")[0] for line in lines if line.startswith("evaluation")] == [
         f"evaluation at step {step}" for step in (0, 4, 6)
     ]
-
-
-def test_without_tqdm_nothing_is_shown(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, eval_dataset=prompts(6))
-    capsys.readouterr()
-    trainer.evaluate_reference()
-    assert "before" not in capsys.readouterr().err
-
-
-def test_a_backend_is_told_which_policy_it_evaluates(tmp_path):
-    backend = CannedBackend([[5, 6, 1]])
-    settings = {"num_ppo_epochs": 2, "num_rollouts": 2, "eval_strategy": "steps", "eval_steps": 1}
-    trained(tmp_path, rollout_backend=backend, eval_dataset=prompts(2), **settings)
-    assert backend.synced == [0, 1, 2, 2, 3, 4]
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
@@ -256,8 +198,3 @@ def test_of_several_evaluation_sets_one_decides_which_checkpoint_is_best(tmp_pat
         make_trainer(tmp_path / "a", **settings)
     trainer = trained(tmp_path / "b", metric_for_best_model="long_score/mean", greater_is_better=True, **settings)
     assert trainer.state.best_metric == max(logged(trainer, "eval_long_score/mean"))
-
-
-def test_the_model_stays_in_float32_branches_under_bf16(tmp_path):
-    trainer = trained(tmp_path, bf16=True, value_head="adapter")
-    assert {p.dtype for p in trained_weights(trainer.model).values()} == {torch.float32}

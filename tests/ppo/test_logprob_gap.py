@@ -14,7 +14,7 @@ from onetrunk.ppo.rollout import PromptBatch, RolloutPack, ScoredRollout
 from onetrunk.rewards.reward import Scores
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
-from tests.ppo.support import base_model, logged, make_trainer, prompts, trained
+from tests.ppo.support import logged, prompts, trained
 
 GAP = "sampling/logprob_gap_"
 
@@ -63,14 +63,3 @@ def test_a_sampler_that_is_not_the_policy_raises_an_alarm(tmp_path, caplog):
     assert min(logged(trainer, f"{GAP}mean")) > 1
     (text,) = [r.getMessage() for r in caplog.records if "alarm logprob_gap" in r.getMessage()]
     assert "above the limit 0.1 (alarm_limits logprob_gap 0.1)" in text and "rollout backend" in text
-
-
-def test_rounding_to_bfloat16_raises_no_alarm(tmp_path):
-    for name, model, settings in (
-        ("autocast", base_model(), {"bf16": True}),
-        ("base", base_model().to(torch.bfloat16), {}),
-    ):
-        trainer = make_trainer(tmp_path / name, model=model, num_rollouts=3, alarm_patience=1, **settings)
-        trainer.train()
-        assert logged(trainer, "alarm/logprob_gap") == [0.0] * 3
-        assert 0 < max(logged(trainer, f"{GAP}mean")) < 0.1

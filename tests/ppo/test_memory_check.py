@@ -6,10 +6,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
-from onetrunk.ppo.memory_check import MemoryForecast, largest_pack
-from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.ppo.memory_check import largest_pack
 from tests.ppo.support import assert_same, make_config, make_trainer, trained, trained_weights, without_wall_clock
 from tests.tiny import tiny_model
 
@@ -45,11 +43,9 @@ def test_the_forecast_adds_what_is_not_there_yet(tmp_path):
     check = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "MemoryCheck")
     trained_numbers = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     width = max(map(len, trainer.train_dataset["prompt_ids"])) + 6
-    assert check.forecast.optimizer == 8 * trained_numbers
-    assert check.forecast.states == 4 * width * model.config.hidden_size * 4
-    assert check.forecast.sampling > trainer.model.get_base_model().get_memory_footprint()
-    assert check.forecast.peak == sum((check.forecast.pack, check.forecast.optimizer, check.forecast.states))
-    assert MemoryForecast(pack=5, optimizer=1, states=2, sampling=9).peak == 12
+    states = 4 * width * model.config.hidden_size * 4
+    base = trainer.model.get_base_model().get_memory_footprint()
+    assert check.peak_bytes > 8 * trained_numbers + states + base
 
 
 @pytest.mark.slow
@@ -77,29 +73,3 @@ def test_memory_that_does_not_suffice_is_one_sentence_before_any_rollout(tmp_pat
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert "out of memory with the largest pack of this run, 64 rows x 200" in done.stdout, done.stderr[-2000:]
     assert "lower per_device_train_batch_size" in done.stdout
-
-
-class Looks(PPOTrainer):
-    """Sees whether what autograd saves in the loss is the tensor itself or a copy elsewhere."""
-
-    moved: bool | None = None
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        saved = torch.ones(2**18, requires_grad=True).exp()
-        self.moved = saved.grad_fn._saved_result.data_ptr() != saved.data_ptr()
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-@pytest.mark.slow
-def test_a_run_with_offloaded_activations_ends_as_one_without(tmp_path):
-    # Packs whose activations are large enough to move.
-    settings = {"rollout_batch_size": 64, "per_device_train_batch_size": 64, "max_completion_length": 20}
-    ends = []
-    for offloads in (True, False):
-        model = tiny_model("llama", num_hidden_layers=2, intermediate_size=256)
-        run = trained(
-            tmp_path / str(offloads), model=model, trainer_class=Looks, activation_offloading=offloads, **settings
-        )
-        assert run.moved == offloads
-        ends.append(trained_weights(run.model))
-    assert_same(*ends, atol=1e-6, rtol=1e-5)

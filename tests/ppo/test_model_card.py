@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
@@ -96,19 +95,3 @@ def test_what_push_to_hub_hands_on_stands_in_the_card(tmp_path):
     assert card.data.tags == ["lora", "maths", "onetrunk", "ppo"]
     assert (card.data.datasets, card.data.license, card.data.base_model) == ("someone/rows", "apache-2.0", "a/base")
     assert card.text.strip().startswith("# a-policy") and 'from_pretrained("someone/a-policy")' in card.text
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantised_base_is_said(tmp_path, bits):
-    pytest.importorskip("bitsandbytes")
-    from transformers import BitsAndBytesConfig
-
-    base_model(hidden_size=64).save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
-    args = make_config(tmp_path / "run")
-    trainer = PPOTrainer(
-        str(tmp_path / "base"), even_share, args, prompts(), quantization_config=config, peft_config=lora()
-    )
-    trainer.save_model()
-    assert f"| base weights | bitsandbytes, {bits} bit |" in (tmp_path / "run" / "README.md").read_text()

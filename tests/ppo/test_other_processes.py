@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onetrunk.ppo.monitoring.metrics import merged_log
 from onetrunk.ppo.stream_state import deal_packs
 from onetrunk.types import Experience
 from tests.models.branches import a_pack
@@ -56,9 +55,10 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(written, before, no
         weights = load_file(output / f"weights-{rank}.safetensors")
         assert_same(weights, load_file(written[1] / "weights-0.safetensors"), atol=2e-5, rtol=1e-4)
     assert len(whole) == len(expected)
-    for found, one in zip(whole, expected, strict=True):
+    for number, (found, one) in enumerate(zip(whole, expected, strict=True)):
         assert found.keys() == one.keys()
-        for key in one:
+        # The first log after the change has the metrics of its steps since then only.
+        for key in one if number else ("score/mean", "kl/ref"):
             tolerance = 0.03 if key.endswith("clip_fraction") else 2e-4
             assert found[key] == pytest.approx(one[key], rel=2e-3, abs=tolerance), key
 
@@ -82,24 +82,3 @@ def test_dealt_packs_have_every_row_once_and_equal_counts(num_processes):
     assert rows == sorted(row.tolist() for e in packs for row in e.advantages)
     widths = {e.pack.input_ids.shape[1] for share in shares for e in share}
     assert widths <= {e.pack.input_ids.shape[1] for e in packs}
-
-
-def test_merged_metrics_are_summed_once_and_named_everywhere():
-    def state(total, largest, own):
-        totals = {"figures": {"kl/ref": 0.5}, "sums": {"policy/loss": total}, "counts": [1, 1, 0]}
-        counts = {"rollouts": {"score/mean": [1.0]}, "seconds": {"update": 2.0}, "counts": [1, 0, 40.0]}
-        return {
-            "sums": {"policy/loss": total},
-            "maxima": {"policy/ratio_max": largest},
-            "own": own,
-            "totals": totals,
-        } | counts
-
-    states = [state(1.0, 1.5, {"a": [1.0]}), state(2.0, 1.25, {"a": [3.0], "b": [5.0]})]
-    first, second = (merged_log(states, process) for process in (0, 1))
-    assert first["sums"] == {"policy/loss": 3.0} and second["sums"] == {"policy/loss": 0.0}
-    assert first["maxima"] == second["maxima"] == {"policy/ratio_max": 1.5}
-    assert first["own"] == {"a": [1.0, 3.0], "b": [5.0]} and second["own"] == {}
-    assert first["totals"]["sums"] == {"policy/loss": 3.0} and second["totals"]["sums"] == {"policy/loss": 0.0}
-    # Equal on every process that wrote them.
-    assert first["rollouts"] == second["rollouts"] == {"score/mean": [1.0]} and first["counts"] == [1, 0, 40.0]

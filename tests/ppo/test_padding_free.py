@@ -6,8 +6,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onetrunk.models.base_model import backbone
-from onetrunk.ppo.memory_check import largest_pack
-from tests.ppo.support import StopAt, assert_same, logged, make_config, make_trainer, trained_weights
+from tests.ppo.support import StopAt, assert_same, logged, make_trainer, trained_weights
 from tests.tiny import WORDS
 
 SHAPE = {"rollout_batch_size": 8, "num_ppo_epochs": 2, "num_rollouts": 2, "num_minibatches": 2}
@@ -74,19 +73,3 @@ def test_a_model_that_mixes_rows_is_rejected_before_training_starts(tmp_path):
     make_trainer(tmp_path, model=model)
     with pytest.raises(ValueError, match="padding_free is not possible with OPTForCausalLM .* a row sees the rows"):
         make_trainer(tmp_path, model=model, padding_free=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "lengths"),
-    [
-        ({}, [11, 11]),  # Two rows of 5 + 6 tokens, as many as per_device_train_batch_size allows.
-        ({"microbatch_tokens": 17, "per_device_train_batch_size": 4}, [11, 6]),
-        ({"microbatch_tokens": 30, "per_device_train_batch_size": 4}, [11, 11, 8]),
-        ({"microbatch_tokens": 30}, [11, 11]),
-        ({"microbatch_tokens": 12, "per_device_train_batch_size": 4}, [11]),
-    ],
-)
-def test_the_largest_pack_has_as_many_tokens_as_the_budget_allows(tmp_path, settings, lengths):
-    pack = largest_pack(make_config(tmp_path, padding_free=True, **settings), longest_prompt=5)
-    assert pack.attention_mask.sum(1).tolist() == lengths
-    assert pack.completion_mask.sum(1).tolist() == [min(6, length - 1) for length in lengths]

@@ -91,28 +91,6 @@ def test_ppo_learns_the_tasks_with_two_stages(task, seed):
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rollout_backend": "remote"}, "rollout_backend is 'remote'; it must be one of local, pipelined"),
-        ({"pipeline_stages": 2}, "pipeline_stages is set and rollout_backend is not 'pipelined'"),
-        ({"pipeline_split": [1, 1]}, "pipeline_split is set and rollout_backend is not"),
-        ({"rollout_backend": "pipelined", "pipeline_stages": 1}, "pipeline_stages is 1; it must be a whole number"),
-        ({"rollout_backend": "pipelined", "pipeline_batches": 0}, "pipeline_batches is 0; it must be a whole number"),
-        ({"rollout_backend": "pipelined", "pipeline_split": [2, 0]}, "pipeline_split is .2, 0.; it must be a list"),
-        (
-            {"rollout_backend": "pipelined", "pipeline_split": [2, 1], "pipeline_stages": 3},
-            "pipeline_split has 2 numbers and pipeline_stages is 3",
-        ),
-        ({"rollout_backend": "pipelined", "use_vllm": True}, "use_vllm samples on a server; leave one of them out"),
-        ({"rollout_backend": "pipelined", "schedule": "one_step"}, "set schedule to sync"),
-    ],
-)
-def test_a_setting_that_does_not_fit_is_rejected_with_what_to_change(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_config(tmp_path, **settings)
-
-
 def test_one_process_is_no_pipeline(tmp_path):
     with pytest.raises(ValueError, match="forms pipelines of 2 processes and 1 run; launch a multiple of that number"):
         check_pipeline(make_config(tmp_path, rollout_backend="pipelined"))
@@ -128,29 +106,7 @@ REWARD = """
 def shortest(completions, **kwargs):
     return [-float(len(c)) for c in completions]
 """
-# Stage 1 kills itself once: in the second turn of the third rollout, or in the second microbatch of its update.
-DYING_IN_UPDATE = """
-import os, runpy, signal, sys
-from pathlib import Path
-from onetrunk.parallel import staged
-
-original = staged._StageModule.forward
-turns = 0
-
-def forward(module, *received):
-    global turns
-    is_due = Path("fate").exists() and Path("out/checkpoint-2").is_dir() and module.loss_of is not None
-    if os.environ["RANK"] == "1" and is_due:
-        turns += 1
-        if turns == 2:
-            Path("fate").unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-    return original(module, *received)
-
-staged._StageModule.forward = forward
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+# Stage 1 kills itself once: in the second turn of the third rollout.
 DYING = """
 import os, runpy, signal, sys
 from pathlib import Path
@@ -180,11 +136,10 @@ def prepared(folder: Path) -> Path:
     make_material(folder)
     (folder / "reward.py").write_text(REWARD)
     (folder / "dying.py").write_text(DYING)
-    (folder / "dying_in_update.py").write_text(DYING_IN_UPDATE)
     return folder
 
 
-def started(folder: Path, script: str = "dying.py", options: str = "") -> list[subprocess.Popen]:
+def started(folder: Path) -> list[subprocess.Popen]:
     """Start the command on two processes, without a launcher that would end the second one with the first."""
     import socket
 
@@ -195,7 +150,7 @@ def started(folder: Path, script: str = "dying.py", options: str = "") -> list[s
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(folder)])
     # Freed memory leaves the process at once, so that what is resident is what is used.
     env["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
-    command = [sys.executable, script, str(ROOT / "scripts/ppo.py"), *OPTIONS.split(), *options.split()]
+    command = [sys.executable, "dying.py", str(ROOT / "scripts/ppo.py"), *OPTIONS.split()]
     running = []
     for rank in "01":
         with open(folder / f"log-{rank}.txt", "w") as log:
@@ -204,25 +159,18 @@ def started(folder: Path, script: str = "dying.py", options: str = "") -> list[s
     return running
 
 
-def finished(folder: Path, *how: str) -> None:
-    codes = [process.wait() for process in started(folder, *how)]
+def finished(folder: Path) -> None:
+    codes = [process.wait() for process in started(folder)]
     assert codes == [0, 0], (folder / "log-0.txt").read_text()[-3000:] + (folder / "log-1.txt").read_text()[-3000:]
 
 
 @several
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        ("dying.py", ""),
-        ("dying_in_update.py", "--pipeline_training true --per_device_train_batch_size 2"),
-    ],
-)
-def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path, script, options):
+def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path):
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
     folder, whole = prepared(tmp_path / "killed"), prepared(tmp_path / "whole")
     (folder / "fate").touch()
-    first, second = started(folder, script, options)
+    first, second = started(folder)
     try:
         assert first.wait() == 1
     finally:
@@ -233,8 +181,8 @@ def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path, script, op
     assert "lost the connection to another process" in log and "rank 1 (process " in log
     assert "Traceback" not in log and "--resume auto" in log
     assert not (folder / "fate").exists() and (folder / "out" / "checkpoint-2").is_dir()
-    finished(folder, script, options)
-    finished(whole, script, options)
+    finished(folder)
+    finished(whole)
     for name in ("adapter_model.safetensors", "value_head.safetensors"):
         assert (folder / "out" / name).read_bytes() == (whole / "out" / name).read_bytes()
 

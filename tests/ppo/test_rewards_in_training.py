@@ -4,11 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 from datasets import Dataset
 
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.fakes import CannedBackend
 from tests.ppo.support import (
     Recorder,
     assert_same,
@@ -46,18 +44,6 @@ def test_conversational_prompts_give_reward_functions_lists_of_messages_and_thei
         text = tokenizer.decode(ids, skip_special_tokens=True)
         assert completion == [{"role": "assistant", "content": text}]
     assert solution == ["cat"] * 4
-
-
-def test_columns_come_with_the_rows_that_they_belong_to(tmp_path):
-    texts = prompts()["prompt"]
-    pairs = []
-
-    def reward(prompts, completions, tag, **kwargs):
-        pairs.extend(zip(prompts, tag, strict=True))
-        return [0.5] * len(prompts)
-
-    trained(tmp_path, reward=reward, dataset=prompts(8, tag=[f"t{i}" for i in range(8)]), num_rollouts=2)
-    assert {(t, f"t{i}") for i, t in enumerate(texts)} == set(pairs)
 
 
 def test_a_reward_function_sees_the_state_and_can_log(tmp_path):
@@ -119,16 +105,6 @@ def test_a_row_without_a_score_is_left_out_of_the_update(tmp_path, missing):
     assert differ(everything.gradients[0], unscored.gradients[0])
 
 
-def test_an_unscored_row_does_not_enter_the_whitening(tmp_path):
-    settings = {"dataset": prompts(4), "max_unscored_fraction": 0.25, "normalize_scores": True}
-    trainer = make_trainer(tmp_path, reward=reward_without("the", None), **settings)
-    stream = trainer.get_train_dataloader()
-    experiences = stream.make_rollout()
-    kept = torch.cat([e.advantages[e.loss_mask] for e in experiences])
-    assert kept.mean().item() == pytest.approx(0, abs=1e-6) and kept.std().item() == pytest.approx(1, abs=1e-3)
-    assert stream.score_moments.count == 3
-
-
 def test_too_many_rows_without_a_score_stop_the_run_with_the_names_of_the_functions(tmp_path):
     reward = reward_without("the", None)
     trainer = make_trainer(tmp_path, reward=reward, dataset=prompts(4))
@@ -136,19 +112,3 @@ def test_too_many_rows_without_a_score_stop_the_run_with_the_names_of_the_functi
     with pytest.raises(RuntimeError, match=r"25% of the rows of rollout 0 .* max_unscored_fraction 10%.*\(reward\)"):
         trainer.train()
     assert_same(trained_weights(trainer.model), before)
-
-
-def test_a_reward_function_is_told_in_training_and_evaluation_which_completions_were_cut_off(tmp_path):
-    seen = []
-
-    def ended(completion_ids, completion_stopped, **kwargs):
-        seen.append((completion_ids, completion_stopped))
-        completion_ids[0].append(99)  # A copy: the rollout keeps its own.
-        return [float(stopped) for stopped in completion_stopped]
-
-    backend = CannedBackend([[5, 6, 1], [5, 6, 7, 8, 9, 10]])
-    trainer = make_trainer(tmp_path, reward=ended, rollout_backend=backend, eval_dataset=prompts(3))
-    trainer.train()
-    assert trainer.evaluate()["eval_score/mean"] == pytest.approx(2 / 3)
-    assert [stopped for _, stopped in seen] == [[True, False, True, False], [True, False, True]]
-    assert logged(trainer, "completion/length") == [4.5] and logged(trainer, "score/mean") == [0.5]

@@ -1,8 +1,5 @@
 """Options of the rollout: which prompts, in which order, how often, and where completions end."""
 
-import itertools
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,30 +92,6 @@ def test_a_pass_has_every_prompt_and_a_completion_does_not_depend_on_the_process
     assert seen == set(range(num_prompts))
 
 
-@given(
-    **ORDERS,
-    stops=st.lists(st.integers(0, 40), max_size=3),
-)
-@settings(max_examples=200, deadline=None)
-def test_wherever_a_run_stops_and_resumes_a_pass_covers_each_prompt_once_and_fills_up_from_its_start(
-    num_prompts, share, num_generations, world, number, shuffle, stops
-):
-    size = 12 * share
-    make = lambda: PromptOrder(num_prompts, size, num_generations, order_seed=5, seed=6, shuffle=shuffle)  # noqa: E731
-    per_pass = make().rollouts_per_pass
-    edges = [0, *sorted(min(stop, per_pass) for stop in stops), per_pass]
-    rows = []
-    for first, last in itertools.pairwise(edges):
-        # A process that knows nothing but where it goes on.
-        resumed = make()
-        for iteration in range(number * per_pass + first, number * per_pass + last):
-            rows += resumed.rows(iteration, range(size * num_generations))[0]
-    prompts = rows[::num_generations]
-    assert rows == [prompt for prompt in prompts for _ in range(num_generations)]
-    assert sorted(prompts[:num_prompts]) == list(range(num_prompts))
-    assert prompts[num_prompts:] == [prompts[i % num_prompts] for i in range(len(prompts) - num_prompts)]
-
-
 @given(**ORDERS)
 @settings(max_examples=200, deadline=None)
 def test_the_order_is_a_function_of_its_settings_and_no_key_is_one_of_evaluation(
@@ -128,11 +101,3 @@ def test_the_order_is_a_function_of_its_settings_and_no_key_is_one_of_evaluation
     everything = range(share * num_generations)
     assert make().rows(number, everything) == make().rows(number, everything)
     assert all(key[1] != EVALUATION_STREAM for key in make().rows(number, everything)[1])
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_passes_are_shuffled_anew_only_where_asked(shuffle):
-    order = PromptOrder(20, 20, 1, order_seed=5, seed=6, shuffle=shuffle)
-    first, second = order.prompts(0).tolist(), order.prompts(1).tolist()
-    assert sorted(first) == sorted(second) == list(range(20))
-    assert (first != second) == shuffle

@@ -8,12 +8,9 @@ import time
 
 import pytest
 from peft import LoraConfig
-from transformers import TrainerCallback
 
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.sharding import launch_layout
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.setup import check_schedule
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts.async_sampler import StartedRow
 from onetrunk.utils.randomness import EVALUATION_STREAM
@@ -26,7 +23,6 @@ from tests.ppo.support import (
     base_model,
     logged,
     lora,
-    make_config,
     make_trainer,
     prompts,
     trained_weights,
@@ -95,39 +91,6 @@ def test_one_step_samples_the_next_rollout_from_the_weights_before_the_update_an
     assert_same(trained_weights(again.model), trained_weights(trainer.model))
 
 
-class StartsUpdate(TrainerCallback):
-    """Sets `event` when the first optimizer step begins."""
-
-    def __init__(self, event):
-        self.event = event
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.event.set()
-
-
-def test_the_next_rollout_is_sampled_during_the_update(tmp_path):
-    updates, samples = threading.Event(), threading.Event()
-
-    class Waiting(CopyBackend):
-        def generate_as(self, role, version, prompt_ids, params, keys):
-            if keys[0][1] == 1:
-                samples.set()
-                # In turn there would be no update before this ends.
-                assert updates.wait(LONG_S), "the update did not begin while the rollout was sampled"
-            return super().generate_as(role, version, prompt_ids, params, keys)
-
-    class Update(StartsUpdate):
-        def on_step_begin(self, args, state, control, **kwargs):
-            assert samples.wait(LONG_S), "the rollout was not sampled while the update began"
-            self.event.set()
-
-    backend = Waiting(TrunkModel(base_model(), lora()))
-    trainer = ahead(tmp_path, backend, num_rollouts=2)
-    trainer.add_callback(Update(updates))
-    trainer.train()
-    assert trainer.state.global_step == 2 * SLOTS
-
-
 class Jittery(CopyBackend):
     """Takes its time, another one for every call."""
 
@@ -162,21 +125,6 @@ def test_async_uses_each_row_once_within_the_staleness_and_can_be_replayed(tmp_p
     repeated.train()
     assert versions_by_rollout(second) == versions
     assert_same(trained_weights(repeated.model), trained_weights(trainer.model))
-
-
-@pytest.mark.slow
-def test_an_evaluation_changes_neither_the_version_nor_the_completions_of_a_rollout_under_way(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 3}
-    keeps = make_config(tmp_path, **SHAPE, schedule="one_step", **settings).versions_in_use
-    backend = sampler(keeps=keeps)
-    watched = ahead(tmp_path / "watched", backend, eval_dataset=prompts(3), **settings)
-    watched.train()
-    plain = ahead(tmp_path / "plain", sampler())
-    plain.train()
-    assert versions_by_rollout(backend) == {0: {0}, 1: {0}, 2: {4}, 3: {8}, 4: {12}}
-    evaluated = [version for _, version, keys in backend.calls if keys[0][1] == EVALUATION_STREAM]
-    assert evaluated == [3, 6, 9, 12, 15, 18, 20]
-    assert_same(trained_weights(watched.model), trained_weights(plain.model))
 
 
 # --- resuming and stopping --------------------------------------------------------------------------------------
@@ -246,23 +194,6 @@ def test_an_error_of_the_sampler_ends_the_run(tmp_path):
     assert trainer.state.global_step == SLOTS  # The rollout before it was used.
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_sync_resumes_ahead_and_the_other_way_round(tmp_path):
-    change = {"allow_config_change": True}
-    ahead(tmp_path / "sync", sampler(), "sync", callbacks=[StopAt(6)]).train()
-    resumed = ahead(tmp_path / "sync", sampler(), "one_step", **change)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == ROLLOUTS * SLOTS
-    ahead(tmp_path / "ahead", sampler(), "async", max_staleness=2, callbacks=[StopAt(6)]).train()
-    backend = sampler()
-    resumed = ahead(tmp_path / "ahead", backend, "async", max_staleness=1, **change)
-    resumed.train(resume_from_checkpoint=True)
-    assert max(logged(resumed, "sampling/staleness_max")[2:]) <= 1
-    resumed = ahead(tmp_path / "ahead", sampler(), "sync", **change)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "ahead" / "checkpoint-6"))
-    assert resumed.state.global_step == ROLLOUTS * SLOTS
-
-
 # --- settings ---------------------------------------------------------------------------------------------------
 
 
@@ -272,34 +203,6 @@ def test_a_sampler_without_weights_of_its_own_is_rejected(tmp_path, schedule, ba
     name = "LocalBackend" if backend is None else "CannedBackend"
     with pytest.raises(ValueError, match=f"schedule '{schedule}' .* {name} has no weights of its own; set use_vllm"):
         make_trainer(tmp_path, rollout_backend=backend, schedule=schedule)
-
-
-def test_groups_of_tensor_parallelism_are_rejected(tmp_path, monkeypatch):
-    config = make_config(tmp_path, schedule="async")
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    launch_layout.cache_clear()
-    try:
-        with pytest.raises(ValueError, match="schedule 'async' is not supported with tensor parallelism"):
-            check_schedule(config, sampler())
-    finally:
-        monkeypatch.undo()
-        launch_layout.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"schedule": "later"}, "schedule is 'later'; it must be one of sync, one_step, async"),
-        ({"max_staleness": 1}, "max_staleness is 1 and schedule 'sync' always has 0"),
-        ({"schedule": "one_step", "max_staleness": 2}, "max_staleness is 2 and schedule 'one_step' always has 1"),
-        ({"schedule": "async", "max_staleness": -1}, "max_staleness is -1; it must be a number, 0 or more"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_named_with_the_fix(settings, message, tmp_path):
-    with pytest.raises(ValueError, match=message.replace("a number, 0", "(a number, )?0")):
-        make_config(tmp_path, **settings)
 
 
 @pytest.mark.parametrize(

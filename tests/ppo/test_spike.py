@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve()
-KINDS = ["nf4", "checkpointing"]
+KINDS = ["nf4"]
 VOLATILE = ("time/", "throughput/", "memory/", "train_", "total_flos")
 
 SCRIPT = """

@@ -9,24 +9,18 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from onetrunk.costs import ModelShape, kept_activations_bytes
 from onetrunk.parallel import sharding
 from onetrunk.parallel.sharding import Layout
 from onetrunk.ppo import setup
 from onetrunk.ppo.setup import check_pipeline, check_stage_training
-from onetrunk.stages.arguments import ModelArguments
-from onetrunk.stages.tools.dry_run import ModelSize, memory_lines
 from tests.places import BACKENDS, CPU, GPU, REPEATED, on_gpus, places
 from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.staged_runs import CASES
 from tests.ppo.support import assert_same, base_model, make_config
 from tests.rollouts.stub_vllm import StubVLLM
-from tests.tiny import tiny_model
 
 # By the number of processes.
-LAUNCHES = Launches(
-    "staged_runs.py", {1: ALONE, 2: Launch("pipelined", 2), 4: Launch("pipelined", 4, ("shared", "kept"))}
-)
+LAUNCHES = Launches("staged_runs.py", {1: ALONE, 2: Launch("pipelined", 2), 4: Launch("pipelined", 4, ("adapter",))})
 launched, facts, weights = LAUNCHES.folder, LAUNCHES.facts, LAUNCHES.weights
 NAMES = [(processes, name) for processes in (2, 4) for name in LAUNCHES.named[processes].cases or CASES]
 RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]
@@ -73,16 +67,6 @@ def test_the_log_is_that_of_one_process(place, processes, name):
     LAUNCHES.require_log_of_one(place, processes, name)
     assert facts(place, processes, name)["mine"] == [16 / processes] * 2
     LAUNCHES.require_evaluation_of_one(place, processes, name)
-
-
-@launches
-@pytest.mark.parametrize("place", places(2))
-def test_the_first_ratio_of_a_rollout_is_1(place):
-    for name in set(CASES) - {"autocast"}:
-        ratios = [
-            entry["policy/ratio_max"] for entry in facts(place, 2, name)["history"] if "policy/ratio_max" in entry
-        ]
-        assert ratios[0] == 1.0
 
 
 @launches
@@ -135,67 +119,9 @@ def test_stages_train_on_rows_of_a_server_as_one_process_does(name):
         assert gaps and max(gaps) < 1e-4
 
 
-OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:shortest"
-OPTIONS += " --rollout_batch_size 4 --num_rollouts 2 --num_minibatches 1 --max_completion_length 6 --lora_r 2"
-OPTIONS += " --use_cpu true --report_to none --disable_tqdm true --eval_size 2 --value_head adapter"
-REWARD = """
-def shortest(completions, **kwargs):
-    return [-float(len(c)) for c in completions]
-"""
-
-
 # --- settings ------------------------------------------------------------------------------------------------------
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True}
-SERVED = {"use_vllm": True, "pipeline_training": True}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pipeline_training": True}, "pipeline_training is set and rollout_backend is not 'pipelined'.*use_vllm"),
-        ({**SERVED, "pipeline_batches": 2}, "pipeline_batches is set and rollout_backend is not 'pipelined'"),
-        ({**SERVED, "vllm_mode": "colocate"}, "pipeline_training is not supported with vllm_mode 'colocate'"),
-        ({**SERVED, "schedule": "one_step"}, "the processes of pipeline_training work together.*set schedule to sync"),
-        ({**SERVED, "pipeline_stages": 1}, "pipeline_stages is 1"),
-        ({**STAGED, "pipeline_training": "yes"}, "pipeline_training is 'yes'; it must be true or false"),
-        (
-            {**STAGED, "trunk_cache": "cpu"},
-            "trunk_cache is 'cpu' and pipeline_training .*set trunk_cache to auto or off",
-        ),
-        ({**STAGED, "activation_offloading": True}, "activation_offloading, which .*; set activation_checkpointing"),
-        ({**STAGED, "capture_trunk_states": True}, "capture_trunk_states, which .*; leave it out"),
-    ],
-)
-def test_a_setting_that_does_not_fit_is_rejected_with_what_to_change(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_config(tmp_path, **settings)
-
-
-def test_the_dry_run_counts_the_weights_of_the_largest_stage(tmp_path):
-    size, model = (
-        ModelSize(num_layers=4, first_layer=0, base=2**30, trained=1000),
-        ModelArguments("base", dtype="float32"),
-    )
-    # A layer has 9,216 weights in its matrices, embedding and head 2,048 each: the second stage has 29,696 of 40,960.
-    for settings, expected in (({}, 4.0), ({**STAGED, "pipeline_split": [1, 3]}, 2.9)):
-        args = make_config(tmp_path, **settings)
-        lines = memory_lines(tiny_model("llama").config, size, args, model, longest=8)
-        assert lines[0] == f"{expected:9.3f} GiB weights of the base"
-
-
-def test_the_dry_run_counts_the_packs_that_a_stage_has_in_work(tmp_path):
-    # Rows of 1 GiB in float32 per layer if only inputs are kept: 2**20 tokens of 16 x 16 numbers.
-    model, config = ModelArguments("base", dtype="float32"), tiny_model("llama").config
-    size = ModelSize(num_layers=4, first_layer=1, base=0, trained=0)
-    one_row = {"per_device_train_batch_size": 1, "num_minibatches": 2, "activation_checkpointing": True}
-    kept = kept_activations_bytes(ModelShape.from_config(config), 2**20, 1, 4, True) / 2**30
-    # The first stage has one layer with adapters and two packs in flight, the second two layers and one pack.
-    for settings, layers in (({}, 3), ({**STAGED, "pipeline_split": [2, 2]}, 2)):
-        args = make_config(tmp_path, **one_row, **settings)
-        lines = memory_lines(config, size, args, model, longest=2**20 - args.max_completion_length)
-        (line,) = [line for line in lines if "in the largest forward" in line]
-        assert line == f"{layers * kept:9.3f} GiB in the largest forward, {2**20} tokens"
 
 
 def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monkeypatch):

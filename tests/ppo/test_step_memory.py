@@ -28,11 +28,3 @@ def test_the_peak_is_flat_in_the_number_of_epochs(tmp_path, settings):
     assert one > 100_000
     # The second rollout is of another policy: completions of other lengths.
     assert many == pytest.approx(one, rel=0.1)
-
-
-@pytest.mark.slow
-def test_the_peak_grows_with_the_rows_of_a_pack_and_not_with_their_number(tmp_path):
-    settings = {"rollout_batch_size": 16, "max_completion_length": 24, "num_minibatches": 1}
-    small = peak_of_a_run(tmp_path / "small", per_device_train_batch_size=2, **settings)
-    large = peak_of_a_run(tmp_path / "large", per_device_train_batch_size=16, **settings)
-    assert large > 1.5 * small

@@ -78,15 +78,6 @@ def dealt(folder, **settings):
     ]
 
 
-def test_every_epoch_has_the_minibatches_of_its_rollout_in_an_order_of_its_own(tmp_path):
-    steps = dealt(tmp_path)
-    assert len(steps) == 2 * 6 * 4
-    for rollout in (steps[:24], steps[24:]):
-        epochs = [[tuple(rows) for rows in rollout[i : i + 4]] for i in range(0, 24, 4)]
-        assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
-        assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
 def test_which_rows_share_a_minibatch_depends_on_seed_and_rollout_and_not_on_lengths_or_packs(tmp_path):
     # Every completion is as long as its number in the rollout, so that a length names a row.
     backend = CannedBackend([[5] * length for length in range(1, 9)])
@@ -102,13 +93,6 @@ def test_which_rows_share_a_minibatch_depends_on_seed_and_rollout_and_not_on_len
     assert sorted(lengths("other", seed=9)[:4]) != sorted(one[:4])
     by_length = [[1, 2], [3, 4], [5, 6], [7, 8]]
     assert sorted(one[:4]) != by_length != sorted(one[4:])
-
-
-def test_max_steps_ends_a_run_in_the_middle_of_a_rollout(tmp_path):
-    trainer = trained(tmp_path, max_steps=5, num_ppo_epochs=3)
-    assert trainer.state.global_step == 5
-    assert len(logged(trainer, "score/mean")) == 2
-    assert trainer.lr_scheduler.get_last_lr()[0] == 0.0
 
 
 def test_the_gradient_is_clipped_per_optimizer_step(tmp_path):
@@ -166,10 +150,3 @@ def test_activation_checkpointing_recomputes_and_changes_nothing(tmp_path, value
     assert runs[True][2] == 2 * runs[False][2] > 0
     assert_same(runs[True][0], runs[False][0])
     assert runs[True][1] == runs[False][1]
-
-
-def test_a_small_base_model_is_trained_in_its_top_layers_alone(tmp_path):
-    recorder = Recorder()
-    trained(tmp_path, adapter_layers="top-1", callbacks=[recorder])
-    names = {n for gradients in recorder.gradients for n in gradients if "lora_" in n}
-    assert names and all(".layers.1." in n for n in names)

@@ -6,17 +6,22 @@ Two processes form one group, which trains on all rows; four form two groups, wh
 import pytest
 
 from tests.places import BACKENDS, CPU, GPU, REPEATED, on_gpus, places
-from tests.ppo.launches import ALONE, Launch, Launches
+from tests.ppo.launches import Launch, Launches
 from tests.ppo.support import assert_same, make_trainer
-from tests.ppo.two_processes import CASES, SHAPE
+from tests.ppo.two_processes import SHAPE
 
+CASES = ("adapter", "kept", "judged")
 # By the number of processes.
 LAUNCHES = Launches(
     "two_processes.py",
-    {1: ALONE, 2: Launch("tensor_parallel", 2), 4: Launch("tensor_parallel", 4, ("shared", "kept", "judged"))},
+    {
+        1: Launch(processes=1, cases=CASES),
+        2: Launch("tensor_parallel", 2, (*CASES, "resumed")),
+        4: Launch("tensor_parallel", 4, ("adapter",)),
+    },
 )
 launched, facts, weights = LAUNCHES.folder, LAUNCHES.facts, LAUNCHES.weights
-NAMES = [(processes, name) for processes in (2, 4) for name in LAUNCHES.named[processes].cases or CASES]
+NAMES = [*((2, name) for name in CASES), (4, "adapter")]
 RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 

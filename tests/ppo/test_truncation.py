@@ -3,26 +3,11 @@
 import pytest
 import torch
 
-from onetrunk.ops.importance import importance_weights
 from onetrunk.rollouts.local import LocalBackend
-from tests.fakes import CannedBackend
 from tests.ppo.support import assert_same, logged, make_trainer, prompts, trained, trained_weights
 from tests.ppo.test_importance_correction import CLIPPED, ESS, recorded
 
 GAP = "sampling/logprob_gap_mean"
-
-
-def test_the_weights_of_a_truncated_draw_by_hand():
-    """Of the probabilities 1/2, 1/4, 1/8, 1/8 the first two stay: q = 2/3, 1/3, and the weights are both 3/4.
-
-    So the weighted mean over draws, 2/3 * 3/4 * f0 + 1/3 * 3/4 * f1 = f0 / 2 + f1 / 4, is that of the policy without
-    what was left out.
-    """
-    p, q = torch.tensor([[0.5, 0.25]]), torch.tensor([[2 / 3, 1 / 3]])
-    weights, is_clipped = importance_weights(p.log(), q.log(), torch.ones(1, 2, dtype=torch.bool))
-    torch.testing.assert_close(weights, torch.tensor([[0.75, 0.75]]))
-    torch.testing.assert_close((q * weights), p)
-    assert not is_clipped.any()
 
 
 def test_a_token_weighs_what_its_nucleus_has_of_the_vocabulary_and_the_first_ratio_is_1(tmp_path):
@@ -56,17 +41,6 @@ def test_everything_kept_is_the_run_without_truncation_bit_by_bit(tmp_path):
     assert logged(plain, ESS) == []
 
 
-@pytest.mark.slow
-def test_a_truncated_run_raises_no_alarm_about_the_difference_that_it_makes(tmp_path):
-    truncated = trained(tmp_path / "a", num_rollouts=2, top_k=2, alarm_patience=1)
-    assert logged(truncated, GAP)[0] > 0.1
-    assert logged(truncated, "alarm/logprob_gap") == logged(truncated, "alarm/negative_kl") == []
-    assert len(logged(truncated, "alarm/kl")) == 2
-    # A limit of one's own stays.
-    watched = trained(tmp_path / "b", num_rollouts=2, top_k=2, alarm_patience=1, alarm_limits={"logprob_gap": 0.05})
-    assert logged(watched, "alarm/logprob_gap") == [1.0, 1.0]
-
-
 class Recording(LocalBackend):
     """Keeps the truncation of every call."""
 
@@ -80,11 +54,3 @@ def test_evaluations_are_truncated_as_training_is(tmp_path):
     trainer = make_trainer(tmp_path, rollout_backend=backend, eval_dataset=prompts(3), top_p=0.7, top_k=4)
     trainer.evaluate()
     assert backend.calls == [(0.7, 4)]
-
-
-def test_a_backend_that_keeps_all_tokens_gets_weights_by_the_logprobs_that_it_reports(tmp_path):
-    # The probability of its tokens was 1, as if each were the only one left.
-    _, experiences = recorded(tmp_path, CannedBackend([[5, 6, 1]]), top_k=1)
-    for experience in experiences:
-        mask = experience.pack.completion_mask
-        torch.testing.assert_close(experience.weights[mask], experience.old_logprobs[mask].exp())

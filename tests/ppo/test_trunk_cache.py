@@ -54,19 +54,6 @@ def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, p
     assert len(kept_steps.gradients) == 2 * 3 * 2
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"), [("gemma3", {"bf16": True}), ("gpt2", {"activation_checkpointing": True})]
-)
-def test_the_bits_hold_for_other_decoders_half_precision_and_checkpointing(tmp_path, family, precision):
-    ends = [
-        trained_weights(
-            trained(tmp_path / place, model=family, **TOP, trunk_cache=place, **precision, value_head="adapter").model
-        )
-        for place in ("cpu", "off")
-    ]
-    assert_same(*ends)
-
-
 def test_the_lower_layers_run_once_a_rollout(tmp_path):
     tokens = {}
     for place in ("cpu", "off"):
@@ -102,11 +89,6 @@ def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tm
 def test_a_place_without_anything_to_keep_is_refused(tmp_path, place):
     with pytest.raises(ValueError, match=f"trunk_cache '{place}' has nothing to keep: .* adapter_layers to top-k"):
         make_trainer(tmp_path, trunk_cache=place)
-
-
-def test_an_unknown_place_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="trunk_cache is 'gpu'; it must be one of auto, off, device, cpu, disk"):
-        make_trainer(tmp_path, trunk_cache="gpu")
 
 
 def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
@@ -147,16 +129,3 @@ def test_float32_captures_by_itself_and_half_precision_does_not(tmp_path):
     assert not make_trainer(tmp_path, **top).sampler.captures_last
     assert not make_trainer(tmp_path, rollout_backend=CannedBackend([[5, 1]]), **top).sampler.captures_states
     assert not make_trainer(tmp_path).sampler.captures_states
-
-
-@pytest.mark.parametrize(
-    ("settings", "obstacle"),
-    [
-        ({}, "no layer is frozen: set adapter_layers to top-k"),
-        ({"adapter_layers": "top-1", "trunk_cache": "off"}, "trunk_cache is off"),
-        ({"adapter_layers": "top-1", "rollout_backend": CannedBackend([[5, 1]])}, "backend is not the trunk itself"),
-    ],
-)
-def test_capture_where_it_cannot_be_is_refused(tmp_path, settings, obstacle):
-    with pytest.raises(ValueError, match=f"capture_trunk_states is not possible: .*{obstacle}"):
-        make_trainer(tmp_path, capture_trunk_states=True, **settings)

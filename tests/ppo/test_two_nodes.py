@@ -16,13 +16,6 @@ from tests.ppo.support import assert_same
 from tests.stages.small_runs import make_material
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = str(Path(__file__).with_name("two_processes.py"))
-CASES = ["shared", "kept"]
-# Config -> options for 2 x 2 processes, copies of the base, and processes that share one.
-CONFIGS = {
-    "hybrid_shard": ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"],
-    "fsdp2_multi_node": [],
-}
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 
@@ -37,14 +30,6 @@ def environment():
     # As every launch file sets it: an elastic restart hangs without it.
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return env | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone")
-    done = subprocess.run([sys.executable, SCRIPT, str(folder), *CASES], env=environment(), capture_output=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
 
 
 # In the place of Slurm: two nodes are two launchers on this machine. As machine 0 the later one would reject the port

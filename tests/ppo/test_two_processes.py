@@ -27,6 +27,7 @@ def test_there_really_are_two_processes(place, how):
         assert (found["world_size"], found["distributed_type"], found["device"]) == (2, kind, place)
         assert found["backend"] == BACKENDS[place]
         assert found["is_wrapped"] == "DistributedDataParallel"
+        assert {"rank/slowest", "rank/update_s_mean", "rank/busy_max"} <= set(found["ranks"])
     assert (facts(place, "alone", "shared")["world_size"], facts(place, "alone", "shared")["backend"]) == (1, None)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ppo.support import Recorder, assert_same, differ, logged, make_trainer, trained, trained_weights
+from tests.ppo.support import Recorder, differ, logged, make_trainer, trained_weights
 
 HEADS = ("shared", "detached", "adapter")
 
@@ -45,33 +45,3 @@ def test_value_learning_rate_is_that_of_head_and_value_adapter_alone(tmp_path, v
     groups = trainer.optimizer.param_groups
     assert {g["lr"] for g in groups} == {1e-3, 5e-2}
     assert sum(len(g["params"]) for g in groups) == len(first)
-
-
-def test_without_value_coef_the_value_head_stays_where_it_was(tmp_path):
-    trainer = make_trainer(tmp_path, value_coef=0.0)
-    before = {n: w for n, w in trained_weights(trainer.model).items() if "value_head" in n}
-    trainer.train()
-    after = trained_weights(trainer.model)
-    assert_same({n: after[n] for n in before}, before)
-
-
-def test_a_detached_value_leaves_the_policy_gradient_alone(tmp_path):
-    gradients = {}
-    for value_coef in (0.0, 5.0):
-        recorder = Recorder()
-        settings = {"value_head": "detached", "value_coef": value_coef, "max_grad_norm": 0.0}
-        trained(tmp_path / str(value_coef), callbacks=[recorder], **settings)
-        gradients[value_coef] = {n: g for n, g in recorder.gradients[0].items() if is_policy(n)}
-    assert_same(gradients[5.0], gradients[0.0])
-
-
-def test_a_shared_value_reaches_the_policy_adapter_once_the_head_is_not_zero(tmp_path):
-    gradients = {}
-    for value_coef in (0.0, 5.0):
-        recorder = Recorder()
-        trainer = make_trainer(tmp_path / str(value_coef), callbacks=[recorder], value_coef=value_coef)
-        with torch.no_grad():
-            trainer.model.value_head.linear.weight.fill_(0.1)
-        trainer.train()
-        gradients[value_coef] = {n: g for n, g in recorder.gradients[0].items() if is_policy(n)}
-    assert differ(gradients[5.0], gradients[0.0])

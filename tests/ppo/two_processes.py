@@ -42,11 +42,11 @@ SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 CASES = {
     "shared": {},
     "adapter": {"value_head": "adapter", "value_pretraining_rollouts": 1, "kl_target": 0.1, "normalize_scores": True},
-    "tokens": {"microbatch_tokens": 23, "per_device_train_batch_size": 8, "activation_checkpointing": True},
     "kept": {"adapter_layers": "top-1", "trunk_cache": "disk", "value_head": "adapter"},
     "judged": {"adapter_layers": "top-1", "trunk_cache": "cpu", "value_head": "adapter"},
     "packed": {
         "padding_free": True,
+        "activation_checkpointing": True,
         "microbatch_tokens": 23,
         "per_device_train_batch_size": 8,
         "adapter_layers": "top-1",
@@ -106,6 +106,7 @@ def run(name: str, folder: Path) -> None:
         "completions": seen,
         "history": without_wall_clock(trainer.state.log_history),
         "mine": logged(trainer, "mine/rows"),
+        "ranks": sorted({k for entry in trainer.state.log_history for k in entry if k.startswith("rank/")}),
         "evaluation": {k: v for k, v in metrics.items() if k != "eval_runtime"},
         "beta": trainer._stream.kl_controller.value,
         "moments": trainer._stream.score_moments.state_dict(),
@@ -139,10 +140,11 @@ def main(folder: Path, names: list[str]) -> None:
     # Once there is a process group, transformers saves models on the first process alone.
     place = judge_folder(folder)
     saved_reward_adapter(place / "judge", saved_base(place / "base", num_hidden_layers=2), layers=[1])
-    for name in names or CASES:
-        run(name, folder)
-    if not names:
-        resume(folder).accelerator.end_training()
+    for name in names or [*CASES, "resumed"]:
+        if name == "resumed":
+            resume(folder).accelerator.end_training()
+        else:
+            run(name, folder)
 
 
 if __name__ == "__main__":

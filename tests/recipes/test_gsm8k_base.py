@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.recipes import load_recipe_module
 
 prepare = load_recipe_module("gsm8k-0.5b", "prepare")
 rewards = load_recipe_module("gsm8k-0.5b", "rewards")
-REAL = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -49,33 +48,3 @@ def test_the_last_training_questions_validate(tmp_path):
     assert counts == {"train": 10, "validation": 500, "test": 3}
     first = json.loads((out / "validation.jsonl").read_text().splitlines()[0])
     assert first["answer"] == "20" and first["prompt"][0]["content"].startswith("What is 10 + 10?\n\nReason")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "x"}\n', "has no column answer, question"),
-        ('{"question": "x", "answer": "72"}\n', "row 1: the answer has no last line"),
-        ('{"question": "x", "answer": "#### 72"}\n', "500 of them validate"),
-        (None, "does not exist"),
-    ],
-)
-def test_a_file_that_is_not_gsm8k_is_refused(tmp_path, monkeypatch, capsys, content, message):
-    path = tmp_path / "train.jsonl"
-    if content is not None:
-        path.write_text(content)
-    words = ["--train_file", str(path), "--test_file", str(path), "--output_dir", str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", ["prepare.py", *words])
-    assert prepare.main() == 1
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
-
-
-@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
-def test_every_real_solution_is_correct_and_that_of_another_question_seldom():
-    with REAL.open(encoding="utf-8") as lines:
-        solutions = [json.loads(line)["answer"] for line in lines]
-    true = [prepare.ANSWER.search(text)[1].replace(",", "") for text in solutions]
-    assert set(rewards.correct(None, solutions, answer=true)) == {1.0}
-    shifted = rewards.correct(None, solutions, answer=[*true[1:], true[0]])
-    assert sum(shifted) / len(shifted) < 0.05

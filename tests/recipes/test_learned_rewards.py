@@ -6,7 +6,7 @@ import pytest
 
 from onetrunk import cli
 from onetrunk.models.build import BaseShape, make_base
-from onetrunk.stages.run.pipeline import load_pipeline
+from onetrunk.stages.pipeline import load_pipeline
 from tests.stages.recipes import ROOT, load_recipe_module
 from tests.tiny import CHAT_TEMPLATE
 
@@ -47,14 +47,6 @@ def test_no_prompt_is_in_two_files_and_each_has_both_kinds():
         prepare.split_prompts(texts, {**sizes, "held_out": 10})
 
 
-def test_a_file_without_transcripts_is_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n')
-    words = [word for kind in prepare.KINDS for word in (f"--{kind}_file", str(tmp_path / "rows.jsonl"))]
-    monkeypatch.setattr("sys.argv", ["prepare.py", *words, "--output_dir", str(tmp_path / "out")])
-    assert prepare.main() == 1
-    assert "has no column chosen, only text" in capsys.readouterr().err
-
-
 def test_the_stages_of_a_chain_hand_their_results_on(monkeypatch):
     monkeypatch.chdir(ROOT)
     for recipe in ("tldr-0.5b", "constitutional-1.5b"):
@@ -85,33 +77,6 @@ def run(recipe, stage, *options):
     path = ROOT / "recipes" / recipe / f"{stage}.yaml"
     words = [word for option in options for word in ([option] if "{" in option or "/" in option else option.split())]
     assert cli.main([stage.split("_")[0], "--config", str(path), *words]) == 0, stage
-
-
-@pytest.mark.slow
-def test_the_summaries_are_learned_from_comparisons_on_one_trunk(tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    posts = [
-        f"TITLE: Post {i}\n\nPOST: My cat number {i} sleeps all day and runs all night.\n\nTL;DR:" for i in range(40)
-    ]
-    rows = [{"prompt": post, "completion": f" Cat {i} sleeps by day."} for i, post in enumerate(posts)]
-    pairs = [{"prompt": p, "chosen": f" Cat {i} sleeps by day.", "rejected": " A post."} for i, p in enumerate(posts)]
-    for name, content in (("rows", rows), ("pairs", pairs)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    make_base(posts, "base", shape=BaseShape(max_positions=256))
-    rows_of = "--dataset_name rows.jsonl --dataset_split train[:32] --eval_dataset_split train[32:]"
-    run("tldr-0.5b", "sft", f"--model_name_or_path base {rows_of}", TRAINS, "--eval_strategy no")
-    pairs_of = "--dataset_name pairs.jsonl --dataset_split train[:32] --eval_dataset_split train[32:]"
-    run("tldr-0.5b", "reward", pairs_of, TRAINS)
-    run("tldr-0.5b", "ppo", rows_of, PPO)
-    of_test = "--dataset_name rows.jsonl --dataset_split train[:6] --use_cpu true --max_completion_length 8"
-    run("tldr-0.5b", "eval", of_test, *rubric(tmp_path / "checks.py"))
-    metrics = json.loads((tmp_path / "runs/tldr-0.5b/eval/metrics.json").read_text())
-    assert metrics["policy"]["kl/ref"] != 0 and 0 <= metrics["win_rate"]["win_rate"] <= 1
-    assert set(metrics["win_rate"]["principles"]) and "score/mean" in metrics["reference"]
-    # An adapter on the policy's own base: there is no second model.
-    reward = json.loads((tmp_path / "runs/tldr-0.5b/reward/adapter_config.json").read_text())
-    assert reward["base_model_name_or_path"].endswith("runs/tldr-0.5b/sft")
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from tests.stages.recipes import ROOT, load_recipe_module
 
 prepare = load_recipe_module("tinystories-260k", "prepare")
 rewards = load_recipe_module("tinystories-260k", "rewards")
-REAL = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
 # As stories260K: more heads than key-value heads, a hidden size that is no multiple of the width; but narrower.
 HEADER = (32, 84, 3, 8, 4, 320, 64)
 TEXTS = [
@@ -46,16 +45,6 @@ def test_the_converted_model_gives_the_logits_of_a_naive_reading(tmp_path, vocab
     assert model.config.tie_word_embeddings == (vocab > 0)
 
 
-def test_the_order_in_which_heads_rotate_matters(tmp_path, monkeypatch):
-    path = tmp_path / "model.bin"
-    write_checkpoint(path, HEADER)
-    ids = list(range(20))
-    monkeypatch.setattr(prepare, "halves", lambda weight, num_heads: weight)
-    with torch.no_grad():
-        wrong = prepare.convert_model(path)(torch.tensor([ids])).logits[0].double().numpy()
-    assert np.abs(wrong - NaiveLlama(path).logits(ids)).max() > 0.1
-
-
 def check_tokenizer(path: Path, texts: list[str]) -> None:
     tokenizer = prepare.convert_tokenizer(path, 64)
     for text in texts:
@@ -68,33 +57,6 @@ def test_the_converted_tokenizer_merges_as_llama2_c_does(files):
     _, path = files
     others = ["cat", " two  spaces", "Ben's caf\u00e9, \u65e5 and\na line", "THE END!", "aaaaaaa nnnn"]
     check_tokenizer(path, [*TEXTS, *others])
-
-
-def test_a_damaged_file_is_named_with_what_to_do(files, tmp_path, monkeypatch, capsys):
-    checkpoint, tokenizer = files
-    checkpoint_bytes, tokenizer_bytes = checkpoint.read_bytes(), tokenizer.read_bytes()
-    cases = [
-        (checkpoint_bytes[:-4], tokenizer_bytes, "download it again"),
-        (b"ak42" + checkpoint_bytes[4:], tokenizer_bytes, "header of a llama2.c checkpoint"),
-        (b"", tokenizer_bytes, "expected a llama2.c checkpoint"),
-        (checkpoint_bytes, tokenizer_bytes[:-1], "it ends within a piece"),
-        (checkpoint_bytes, tokenizer_bytes[:44], "does not begin with <unk>, <s>, </s> and 256 bytes"),
-        (checkpoint_bytes, tokenizer_bytes[:-9], "give the tokenizer of this model"),
-    ]
-    for model, pieces, message in cases:
-        checkpoint.write_bytes(model)
-        tokenizer.write_bytes(pieces)
-        words = ["--checkpoint", str(checkpoint), "--tokenizer", str(tokenizer), "--output_dir", str(tmp_path / "out")]
-        monkeypatch.setattr("sys.argv", ["prepare.py", *words])
-        assert prepare.main() == 1
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1, error
-
-
-def test_the_prompts_differ_and_are_always_the_same():
-    texts = [row["prompt"] for row in prepare.make_prompts()]
-    assert len(set(texts)) == len(texts) > 1000 and texts == [row["prompt"] for row in prepare.make_prompts()]
-    assert not any("{" in text for text in texts)
 
 
 def test_the_rewards_by_hand():

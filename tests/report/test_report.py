@@ -109,21 +109,6 @@ def test_the_markdown_shows_the_pngs_next_to_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_has_a_report_although_its_last_line_is_cut(tmp_path):
-    folder = write_ppo_run(tmp_path / "killed", finished=False)
-    with (folder / "_report" / "log.jsonl").open("a") as file:
-        file.write('{"step": 9, "score/me')
-    text = write_report([folder]).read_text()
-    assert "trained up to step 8; not running now" in text and set(svgs(text)) >= {"score", "kl"}
-
-
-def test_a_running_run_says_what_it_does(tmp_path, monkeypatch):
-    folder = write_ppo_run(tmp_path / "running", finished=False)
-    with Heartbeat.of(folder, 0).running(1):
-        assert read_run(folder).status.startswith("running, in phase")
-
-
-@pytest.mark.slow
 def test_a_run_that_was_stopped_says_so_while_its_process_still_lives_and_not_after_it_was_resumed(tmp_path):
     folder = write_ppo_run(tmp_path / "stopped", finished=False)
     log = folder / "_report" / "log.jsonl"

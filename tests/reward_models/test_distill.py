@@ -12,7 +12,6 @@ from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDisti
 from onetrunk.reward_models.teacher import Teacher, label_rows
 from onetrunk.reward_models.training import PairCollator
 from onetrunk.rewards import ModelReward
-from onetrunk.stages.distill import DistillDataArguments
 from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.reward_models.test_reward_trainer import BAD, GOOD, PROMPTS, lora
@@ -175,19 +174,6 @@ def test_a_judges_probabilities_teach_without_scores(base, tmp_path):
         a_trainer(base, tmp_path, dataset, regression_weight=1.0)
 
 
-def test_single_completions_alone_teach_through_the_regression(base, tmp_path):
-    singles = Dataset.from_dict({"prompt": PROMPTS, "chosen": GOOD, "chosen_score": [1.0, 2.0, 3.0, 4.0] * 2})
-    trainer = a_trainer(base, tmp_path, singles, max_steps=30, per_device_train_batch_size=8)
-    trainer.train()
-    metrics = trainer.evaluate(singles)
-    assert metrics["eval_loss"] < 0.1
-    # The student's mean is that of the teacher, in its scale minus its mean; there are no metrics of pairs.
-    assert metrics["eval_score/mean"] == pytest.approx(0, abs=0.3)
-    assert not any(
-        "pairs/" in name or value != value for log in trainer.state.log_history for name, value in log.items()
-    )
-
-
 def test_an_adapter_on_the_trunk_is_a_student_and_its_scale_is_in_its_head(base, tmp_path):
     labelled = label_rows(a_teacher(tmp_path), pair_rows())
     trainer = a_trainer(base, tmp_path, labelled, peft_config=lora())
@@ -223,14 +209,3 @@ def test_settings_and_rows_that_teach_nothing_are_rejected(base, tmp_path, setti
     labelled = label_rows(a_teacher(tmp_path), pair_rows(), SINGLES)
     with pytest.raises(ValueError, match=message):
         a_trainer(base, tmp_path, labelled, **settings)
-
-
-def test_rows_without_labels_and_a_teacher_that_cannot_be_are_rejected(base, tmp_path):
-    with pytest.raises(ValueError, match="let a teacher label them"):
-        a_trainer(base, tmp_path, pair_rows())
-    for settings, message in (
-        ({"teacher_temperature": 0}, "teacher_temperature is 0"),
-        ({"teacher": []}, "an empty list"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DistillDataArguments("rows.jsonl", **{"teacher": ["scorer"], **settings})

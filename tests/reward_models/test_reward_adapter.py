@@ -106,22 +106,6 @@ def test_a_run_learns_and_reports_the_score_by_name_in_training_and_evaluation(t
     assert trainer.trunk_plan.captures_last
 
 
-def test_an_adapter_below_the_cut_runs_whole_and_is_reported(tmp_path):
-    trainer = run(tmp_path, adapter(0), adapter_layers="top-1")
-    line = trainer.trunk_plan.report.splitlines()[-1]
-    assert line.endswith("judge runs through all layers: it changes layer 0 and the cut is at 1")
-    assert trainer.trunk_plan.captures_states and logged(trainer, "score/judge")
-
-
-# At the cut float32 rounds a token alone differently than within a row; below it the whole run is the same.
-@pytest.mark.parametrize(("first", "tolerance"), [(0, 0.0), (1, 2e-5)])
-def test_an_adapter_scores_captured_states_as_it_scores_those_of_a_pass(tmp_path, first, tolerance):
-    settings = {"adapter_layers": "top-1", "trains": False}
-    captured = first_rollout(run(tmp_path / "a", adapter(first), **settings))
-    made = first_rollout(run(tmp_path / "b", adapter(first), capture_trunk_states=False, **settings))
-    torch.testing.assert_close(captured.scores.total, made.scores.total, atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.slow
 def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path):
     step, settings = 3, {"adapter_layers": "top-1", "value_head": "adapter", "bf16": True}
@@ -132,17 +116,6 @@ def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path):
     resumed = run(tmp_path / "cut", resume=True, **SHAPE, **settings)
     assert_same(trained_weights(resumed.model), trained_weights(whole.model))
     assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
-
-
-@pytest.mark.slow
-def test_a_saved_policy_holds_no_reward_adapter_and_resumes_with_it(tmp_path):
-    trainer = run(tmp_path / "one", adapter_layers="top-1", value_head="adapter")
-    trainer.save_model()
-    assert not [f for f in (tmp_path / "one").rglob("*") if "reward" in f.name or f.name == "score"]
-    assert not any(p.requires_grad for n, p in trainer.model.named_parameters() if ".reward" in n)
-    on = run(tmp_path / "two", model=str(tmp_path / "one"), adapter_layers="top-1", value_head="adapter")
-    # Its policy has nothing below the cut either.
-    assert on.model.reward_branch.from_states and logged(on, "score/judge")
 
 
 def test_conversations_are_read_as_the_policy_reads_them(tmp_path, caplog):
@@ -171,8 +144,3 @@ def test_a_tokenizer_with_other_tokens_is_rejected(tmp_path):
     folder = saved_reward_adapter(tmp_path / "judge", base(), tokenizer=tiny_tokenizer(vocab_size=60))
     with pytest.raises(ValueError, match=r"tokenizer of reward adapter .*judge is not the policy's \(token '!' is in"):
         run(tmp_path / "out", str(folder), trains=False)
-
-
-def test_two_reward_adapters_are_rejected(tmp_path):
-    with pytest.raises(ValueError, match="2 reward adapters for one trunk .*one can be a branch of it"):
-        run(tmp_path, [adapter(), adapter(0)], trains=False)

@@ -1,18 +1,13 @@
 """The reward trainer: soft labels, margins, centring; the rows as PPO reads them; save -> load; resume; the trunk."""
 
-import json
-
-import datasets
-import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from onetrunk.data.files import load_rows
 from onetrunk.models.build import attach_score_adapter, build_trunk
+from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.reward_model import (
-    encode_rows,
     load_adapter_scorer,
     load_with_new_head,
     read_score_adapter,
@@ -178,7 +173,7 @@ def test_saved_and_loaded_it_scores_the_same(base, tmp_path, adapted):
     inner = trainer.model.get_base_model() if adapted else trainer.model
     before = ModelReward(inner.eval(), tiny_tokenizer())(prompts=PROMPTS, completions=GOOD)
     loaded = load_adapter_scorer(str(tmp_path))[0] if adapted else str(tmp_path)
-    after = ModelReward(loaded, str(tmp_path))
+    after = ModelReward(loaded, read_tokenizer(str(tmp_path)))
     assert reads_end_token(after.model)
     assert after(prompts=PROMPTS, completions=GOOD) == before
     assert len(set(before)) > 2
@@ -218,39 +213,6 @@ def test_rows_that_are_too_long_are_dropped_with_a_warning_and_an_empty_rest_is_
         a_trainer(base, tmp_path, max_length=3)
     with pytest.raises(ValueError, match="max_length 999 is more than the 128 tokens"):
         a_trainer(base, tmp_path, max_length=999)
-
-
-def rows_in_a_file(folder, monkeypatch, repeat=1):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-    lines = [json.dumps(row) + "\n" for row in rows(probability=[0.9, 0.2, 0.6, 1.0] * 2)]
-    (folder / "rows.jsonl").write_text("".join(lines * repeat))
-    return load_rows(folder / "rows.jsonl")
-
-
-def test_rows_that_are_mapped_from_the_cache_train_as_rows_that_are_held(base, tmp_path, monkeypatch):
-    settings = {"max_length": 9}
-    mapped = a_trainer(base, tmp_path / "mapped", rows_in_a_file(tmp_path, monkeypatch), max_steps=6, **settings)
-    tokenizer, held = tiny_tokenizer(), {}
-    for side, texts in (("chosen", GOOD), ("rejected", BAD)):
-        held[f"{side}_ids"] = encode_rows(tokenizer, PROMPTS, texts, None, True, "all at once")[0]
-    held["probability"] = [0.9, 0.2, 0.6, 1.0] * 2
-    short = [i for i in range(8) if max(len(held[f"{side}_ids"][i]) for side in ("chosen", "rejected")) <= 9]
-    held = Dataset.from_dict(held).select(short)
-    other = a_trainer(base, tmp_path / "held", held, max_steps=6, **settings)
-    assert mapped.train_dataset.cache_files and not other.train_dataset.cache_files
-    mapped.train()
-    other.train()
-    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (mapped, other)]
-    assert losses[0] == losses[1] and len(set(losses[0])) > 3
-
-
-def test_memory_does_not_hold_rows_of_a_file(base, tmp_path, monkeypatch):
-    dataset = rows_in_a_file(tmp_path, monkeypatch, repeat=500)
-    before = pa.total_allocated_bytes()
-    trainer = a_trainer(base, tmp_path, dataset)
-    assert len(trainer.train_dataset) == 4000
-    # Two lists of 8 or more 4-byte ids per row are 250 KB; the kept numbers of the rows may stay.
-    assert pa.total_allocated_bytes() - before < 40_000
 
 
 def test_bad_settings_tokenizers_and_rows_are_rejected_with_a_message(base, tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.judges.constitution import Constitution
@@ -16,15 +15,13 @@ from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.labels import kept_ratings
 from onetrunk.judges.reward_model import load_reward_judge
-from onetrunk.models.reward_model import ScoreScale, encode_rows
+from onetrunk.models.reward_model import ScoreScale
 from onetrunk.ops.packing import make_pack
-from onetrunk.reward_models.teacher import Teacher, label_rows
-from onetrunk.rewards import EnsembleReward, PairwiseReward, RemoteReward, RewardSet
+from onetrunk.reward_models.teacher import Teacher
+from onetrunk.rewards import EnsembleReward, PairwiseReward, RewardSet
 from onetrunk.rewards.judge_reward import JudgeReward, prompt_key
 from onetrunk.rewards.model import load_reward
-from onetrunk.servers.fleet import run_async
 from onetrunk.types import SampledText
-from tests.judges.stub_server import StubServer
 from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -112,65 +109,3 @@ def test_judges_in_the_reward_are_told_which_completions_were_cut_off(adapter):
     keywords = {name: values[:1] for name, values in keywords.items()}
     expected = torch.nn.functional.logsigmoid(torch.tensor(scores[0] - reference)).item()
     assert reward(**keywords) == pytest.approx([expected], abs=1e-5)
-
-
-def test_a_reward_server_gets_the_token_ids_of_a_cut_completion_and_is_told_of_it(tmp_path):
-    tokenizer_folder = tmp_path / "model"
-    saved_base(tokenizer_folder)
-    TOKENIZER.save_pretrained(tokenizer_folder)
-
-    def classify(body):
-        rows = body.get("input") or [body["messages"]]
-        return 200, {"data": [{"index": i, "probs": [float(i)], "num_classes": 1} for i in range(len(rows))]}
-
-    def anything(body):
-        return 200, {"scores": [float(stopped) for stopped in body["completion_stopped"]]}
-
-    said = [[{"role": "assistant", "content": text}] for text in TEXTS]
-    with StubServer(routes={"/classify": classify, "/rate": anything}) as stub:
-
-        def call(reward, prompts, completions):
-            stub.bodies.clear()
-            rows = {"prompts": prompts, "completions": completions, "completion_ids": []}
-            return run_async(reward(**rows, completion_stopped=STOPPED))
-
-        assert call(RemoteReward(f"{stub.root}/rate"), PLAIN, TEXTS) == [float(stopped) for stopped in STOPPED]
-        call(RemoteReward(f"{stub.root}/classify", tokenizer=str(tokenizer_folder)), CHAT, said)
-        expected, _ = encode_rows(TOKENIZER, CHAT, said, None, False, "expected", STOPPED)
-        assert stub.bodies[0]["input"] == expected
-        assert [row[-1] == TOKENIZER.eos_token_id for row in expected] == STOPPED
-        call(RemoteReward(f"{stub.root}/classify", max_concurrency=1), CHAT, said)
-        assert [body.get("continue_final_message", False) for body in stub.bodies] == [not s for s in STOPPED]
-
-
-def test_a_tokenizer_that_adds_its_end_token_adds_none_to_a_cut_completion():
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
-    for end_token in (False, True):
-        rows, _ = encode_rows(tokenizer, ["the "] * 2, ["cat"] * 2, None, end_token, "m", [True, False])
-        assert [row[-1] == 1 for row in rows] == [True, False] and rows[0][:-1] == rows[1]
-    # RoBERTa's end token is its separator, which closes every text.
-    tokenizer.sep_token = tokenizer.eos_token
-    rows, _ = encode_rows(tokenizer, ["the "], ["cat"], None, False, "m", [False])
-    assert rows[0][-1] == 1
-
-
-def test_a_student_learns_from_cut_rows_as_its_teacher_scores_them(adapter, tmp_path):
-    teacher = Teacher([load_reward(str(adapter))], tmp_path / "scores.jsonl")
-    pairs = Dataset.from_dict(
-        {
-            "prompt": PLAIN[:2],
-            "chosen": ["runs fast", "sings"],
-            "rejected": ["no", "sleeps"],
-            "chosen_stopped": [True, False],
-            "rejected_stopped": [False, True],
-        }
-    )
-    singles = Dataset.from_dict({"prompt": ["a dog "], "completion": ["is old"], "completion_stopped": [False]})
-    labelled = label_rows(teacher, pairs, singles)
-    assert labelled["chosen_stopped"] == [True, False, False] and labelled["rejected_stopped"][:2] == [False, True]
-    reward = load_reward(str(adapter))
-    prompts, texts = [*PLAIN[:2], "a dog "], ["runs fast", "sings", "is old"]
-    raw = reward(prompts=prompts, completions=texts, completion_stopped=labelled["chosen_stopped"])
-    found = torch.tensor(labelled["chosen_score"])
-    torch.testing.assert_close(found - found[0], torch.tensor(raw) - raw[0], atol=1e-5, rtol=1e-5)

@@ -47,19 +47,6 @@ def test_the_score_is_the_mean_of_standardised_scores_less_the_penalised_spread(
     assert EnsembleReward(members[:2])(prompts=[], completions=[]) == []
 
 
-def test_a_member_that_only_has_another_zero_and_unit_brings_no_disagreement(tmp_path):
-    one = member(tmp_path / "one", 1, ScoreScale(0.0, 1.0))
-    model = ModelReward(one).model
-    with torch.no_grad():
-        model.score.weight.mul_(10)
-    model.save_pretrained(tmp_path / "two")
-    tiny_tokenizer().save_pretrained(tmp_path / "two")
-    ScoreScale(0.0, 10.0).save(tmp_path / "two")
-    kwargs = {"prompts": PROMPTS, "completions": COMPLETIONS}
-    both = EnsembleReward([one, str(tmp_path / "two")], penalty=100.0)
-    assert both(**kwargs) == pytest.approx(ModelReward(one)(**kwargs), abs=1e-3)
-
-
 def test_an_ensemble_is_named_in_a_recipe(members, tmp_path):
     spec = f"ensemble:{members[0]}, {members[1]}, penalty=0.25"
     assert names_an_ensemble(spec) and not names_an_ensemble(members[0])

@@ -4,11 +4,9 @@ import logging
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from onetrunk.models.reward_model import encode_texts, score_token_ids
-from onetrunk.rewards import ModelReward, RewardSet
+from onetrunk.rewards import ModelReward
 from tests.tiny import tiny_tokenizer
 
 TEMPLATE = (
@@ -55,16 +53,6 @@ def test_conversations_go_through_the_models_own_template():
     assert score == pytest.approx(expected, abs=1e-5)
 
 
-def test_special_tokens_are_added_to_plain_text_and_not_to_what_the_template_wrote():
-    model, tokenizer = scorer(), tiny_tokenizer(chat_template=TEMPLATE)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
-    reward = ModelReward(model, tokenizer)
-    [plain] = reward(prompts=["the cat"], completions=[" runs"])
-    assert plain == pytest.approx(read(model, tokenizer, "<bos> the cat runs"), abs=1e-5)
-    [chat] = reward(prompts=[[USER]], completions=[assistant("yes")])
-    assert chat == pytest.approx(read(model, tokenizer, "<bos> <user> the cat runs <assistant> yes <eos>"), abs=1e-5)
-
-
 def test_the_models_tokenizer_is_used_and_not_the_policys(tmp_path):
     model, own = scorer(vocab_size=80), tiny_tokenizer(80)
     model.save_pretrained(tmp_path / "scorer")
@@ -75,9 +63,6 @@ def test_the_models_tokenizer_is_used_and_not_the_policys(tmp_path):
     [score] = reward(prompts=["the cat"], completions=[" w1"], completion_ids=[[3, 3, 3]])
     assert own.convert_tokens_to_ids("w1") >= 64
     assert score == pytest.approx(read(model, own, "the cat w1"), abs=1e-5)
-    by_path = ModelReward(model, tmp_path / "scorer", name="quality")
-    assert by_path.__name__ == "quality"
-    assert by_path(prompts=["the cat"], completions=[" w1"]) == pytest.approx([score], abs=1e-6)
 
 
 def test_long_texts_keep_the_completion_and_are_counted_with_one_warning(caplog):
@@ -103,24 +88,6 @@ def test_the_limit_is_the_models_own_unless_given():
     assert ModelReward(scorer(), tokenizer, max_length=8).max_length == 8
     with pytest.raises(ValueError, match="max_length 33 is more than the 16 tokens"):
         ModelReward(scorer(), tokenizer, max_length=33)
-
-
-def test_it_is_a_reward_function_among_others():
-    model, tokenizer = scorer(), tiny_tokenizer()
-    rewards = RewardSet([ModelReward(model, tokenizer, name="quality"), lambda completions, **kwargs: [1.0, None]])
-    scores = rewards.score(["the cat", "a"], [" runs", " dog"], [[1], [2]], {"solution": ["x", "y"]})
-    expected = score_token_ids(model, encode_texts(tokenizer, ["the cat runs", "a dog"], None)[0], batch_size=2)
-    torch.testing.assert_close(scores.by_function["quality"], expected)
-    torch.testing.assert_close(scores.total, expected + torch.tensor([1.0, 0.0]))
-
-
-def test_the_model_is_scored_in_eval_mode_without_gradients():
-    model = scorer(attention_dropout=0.5).train()
-    reward = ModelReward(model, tiny_tokenizer())
-    first = reward(prompts=["the cat"], completions=[" runs"])
-    assert not model.training
-    assert reward(prompts=["the cat"], completions=[" runs"]) == first
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_pieces_that_do_not_fit_are_refused():

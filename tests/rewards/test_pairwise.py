@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from onetrunk.judges.constitution import Constitution, RubricJudge
+from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Pair, Principle
-from onetrunk.judges.labels import judge_pairs, kept_ratings
 from onetrunk.rewards import RewardSet
 from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward, prompt_key
 from onetrunk.types import SampledText
@@ -50,22 +49,10 @@ def test_the_reward_is_beta_times_the_log_probability_by_hand():
     assert found == pytest.approx([2 * math.log(3 / 4), 2 * math.log(1 / 2)])
 
 
-def test_a_judge_that_favours_a_slot_gives_the_same_rewards():
-    fair = rewards_of(PairwiseReward(word_judge(), ONE), ["a b c", "d"], ["x", "y z"])
-    biased = rewards_of(PairwiseReward(word_judge(slot_bias=0.2), ONE), ["a b c", "d"], ["x", "y z"])
-    assert biased == pytest.approx(fair)
-
-
 def test_a_completion_equal_to_its_reference_is_as_good_and_nobody_is_asked():
     judge = word_judge()
     assert rewards_of(PairwiseReward(judge, ONE), ["a b"], ["a b"]) == [math.log(1 / 2)]
     assert judge.asked == []
-
-
-def test_certainty_is_bounded_by_the_floor():
-    sure = RubricJudge({"long": lambda completions, **kw: [float(len(c)) for c in completions]}, temperature=1e-6)
-    reward = PairwiseReward(sure, ONE, floor=0.02)
-    assert rewards_of(reward, ["a", "a b"], ["a b", "a"]) == pytest.approx([math.log(0.02), 0.0], abs=1e-12)
 
 
 def test_rows_that_are_not_decided_have_no_reward():
@@ -89,17 +76,6 @@ def test_references_come_from_the_column_or_from_what_was_sampled():
         reward(prompts=["unknown"], completions=["a"])
 
 
-def test_conversations_are_judged_by_their_texts():
-    judge = word_judge()
-    prompt = [{"role": "user", "content": "say something"}]
-    column = [[{"role": "assistant", "content": "x"}]]
-    reward = PairwiseReward(judge, ONE)
-    completions = [[{"role": "assistant", "content": "a b c"}]]
-    found = reward(prompts=[prompt], completions=completions, reference_completion=column)
-    assert found == pytest.approx([math.log(3 / 4)])
-    assert judge.asked[0][1] == Pair(prompt, "a b c", "x")
-
-
 def test_what_is_logged_says_how_often_the_reference_is_beaten_and_whether_the_judge_agrees_with_itself():
     logged = {}
     reward = PairwiseReward(word_judge(slot_bias=0.5), ONE)
@@ -116,32 +92,12 @@ class Kept(dict):
         return self.setdefault(key, value)
 
 
-def test_no_answer_is_asked_for_twice_and_an_error_again():
-    memory, judge = Kept(), word_judge(down=["fails"])
-    pairs = [Pair("p", "a b", "x"), Pair("p", "fails", "x")]
-    first = judge_pairs(judge, pairs, TWO, memory=memory)
-    assert len(judge.asked) == 8 and len(memory) == 4  # 2 pairs, 2 orders, 2 principles; half of them down
-    judge = word_judge()
-    second = judge_pairs(judge, pairs, TWO, memory=memory)
-    assert [pair for _, pair in judge.asked] == [pairs[1], pairs[1].flipped()] * 2
-    assert second[0] == first[0] and first[1].errors == 4 and second[1].errors == 0
-
-
 def test_the_rating_is_the_weighted_mean_of_the_principles_by_hand():
     # 3 words of 10 count three times, 1.0 once: (3 * .3 + 1) / 4.
     reward = JudgeReward(word_judge(undecided=["what"], down=["fails"]), TWO)
     found = reward(prompts=["p", "q", "r"], completions=["a b c", "what", "fails"])
     assert found == [pytest.approx(0.475), None, None]
     assert reward(prompts=[], completions=[]) == []
-
-
-def test_ratings_of_one_text_twice_cost_one_question():
-    judge, memory = word_judge(down=["fails"]), Kept()
-    labels = kept_ratings(judge, ["p", "p", "p"], ["a", "a", "fails"], ONE, memory)
-    assert [single.text for _, single in judge.asked] == ["a", "fails"] and labels[0] == labels[1]
-    assert (labels[2].errors, labels[2].failure, labels[2].score) == (1, "down", None)
-    kept_ratings(judge, ["p"], ["a"], ONE, memory)
-    assert len(judge.asked) == 2
 
 
 @pytest.mark.parametrize(

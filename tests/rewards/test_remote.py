@@ -25,17 +25,12 @@ def classify(body):
     return 200, {"object": "list", "model": "judge-1", "data": rows[::-1]}
 
 
-def score(body):
-    rows = zip(body["text_1"], body["text_2"], strict=True)
-    return 200, {"data": [{"index": i, "object": "score", "score": draw(a, b)} for i, (a, b) in enumerate(rows)]}
-
-
 def anything(body):
     rows = zip(body["prompts"], body["completions"], strict=True)
     return 200, {"scores": [None if "skip" in str(p) else draw(p, c) for p, c in rows]}
 
 
-ROUTES = {"/classify": classify, "/score": score, "/rate": anything}
+ROUTES = {"/classify": classify, "/rate": anything}
 
 
 def rows(count):
@@ -51,7 +46,6 @@ def test_every_row_gets_its_own_score_whatever_the_batches(path):
     prompts, completions = rows(37)
     expected = {
         "/classify": [draw(p + c) - 0.5 for p, c in zip(prompts, completions, strict=True)],
-        "/score": [draw(p, c) for p, c in zip(prompts, completions, strict=True)],
         "/rate": [draw(p, c) for p, c in zip(prompts, completions, strict=True)],
     }[path]
     with StubServer(routes=ROUTES, latency_s=0.005) as stub:
@@ -72,9 +66,6 @@ def test_conversations_go_as_messages_to_the_template_of_the_server():
         assert sorted(str(b["messages"]) for b in stub.bodies) == [
             str([*p, *c]) for p, c in zip(prompts, completions, strict=True)
         ]
-        stub.bodies.clear()
-        call(RemoteReward(f"{stub.root}/score", policy=PATIENT), prompts, completions)
-        assert stub.bodies[0]["text_1"][2] == "question 2" and stub.bodies[0]["text_2"][2] == "reply 2"
         stub.bodies.clear()
         call(RemoteReward(f"{stub.root}/rate", policy=PATIENT), prompts, completions)
         assert stub.bodies[0]["prompts"] == prompts and stub.bodies[0]["completions"] == completions
@@ -164,13 +155,12 @@ def test_a_recipe_names_it_by_its_address_with_options_behind_a_hash(monkeypatch
     [
         ("http://me:hunter2@127.0.0.1/classify", "api_key_env"),
         ("http://127.0.0.1:9/classify#batchsize=2", "did you mean batch_size"),
-        ("http://127.0.0.1:9/classify#colour=2", "there are kind, model"),
+        ("http://127.0.0.1:9/classify#colour=2", "there are model, tokenizer"),
         ("http://127.0.0.1:9/classify#batch_size=many", "'many' is no value for batch_size"),
         ("http://127.0.0.1:9/classify#batch_size=0", "batch_size is 0"),
-        ("http://127.0.0.1:9/classify#kind=rank", "kind is 'rank'"),
         ("http://127.0.0.1:9/classify#api_key_env=NO_SUCH_KEY_HERE", "is not set"),
-        ("http://127.0.0.1:9/score#tokenizer=gpt2", "tokenizer is for /classify"),
-        ("http://127.0.0.1:9/classify?key=1", "after it"),
+        ("http://127.0.0.1:9/rate#tokenizer=gpt2", "tokenizer is for /classify"),
+        ("http://127.0.0.1:9/classify?key=1", "is no URL"),
     ],
 )
 def test_an_address_or_option_that_cannot_work_is_refused(spec, sentence):

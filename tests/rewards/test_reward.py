@@ -13,7 +13,7 @@ from onetrunk.judges.judge import Principle
 from onetrunk.models.reward_model import ScoreScale, read_score_adapter
 from onetrunk.rewards import EnsembleReward, ModelReward, PairwiseReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.model import TrunkReward, load_reward
-from onetrunk.rewards.reward import columns_read, content_of, is_async, names_a_model, reward_name
+from onetrunk.rewards.reward import columns_read, content_of, names_a_model, reward_name
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rewards.test_model import TEMPLATE, scorer
 from tests.tiny import tiny_tokenizer
@@ -47,11 +47,6 @@ def test_names_come_from_the_function_the_object_or_its_class_and_are_unique():
 
     names = ["length", "length_2", "length_3", "length_4"]
     assert RewardSet([length, length_2, length, length]).names == names
-
-
-def test_what_is_async_is_known_through_partials_and_objects():
-    assert is_async(Unnamed()) and is_async(functools.partial(Unnamed())) and is_async(Unnamed().__call__)
-    assert not is_async(length) and not is_async(Named())
 
 
 def test_the_worked_example_of_the_package_runs_as_written():
@@ -96,7 +91,6 @@ def test_a_callable_passes_through_and_paths_are_imported(package):
     ("spec", "error", "reason"),
     [
         ("no_such_package.one", ValueError, "there is no module 'no_such_package'"),
-        ("reward_package_of_a_user.nowhere.one", ValueError, "there is no module 'reward_package_of_a_user.nowhere'"),
         ("reward_package_of_a_user.good.two", ValueError, "has no 'two'; it has one"),
         ("reward_package_of_a_user.good.oen", ValueError, r"has no 'oen'; did you mean one\?"),
         ("reward_package_of_a_user.good.NUMBER", TypeError, "is of type int; expected something to call"),
@@ -104,11 +98,8 @@ def test_a_callable_passes_through_and_paths_are_imported(package):
         ("reward_package_of_a_user.raising.one", RuntimeError, "ZeroDivisionError"),
         ("collections.OrderedDict", TypeError, "is a class; give an instance"),
         ("owner/reward-model", ValueError, "give onetrunk.rewards.ModelReward"),
-        ("one", ValueError, "neither 'package.module.name' nor"),
         ("my_reward", ValueError, "nor a reward model: a folder that exists or a Hub name 'owner/model'"),
         ("nowhere.py:one", ValueError, r"there is no file nowhere.py \(working folder /.*\)"),
-        ("nowhere.py", ValueError, "names a file; write 'nowhere.py:NAME'"),
-        ("rewards.txt:one", ValueError, "there is no Python file rewards.txt"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_refused_with_the_reason(package, spec, error, reason):
@@ -142,23 +133,6 @@ def at_least(completions, number, **columns):
     return [len(text) >= number for text in completions]
 
 
-def test_a_partial_counts_with_its_arguments():
-    three, four = (functools.partial(at_least, number=number) for number in (3, 4))
-    assert content_of(three) == content_of(functools.partial(at_least, number=3)) != content_of(four)
-
-
-class Least:
-    def __init__(self, number):
-        self.number = number
-
-    def __call__(self, completions, **columns):
-        return [len(text) >= self.number for text in completions]
-
-
-def test_an_object_counts_with_its_values():
-    assert content_of(Least(3)) == content_of(Least(3)) != content_of(Least(4))
-
-
 SCRIPT = "STEPS = 10\n\ndef score(completions, **columns):\n    return [len(text) >= 3 for text in completions]\n"
 
 
@@ -185,16 +159,6 @@ def test_a_model_is_known_by_its_weights_its_tokenizer_and_what_it_reads(tmp_pat
     assert content_of(ModelReward(tmp_path / "rm")) != before
 
 
-class Halved(ModelReward):
-    def __call__(self, prompts, completions, **columns):
-        return [score / 2 for score in super().__call__(prompts, completions)]
-
-
-def test_a_reward_of_ones_own_on_a_model_counts_with_both():
-    half, whole = Halved(scorer(), tiny_tokenizer()), ModelReward(scorer(), tiny_tokenizer())
-    assert content_of(half).startswith(f"{content_of(whole)}, Halved, sha256 ")
-
-
 def test_an_adapter_is_known_by_its_weights_on_the_trunk_and_on_a_base_of_its_own(tmp_path):
     base = saved_base(tmp_path / "base")
     one, two = (saved_reward_adapter(tmp_path / f"rm-{seed}", base, seed=seed) for seed in (5, 6))
@@ -206,11 +170,6 @@ def test_an_adapter_is_known_by_its_weights_on_the_trunk_and_on_a_base_of_its_ow
     assert ensemble == content_of(EnsembleReward([one, two])) != content_of(EnsembleReward([one, two], penalty=1.0))
     ScoreScale(0.0, 2.0).save(two)
     assert content_of(EnsembleReward([one, two])) != ensemble
-
-
-def test_a_server_is_known_by_its_address_and_the_name_of_its_model():
-    reward = RemoteReward("http://127.0.0.1:1/classify", model="rm")
-    assert content_of(reward) == "server http://127.0.0.1:1/classify, model rm"
 
 
 def test_a_judge_is_known_by_what_it_asks_and_by_the_constitution():

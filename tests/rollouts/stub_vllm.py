@@ -25,46 +25,11 @@ from tests.servers.stub_http import FAULTY, StubHTTP, draw, send
 BASE = "base"
 
 
-def _other_model(answer: dict[str, Any], _body: Any) -> None:
-    answer["model"] = f"{answer['model']}9"
-
-
-def _other_prompt(answer: dict[str, Any], _body: Any) -> None:
-    answer["choices"][0]["prompt_token_ids"] = [5, *answer["choices"][0]["prompt_token_ids"]]
-
-
 def _cut(answer: dict[str, Any], body: Any) -> None:
     choice = answer["choices"][0]
     del choice["token_ids"][-1], choice["logprobs"]["token_logprobs"][-1]
     if len(choice["token_ids"]) == body["max_tokens"]:
         raise AssertionError("a cut completion must be shorter than the limit")
-
-
-def _too_few_logprobs(answer: dict[str, Any], _body: Any) -> None:
-    del answer["choices"][0]["logprobs"]["token_logprobs"][-1]
-
-
-def _not_finite(answer: dict[str, Any], _body: Any) -> None:
-    answer["choices"][0]["logprobs"]["token_logprobs"][0] = -1e999
-
-
-def _above_zero(answer: dict[str, Any], _body: Any) -> None:
-    answer["choices"][0]["logprobs"]["token_logprobs"][0] = 0.5
-
-
-def _no_logprobs(answer: dict[str, Any], _body: Any) -> None:
-    answer["choices"][0]["logprobs"] = None
-
-
-def _goes_on(answer: dict[str, Any], body: Any) -> None:
-    choice = answer["choices"][0]
-    extra = body["max_tokens"] + 1 - len(choice["token_ids"])
-    choice["token_ids"] += [7] * extra
-    choice["logprobs"]["token_logprobs"] += [-1.0] * extra
-
-
-def _no_choices(answer: dict[str, Any], _body: Any) -> None:
-    answer["choices"] = []
 
 
 def _unknown_token(answer: dict[str, Any], _body: Any) -> None:
@@ -82,20 +47,8 @@ async def _dead_engine(stub: StubVLLM, writer: asyncio.StreamWriter, _body: Any)
     await send(writer, *_error(500, said))
 
 
-# What a wrong answer looks like; the faults of the connection are those of the judges' stub.
-WRONG: dict[str, Callable[[dict[str, Any], Any], None]] = {
-    "other_model": _other_model,
-    "other_prompt": _other_prompt,
-    "cut": _cut,
-    "too_few_logprobs": _too_few_logprobs,
-    "not_finite": _not_finite,
-    "above_zero": _above_zero,
-    "no_logprobs": _no_logprobs,
-    "goes_on": _goes_on,
-    "no_choices": _no_choices,
-}
-# Wrong answers that no repetition mends, and failures that are shown here only.
-FATAL = {"unknown_token": _unknown_token}
+# Wrong answers, and failures that are shown here only; the faults of the connection are those of every stub.
+WRONG: dict[str, Callable[[dict[str, Any], Any], None]] = {"cut": _cut, "unknown_token": _unknown_token}
 OWN_FAULTY = {"wait_a_day": _wait_a_day, "dead_engine": _dead_engine}
 
 
@@ -104,7 +57,7 @@ class StubVLLM(StubHTTP):
 
     Args:
         model: the base; a copy is kept.
-        fault: of WRONG, FATAL, FAULTY or OWN_FAULTY, shown by completions while `faulty`; None: the server is well.
+        fault: of WRONG, FAULTY or OWN_FAULTY, shown by completions while `faulty`; None: the server is well.
         rate: share of the completions that it hits.
         max_rank, max_length: largest rank of an adapter, and positions.
         loads_adapters: False for a server without adapters at run time.
@@ -221,7 +174,7 @@ class StubVLLM(StubHTTP):
         row = json.dumps({**body, "model": None}, sort_keys=True)
         fails = self.fault and self.faulty and draw(self.fault, row, self.asked[question]) < self.rate
         self.num_faults += bool(fails)
-        if fails and self.fault not in WRONG | FATAL:
+        if fails and self.fault not in WRONG:
             await (FAULTY | OWN_FAULTY)[self.fault](self, writer, body)
             return
         ids, logprobs = self._sampled(body)
@@ -234,7 +187,7 @@ class StubVLLM(StubHTTP):
         }
         answer = {"id": "x", "object": "text_completion", "model": name, "choices": [choice]}
         if fails:
-            (WRONG | FATAL)[self.fault](answer, body)
+            WRONG[self.fault](answer, body)
         await send(writer, 200, answer)
 
     @torch.no_grad()

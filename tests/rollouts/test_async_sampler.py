@@ -72,7 +72,7 @@ def test_rows_come_in_order_with_the_version_that_they_were_started_with():
     assert sampler.take(2).policy_versions == [8] * 4
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", [0, 2])
 def test_no_row_starts_before_the_staleness_allows_it(staleness):
     """running + accepted <= (staleness + updates + 1) * rows, whatever is offered and however fast rows end."""
     bench, rows = Bench(), 4

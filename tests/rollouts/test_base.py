@@ -12,8 +12,6 @@ from onetrunk.rollouts import LocalBackend, RolloutBackend, SamplingParams, base
     [
         ({"max_completion_length": 0}, "max_completion_length is 0; set it to 1 token or more"),
         ({"temperature": -0.1}, "temperature is -0.1; set it to a finite number above 0, or to 0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": float("inf")}, "temperature is inf"),
         ({"stop_token_ids": [2]}, r"stop_token_ids is \[2\]; give a tuple"),
         ({"stop_token_ids": (2, -1)}, "token ids are 0 or more"),
         ({"pad_token_id": -1}, "pad_token_id is -1"),
@@ -22,11 +20,6 @@ from onetrunk.rollouts import LocalBackend, RolloutBackend, SamplingParams, base
 def test_a_setting_out_of_range_is_refused_with_the_value_and_the_fix(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         SamplingParams(**{"max_completion_length": 4, **settings})
-
-
-def test_the_smallest_legal_settings_are_accepted():
-    params = SamplingParams(max_completion_length=1, temperature=0, pad_token_id=0)
-    assert (params.temperature, params.stop_token_ids) == (0, ())
 
 
 def test_the_local_backend_satisfies_the_protocol_and_half_a_backend_does_not():

@@ -11,33 +11,18 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.setup import check_parts, check_schedule
 from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.load import load_backend
-from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.fakes import CannedBackend
-
-IS = "vllm_importance_sampling"
-COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 
 
 def config(**settings):
     return PPOConfig(output_dir="out", use_cpu=True, report_to="none", **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "urls"),
-    [
-        ({}, ["http://127.0.0.1:8000"]),
-        ({"vllm_server_base_url": "http://a:1/"}, ["http://a:1"]),
-        ({"vllm_server_base_url": ["http://a:1", "https://b"]}, ["http://a:1", "https://b"]),
-    ],
-)
-def test_a_server_has_one_address_or_several(settings, urls):
-    assert config(use_vllm=True, **settings).server_urls == urls
-
-
-def test_without_a_correction_there_need_be_no_bound():
-    settings = config(**{f"{IS}_clip_max": None, f"{IS}_correction": False})
-    assert settings.vllm_importance_sampling_clip_max is None
+def test_a_server_has_one_address_or_several():
+    assert config(use_vllm=True).server_urls == ["http://127.0.0.1:8000"]
+    several = ["http://a:1/", "https://b"]
+    assert config(use_vllm=True, vllm_server_base_url=several).server_urls == ["http://a:1", "https://b"]
 
 
 def test_the_settings_in_the_readme_are_those_of_a_run():
@@ -45,11 +30,6 @@ def test_the_settings_in_the_readme_are_those_of_a_run():
     shared, colocated = (config(**yaml.safe_load(block)) for block in re.findall("```yaml\n(.*?)```", text, re.DOTALL))
     assert shared.server_urls == ["http://localhost:8000"] and not shared.is_colocated
     assert colocated.is_colocated and colocated.vllm_enable_sleep_mode
-
-
-def test_without_a_server_this_process_samples():
-    backend = load_backend(config(max_rollout_rows=3))
-    assert isinstance(backend, LocalBackend) and backend.max_rows == 3
 
 
 def test_a_server_and_a_backend_of_ones_own_exclude_each_other():

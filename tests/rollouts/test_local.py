@@ -42,7 +42,7 @@ def test_greedy_decoding_equals_generate(family):
     assert list(rollout.stopped) == [ids[-1] in stopping.stop_token_ids for ids in expected]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "hybrid"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "hybrid"])
 def test_a_completion_is_the_same_whatever_the_batch(family):
     model = tiny(family)
     params = mixed_params(temperature=1.3)
@@ -67,12 +67,6 @@ def test_the_key_alone_decides_a_draw():
     assert_same(LocalBackend(model).generate([PROMPTS[0]], params, [(0, 1, 0)]), first, [2])
 
 
-def test_a_longer_limit_only_continues_the_completion():
-    model = tiny()
-    short, long = (generate(model, SamplingParams(max_completion_length=length)) for length in (6, 12))
-    assert [ids[:6] for ids in long.completion_ids] == list(short.completion_ids)
-
-
 def test_rows_that_finished_are_not_carried():
     model = tiny()
     rows_per_forward = []
@@ -85,22 +79,9 @@ def test_rows_that_finished_are_not_carried():
     assert rows_per_forward[0] == len(PROMPTS) > rows_per_forward[-1]
 
 
-def test_max_rows_bounds_every_forward():
-    model = tiny()
-    shapes = []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    generate(model, SamplingParams(max_completion_length=4), max_rows=2)
-    # Sorted by length, so that alike prompts share a sub-batch: (20, 10), (6, 3), (1)
-    assert [shape for t, shape in enumerate(shapes) if t % 4 == 0] == [(2, 20), (2, 6), (1, 1)]
-    assert all(shape == (rows, 1) for t, shape in enumerate(shapes) if t % 4 for rows in [shape[0]] if rows <= 2)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mistral", "gpt2"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampler_logprobs_equal_a_rescore_of_the_unpadded_row(family, temperature):
-    model = tiny(family)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt2"])
+def test_sampler_logprobs_equal_a_rescore_of_the_unpadded_row(family):
+    model, temperature = tiny(family), 0.7
     rollout = generate(model, mixed_params(temperature=temperature))
     for prompt, completion, logprobs in zip(
         rollout.prompt_ids, rollout.completion_ids, rollout.sampler_logprobs, strict=True
@@ -112,10 +93,8 @@ def test_sampler_logprobs_equal_a_rescore_of_the_unpadded_row(family, temperatur
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)  # cache against full forward, float32
 
 
-@pytest.mark.parametrize("temperature", [0.5, 0.8])
-def test_first_tokens_of_many_rows_follow_the_softmax_at_the_temperature(temperature):
-    model = tiny()
-    rows = 3000
+def test_first_tokens_of_many_rows_follow_the_softmax_at_the_temperature():
+    model, temperature, rows = tiny(), 0.8, 3000
     params = SamplingParams(max_completion_length=1, temperature=temperature)
     rollout = LocalBackend(model).generate([PROMPTS[0]] * rows, params, [(5, 0, row) for row in range(rows)])
     with torch.no_grad():
@@ -195,17 +174,15 @@ def test_the_adapter_of_a_peft_model_is_the_one_that_samples():
         assert_same(generate(model, params), base)
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: get_peft_model(model, LoraConfig(r=2))])
-def test_prompt_columns_but_the_last_get_no_logits(wrap):
+def test_prompt_columns_but_the_last_get_no_logits():
     model = tiny()
     widths = []
     model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
-    generate(wrap(model), SamplingParams(max_completion_length=3))
+    generate(get_peft_model(model, LoraConfig(r=2)), SamplingParams(max_completion_length=3))
     assert widths == [1, 1, 1]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
-@pytest.mark.parametrize("half_weights", [True, False])
+@pytest.mark.parametrize(("family", "half_weights"), [("qwen2", True), ("gemma3", False)])
 def test_logprobs_are_taken_in_float32_under_bfloat16_weights_and_autocast(family, half_weights):
     model = tiny(family).bfloat16() if half_weights else tiny(family)
     with torch.autocast("cpu", torch.bfloat16, enabled=not half_weights), torch.no_grad():

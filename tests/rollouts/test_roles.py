@@ -18,11 +18,10 @@ from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rollouts.small import KEYS, PROMPTS
 
 # Families in which transformers has a sequence-classification model, for a reward adapter.
-SCORED = ("llama", "gpt2", "qwen3")
-CASES = [("float32", "qwen3", True), ("float32", "llama", False), ("bfloat16", "gpt2", True)]
-CASES += [("autocast", "gemma2", True), ("4-bit", "llama", True)]
+SCORED = ("llama",)
+CASES = [("float32", "llama", False), ("autocast", "gemma2", True), ("4-bit", "llama", True)]
 # Float rounding between the cached decoding of one token and a forward over whole rows.
-TOLERANCE = {"float32": 1e-4, "4-bit": 1e-4, "bfloat16": 0.05, "autocast": 0.05}
+TOLERANCE = {"float32": 1e-4, "4-bit": 1e-4, "autocast": 0.05}
 # What another role's probabilities differ by, on average, nats.
 LEAST_DIFFERENCE = 0.15
 
@@ -31,7 +30,7 @@ def a_base(folder, precision):
     if precision == "4-bit":
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         return load_base(str(folder), quantization_config=config, device_map="cpu", dtype=torch.float32)
-    return load_base(str(folder), dtype=torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    return load_base(str(folder), dtype=torch.float32)
 
 
 def a_trunk(tmp_path, precision, family, is_continued):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ STAGES = {"sft": sft, "reward": reward, "distill": distill}
 def run(words: list[str]) -> dict[str, Any]:
     """Run a stage; return its exit code, and facts of the model once it has trained."""
     stage, facts = STAGES[words[0]], {}
-    train = stage.train
+    recorded = stage.recorded
 
-    def watched(trainer: Any, resume: str | None, *rest: Any) -> None:
+    @contextlib.contextmanager
+    def watched(trainer: Any, *rest: Any) -> Iterator[None]:
         # The processes stay a group for the next case.
         trainer.accelerator.end_training = lambda: None
-        with counted_collectives() as traffic:
-            train(trainer, resume, *rest)
+        with counted_collectives() as traffic, recorded(trainer, *rest):
+            yield
         parameters = list(trainer.model.parameters())
         facts.update(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
@@ -40,11 +43,11 @@ def run(words: list[str]) -> dict[str, Any]:
             collectives=dict(traffic),
         )
 
-    stage.train = watched
+    stage.recorded = watched
     try:
         return {"code": cli.main(words), **facts}
     finally:
-        stage.train = train
+        stage.recorded = recorded
 
 
 if __name__ == "__main__":

@@ -42,12 +42,3 @@ def test_an_alarm_of_the_yaml_file_ends_the_run_in_order_and_is_its_last_word(tm
     assert checkpoint_folders("out-ppo")[-1].name == "checkpoint-12"
     assert (tmp_path / "out-ppo" / "manifest.json").is_file()
     assert "alarms: 1\n" in capsys.readouterr().out  # The one from before; there was no other.
-
-
-def test_a_name_that_is_no_alarm_is_a_mistake_of_the_command_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_material(tmp_path)
-    assert run("ppo", "--stop_on_alarm", "entropie") == 2
-    assert "stop_on_alarm names 'entropie', which is no alarm; set it to all, null, or some of kl," in (
-        capsys.readouterr().err
-    )

@@ -124,7 +124,6 @@ TOKENIZER = "tokenizer.json"
 # What is damaged, which file the message names ("": only the folder), and what it says.
 BASE_FAULTS = {
     "half of the weights": (truncated(WEIGHTS), WEIGHTS, "cannot be used"),
-    "a pointer of git": (written(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"), WEIGHTS, "header"),
     "no weights": (removed(WEIGHTS), "", "no file named model.safetensors"),
     "NaN": (tensors_changed(WEIGHTS, poisoned), "", "NaN or infinite"),
     "no tensor of a layer": (tensors_changed(WEIGHTS, lambda t: t.pop("model.norm.weight")), "", "lacks 1 weights"),
@@ -138,7 +137,6 @@ ADAPTER_FAULTS = {
     "half of the weights": (truncated(ADAPTER), ADAPTER, "cannot be used"),
     "NaN": (tensors_changed(ADAPTER, poisoned), "", "NaN or infinity in 1 tensors"),
     "no weights": (removed(ADAPTER), "", "adapter_model.safetensors"),
-    "half of the config": (truncated(ADAPTER_CONFIG), ADAPTER_CONFIG, "cannot be used"),
     "an unknown kind": (changed(ADAPTER_CONFIG, peft_type="NOPE"), "", "NOPE"),
     "no base": (changed(ADAPTER_CONFIG, base_model_name_or_path=3), "", "does not say what its base model is"),
     "another rank": (changed(ADAPTER_CONFIG, r=8), "", "does not fit"),
@@ -162,9 +160,8 @@ def test_a_damaged_file_of_an_adapter_is_named(tmp_path, capsys, damage, file, r
     assert reason in refused(capsys, "eval", "--model_name_or_path", folder, names=folder / file)
 
 
-@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('not so') }}"])
-def test_a_chat_template_that_fails_is_named(tmp_path, capsys, template):
-    folder = damaged(tmp_path, "base", written(TEMPLATE, template))
+def test_a_chat_template_that_fails_is_named(tmp_path, capsys):
+    folder = damaged(tmp_path, "base", written(TEMPLATE, "{% for %}"))
     code = cli.main(words("sft", "--model_name_or_path", str(folder), "--dataset_name", "turns.jsonl"))
     err = capsys.readouterr().err
     assert code == 1 and "Traceback" not in err and "chat template" in err, err
@@ -175,13 +172,9 @@ def test_a_chat_template_that_fails_is_named(tmp_path, capsys, template):
 ENTRANCES = {
     "distill, a teacher": ("scorer", "distill --teacher {}"),
     "ppo, a reward model": ("scorer", "ppo --reward_funcs {}"),
-    "ppo, the start of the value head": ("scorer", "ppo --value_head_init {}"),
     "eval, an opponent": ("base", "eval --opponent {}"),
     "prefs": ("base", "prefs --model_name_or_path {}"),
-    "prefs, an adapter": ("adapter", "prefs --model_name_or_path {}"),
-    "eval, an adapter as opponent": ("adapter", "eval --opponent {}"),
     "ppo, a branch of the trunk": ("reward-adapter", "ppo --reward_funcs {}"),
-    "distill, an adapter as teacher": ("reward-adapter", "distill --teacher {}"),
 }
 
 
@@ -189,19 +182,12 @@ ENTRANCES = {
 def test_a_damaged_file_is_named_wherever_it_is_given(tmp_path, capsys, source, command):
     file = ADAPTER if "adapter" in source else WEIGHTS
     folder = damaged(tmp_path, source, truncated(file))
-    if "--judge {}" in command:
-        tiny_tokenizer().save_pretrained(folder)
     verb, *options = command.format(folder).split()
     assert str(folder) in refused(capsys, verb, *options, names=file)
 
 
-@pytest.mark.parametrize("source", ["adapter", "reward-adapter"])
-def test_a_damaged_base_of_an_adapter_is_named_with_the_adapter(tmp_path, capsys, source):
+def test_a_damaged_base_of_an_adapter_is_named_with_the_adapter(tmp_path, capsys):
     base = damaged(tmp_path, "base", truncated(WEIGHTS))
-    shutil.copytree(source, tmp_path / "adapter")
+    shutil.copytree("adapter", tmp_path / "adapter")
     changed(ADAPTER_CONFIG, base_model_name_or_path=str(base))(tmp_path / "adapter")
-    option = ["--model_name_or_path"] if source == "adapter" else ["--judge", f"reward:{tmp_path}/adapter"]
-    if source == "adapter":
-        refused(capsys, "eval", *option, tmp_path / "adapter", names=base / WEIGHTS)
-    else:
-        refused(capsys, "prefs", *option, names=base / WEIGHTS)
+    refused(capsys, "eval", "--model_name_or_path", tmp_path / "adapter", names=base / WEIGHTS)

@@ -3,13 +3,10 @@
 import json
 import random
 
-import pytest
-
-from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.recipes import load_recipe_module
 
 prepare = load_recipe_module("gsm8k-tiny", "prepare_preferences")
 rewards = load_recipe_module("gsm8k-tiny", "rewards")
-REAL = ROOT.parent / "shared" / "data"
 MODELS = ("a", "b", "c")
 
 
@@ -74,23 +71,3 @@ def test_both_tasks_are_split_by_question(tmp_path, monkeypatch, capsys):
     assert not {row["prompt"] for row in read("arithmetic_unlabelled")} & held_out
     assert (tmp_path / "out/base-reward/model.safetensors").is_file()
     assert "20 rows in solutions_train.jsonl" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("n", "m"), [(150, 520)])
-def test_too_few_rows_are_refused(tmp_path, monkeypatch, capsys, n, m):
-    given = [solutions(tmp_path / "s.jsonl", n), answers(tmp_path / "t.jsonl", m)]
-    monkeypatch.setattr("sys.argv", ["prepare_preferences.py", *given, "--output_dir", str(tmp_path / "out")])
-    assert prepare.main() == 1
-    assert "of them are held out, give more" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL.is_dir(), reason="the real text is not beside the checkout")
-def test_the_real_pairs_prefer_what_is_right(tmp_path):
-    files = [str(REAL / name) for name in ("gsm8k_model_solutions.jsonl", "gsm8k_train.jsonl")]
-    counts = prepare.make_all(*files, str(tmp_path))
-    assert counts["solutions_train"] > 1000 and counts["arithmetic_train"] > 8000
-    rows = [json.loads(line) for line in (tmp_path / "arithmetic_held_out.jsonl").read_text().splitlines()]
-    right, wrong = (rewards.annotation_score(None, [r[side] for r in rows]) for side in ("chosen", "rejected"))
-    assert sum(right) / len(rows) > 0.95 and sum(wrong) / len(rows) < 0.02
-    assert all(len(row["chosen"]) == len(row["rejected"]) for row in rows)

@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.recipes import load_recipe_module
 
 rewards = load_recipe_module("gsm8k-tiny", "rewards")
 prepare = load_recipe_module("gsm8k-tiny", "prepare")
-REAL = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -57,31 +56,3 @@ def test_rows_become_prompts_and_the_last_ones_are_held_out(tmp_path, monkeypatc
         "answer": "<<100+100=200>>\n#### 200",
     }
     assert (tmp_path / "out/base/model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ('{"text": "x"}\n', "has no column answer, question"),
-        ('{"question": "x", "answer": "y"}\n', "500 of them are held out"),
-        (None, "error: "),
-    ],
-)
-def test_a_file_that_is_not_gsm8k_is_refused(tmp_path, monkeypatch, capsys, content, sentence):
-    path = tmp_path / "train.jsonl"
-    if content is not None:
-        path.write_text(content)
-    monkeypatch.setattr("sys.argv", ["prepare.py", str(path), "--output_dir", str(tmp_path / "out")])
-    assert prepare.main() == 1
-    error = capsys.readouterr().err
-    assert sentence in error and "Traceback" not in error
-
-
-@pytest.mark.skipif(not REAL.is_file(), reason="the real text is not beside the checkout")
-def test_the_real_solutions_have_the_last_line_and_mostly_right_annotations():
-    with REAL.open(encoding="utf-8") as lines:
-        answers = [json.loads(line)["answer"] for line in lines]
-    assert set(rewards.final_line(None, answers)) == {1.0}
-    assert set(rewards.answer_accuracy(None, answers, answer=answers)) == {1.0}
-    scores = rewards.annotation_score(None, answers)
-    assert sum(scores) / len(scores) > 0.95

@@ -13,31 +13,11 @@ import yaml
 
 from onetrunk import PPOConfig, cli
 from onetrunk.ppo.foreign_names import RENAMED
-from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval import parse_eval
-from onetrunk.stages.judge import parse_judge
 from onetrunk.stages.options import help as helping
 from onetrunk.stages.options.help import FIRST
 from onetrunk.stages.options.table import load_options, shown_options
-from onetrunk.stages.ppo import parse_ppo
-from onetrunk.stages.prefs.stage import parse_prefs
-from onetrunk.stages.reward import parse_reward
-from onetrunk.stages.sft import parse_sft
-from onetrunk.stages.tools.merge import parse_merge
-from onetrunk.stages.tools.serve import parse_serve
-from tests.stages.recipes import ROOT
+from tests.stages.recipes import PARSERS, ROOT
 
-PARSERS = {
-    "sft": parse_sft,
-    "judge": parse_judge,
-    "prefs": parse_prefs,
-    "reward": parse_reward,
-    "distill": parse_distill,
-    "ppo": parse_ppo,
-    "eval": parse_eval,
-    "serve": parse_serve,
-    "merge": parse_merge,
-}
 NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
 NEEDED_OF = {"judge": ["--dataset_name", "d", "--output_dir", "o", "--judge", "rubric"]}
 MORE = {"ppo": ["--reward_funcs", "r.f"], "distill": ["--teacher", "t"]}

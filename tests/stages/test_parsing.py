@@ -7,8 +7,8 @@ import pytest
 from onetrunk import __version__, cli
 from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.stages.eval import parse_eval
+from onetrunk.stages.pipeline import parse_run
 from onetrunk.stages.ppo import parse_ppo
-from onetrunk.stages.run.chain import parse_run
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT
 

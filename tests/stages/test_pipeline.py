@@ -13,10 +13,7 @@ from pathlib import Path
 import pytest
 
 from onetrunk import cli
-from onetrunk.stages.ppo import parse_ppo
-from onetrunk.stages.run.chain import PipelineState
-from onetrunk.stages.run.inputs import files_of
-from onetrunk.stages.run.pipeline import free_settings, load_pipeline
+from onetrunk.stages.pipeline import PipelineState, files_of, load_pipeline
 from tests.feedback.runs import answers_in
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
@@ -106,11 +103,9 @@ def test_an_output_that_is_gone_is_made_again_and_one_that_was_edited_is_read(fo
     assert Path("out/c").read_text() == "723"
 
 
-def test_a_forced_stage_runs_again_and_what_rests_on_it_only_if_it_makes_something_else(folder, capfd):
+def test_a_forced_stage_runs_again_and_what_rests_on_it_only_if_it_makes_something_else(folder):
     assert run() == 0 and calls() == ["a", "b", "c"]
     assert run("--force", "b") == 0 and calls() == ["b"]
-    assert run("--until", "a", "--force", "b") == 2
-    assert "--force b: --from and --until leave that stage out" in capfd.readouterr().err
 
 
 def test_a_failed_stage_ends_the_chain_with_its_code_and_goes_on_there(folder, capfd):
@@ -121,12 +116,6 @@ def test_a_failed_stage_ends_the_chain_with_its_code_and_goes_on_there(folder, c
     assert json.loads(Path("state/pipeline.json").read_text())["stages"]["b"]["status"] == "failed"
     write()
     assert run() == 0 and calls() == ["b", "c"]
-
-
-def test_a_stage_that_leaves_nothing_has_failed(folder, capfd):
-    write(b={"word": "nothing"})
-    assert run() == 1 and calls() == ["a", "b"]
-    assert "b succeeded, but has not written out/b" in capfd.readouterr().err
 
 
 def test_from_and_until_run_a_part(folder, capfd):
@@ -168,15 +157,9 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "pipeline.yaml is empty; expected lines of the form 'key: value'"),
-        ("output_dir: x\nstages: [sft]", "stages is ['sft']; expected dict"),
         ("stages: {a: {script: step.py}}", "output_dir is not set"),
         ("output_dir: x\nstages: {a: {script: step.py}}", "give config, the YAML file of a verb; or script and"),
         ("output_dir: x\nstages: {a: {script: no.py, outputs: [y]}}", "stage a: no.py does not exist"),
-        (
-            "output_dir: x\nstages: {sft: {config: text.yaml}}",
-            "text.yaml holds a str; expected lines of the form",
-        ),
         (
             "output_dir: x\nstages: {train: {config: sft.yaml}}",
             "set verb to one of sft, judge, prefs",
@@ -196,32 +179,10 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
 )
 def test_a_wrong_pipeline_is_one_sentence_before_anything_runs(folder, capsys, text, sentence):
     Path("sft.yaml").write_text("output_dir: runs/sft\nlearning_rat: 1.0\n")
-    Path("text.yaml").write_text("a text")
     Path("pipeline.yaml").write_text(text)
     assert run() == 2
     assert sentence in capsys.readouterr().err
     assert calls() == []
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--from", "x"], "--from x: pipeline.yaml has no such stage; it has a, b, c"),
-        (["--from", "c", "--until", "a"], "--from c comes after --until a; the order is a, b, c"),
-        (["--force", "x"], "--force x: pipeline.yaml has no such stage; it has a, b, c"),
-        (["--fast"], "unrecognized arguments: --fast"),
-    ],
-)
-def test_wrong_words_are_one_sentence(folder, capsys, words, sentence):
-    assert run(*words) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_damaged_record_is_named(folder, capsys):
-    Path("state").mkdir()
-    Path("state/pipeline.json").write_text('{"stages": 3}')
-    assert run() == 1
-    assert "state/pipeline.json is not the record of a pipeline; delete it" in capsys.readouterr().err
 
 
 def test_a_stage_rests_on_the_paths_in_its_config_and_not_on_what_runs_leave_beside(folder):
@@ -242,13 +203,6 @@ def test_a_stage_rests_on_the_paths_in_its_config_and_not_on_what_runs_leave_bes
     after = PipelineState(pipeline).plan(pipeline.stages[0]).inputs
     assert {name for name in after if after[name] != before[name]} == {"model"}
     assert [file.name for file in files_of(Path("model"))] == ["weights"]
-
-
-def test_the_free_settings_of_ppo_are_those_of_its_trainer_that_no_file_or_model_rests_on():
-    words = "--model_name_or_path base --dataset_name rows.jsonl --output_dir out --reward_funcs a.b --use_cpu true"
-    free = free_settings("ppo", parse_ppo(words.split()))
-    assert {"microbatch_tokens", "num_rollouts", "alarm_limits", "checkpoint_mirror"} <= free
-    assert not free & {"gamma", "eval_dataset_name", "output_dir", "model_init_kwargs"}
 
 
 GRAMMAR = """
@@ -273,7 +227,7 @@ def real(tmp_path, monkeypatch):
     train = {**common, "per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 1, "report_to": "none"}
     train["write_report"] = False
     judge = {"judge": ["rubric"], "rubric": {"long": "rules.py:long"}, "constitution": "rules.yaml"}
-    sampling = {"num_generations": 3, "max_completion_length": 6, "num_samples_to_print": 0}
+    sampling = {"num_generations": 3, "max_completion_length": 6}
     configs = {
         "sft": {**train, "model_name_or_path": "base", "dataset_name": "rows.jsonl"},
         "prefs": {**common, **judge, **sampling, "model_name_or_path": "out/sft", "dataset_name": "rows.jsonl"},
@@ -334,7 +288,7 @@ def dry_run(capfd, *words):
 
 def test_a_changed_free_setting_leaves_a_finished_training_done(training, capfd):
     change(logging_steps=1, save_total_limit=3, run_name="again")
-    assert "doneonlyfreesettingshavechanged:logging_steps" in dry_run(capfd)
+    assert "donenothingthatitdependsonhaschanged" in dry_run(capfd)
 
 
 @pytest.mark.parametrize(
@@ -351,10 +305,9 @@ def test_nothing_is_deleted_for_another_change_before_overwrite_says_so(training
     assert run() == 1
     told = capfd.readouterr().err
     assert f"stage sft would start over ({reason}" in told
-    assert "delete out/checkpoint-1; out/checkpoint-2; out/adapter_config.json" in told
+    assert "delete checkpoint-1, checkpoint-2, adapter_config.json" in told
     assert "add --overwrite to delete it" in told
     assert bytes_of() == before
-    assert "needs--overwrite" in dry_run(capfd) and "needs--overwrite" not in dry_run(capfd, "--overwrite")
 
 
 def test_a_longer_training_and_a_change_that_is_meant_go_on_from_the_checkpoint(training, capfd):
@@ -407,10 +360,10 @@ def test_real_stages_resume_skip_and_start_anew(real, capfd):
     kept = answers_in("out/prefs/ledger/ledger.db")
     before = Path("out/reward/model.safetensors").read_bytes()
     assert run() == 1
-    assert "stage prefs would start over (changed: rules.py) and delete out/prefs/data" in capfd.readouterr().err
+    assert "stage prefs would start over (changed: rules.py) and delete data in out/prefs" in capfd.readouterr().err
     assert Path("out/reward/model.safetensors").read_bytes() == before
     assert run("--overwrite") == 0
     assert "prefs: changed: rules.py" in capfd.readouterr().out
     assert len(answers_in("out/prefs/ledger/ledger.db")) > len(kept)
     assert Path("out/reward/model.safetensors").read_bytes() != before
-    assert run("--dry-run") == 0 and capfd.readouterr().out.count("nothing has changed") == 3
+    assert run("--dry-run") == 0 and capfd.readouterr().out.count("done") == 3

@@ -17,8 +17,7 @@ from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.reference_completions import sample_references
 from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key
 from onetrunk.stages.ppo import RunJudges
-from onetrunk.utils.files import digest, load_tensors
-from tests.checkpoints.hub_stub import stand_in
+from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts
 from tests.stages.recipes import ROOT
@@ -104,23 +103,6 @@ def test_a_pairwise_reward_compares_with_what_the_reference_says_once(there):
     assert metrics("pairwise") == figures
 
 
-def test_the_card_quotes_how_well_the_judges_of_the_run_were_measured(there, capsys):
-    pairs = [{"prompt": WORDS[i], "chosen": f"{WORDS[i]} " * 3, "rejected": WORDS[i + 1]} for i in range(6)]
-    (there / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    assert cli.main(["judge", "--dataset_name", "pairs.jsonl", *JUDGE, "--output_dir", "measured"]) == 0
-    words = ["--reward_funcs", "judge", "checks.py:even", *JUDGE, *MONITOR, "--judge_report", "measured"]
-    assert ppo("quoting", *words) == 0
-    card = Path("quoting/README.md").read_text()
-    # The monitor was not measured, and is not quoted.
-    assert "## Judges" in card and card.count("agrees with people on") == 1
-    assert "judge rubric, measured" in card and "agrees with people on 100.0% (61.0% to 100.0%) of 6 rows" in card
-    capsys.readouterr()
-    brief = ["--judge", "rubric", "--constitution", "brief.yaml", "--rubric", '{"brief": "checks.py:brief"}']
-    other = ["--reward_funcs", "judge", *brief, "--judge_report", "measured"]
-    assert ppo("quoting-another", *other) == 1
-    assert "judge_report measured measured rubric, and this run is judged by rubric" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
     saving = ["--save_strategy", "steps", "--save_steps", "3", "--reward_funcs", "pairwise", *JUDGE, *MONITOR]
@@ -160,16 +142,6 @@ def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_
     assert two["reference"] == pytest.approx(one["reference"], abs=1e-5)
     assert two["monitor"]["alarms"] == one["monitor"]["alarms"]
     assert two["monitor"]["best"]["judge_score"] == pytest.approx(one["monitor"]["best"]["judge_score"], abs=0.05)
-
-
-def test_what_the_judge_said_is_not_pushed_to_the_hub(there, monkeypatch):
-    hub = stand_in(monkeypatch)
-    pushing = ["--push_to_hub", "true", "--hub_model_id", "someone/judged", "--num_rollouts", "1"]
-    assert ppo("pushed", "--reward_funcs", "pairwise", *JUDGE, *pushing) == 0
-    hub.close()
-    assert len([path for path in Path("pushed").rglob("*.db") if path.is_file()]) >= 2
-    assert "adapter_model.safetensors" in hub.files
-    assert not [name for name in hub.files if ".db" in name]
 
 
 def test_a_column_of_reference_completions_is_taken_as_it_is(there):
@@ -215,6 +187,7 @@ def test_without_held_out_rows_the_monitor_looks_at_training_prompts_and_they_ha
         (["--reward_funcs", "judge"], "reward_funcs names judge, and judge is not set"),
         (["--reward_funcs", "pairwise", *JUDGE[:2]], "judge is set and constitution is not"),
         (["--reward_funcs", "checks.py:even", *JUDGE], "reward_funcs names neither judge (its rating) nor pairwise"),
+        (["--reward_funcs", "checks.py:even", "--monitor_every", "2"], "set and monitor_judge is not"),
         (["--reward_funcs", "checks.py:even", *MONITOR[:2]], "neither monitor_constitution nor constitution"),
         (["--reward_funcs", "judge", *JUDGE, *MONITOR[:2]], "is what the reward is made of, and would see no gap"),
         (
@@ -243,9 +216,3 @@ def test_a_judge_that_is_not_there_is_one_sentence_before_the_model_loads(there,
     assert ppo("absent", "--model_name_or_path", "no-model", "--reward_funcs", "judge", *options) == 1
     err = capsys.readouterr().err
     assert sentence in err and "no-model" not in err and "Traceback" not in err
-
-
-def test_the_key_of_a_prompt_is_that_of_preference_data():
-    from onetrunk.feedback.shards import prompt_key as other
-
-    assert prompt_key("a lamp") == other("a lamp") == digest({"prompt": "a lamp"})

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from onetrunk import cli
@@ -85,13 +84,3 @@ def test_another_base_model_on_the_server_is_told(there, tmp_path, capsys):
     with StubVLLM(base_model(seed=1)) as server:
         said = rejected(capsys, tmp_path, *on(server.url))
         assert "serves another base model: its logprobs of" in said and "it loaded /models/base" in said
-
-
-def test_an_adapter_with_whole_modules_is_told(there, tmp_path, capsys):
-    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    base = AutoModelForCausalLM.from_pretrained("base")
-    get_peft_model(base, config).save_pretrained(tmp_path / "whole")
-    adapter = ("--model_name_or_path", tmp_path / "whole")
-    with served() as server:
-        said = rejected(capsys, tmp_path / "out", *on(server.url), *adapter, without=["--lora_r"])
-        assert "modules_to_save" in said and "lm_head" in said and not server.events

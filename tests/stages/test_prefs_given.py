@@ -37,7 +37,7 @@ def prefs(tmp_path, monkeypatch):
     def call(rows, *options, out="out", judge=("rubric",)):
         (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         words = ["--completions", "given", "--dataset_name", "given.jsonl", "--constitution", "c.yaml"]
-        words += ["--judge", *judge, "--output_dir", out, "--num_samples_to_print", "1"]
+        words += ["--judge", *judge, "--output_dir", out]
         words += ["--rubric", '{"longer": "checks.py:longer"}'] if judge == ("rubric",) else []
         return cli.main(["prefs", *map(str, [*words, *options])])
 
@@ -67,7 +67,7 @@ def test_pairs_are_labelled_by_the_judge_whatever_their_order(prefs, tmp_path):
     found = statistics(tmp_path / "out")
     assert found["counts"]["prompts"] == found["counts"]["labelled"] == 12
     card = (tmp_path / "out/README.md").read_text()
-    assert "those of given.jsonl" in card and "temperature" not in card
+    assert "given by given.jsonl" in card and "temperature" not in card
 
 
 def test_logged_conversations_of_one_prompt_are_compared(prefs, tmp_path):
@@ -108,16 +108,14 @@ def test_a_stream_gives_the_same_bytes(prefs, tmp_path):
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "streamed" / name).read_bytes()
 
 
-def test_a_preview_shows_questions_and_answers_and_buys_nothing_twice(prefs, tmp_path, capsys):
+def test_a_trial_of_a_few_prompts_buys_nothing_twice(prefs, tmp_path):
     with StubServer() as stub:
         model = ["--judge_model", stub.model]
-        assert prefs(PAIRS, *model, "--preview", "3", judge=(stub.url,)) == 0
-        said = capsys.readouterr().out
-        assert "Which is longer?" in said and "3 rows of 3 prompts, 6 new questions" in said
-        assert not (tmp_path / "out/data").exists()
+        assert prefs(PAIRS, *model, "--limit", "3", judge=(stub.url,)) == 0
+        assert len(rows_of(tmp_path / "out")) == 3
         assert len(about(stub, 1)) == 2 and about(stub, 5) == []
         assert prefs(PAIRS, *model, judge=(stub.url,)) == 0
-        assert len(about(stub, 1)) == 2 == len(about(stub, 5))
+        assert len(about(stub, 1)) == 2 == len(about(stub, 5)) and len(rows_of(tmp_path / "out")) == 12
 
 
 @pytest.mark.parametrize(
@@ -125,10 +123,9 @@ def test_a_preview_shows_questions_and_answers_and_buys_nothing_twice(prefs, tmp
     [
         (PAIRS, ["--mode", "revise"], 2, "completions are given; leave mode revise, engine ray"),
         (PAIRS, ["--model_name_or_path", "m"], 2, "which would sample; leave one of them out"),
-        (PAIRS, ["--preview", "0"], 2, "set preview to 1 or more"),
+        (PAIRS, ["--limit", "0"], 2, "limit is 0; set it to 1 or more"),
         ([{"question": "q"}], [], 1, "expected chosen and rejected"),
         ([{"prompt": "p", "completion": "a"}] * 2, ["--streaming", "true"], 1, "stand in several rows"),
-        ([{**PAIRS[0], "prompt": [USER]}, PAIRS[1]], ["--streaming", "true"], 1, "give rows of one form"),
     ],
 )
 def test_a_mistake_is_one_sentence(prefs, capsys, rows, options, code, message):

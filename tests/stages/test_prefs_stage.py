@@ -9,8 +9,8 @@ import pytest
 from datasets import load_dataset
 
 from onetrunk.data.files import load_rows
-from onetrunk.data.preferences import check_preferences
 from onetrunk.data.prompts import check_completions
+from onetrunk.data.rows import check_preferences
 from onetrunk.feedback.shards import read_rows
 from onetrunk.utils.files import digest
 from tests.feedback import runs
@@ -95,12 +95,9 @@ def test_conversations_go_into_parquet_and_come_back_as_messages(prefs, inputs, 
     assert all(row["chosen"][0]["role"] == "assistant" and len(row["chosen"]) == 1 for row in rows)
 
 
-@pytest.mark.parametrize(("suffix", "dataset"), [("jsonl", "prompts.jsonl"), ("parquet", "turns.jsonl")])
-def test_a_shard_without_prompts_is_an_empty_file_that_the_others_can_be_read_with(
-    prefs, inputs, tmp_path, suffix, dataset
-):
-    (tmp_path / "few.jsonl").write_text("".join((inputs / dataset).read_text().splitlines(keepends=True)[:2]))
-    options = ["--dataset_name", "few.jsonl", "--output_format", suffix, "--num_samples_to_print", 1]
+def test_a_shard_without_prompts_is_an_empty_file_that_the_others_can_be_read_with(prefs, inputs, tmp_path):
+    (tmp_path / "few.jsonl").write_text("".join((inputs / "turns.jsonl").read_text().splitlines(keepends=True)[:2]))
+    options = ["--dataset_name", "few.jsonl", "--output_format", "parquet"]
     for i in range(4):
         assert prefs(*options, "--shard", f"{i}/4") == 0
     parts = [list(read_rows(path)) for path in sorted((tmp_path / "out/data").iterdir())]
@@ -146,15 +143,6 @@ def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path):
     assert "written anew" in (tmp_path / "out/README.md").read_text()
 
 
-def test_another_model_can_be_the_critic(prefs, inputs, tmp_path):
-    options = ["--mode", "revise", "--num_generations", 1, "--max_critique_length", 6]
-    assert prefs(*options, "--critic_model", inputs / "model", out="a") == 0
-    # The same weights: the same critiques
-    assert prefs(*options, out="b") == 0
-    files = [(tmp_path / name / "data/revisions.jsonl").read_bytes() for name in "ab"]
-    assert files[0] == files[1]
-
-
 def test_a_folder_of_other_settings_is_refused_with_the_differences_and_overwritten_on_demand(prefs, tmp_path, capsys):
     assert prefs() == 0
     before = (tmp_path / "out/data/preferences.jsonl").read_bytes()
@@ -163,7 +151,7 @@ def test_a_folder_of_other_settings_is_refused_with_the_differences_and_overwrit
     assert "num_generations: 3 there, 2 here" in said and "temperature: 1.0 there, 0.7 here" in said
     assert "overwrite_output_dir" in said and (tmp_path / "out/data/preferences.jsonl").read_bytes() == before
     # How the work is cut up decides nothing.
-    assert prefs("--max_waiting_chunks", 1, "--num_samples_to_print", 0) == 0
+    assert prefs("--max_waiting_chunks", 1) == 0
     assert (tmp_path / "out/data/preferences.jsonl").read_bytes() == before
     assert prefs("--output_format", "parquet", "--overwrite_output_dir", "true") == 0
     assert [path.name for path in (tmp_path / "out/data").iterdir()] == ["preferences.parquet"]
@@ -182,27 +170,16 @@ def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inp
     assert "other settings (model: " in capsys.readouterr().err
 
 
-def test_a_folder_with_something_else_is_left_alone(prefs, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/README.md").write_text("mine")
-    assert prefs() == 1
-    assert "holds something else" in capsys.readouterr().err
-    assert (tmp_path / "out/README.md").read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         (["--num_generations", "1"], 2, "a pair needs two completions"),
         (["--shard", "3/2"], 2, "write i/n"),
         (["--shard", "0/2", "--merge_shards", "2"], 2, "run every shard first"),
-        (["--temperature", "0"], 2, "differ only above 0"),
         (["--engine", "ray", "--mode", "revise"], 2, "engine ray samples for mode pairs"),
-        (["--constitution", "absent.yaml"], 1, "absent.yaml"),
         (["--dataset_name", "blank.jsonl"], 1, "row 1: prompt is empty"),
         (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),
-        (["--dataset_columns", '{"prompt": "question"}'], 1, "question"),
         (["--max_completion_length", "500"], 1, "leaves room for 0"),
         (["--merge_shards", "2"], 1, "shards 0/2, 1/2"),
     ],
@@ -212,11 +189,6 @@ def test_a_wrong_input_is_one_sentence(prefs, tmp_path, capsys, options, code, m
     assert prefs(*options) == code
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
-
-
-def test_completions_that_are_all_alike_end_in_a_sentence(prefs, capsys):
-    assert prefs("--temperature", "0.00001") == 1
-    assert "no row came out (prompts 14" in capsys.readouterr().err
 
 
 def test_several_processes_are_told_about_shards(prefs, monkeypatch, capsys):

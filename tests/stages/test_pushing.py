@@ -1,7 +1,6 @@
 """`push_to_hub` in every training stage, against a Hub on 127.0.0.1: asked before a model loads, and at the end."""
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import DatasetCard, constants
@@ -61,89 +60,57 @@ REFUSALS = {
     "a token that is not valid": ("/api/repos/create", 401, "HTTP 401, the token is not valid; set HF_TOKEN"),
     "a token without the right to write": ("auth-check", 403, "HTTP 403, the token may not do that; give one with"),
     "a token that may not make a repository": ("/api/repos/create", 403, "HTTP 403, the token may not do that"),
-    "a repository that the token may not see": ("/api/repos/create", 404, "HTTP 404, there is no such repository"),
-    "a plan that is used up": ("/api/repos/create", 402, "HTTP 402, the Hub does not take it"),
+    "a revision that does not exist": ("/revision/other", 404, "HTTP 404, there is no such repository"),
 }
 
 
-@pytest.mark.parametrize(("kind", "verb"), zip(REFUSALS, [*TRAINING, "sft"], strict=True))
+@pytest.mark.parametrize(("kind", "verb"), zip(REFUSALS, TRAINING, strict=True))
 def test_what_the_hub_has_against_a_push_is_said_before_a_model_loads(hub, tmp_path, capsys, kind, verb):
     path, status, sentence = REFUSALS[kind]
     hub.refusals[path] = status
     # A 403 may also mean that the repository is there, and only making one is forbidden.
-    hub.refusals["/api/models/"] = 404 if "create" in path else status
-    assert run(verb, *PUSH, *NOWHERE, *new(tmp_path)) == 1
+    if "revision" not in path:
+        hub.refusals["/api/models/"] = 404 if "create" in path else status
+    revision = ["--hub_revision", "other"] if "revision" in path else []
+    assert run(verb, *PUSH, *revision, *NOWHERE, *new(tmp_path)) == 1
     line = last_line(capsys)
     assert line.startswith("error: push_to_hub is true and someone/out cannot be pushed to: ") and sentence in line
 
 
-def test_a_repository_that_is_there_is_no_conflict(hub, tmp_path, capsys):
-    hub.refusals["/api/repos/create"] = 409
-    assert run("sft", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-    assert "the model './nowhere' cannot be loaded" in last_line(capsys)
-
-
-def test_without_a_token_nothing_is_asked(hub, tmp_path, capsys, monkeypatch):
+def test_without_a_token_or_a_connection_the_reason_is_said(hub, tmp_path, capsys, monkeypatch):
+    assert run("ppo", *PUSH, "--hub_model_id", "a/b/c", *NOWHERE, *new(tmp_path)) == 1
+    assert "is no name of a repository" in last_line(capsys)
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
+        assert "HF_HUB_OFFLINE is set; leave it out to push" in last_line(capsys)
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
+        assert "http://127.0.0.1:9 cannot be reached (" in last_line(capsys)
+    num_asked = len(hub.asked)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     assert run("distill", *PUSH, *NOWHERE, *new(tmp_path)) == 1
     assert "there is no token of the Hub; set HF_TOKEN, or log in with" in last_line(capsys)
-    assert not hub.asked
+    assert len(hub.asked) == num_asked
 
 
-def test_offline_and_a_name_that_is_none_are_said(hub, tmp_path, capsys, monkeypatch):
-    assert run("ppo", *PUSH, "--hub_model_id", "a/b/c", *NOWHERE, *new(tmp_path)) == 1
-    assert "is no name of a repository" in last_line(capsys)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-    assert "HF_HUB_OFFLINE is set; leave it out to push" in last_line(capsys)
-
-
-def test_a_hub_that_is_not_there_is_said(hub, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-    assert "http://127.0.0.1:9 cannot be reached (" in last_line(capsys)
-
-
-def test_a_revision_that_is_not_there_is_said(hub, tmp_path, capsys):
-    hub.refusals["/revision/other"] = 404
-    assert run("ppo", *PUSH, "--hub_revision", "other", *NOWHERE, *new(tmp_path)) == 1
-    assert "HTTP 404" in last_line(capsys)
-
-
-@pytest.mark.parametrize(("verb", "path", "status"), [("ppo", "/commit/", 403), ("sft", "/info/lfs/", 429)])
-def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(
-    hub, tmp_path, capsys, monkeypatch, verb, path, status
-):
-    hub.refusals[path] = status
-    # After a 429 huggingface_hub waits 23 seconds in all.
-    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
-    eval_rows = ["--eval_dataset_name", "prompts.jsonl" if verb == "ppo" else "sft.jsonl"]
-    assert run(verb, *PUSH, *eval_rows, *new(tmp_path)) == 1
+def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(hub, tmp_path, capsys):
+    hub.refusals["/commit/"] = 403
+    assert run("ppo", *PUSH, "--eval_dataset_name", "prompts.jsonl", *new(tmp_path)) == 1
     line, out = last_line(capsys), tmp_path / "out"
-    assert f"the result is in {out} and could not be pushed to someone/out: HTTP {status}, " in line
+    assert f"the result is in {out} and could not be pushed to someone/out: HTTP 403, " in line
     # What comes after the saving of the result has been written too.
-    assert {"adapter_model.safetensors", "metrics.json" if verb == "ppo" else "eval_results.json"} <= {
-        path.name for path in out.iterdir()
-    }
+    assert {"adapter_model.safetensors", "metrics.json"} <= {path.name for path in out.iterdir()}
 
 
-@pytest.mark.parametrize("verb", ["distill"])
-def test_a_reward_model_that_is_not_pushed_is_measured_all_the_same(hub, tmp_path, capsys, verb):
+def test_a_checkpoint_that_is_not_pushed_stops_no_training(hub, tmp_path, caplog):
     hub.refusals["/commit/"] = 403
-    assert run(verb, *PUSH, *new(tmp_path)) == 1
-    assert "could not be pushed to someone/out: HTTP 403" in last_line(capsys)
-    assert (tmp_path / "out" / "score_scale.json").is_file() and (tmp_path / "out" / RESULT[verb]).is_file()
-
-
-@pytest.mark.parametrize("verb", ["ppo"])
-def test_a_checkpoint_that_is_not_pushed_stops_no_training(hub, tmp_path, caplog, verb):
-    hub.refusals["/commit/"] = 403
-    saves = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save"]
-    longer = ["--num_rollouts", "3"] if verb == "ppo" else ["--max_steps", "3"]
+    saves = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save", "--num_rollouts", "3"]
     with caplog.at_level(logging.WARNING):
-        assert run(verb, *PUSH, *saves, *longer, "--hub_always_push", "true", *new(tmp_path)) == 1
-    assert (tmp_path / "out" / RESULT[verb]).is_file()
+        assert run("ppo", *PUSH, *saves, "--hub_always_push", "true", *new(tmp_path)) == 1
+    assert (tmp_path / "out" / RESULT["ppo"]).is_file()
     assert "a checkpoint was not pushed: HTTP 403" in caplog.text and "Training continues" in caplog.text
 
 

@@ -3,39 +3,16 @@
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from onetrunk.stages.distill import parse_distill
-from onetrunk.stages.eval import parse_eval
-from onetrunk.stages.judge import parse_judge
 from onetrunk.stages.options.table import PLAIN_MODULES, VERBS
+from onetrunk.stages.pipeline import load_pipeline, parse_run
 from onetrunk.stages.plan import parse_plan
-from onetrunk.stages.ppo import DRY_RUN, parse_ppo
-from onetrunk.stages.prefs.stage import parse_prefs
-from onetrunk.stages.reward import parse_reward
-from onetrunk.stages.run.chain import parse_run
-from onetrunk.stages.run.pipeline import load_pipeline
-from onetrunk.stages.sft import parse_sft
-from onetrunk.stages.tools.merge import parse_merge
+from onetrunk.stages.ppo import DRY_RUN
 from onetrunk.stages.tools.recipes import parse_recipes
 from onetrunk.stages.tools.report import parse_report
-from onetrunk.stages.tools.serve import parse_serve
-from tests.stages.recipes import DOCUMENTS, RECIPES, ROOT, SCRIPTS, commands_of
+from tests.stages.recipes import DOCUMENTS, PARSERS, RECIPES, ROOT, SCRIPTS, commands_of
 
-PARSERS = {
-    "sft": parse_sft,
-    "judge": parse_judge,
-    "prefs": parse_prefs,
-    "reward": parse_reward,
-    "distill": parse_distill,
-    "ppo": parse_ppo,
-    "eval": parse_eval,
-    "report": parse_report,
-    "run": parse_run,
-    "serve": parse_serve,
-    "merge": parse_merge,
-    "recipes": parse_recipes,
-    "plan": parse_plan,
-}
-SCRIPT_VERBS = set(PARSERS) - {"report", "run", "serve", "merge", "recipes"}
+COMMANDS = PARSERS | {"report": parse_report, "run": parse_run, "recipes": parse_recipes, "plan": parse_plan}
+SCRIPT_VERBS = set(COMMANDS) - {"report", "run", "serve", "merge", "recipes"}
 VERB_OF_SCRIPT = {verb: verb for verb in SCRIPT_VERBS - {"eval"}} | {"evaluate": "eval"}
 # Files that are no recipe of one verb.
 OTHERS = ("constitution", "pipeline")
@@ -52,7 +29,7 @@ def at_the_root(monkeypatch):
 
 
 def test_every_verb_has_a_parser_and_a_script():
-    assert set(PARSERS) == set(VERBS) - set(PLAIN_MODULES) | {"recipes", "plan"}
+    assert set(COMMANDS) == set(VERBS) - set(PLAIN_MODULES) | {"recipes", "plan"}
     assert {path.stem for path in SCRIPTS} == set(VERB_OF_SCRIPT)
 
 
@@ -71,8 +48,8 @@ def test_every_recipe_parses(path):
 def check_command(words):
     """Raise where a command of a document would not be taken."""
     if words[0] == "onetrunk":
-        if words[1] in PARSERS and "--help" not in words:
-            PARSERS[words[1]]([word for word in words[2:] if word not in DRY_RUN])
+        if words[1] in COMMANDS and "--help" not in words:
+            COMMANDS[words[1]]([word for word in words[2:] if word not in DRY_RUN])
         else:
             assert words[1] in (*VERBS, "--help", "--version", "VERB"), words
     elif words[0] == "accelerate":
@@ -83,7 +60,7 @@ def check_command(words):
         assert script.is_file(), script
         rest = [word for word in launch.training_script_args if word != "..."]
         if rest:
-            PARSERS[VERB_OF_SCRIPT[script.stem]](rest)
+            COMMANDS[VERB_OF_SCRIPT[script.stem]](rest)
     elif words[0] == "python" and not words[1].startswith("-"):
         assert (ROOT / words[1]).is_file(), words[1]
     elif words[0] == "make":

@@ -11,8 +11,8 @@ import pytest
 
 from onetrunk.stages.eval import parse_eval
 from onetrunk.stages.options.reading import UsageError
+from onetrunk.stages.pipeline import load_pipeline
 from onetrunk.stages.ppo import parse_ppo
-from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.stages.run_context import secrets_redacted
 from onetrunk.stages.sft import parse_sft
 from tests.stages.recipes import ROOT

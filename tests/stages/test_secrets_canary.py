@@ -167,18 +167,15 @@ def test_a_step_that_fails_with_a_secret_in_its_message_leaves_none(base, place)
     nothing_leaked(place, run.stdout, run.stderr)
 
 
-@pytest.mark.parametrize(("verb", "where"), [("prefs", "inline"), ("judge", "reasoning")])
-def test_a_server_that_repeats_its_headers_puts_the_key_into_no_file(base, place, capfd, caplog, verb, where):
-    own = ["--num_generations", "2", "--max_completion_length", "6"] if verb == "prefs" else []
-    with StubServer(key=CANARIES["JUDGE_ACCESS"], thinks=where, repeats_headers=True) as stub:
-        judge = ["--judge", stub.url, "--judge_model", "judge-1", "--judge_api_key_env", "JUDGE_ACCESS"]
-        judge += ["--constitution", base / "constitution.yaml", "--judge_verdict_tokens", "200", *own]
-        words = [verb, "--dataset_name", base / "pairs.jsonl", "--output_dir", "out", *judge]
-        words += ["--model_name_or_path", base / "base", "--use_cpu", "true"] if verb == "prefs" else []
-        assert cli.main([*map(str, words)]) == 0
+def test_a_server_that_repeats_its_headers_puts_the_key_into_no_file(base, place, capfd, caplog):
+    with StubServer(key=CANARIES["JUDGE_ACCESS"], thinks="inline", repeats_headers=True) as stub:
+        words = ["--judge", stub.url, "--judge_model", "judge-1", "--judge_api_key_env", "JUDGE_ACCESS"]
+        words += ["--constitution", base / "constitution.yaml", "--judge_verdict_tokens", "200"]
+        words += ["--num_generations", "2", "--max_completion_length", "6", "--use_cpu", "true"]
+        assert call(base, "prefs", "prompts.jsonl", *words) == 0
     assert cli.main(["report", "out"]) == 0
     kept = b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
-    assert b"'authorization': 'Bearer <redacted JUDGE_ACCESS>'" in kept
+    assert b"Bearer <redacted JUDGE_ACCESS>" in kept
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 

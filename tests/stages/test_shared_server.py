@@ -1,7 +1,6 @@
 """`onetrunk eval` and `onetrunk prefs` on a vLLM server, which also judges: a fake one with a real model."""
 
 import json
-import shutil
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -14,7 +13,6 @@ from tests.ppo.support import base_model
 from tests.rollouts.stub_vllm import BASE, StubVLLM
 from tests.servers.stub_http import send
 from tests.stages.test_eval_judge import CHECKS, lines, metrics, save_adapter
-from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 NUM_PROMPTS = 6
 # So cold that every draw is the most probable token: a server and this process then give the same completions.
@@ -27,10 +25,8 @@ def inputs(tmp_path_factory):
     (folder / "checks.py").write_text(CHECKS)
     save_adapter(folder / "adapter", folder / "model", seed=1)
     save_adapter(folder / "adapter-2", folder / "model", seed=2)
-    tiny_model("llama", seed=4, initializer_range=0.1).save_pretrained(folder / "rival")
-    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(folder / "rival")
     rubric = {"warm": f"{folder}/checks.py:warm", "concise": f"{folder}/checks.py:concise"}
-    runs.write_recipe(folder, judge=["rubric"], rubric=rubric, num_samples_to_print=0)
+    runs.write_recipe(folder, judge=["rubric"], rubric=rubric)
     return folder
 
 
@@ -85,17 +81,6 @@ def test_every_side_of_an_evaluation_samples_under_its_own_name_and_ends_as_in_t
     assert stub.adapters == {} and not stub.missing and not list((tmp_path / "served/_adapters").iterdir())
 
 
-@pytest.mark.slow
-def test_a_base_model_publishes_nothing_and_an_opponent_on_another_base_samples_in_this_process(
-    stub, inputs, tmp_path, caplog
-):
-    model = ["--model_name_or_path", inputs / "model"]
-    assert evaluate(inputs, *model, "--opponent", inputs / "rival", *COLD, *on(stub), out="out") == 0
-    assert metrics(tmp_path / "out")["sampled_by"] == "policy: vLLM 0.32.0, opponent: this process"
-    assert stub.events == [] and asked(stub) == [NUM_PROMPTS]
-    assert any("another base model than opponent" in record.message for record in caplog.records)
-
-
 def test_what_keeps_a_server_from_sampling_is_one_message_before_anything_is_written(inputs, tmp_path, capsys):
     short = ["--max_completion_length", 40]
     with StubVLLM(base_model(seed=1), max_length=30) as other:
@@ -146,28 +131,6 @@ def test_an_evaluation_and_preferences_have_the_key_of_the_server(stub, inputs, 
     assert written and not any(stub.key.encode() in path.read_bytes() for path in written)
 
 
-def completions_in(folder):
-    values = runs.answers_in(folder / "ledger/ledger.db").values()
-    return sorted(value if isinstance(value, str) else value["text"] for value in values if is_text(value))
-
-
-def is_text(value):
-    return isinstance(value, str) or (isinstance(value, dict) and "text" in value)
-
-
-def test_revisions_sample_policy_and_critic_on_one_server_each_by_its_version(stub, inputs, tmp_path):
-    config = json.loads((inputs / "prefs.yaml").read_text())
-    own = {"mode": "revise", "num_generations": 1, "max_critique_length": 5, "temperature": 1e-5}
-    models = {"model_name_or_path": str(inputs / "adapter"), "critic_model": str(inputs / "adapter-2")}
-    settings = {name: value for name, value in config.items() if name not in ("judge", "rubric")}
-    (tmp_path / "revise.yaml").write_text(json.dumps(settings | own | models))
-    for out, where in (("local", ()), ("served", on(stub))):
-        assert cli.main(["prefs", "--config", "revise.yaml", "--output_dir", out, *where]) == 0
-    assert published(stub)[1] == ["policy-v1", "policy-v2"]
-    assert completions_in(tmp_path / "served") == completions_in(tmp_path / "local")
-    assert stub.adapters == {} and not stub.missing
-
-
 class JudgingStub(StubVLLM):
     """Also answers chat questions, with the model's name as the judge: the first label, a little more likely."""
 
@@ -198,15 +161,6 @@ def test_one_server_samples_and_judges(inputs, tmp_path, monkeypatch):
     about = json.loads((tmp_path / "out/statistics.json").read_text())["about"]
     assert (about["judge"], about["sampled by"]) == (BASE, "vLLM 0.32.0")
     assert metrics(tmp_path / "eval")["win_rate"]["position"]["first_slot_probability"] > 0.6
-
-
-def test_an_evaluation_shares_a_server_with_a_training_that_publishes_there(stub, inputs, tmp_path):
-    folder = tmp_path / "training/_adapters/0123456789ab/1-policy-v0"
-    shutil.copytree(inputs / "adapter", folder)
-    name = "onetrunk-0123456789ab-1-policy-v0"
-    assert stub._load({"lora_name": name, "lora_path": str(folder)})[0] == 200
-    assert evaluate(inputs, *COLD, *on(stub), out="out") == 0
-    assert list(stub.adapters) == [name] and folder.is_dir()
 
 
 def test_a_signal_to_prefs_unloads_its_adapter(stub, inputs, monkeypatch):

@@ -6,8 +6,8 @@ import pytest
 
 from onetrunk import cli
 from onetrunk.stages.arguments import UsageError
+from onetrunk.stages.pipeline import load_pipeline
 from onetrunk.stages.ppo import parse_ppo
-from onetrunk.stages.run.pipeline import load_pipeline
 from onetrunk.utils.shipped import find_config, with_shipped_files
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def test_a_copied_folder_is_the_recipe_and_nothing_is_overwritten_silently(empty
     copied = Path("recipes/tiny/ppo.yaml")
     copied.write_text("beta: 1.0\n")
     assert cli.main(["recipes", "copy", "tiny/ppo"]) == 1
-    assert "recipes/tiny/ppo.yaml exists with other contents; add --overwrite" in capsys.readouterr().err
+    assert "recipes/tiny/ppo.yaml exists; add --overwrite" in capsys.readouterr().err
     assert copied.read_text() == "beta: 1.0\n"
     assert cli.main(["recipes", "copy", "tiny/ppo", "--overwrite"]) == 0
     assert copied.read_bytes() == source["ppo.yaml"]

@@ -36,12 +36,11 @@ CASES = {
     # Frozen lower layers, microbatches of several pairs, batches that are accumulated, layers that run again.
     "uneven": "reward --dataset_name pairs.jsonl --adapter_layers top-2 --gradient_accumulation_steps 2"
     " --activation_checkpointing true",
-    "distill": f"distill {PAIRS}",
     # A reward model labels the pairs, and rows of one completion: two pipelines have different numbers of pairs.
     "teacher": f"distill {PAIRS} --teacher scorer --unlabelled_dataset_name singles.jsonl",
 }
 OWN = {"uneven": "--pipeline_split 1 3 --pipeline_batches 2".split()}
-LAUNCHED = {1: tuple(CASES), 2: tuple(CASES), 4: ("reward", "distill", "teacher")}
+LAUNCHED = {1: tuple(CASES), 2: tuple(CASES), 4: ("teacher",)}
 RUNS = [(processes, name) for processes in (2, 4) for name in LAUNCHED[processes]]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -141,7 +140,6 @@ def resumed():
 
 REJECTED = {
     "all weights": ("--use_peft false", "all weights of this model train; set use_peft: true, or launch with"),
-    "quantised": ("--load_in_4bit true", "a reward model on a quantised base is not tested"),
     "sizes": ("--pipeline_split 1 2", "pipeline_split is [1, 2], and the 4 layers of the model"),
     "stages": ("--pipeline_stages 3", "pipeline_training forms pipelines of 3 processes and 2 run"),
     "noise": ("--neftune_noise_alpha 5", "neftune_noise_alpha is not supported with pipeline_training"),

@@ -11,8 +11,6 @@ import torch
 import yaml
 
 from onetrunk import cli
-from onetrunk.models.base_model import load_tokenizer
-from onetrunk.stages import eval as eval_stage
 from onetrunk.utils.files import load_tensors
 from tests.stages.recipes import ROOT, load_recipe_module
 
@@ -94,32 +92,6 @@ def test_eval_of_an_adapter_puts_it_beside_what_it_started_from(there, capsys):
         assert len(lines) == 10 and {"prompt", "completion", "score", "score/polite"} <= set(json.loads(lines[0]))
 
 
-def test_eval_renders_prompts_with_the_chat_template_keywords_of_training(there, monkeypatch):
-    shutil.copytree(there / "runs/tiny/ppo", there / "runs/quiet", dirs_exist_ok=True)
-    tokenizer = load_tokenizer(there / "runs/quiet")
-    tokenizer.chat_template = "{% if not quiet %}a lamp {% endif %}" + tokenizer.chat_template
-    tokenizer.save_pretrained(there / "runs/quiet")
-    texts, measure = [], eval_stage.measure_side
-
-    def record(parts, *others):
-        texts.append(parts.tokenizer.decode(parts.datasets[0][0]["prompt_ids"]))
-        return measure(parts, *others)
-
-    monkeypatch.setattr(eval_stage, "measure_side", record)
-    for keywords in ([], ["--chat_template_kwargs", '{"quiet": true}']):
-        assert run("eval", there, "--model_name_or_path", "runs/quiet", "--max_completion_length", "6", *keywords) == 0
-    loud, _, quiet, _ = texts  # reference and policy of each run
-    assert loud == "a lamp " + quiet
-
-
-def test_eval_of_a_base_model_has_one_side(there):
-    options = ["--model_name_or_path", "runs/tiny/sft", "--output_dir", "runs/base-eval", "--seed", "0"]
-    assert run("eval", there, *options, "--max_completion_length", "6") == 0
-    figures = metrics(there / "runs/base-eval")
-    assert "reference" not in figures
-    assert figures["policy"] == metrics(there / "runs/tiny/ppo")["reference"]
-
-
 @pytest.mark.slow
 def test_ppo_goes_on_from_an_adapter_and_eval_compares_with_that_adapter(there):
     options = ["--model_name_or_path", "runs/tiny/ppo", "--output_dir", "runs/further", "--save_strategy", "no"]
@@ -132,11 +104,6 @@ def test_ppo_goes_on_from_an_adapter_and_eval_compares_with_that_adapter(there):
     figures = metrics(there / "runs/further-eval")
     assert figures["reference"] == metrics(there / "runs/further")["reference"]
     assert figures["policy"] == pytest.approx(metrics(there / "runs/further")["policy"], abs=1e-6)
-
-
-def test_a_lora_field_beside_an_adapter_is_refused(there, capsys):
-    assert run("ppo", there, *PPO, "--model_name_or_path", "runs/tiny/ppo", "--output_dir", "runs/refused") == 1
-    assert "is an adapter with a LoRA config of its own; remove lora_r, lora_alpha" in capsys.readouterr().err
 
 
 def test_resuming_from_the_command_line_ends_where_the_uninterrupted_run_did(there):
@@ -161,12 +128,6 @@ def test_ppo_and_eval_run_on_a_base_in_4_bit(there):
     assert run("eval", there, *quantised, *evaluation, "--max_completion_length", "6") == 0
     figures = metrics(there / "runs/eval-4bit")
     assert figures["policy"] == pytest.approx(metrics(there / "runs/ppo-4bit")["policy"], abs=1e-6)
-
-
-def test_evaluating_a_quantised_base_during_sft_on_a_cpu_is_refused(there, capsys):
-    options = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "float32", "--eval_strategy", "steps"]
-    assert run("sft", there, *options, "--output_dir", "runs/sft-4bit") == 1
-    assert "a quantised base passes no gradient after an evaluation" in capsys.readouterr().err
 
 
 @pytest.mark.multi_process
@@ -214,8 +175,6 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         ),
         ("sft", ["--model_name_or_path", "runs/nothing"], "the tokenizer 'runs/nothing' cannot be loaded"),
         ("sft", ["--load_in_8bit", "true"], "a quantised model cannot be trained whole; set use_peft: true"),
-        ("sft", ["--eos_token", "<none>"], "is not found in the vocabulary"),
-        ("sft", ["--resume_from_checkpoint", "true", "--output_dir", "runs/x"], "holds no checkpoint-* folder"),
         ("sft", ["--max_length", "6"], "max_length is 6 and the shortest prompt has"),
         ("ppo", ["--reward_weights", "1"], "1 reward weights for 4 reward functions"),
         (
@@ -223,29 +182,18 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
             ["--lora_target_modules", "q_proj", "vproj"],
             "names 'vproj', and the model has no",
         ),
-        ("ppo", ["--lora_target_modules", "lm_head"], "the output head and the embedding are shared"),
-        # Before the rows are read, of which there are none here either.
-        (
-            "ppo",
-            ["--resume_from_checkpoint", "true", "--output_dir", "runs/x", "--dataset_name", "nobody/nothing"],
-            "holds no checkpoint-* folder",
-        ),
-        ("ppo", ["--resume_from_checkpoint", "runs/tiny/base"], "has no manifest.json"),
-        ("ppo", ["--dataset_columns", '{"prompt": "question"}'], "dataset_columns {'prompt': 'question'} must name"),
-        ("ppo", ["--dataset_name", "rubric.jsonl"], "dataset_columns {prompt: yours} in a recipe"),
+        ("ppo", ["--resume_from_checkpoint", "runs/tiny/base"], "manifest.json: missing"),
         ("eval", ["--max_completion_length", "500"], "the model has 160 positions"),
-        ("eval", ["--microbatch_tokens", "10"], "does not fit microbatch_tokens 10; raise it"),
     ],
 )
 def test_a_mistake_of_the_user_is_one_sentence_and_exit_code_1(there, capsys, verb, options, sentence):
-    (there / "rubric.jsonl").write_text('{"question": "x"}\n')
     assert run(verb, there, *options) == 1
     err = capsys.readouterr().err
     assert sentence in err and "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith("error: ")
 
 
-@pytest.mark.parametrize(("value", "code"), [("None", 1), ("float('nan')", 1), ("1.0", 0)])
+@pytest.mark.parametrize(("value", "code"), [("None", 1), ("1.0", 0)])
 def test_eval_fails_where_the_rewards_score_nothing(there, capsys, value, code):
     (there / f"gives_{code}_{len(value)}.py").write_text(
         f"def judge(completions, **kwargs):\n    return [{value}] * len(completions)\n"

@@ -1,23 +1,16 @@
 """`streaming: true` in SFT, reward, distillation and PPO: equal to rows in memory, exact resume, what is rejected."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.data.sharded import ShardedRows
-from onetrunk.stages.run.inputs import paths_in
-from onetrunk.utils.files import load_tensors, read_json
+from onetrunk.stages.pipeline import paths_in
+from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.stages.recipes import ROOT
 from tests.tiny import tiny_tokenizer
 
 NOUNS = "cat dog bird fish tree house river stone".split()
@@ -133,21 +126,6 @@ def test_a_resumed_streamed_run_ends_as_the_uninterrupted_one(there, whole, name
         assert_equal(output, whole(name))
 
 
-@pytest.mark.parametrize("name", ["sft"])
-def test_every_pass_has_every_row_once_in_another_order(there, whole, name, monkeypatch):
-    reads = []
-    read = ShardedRows._read
-    monkeypatch.setattr(ShardedRows, "_read", lambda self, rows: reads.append(list(rows)) or read(self, rows))
-    output = f"{name}-counted"
-    assert run(name, output, "--dataset_name", f"{rows_of(name)}/*.jsonl", *STREAMED, "--save_strategy", "no") == 0
-    batches = [rows for rows in reads if len(rows) in (4, 30 % 4) and rows != sorted(rows)]
-    rows = [row for batch in batches for row in batch]
-    passes = [rows[:30], rows[30:60]]
-    assert sorted(passes[0]) == list(range(30)) and passes[0] != passes[1]
-    assert set(passes[1]) == set(range(30))
-    assert_equal(there / output, whole(name))
-
-
 @pytest.mark.slow
 def test_rows_that_changed_do_not_resume(there, whole, tmp_path, capfd, monkeypatch):
     output = tmp_path / "changed"
@@ -181,14 +159,6 @@ def test_a_longer_row_is_replaced_and_a_bad_one_ends_the_run(there, tmp_path, ca
     assert "pairs.jsonl, row 7: chosen and rejected are identical" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-def test_held_out_rows_are_measured(there, tmp_path):
-    options = ["--dataset_name", "pairs/*.jsonl", "--eval_dataset_name", "pairs/0.jsonl", *STREAMED]
-    assert run("reward", str(tmp_path / "out"), *options) == 0
-    metrics = read_json(tmp_path / "out" / "metrics.json")
-    assert metrics["train_pairs"] == 30 and metrics["held_out"]["pairs"] == 11
-
-
 @pytest.mark.parametrize(
     ("name", "options", "code", "message"),
     [
@@ -207,37 +177,6 @@ def test_what_cannot_be_streamed_exactly_is_rejected(there, capfd, name, options
     assert message in capfd.readouterr().err
 
 
-def test_a_pattern_without_streaming_says_so(there, capfd):
-    assert run("sft", "rejected", "--dataset_name", "sft/*.jsonl") == 1
-    assert "set streaming to true" in capfd.readouterr().err
-
-
 def test_a_pipeline_depends_on_the_files_of_a_pattern(there):
     files = [path for path in paths_in({"dataset_name": "sft/*.jsonl"}) if path.exists()]
     assert files == [Path(f"sft/{number}.jsonl") for number in range(3)]
-
-
-# --- killed ------------------------------------------------------------------------------------
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "ACCELERATE_USE_CPU": "true"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["ppo"])
-def test_a_killed_run_resumes_to_the_same_weights(there, tmp_path, name):
-    # Blocks have their own size in these processes, so the uninterrupted run is another one than `whole`.
-    script = [sys.executable, str(ROOT / f"scripts/{name}.py"), *OPTIONS, *OWN[name], "--use_cpu", "true"]
-    script += ["--dataset_name", f"{name}/*.jsonl", *STREAMED, "--per_device_train_batch_size", "4"]
-    subprocess.run([*script, "--output_dir", str(tmp_path / "whole")], env=environment(), check=True, timeout=1500)
-    killed = tmp_path / "killed"
-    process = subprocess.Popen([*script, "--output_dir", str(killed)], env=environment())
-    while process.poll() is None and not (killed / "checkpoint-4" / "manifest.json").exists():
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=60) == -signal.SIGKILL
-    resumed = [*script, "--output_dir", str(killed), "--resume", "auto"]
-    subprocess.run(resumed, env=environment(), check=True, timeout=1500)
-    assert_equal(killed, tmp_path / "whole")

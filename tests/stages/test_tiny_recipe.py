@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 
@@ -47,13 +46,6 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path):
     assert all(a != c for a, c in zip(read["a"], read["c"], strict=True))
 
 
-def test_an_output_folder_that_is_a_file_is_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "out").write_text("")
-    monkeypatch.setattr("sys.argv", ["make_data.py", "--output_dir", f"{tmp_path}/out"])
-    assert grammar.main() == 1
-    assert "out is a file; name a folder" in capsys.readouterr().err
-
-
 def test_held_out_requests_share_no_task_with_the_training_prompts(tmp_path):
     grammar.make_all(tmp_path, num_sft_rows=500)
 
@@ -70,13 +62,6 @@ def test_held_out_requests_share_no_task_with_the_training_prompts(tmp_path):
         assert " ".join(named) not in contents
 
 
-def test_the_training_replies_are_of_mixed_quality():
-    rng = random.Random(0)
-    task = ("find", "lamp", "attic")
-    means = [sum(part) / 400 for part in zip(*(scores(grammar.reply(rng, task)) for _ in range(400)), strict=True)]
-    assert all(0.3 < mean < 0.85 for mean in means), means
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_wins_over_its_start_and_says_so(tmp_path):
@@ -84,4 +69,4 @@ def test_the_demo_wins_over_its_start_and_says_so(tmp_path):
     demo = str(ROOT / "recipes/tiny/demo.py")
     run = subprocess.run([sys.executable, demo], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "what the chain reached" in run.stdout and "demo: plots are in runs/tiny/eval" in run.stdout
+    assert "what the chain reached" in run.stdout and "demo: how it went: runs/tiny/pipeline" in run.stdout

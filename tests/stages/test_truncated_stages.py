@@ -5,7 +5,6 @@ import json
 import pytest
 
 from onetrunk import cli
-from onetrunk.rollouts.base import SamplingParams
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.output import claim_folder
 from tests.stages.small_runs import make_material, words_of
@@ -29,15 +28,6 @@ def test_an_evaluation_with_one_token_left_is_greedy_whatever_the_seed(tmp_path,
         assert cli.main(words_of("eval", *options, "--output_dir", name)) == 0
         found[name] = completions(tmp_path / name)
     assert found["one"] == found["two"] != found["whole"]
-
-
-def test_a_completion_is_kept_under_the_key_that_it_had_before_there_was_truncation():
-    plain = {"max_completion_length": 4, "temperature": 0.7, "stop_token_ids": (1,), "pad_token_id": 0}
-    assert SamplingParams(**plain).identity() == plain
-    assert SamplingParams(**plain, top_p=0.9).identity() == plain | {"top_p": 0.9, "top_k": 0}
-    # Greedy decoding ignores it.
-    greedy = plain | {"temperature": 0.0}
-    assert SamplingParams(**greedy, top_k=3).identity() == greedy
 
 
 def test_a_folder_of_rows_belongs_to_one_truncation(tmp_path):

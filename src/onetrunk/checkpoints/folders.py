@@ -28,7 +28,7 @@ STAGING = ".saving"
 FINISHED = "_finished.json"
 # What a finished run leaves next to its checkpoints: an adapter, or a whole model.
 RESULTS = ("adapter_config.json", "config.json")
-# Branches that only some runs save: those of an old run would be taken for the new run's.
+# Branches that only some runs save: an old run's would be taken for the new run's.
 BRANCHES = ("reference", "value")
 # So many checkpoints are always kept: whatever ends the run may also damage the last one.
 LEAST_KEPT = 2

@@ -78,7 +78,7 @@ def push_folder(
         args: the settings of a push, as in `PushArguments`.
         what: the result, for the error message.
         repo_type: "model" or "dataset".
-        patterns: of the files that are uploaded; None: all.
+        patterns: which files are uploaded; None: all.
 
     Raises:
         PushFailed: the Hub does not take it.

@@ -92,7 +92,7 @@ class Mirror:
     def require_free(self, overwrite: bool) -> None:
         """Raise RuntimeError if the mirror holds checkpoints or a result, unless `overwrite` deletes them.
 
-        A new run calls this, because its checkpoints would mix with those of another run.
+        A new run calls this, because its checkpoints would mix with another run's.
         """
         with self._in_store():
             whole = [name for name in ("", *self._checkpoints()) if self._manifest(name) is not None]

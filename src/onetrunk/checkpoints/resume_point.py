@@ -160,7 +160,7 @@ def read_loop_state(trainer: Trainer, folder: str | Path) -> dict[str, Any]:
 
 
 def restore_early_stopping(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Set the counters of early stopping to those of a state of the loop."""
+    """Restore the counters of early stopping from a state of the loop."""
     for callback, counter in zip(callbacks_of(trainer, EarlyStoppingCallback), state["early_stopping"], strict=False):
         callback.early_stopping_patience_counter = counter
 
@@ -178,8 +178,8 @@ def end_of(trainer: Trainer, state: Mapping[str, Any]) -> str | None:
     """Return what ended a run before its planned end, as a phrase; None if nothing did.
 
     Args:
-        trainer: of this run; if its early stopping has more patience now, early stopping did not end the run.
-        state: from `read_loop_state` or `end_state`.
+        trainer: the trainer of this run; if its early stopping has more patience now, that did not end the run.
+        state: what `read_loop_state` or `end_state` returned.
     """
     if state.get("ended"):
         return state["ended"]

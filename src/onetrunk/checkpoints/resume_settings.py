@@ -77,7 +77,7 @@ def require_same(path: Path, saved: dict[str, Any], current: dict[str, Any], nam
         path: the file that `saved` was read from.
         saved: settings of the run that wrote the checkpoint.
         current: settings of this run.
-        names: of the settings to compare.
+        names: the settings to compare.
 
     Raises:
         ValueError: names both base models, or each setting that differs.
@@ -183,7 +183,7 @@ def check_streaming(args: TrainingArguments, reads_alone: bool = False) -> None:
     """Raise ValueError for settings under which streamed rows cannot have an exact order.
 
     Args:
-        args: of SFT, a reward model or distillation.
+        args: the settings of SFT, a reward model or distillation.
         reads_alone: True if a model reads the rows too, which a worker of the DataLoader does not have.
     """
     faults = {

@@ -1,25 +1,37 @@
 """Reads datasets from a file, a folder or the Hub, and renames their columns to ours.
 
 Missing, empty and damaged files and unknown splits become errors that name the file and what to change. What is in a
-row is checked by `prompts.py` and `preferences.py`.
+row is checked by `rows.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 from datasets import Dataset, DatasetDict
 
-from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
-from onetrunk.utils.files import parse_json
+# Suffix of a file -> the builder of `datasets` that reads it.
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def looks_like_path(name: str) -> bool:
+    """Return whether a name that does not exist here was meant as a path, not as a dataset on the Hub."""
+    if name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix in BUILDERS:
+        return True
+    # A dataset on the Hub is named "owner/name", so one separator does not make a path.
+    return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
+
+
+def missing_path(name: str) -> FileNotFoundError:
+    """Return the error for a path without rows."""
+    is_remote = "*" in Path(name).name or "://" in name
+    remedy = "set streaming to true to read files there" if is_remote else "give an existing path"
+    return FileNotFoundError(f"{name} does not exist (working folder {Path.cwd()}); {remedy}")
 
 
 def load_rows(
@@ -60,54 +72,38 @@ def _load_local(path: Path, split: str, config_name: str | None) -> Dataset:
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return _load_saved(path, split)
-        check_folder(path)
-        files = sorted(file for suffix in BUILDERS for file in path.rglob(f"*{suffix}"))
-        if not files:
+        if not any(file for suffix in BUILDERS for file in path.rglob(f"*{suffix}")):
             raise ValueError(f"folder {path} holds no {', '.join(BUILDERS)} file; give a folder that does")
-        return _build(str(path), path, files, split, name=config_name)
+        return _build(str(path), path, split, name=config_name)
     if path.suffix not in BUILDERS:
         raise ValueError(f"{path} has the suffix {path.suffix!r}; expected one of {', '.join(BUILDERS)}")
     if re.fullmatch(r"train(\[.*\])?", split) is None:
         raise ValueError(f"{path} is one file and has only the split 'train', got {split!r}; give that split's file")
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty; give a file with at least one row")
-    return _build(BUILDERS[path.suffix], path, [path], split, data_files={"train": str(path)})
+    return _build(BUILDERS[path.suffix], path, split, data_files={"train": str(path)})
 
 
-def _build(builder: str, path: Path, files: list[Path], split: str, **settings: Any) -> Dataset:
-    with row_errors(str(path), files, split):
+def _build(builder: str, path: Path, split: str, **settings: Any) -> Dataset:
+    with row_errors(str(path), split):
         rows = datasets.load_dataset(builder, split=split, **settings)
         rows.data.validate(full=True)  # The JSON reader accepts bytes that are not UTF-8.
         return rows
 
 
 @contextlib.contextmanager
-def row_errors(name: str, files: Sequence[Path], split: str) -> Iterator[None]:
-    """Turn the loader's errors about rows of `name` into one that says where in its local `files` the fault is."""
+def row_errors(name: str, split: str) -> Iterator[None]:
+    """Turn the loader's errors about the rows of `name` into a ValueError that names it."""
     try:
         yield
     except ConnectionError as error:
         raise RuntimeError(f"{name} cannot be reached: {error}; try again or give a file") from error
-    except (datasets.exceptions.DatasetsError, ValueError, TypeError, OSError) as error:
-        _require_cache()
-        faults = (_json_fault(file) for file in files if BUILDERS.get(file.suffix) == "json")
-        cause = next(filter(None, faults), None) or str(error.__cause__ or error).strip()
+    except (datasets.exceptions.DatasetsError, ValueError, TypeError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError):  # For example a full disk, which is no fault of the rows.
+            raise cause from None
         raise ValueError(
-            f"{name} cannot be read as split {split!r}: {cause}; repair it or name another split"
-        ) from error
-
-
-def _require_cache() -> None:
-    """Raise RuntimeError if the datasets cache cannot be written; the loader's error looks like one of the rows."""
-    folder = Path(datasets.config.HF_DATASETS_CACHE)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
-            probe.write(b"0")
-    except OSError as error:
-        raise RuntimeError(
-            f"{folder}, where rows are cached, cannot be written ({error.strerror}); make room there, or set"
-            " HF_DATASETS_CACHE or HF_HOME to another folder"
+            f"{name} cannot be read as split {split!r}: {str(cause).strip()}; repair it or name another split"
         ) from error
 
 
@@ -117,59 +113,6 @@ def _load_saved(path: Path, split: str) -> Dataset:
     if split not in splits:
         raise ValueError(f"{path} has the splits {', '.join(sorted(splits))}, got {split!r}; set split to one of them")
     return splits[split]
-
-
-def require_files(paths: Sequence[str], root: str, is_file: Callable[[str], bool]) -> None:
-    """Reject what `datasets` leaves out without a message: a link that leads nowhere, a pipe, a folder.
-
-    Hidden names are left out on purpose, and a folder is no fault if the paths name files in it.
-
-    Args:
-        paths: where rows are expected.
-        root: the folder in which names may be hidden.
-        is_file: whether a path is a file, or a link to one.
-
-    Raises:
-        ValueError: names the path.
-    """
-    for path in paths:
-        is_hidden = any(part.startswith((".", "__")) for part in path.removeprefix(root).split("/"))
-        if not (is_hidden or is_file(path) or any(other.startswith(f"{path}/") for other in paths)):
-            raise ValueError(
-                f"{path} is not a file (but a folder, a pipe or a link that leads nowhere), and rows would be missing;"
-                " restore or remove it, or name the files in the folder"
-            )
-
-
-def check_folder(folder: Path) -> None:
-    """Reject a folder with rows that the loader leaves out: it does not follow links to folders, for example."""
-    paths = (path for path in folder.rglob("*") if path.suffix in BUILDERS or path.is_symlink() and path.is_dir())
-    require_files([str(path) for path in paths], str(folder), os.path.isfile)
-
-
-def _json_fault(path: Path) -> str | None:
-    """Return where a JSON file is damaged, with its line (the loader's own message counts rows of its buffer)."""
-    data = path.read_bytes()
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
-        return f"{path.name} line {number}: the byte 0x{data[error.start]:02x} is not UTF-8"
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    if path.suffix == ".json" and text.lstrip()[:1] == "[":
-        lines = [(1, text)]
-    for number, line in lines:
-        try:
-            value = parse_json(line)
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except json.JSONDecodeError as error:
-            return f"{path.name} line {number - 1 + error.lineno}: {error.msg}"
-        except UnicodeEncodeError:
-            return f"{path.name} line {number}: half of a surrogate pair (\\ud800-\\udfff), which is not text"
-        rows = value if isinstance(value, list) and number == len(lines) == 1 else [value]
-        if not all(isinstance(row, dict) for row in rows):
-            return f"{path.name} line {number}: expected an object with columns, got {line[:40]}"
-    return None
 
 
 def _load_hub(name: str, split: str, config_name: str | None) -> Dataset:
@@ -189,9 +132,6 @@ def hub_errors(name: str, split: str, config_name: str | None) -> Iterator[None]
         ) from error
     except ConnectionError as error:
         raise RuntimeError(f"the Hub did not answer for dataset {name}: {error}; try again or give a file") from error
-    except OSError:
-        _require_cache()
-        raise
     except (ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"dataset {name}, config {config_name!r}, split {split!r}: {error}") from error
 
@@ -205,7 +145,7 @@ def check_renaming(names: Sequence[str], columns: Mapping[str, str]) -> None:
     """Raise ValueError if columns cannot be renamed.
 
     Args:
-        names: of the columns that there are.
+        names: the columns of the dataset.
         columns: our name -> the dataset's name.
     """
     theirs = list(columns.values())

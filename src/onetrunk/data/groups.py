@@ -7,7 +7,7 @@ logs     `prompt` and `completion`, or `messages`: rows of one prompt belong tog
 
 A side that is a list of messages may begin with the prompt's messages, as in UltraFeedback-binarized. Optional
 columns: `subset`, `reference` (an answer that is known to be good), `probability` (that `chosen` is better) and the
-flags `*_stopped` of `preferences.py`.
+flags `*_stopped` of `rows.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onetrunk.data.rows import (
-    ROLES,
+    SIDES,
+    bad_row,
     conversation_fault,
     probability_fault,
     prompt_fault,
-    require_no_fault,
     text_fault,
     type_fault,
 )
@@ -31,12 +31,8 @@ from onetrunk.types import Message, Prompt, as_text
 Row = Mapping[str, Any]
 # Where the text of a completion stands in a dict.
 TEXT_KEYS = ("text", "response", "completion", "content")
-MESSAGE_COLUMNS = ("messages", "conversation", "conversations")
-SIDES = ("chosen", "rejected")
 ALL = "all"
 EXPECTED = "chosen and rejected (with or without prompt), prompt and completions, prompt and completion, or messages"
-# Older names of the roles of a conversation.
-OLD_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Group:
         prompt: text or conversation.
         texts: the completions, as a judge reads them.
         num_better: the first so many are better than each of the others; 0: nothing is known.
-        probability: of that, above 0.5 up to 1; 0.5: people call them equal.
+        probability: how likely they are better, from 0.5 (people call them equal) to 1.
         stopped: False for a completion that was cut off at a length limit.
         subset: the part of the dataset that it belongs to.
         reference: an answer that is known to be good; None without one.
@@ -83,7 +79,7 @@ def shape_of(columns: Iterable[str], row: Row) -> str:
         return "lists" if is_list and any(isinstance(row[name][0], str) for name in SIDES) else "pairs"
     if {"prompt", "completions"} <= names:
         return "groups"
-    if {"prompt", "completion"} <= names or names & set(MESSAGE_COLUMNS):
+    if {"prompt", "completion"} <= names or "messages" in names:
         return "logs"
     raise ValueError(
         f"the dataset has the columns {', '.join(sorted(names))}; expected {EXPECTED}: say which yours are:"
@@ -91,24 +87,12 @@ def shape_of(columns: Iterable[str], row: Row) -> str:
     )
 
 
-class Bad(ValueError):
-    """What is wrong with a row, as a phrase."""
-
-
-def group_of(row: Row, shape: str, subset: str = ALL) -> Group:
-    """Return the group that a row is; raises Bad for a row that is none.
-
-    Args:
-        row: of a dataset.
-        shape: from `shape_of`.
-        subset: where the row does not name one.
-    """
+def _group_of(row: Row, shape: str, subset: str) -> Group:
+    """Return a row as a group; ValueError says in a phrase what is wrong with it."""
     group = READERS[shape](row)
     subset = row.get("subset") or subset
     if shape in ("pairs", "lists"):
         group = _oriented(row, group)
-    for name, text in zip(_names(group), group.texts, strict=True):
-        _require(text_fault(text), name)
     _require(prompt_fault(group.prompt, isinstance(group.prompt, list)), "prompt")
     reference = row.get("reference")
     if reference is not None:
@@ -117,7 +101,7 @@ def group_of(row: Row, shape: str, subset: str = ALL) -> Group:
 
 
 def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) -> Iterator[Group]:
-    """Yield the groups of rows; those of logs are joined by their prompt, in the order of its first row.
+    """Yield the groups of rows; logs are joined by their prompt, in the order of its first row.
 
     Raises:
         ValueError: names the first bad row; logs are checked before the first group.
@@ -126,9 +110,9 @@ def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) 
     for index, row in enumerate(rows):
         shape = shape or shape_of(columns, row)
         try:
-            group = group_of(row, shape, subset)
-        except Bad as bad:
-            require_no_fault(index, str(bad))
+            group = _group_of(row, shape, subset)
+        except ValueError as fault:
+            raise bad_row(index, str(fault)) from fault
         if shape == "logs":
             logs.setdefault(json.dumps(group.prompt, sort_keys=True), []).append(group)
         else:
@@ -162,16 +146,16 @@ def _joined(parts: Sequence[Group]) -> Group:
 def _oriented(row: Row, group: Group) -> Group:
     """Return a labelled group with its better side first, and its probability from 0.5 to 1."""
     if not 0 < group.num_better < len(group.texts):
-        raise Bad("names no better completion, or no other one")
+        raise ValueError("names no better completion, or no other one")
     if len({text.strip() for text in group.texts}) < len(group.texts) and len(group.texts) == 2:
-        raise Bad("chosen and rejected are identical: there is nothing to prefer")
+        raise ValueError("chosen and rejected are identical: there is nothing to prefer")
     probability = row.get("probability")
     probability = 1.0 if probability is None else probability
     _require(probability_fault(probability), "probability")
     if probability >= 0.5:
         return replace(group, probability=float(probability))
     if len(group.texts) != 2:
-        raise Bad(f"probability is {probability} of several completions; put the better ones into chosen")
+        raise ValueError(f"probability is {probability} of several completions; put the better ones into chosen")
     flipped = replace(group, texts=group.texts[::-1], stopped=group.stopped[::-1])
     return replace(flipped, probability=1 - float(probability))
 
@@ -187,10 +171,7 @@ def _pair(row: Row) -> Group:
 
 
 def _lists(row: Row) -> Group:
-    for name in SIDES:
-        if not all(isinstance(text, str) for text in row[name]):
-            raise Bad(f"{name} is a list with something else than texts")
-    chosen, rejected = (tuple(row[name]) for name in SIDES)
+    chosen, rejected = (tuple(_text(text, name) for text in row[name]) for name in SIDES)
     return Group(_prompt(row.get("prompt")), chosen + rejected, len(chosen))
 
 
@@ -215,10 +196,9 @@ def _log(row: Row) -> Group:
         read = _messages if isinstance(completion, list) else _text
         completion = read(completion, "completion")
         return Group(_prompt(row["prompt"]), (as_text(completion),), stopped=stopped)
-    name = next((column for column in MESSAGE_COLUMNS if column in row), "completion")
-    messages = _messages(row.get(name), name)
+    messages = _messages(row.get("messages"), "messages")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise Bad(f"{name} does not end with an answer of the assistant")
+        raise ValueError("messages does not end with an answer of the assistant")
     return Group(messages[:-1], (messages[-1]["content"],), stopped=stopped)
 
 
@@ -244,7 +224,7 @@ def _without_prompt(prompt: Any, sides: Sequence[list[Message]]) -> tuple[Prompt
         # The sides begin with the prompt, which a text in the column prompt only repeats.
         return beginning, rest
     if prompt is None:
-        raise Bad("has no prompt, and chosen and rejected share no message at their beginning")
+        raise ValueError("has no prompt, and chosen and rejected share no message at their beginning")
     return _prompt(prompt), rest
 
 
@@ -253,7 +233,7 @@ def _shared_text(chosen: str, rejected: str) -> tuple[Prompt, list[str]]:
 
     row = extract_prompt({"chosen": chosen, "rejected": rejected})
     if not row["prompt"].strip():
-        raise Bad("has no prompt, and chosen and rejected share no text at their beginning")
+        raise ValueError("has no prompt, and chosen and rejected share no text at their beginning")
     return row["prompt"], [row["chosen"], row["rejected"]]
 
 
@@ -267,15 +247,8 @@ def _text(text: Any, name: str) -> str:
 
 
 def _messages(messages: Any, name: str) -> list[Message]:
-    """Return messages with `role` and `content`, from those or from the older `from` and `value`."""
-    converted = []
-    for message in messages if isinstance(messages, list) else []:
-        if isinstance(message, Mapping):
-            role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-            message = {"role": OLD_ROLES.get(role, role) if role not in ROLES else role, "content": content}
-        converted.append(message)
-    _require(conversation_fault(converted if isinstance(messages, list) else messages), name)
-    return converted
+    _require(conversation_fault(messages), name)
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _stopped(row: Row, name: str) -> bool:
@@ -283,12 +256,6 @@ def _stopped(row: Row, name: str) -> bool:
     return row.get(f"{name}_stopped") is not False
 
 
-def _names(group: Group) -> list[str]:
-    if not group.num_better:
-        return ["completion"] * len(group.texts)
-    return ["chosen" if index < group.num_better else "rejected" for index in range(len(group.texts))]
-
-
 def _require(fault: str | None, name: str) -> None:
     if fault:
-        raise Bad(f"{name} {fault}")
+        raise ValueError(f"{name} {fault}")

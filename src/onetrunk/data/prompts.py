@@ -1,4 +1,4 @@
-"""Datasets become rows ready for sampling or fine-tuning: checked, put through the chat template, tokenized, split.
+"""Datasets become rows ready for sampling or fine-tuning: checked, put through the chat template, tokenized.
 
 A prompt is a text or a conversation (a list of {"role", "content"} messages), and all prompts of a dataset have the
 same form. All rows in memory are checked before anything runs.
@@ -12,19 +12,17 @@ from functools import partial
 from typing import Any, Literal
 
 import datasets
-import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import (
     Rows,
+    bad_row,
     check_rows,
     column_checks,
     is_conversational,
     missing_columns,
-    num_held_out,
     prompt_fault,
-    require_no_fault,
     require_rows,
     row_fault,
 )
@@ -35,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Columns that we add, and keywords that we pass to reward functions: a dataset's own column would be overwritten.
 RESERVED_COLUMNS = (
-    *("prompts", "prompt_ids", "prompt_fault", "completions", "completion_ids", "completion_stopped"),
+    *("prompts", "prompt_ids", "completions", "completion_ids", "completion_stopped"),
     *("trainer_state", "log_extra", "log_metric"),
 )
 OVERLONG = ("error", "drop", "truncate")
@@ -52,7 +50,6 @@ def prepare_prompts(
     *,
     max_prompt_length: int | None = None,
     overlong_prompts: Literal["error", "drop", "truncate"] = "error",
-    chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Dataset:
     """Check every prompt and add the column `prompt_ids`; all other columns are unchanged.
@@ -65,7 +62,6 @@ def prepare_prompts(
         max_prompt_length: in tokens; None for no limit.
         overlong_prompts: "error" rejects a longer prompt, "drop" removes it, "truncate" keeps its last
             `max_prompt_length` tokens (the column `prompt` is unchanged).
-        chat_template: Jinja text instead of the tokenizer's template.
         chat_template_kwargs: variables for the template.
 
     Raises:
@@ -77,21 +73,25 @@ def prepare_prompts(
         raise ValueError(f"max_prompt_length must be at least 1 token or None, got {max_prompt_length}")
     _check_columns(dataset)
     conversational = is_conversational(dataset)
-    if conversational and not (chat_template or tokenizer.chat_template):
+    if conversational and not tokenizer.chat_template:
         raise ValueError(
-            "the prompts are conversations and the tokenizer has no chat template; set chat_template to a Jinja text, "
-            "or tokenizer.chat_template, or give the prompts as text"
+            "the prompts are conversations and the tokenizer has no chat template; set tokenizer.chat_template to a"
+            " Jinja text, or give the prompts as text"
         )
     encoder = _PromptEncoder(
-        tokenizer, conversational, chat_template, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
+        tokenizer, conversational, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
     )
-    added = {"prompt_ids": datasets.List(datasets.Value("int64")), "prompt_fault": datasets.Value("string")}
-    features = datasets.Features({**dataset.features, **added})
+
+    def encode(row: dict[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return {"prompt_ids": encoder.ids(row["prompt"])}
+        except ValueError as error:
+            raise bad_row(index, str(error)) from error
+
+    features = datasets.Features({**dataset.features, "prompt_ids": datasets.List(datasets.Value("int64"))})
     # No cache: its key does not change with the functions that the encoder calls.
-    rows = dataset.map(encoder, features=features, load_from_cache_file=False, desc="prompts")
-    for index, fault in enumerate(rows["prompt_fault"]):
-        require_no_fault(index, fault)
-    rows = rows.remove_columns("prompt_fault")
+    settings = {"features": features, "load_from_cache_file": False, "desc": "prompts"}
+    rows = dataset.map(encode, with_indices=True, **settings)
     return _drop_overlong(rows, max_prompt_length) if overlong_prompts == "drop" and max_prompt_length else rows
 
 
@@ -116,15 +116,13 @@ def prepare_streamed_prompts(
         )
     conversational = check_prompts(rows)
     encoder = _PromptEncoder(
-        tokenizer, conversational, None, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
+        tokenizer, conversational, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
     )
 
     def encode(row: dict[str, Any]) -> dict[str, Any] | None:
-        added = encoder(row)
-        if added["prompt_fault"]:
-            raise ValueError(added["prompt_fault"])
-        is_dropped = overlong_prompts == "drop" and len(added["prompt_ids"]) > max_prompt_length
-        return None if is_dropped else {**row, "prompt_ids": added["prompt_ids"]}
+        ids = encoder.ids(row["prompt"])
+        is_dropped = overlong_prompts == "drop" and len(ids) > max_prompt_length
+        return None if is_dropped else {**row, "prompt_ids": ids}
 
     rows = rows.then(encode, added=["prompt_ids"])
     if not len(rows.sample()):
@@ -152,31 +150,30 @@ def check_prompts(rows: Dataset | ShardedRows) -> bool:
 
 @dataclass(frozen=True)
 class _PromptEncoder:
-    """Tokenizes one row; a fault goes into the column `prompt_fault`."""
+    """Tokenizes prompts."""
 
     tokenizer: PreTrainedTokenizerBase
     conversational: bool
-    chat_template: str | None
     chat_template_kwargs: dict[str, Any]
     max_length: int | None
     overlong: str
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        fault = prompt_fault(row["prompt"], self.conversational)
-        ids: list[int] = []
-        if fault is None:
-            try:
-                ids = self._encode(row["prompt"])
-            except Exception as error:  # A template may raise anything.
-                fault = f"is rejected by the tokenizer or its chat template: {error}"
-        if fault is None and not ids:
-            fault = "becomes zero tokens"
+    def ids(self, prompt: Any) -> list[int]:
+        """Return the token ids of a prompt; ValueError says what is wrong with it."""
+        if fault := prompt_fault(prompt, self.conversational):
+            raise ValueError(f"prompt {fault}")
+        try:
+            ids = self._encode(prompt)
+        except Exception as error:  # A template may raise anything.
+            raise ValueError(f"prompt is rejected by the tokenizer or its chat template: {error}") from error
+        if not ids:
+            raise ValueError("prompt becomes zero tokens")
         if self.max_length is not None and len(ids) > self.max_length:
             if self.overlong == "error":
-                fault = f"has {len(ids)} tokens where max_prompt_length is {self.max_length}"
-            elif self.overlong == "truncate":
-                ids = ids[-self.max_length :]
-        return {"prompt_ids": ids, "prompt_fault": fault and f"prompt {fault}"}
+                raise ValueError(f"prompt has {len(ids)} tokens where max_prompt_length is {self.max_length}")
+            if self.overlong == "truncate":
+                return ids[-self.max_length :]
+        return ids
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -184,7 +181,6 @@ class _PromptEncoder:
         prefilled = prompt[-1]["role"] == "assistant"
         return self.tokenizer.apply_chat_template(
             prompt,
-            chat_template=self.chat_template,
             add_generation_prompt=not prefilled,
             continue_final_message=prefilled,
             tokenize=True,
@@ -266,22 +262,6 @@ def without_written_bos(dataset: Dataset | ShardedRows, tokenizer: PreTrainedTok
 # --- for both -------------------------------------------------------------------------------------------------------
 
 
-def split_rows(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split a dataset at random into a training and an evaluation part.
-
-    Args:
-        dataset: both parts keep the order of its rows.
-        eval_size: number of rows to hold out as an int, or a share between 0 and 1 as a float.
-        seed: the same seed makes the same split.
-
-    Raises:
-        ValueError: one part would be empty.
-    """
-    num_eval = num_held_out(eval_size, len(dataset), "rows")
-    order = np.random.default_rng(seed).permutation(len(dataset))
-    return dataset.select(np.sort(order[num_eval:])), dataset.select(np.sort(order[:num_eval]))
-
-
 def decode_completion(
     tokenizer: PreTrainedTokenizerBase, completion_ids: list[int], stopped: bool, prompt: Prompt
 ) -> Completion:
@@ -291,7 +271,7 @@ def decode_completion(
         completion_ids: token ids.
         stopped: whether the last id is a stop token, which is removed even if the tokenizer does not list it among its
             special tokens.
-        prompt: of the completion.
+        prompt: what the completion answers.
     """
     ids = completion_ids[:-1] if stopped else completion_ids
     return as_completion(prompt, tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,17 +1,22 @@
 """Checks of rows: which columns they have, and what each column may hold. The first bad row is named.
 
 A row is a dict; prompts are texts or conversations (lists of {"role", "content"} messages), and all prompts of a
-dataset have the same form. Each `*_fault` function returns what is wrong as a phrase that follows the column's name,
-or None.
+dataset have the same form. A preference row has the columns `prompt`, `chosen` and `rejected`; optional columns are
+`chosen_stopped` and `rejected_stopped` (False for a completion that was cut off at a length limit, which is read
+without an end token), `probability` (that `chosen` is better, from 0 to 1) and `margin` (a finite number).
+Each `*_fault` function returns what is wrong as a phrase that follows the column's name, or None.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from datasets import Dataset
 
 from onetrunk.data.sharded import ShardedRows
@@ -19,6 +24,9 @@ from onetrunk.data.sharded import ShardedRows
 Rows = TypeVar("Rows", bound=Dataset | ShardedRows)
 Fault = Callable[[Any], str | None]
 
+SIDES = ("chosen", "rejected")
+PAIR = ("prompt", *SIDES)
+STOPPED = ("chosen_stopped", "rejected_stopped")
 ANSWERABLE_ROLES = ("user", "tool", "assistant")
 # A chat template drops an unknown role or writes it as it is, so the model would learn a mistyped one.
 ROLES = (
@@ -31,7 +39,7 @@ ROLES = (
 
 
 def check_rows(rows: Rows, fault: Fault) -> Rows:
-    """Return rows that are checked: those of a Dataset now; of sharded rows a sample now, and each when it is read.
+    """Return checked rows: a Dataset is checked now; of sharded rows a sample now, and each row when it is read.
 
     Args:
         rows: at least one.
@@ -46,7 +54,8 @@ def check_rows(rows: Rows, fault: Fault) -> Rows:
         rows.sample()
         return rows
     for index, row in enumerate(rows):
-        require_no_fault(index, fault(row))
+        if reason := fault(row):
+            raise bad_row(index, reason)
     return rows
 
 
@@ -56,10 +65,9 @@ def _checked(fault: Fault, row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def require_no_fault(index: int, fault: str | None) -> None:
-    """Raise ValueError if a row, named by its index, has a fault."""
-    if fault:
-        raise ValueError(f"row {index}: {fault}; repair or remove it, and check the rows after it")
+def bad_row(index: int, fault: str) -> ValueError:
+    """Return the error for a row with a fault, named by its index."""
+    return ValueError(f"row {index}: {fault}; repair or remove it, and check the rows after it")
 
 
 def is_conversational(rows: Dataset | ShardedRows, column: str = "prompt") -> bool:
@@ -195,6 +203,93 @@ def completion_fault(completion: object) -> str | None:
     if fault is None and completion[-1]["role"] != "assistant":
         fault = f"ends with a {completion[-1]['role']} message, expected the assistant's"
     return fault
+
+
+# --- preferences ----------------------------------------------------------------------------------------------------
+
+
+def check_preferences(rows: Rows) -> Rows:
+    """Return checked rows of preferences; see `check_rows`.
+
+    Raises:
+        ValueError: a column is missing, there are no rows, or one is bad.
+    """
+    missing = [name for name in PAIR if name not in rows.column_names]
+    if missing:
+        raise missing_columns(rows, f"prompt, chosen and rejected, and {', '.join(missing)} is missing")
+    require_rows(rows)
+    checks = column_checks(is_conversational(rows))
+    checks = {name: checks[name] for name in (*PAIR, *STOPPED, "probability", "margin")}
+
+    def fault(row: dict[str, Any]) -> str | None:
+        if reason := row_fault(checks, row):
+            return reason
+        is_same = row["chosen"] == row["rejected"]
+        return "chosen and rejected are identical: there is nothing to prefer" if is_same else None
+
+    return check_rows(rows, fault)
+
+
+def check_sides(rows: Rows) -> Rows:
+    """Return rows without a `prompt` column, whose sides both begin with the prompt, with their sides checked.
+
+    Raises:
+        ValueError: there are no rows, or one is bad.
+    """
+    require_rows(rows)
+    check = conversation_fault if is_conversational(rows, "chosen") else text_fault
+    return check_rows(rows, lambda row: row_fault(dict.fromkeys(SIDES, check), row))
+
+
+def stopped_column(dataset: Dataset, name: str) -> list[bool]:
+    """Return the column `name`, which is False for completions that were cut off; all True without such a column."""
+    return list(dataset[name]) if name in dataset.column_names else [True] * len(dataset)
+
+
+# --- splitting ------------------------------------------------------------------------------------------------------
+
+
+def split_rows(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dataset, Dataset]:
+    """Split a dataset at random into a training and an evaluation part.
+
+    Args:
+        dataset: both parts keep the order of its rows.
+        eval_size: number of rows to hold out as an int, or a share between 0 and 1 as a float.
+        seed: the same seed makes the same split.
+
+    Raises:
+        ValueError: one part would be empty.
+    """
+    num_eval = num_held_out(eval_size, len(dataset), "rows")
+    order = np.random.default_rng(seed).permutation(len(dataset))
+    return dataset.select(np.sort(order[num_eval:])), dataset.select(np.sort(order[:num_eval]))
+
+
+def split_by_prompt(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dataset, Dataset]:
+    """Split a dataset at random into a training and an evaluation part, with all rows of a prompt in the same part.
+
+    Args:
+        dataset: both parts keep the order of its rows.
+        eval_size: prompts to hold out, as an int, or as a share of the prompts between 0 and 1.
+        seed: the same seed makes the same split.
+
+    Raises:
+        ValueError: one part would be empty.
+    """
+    # 16 bytes per row: the prompts themselves are not held.
+    digests = b"".join(_prompt_digest(prompt) for prompt in dataset["prompt"])
+    _, first, group = np.unique(np.frombuffer(digests, dtype="V16"), return_index=True, return_inverse=True)
+    num_eval = num_held_out(eval_size, len(first), "different prompts")
+    # Prompts are numbered by their first row.
+    drawn = np.random.default_rng(seed).permutation(len(first))[:num_eval]
+    is_held_out = np.zeros(len(first), dtype=bool)
+    is_held_out[np.argsort(first)[drawn]] = True
+    rows = is_held_out[group]
+    return dataset.select(np.flatnonzero(~rows)), dataset.select(np.flatnonzero(rows))
+
+
+def _prompt_digest(prompt: Any) -> bytes:
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()[:16]
 
 
 def num_held_out(eval_size: int | float, count: int, unit: str) -> int:

@@ -13,8 +13,6 @@ import copy
 import hashlib
 import logging
 import os
-import re
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +28,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
 
-from onetrunk.data.files import check_folder, check_renaming, hub_errors, require_files, row_errors
-from onetrunk.data.names import BUILDERS, looks_like_path
+from onetrunk.data.files import (
+    BUILDERS,
+    check_renaming,
+    hub_errors,
+    looks_like_path,
+    row_errors,
+)
 from onetrunk.utils.randomness import PROMPTS_STREAM, WINDOWS_STREAM, generator_of
 
 logger = logging.getLogger(__name__)
@@ -40,8 +43,6 @@ Row = dict[str, Any]
 
 # Rows that are checked before training, from so many blocks; all others are checked when they are read.
 SAMPLE_ROWS, SAMPLE_BLOCKS = 512, 8
-# Seconds between attempts to read from a store or the Hub.
-RETRY_WAITS_S = (1, 4, 16)
 # Parquet files that are held open, and footers that are read at the same time.
 OPEN_FILES, THREADS = 8, 16
 # A row group is in memory whole, and several are shuffled together.
@@ -118,8 +119,8 @@ class BlockSampler:
     """A sampler for a DataLoader: the rows of the pass `epoch` in their order.
 
     Args:
-        order: of the rows.
-        seed: of the shuffle; None: the order of the files in every pass.
+        order: how rows are permuted.
+        seed: decides the permutation; None: the order of the files in every pass.
     """
 
     def __init__(self, order: BlockOrder, seed: int | None):
@@ -187,7 +188,7 @@ def _find_files(name: str, split: str, config_name: str | None) -> tuple[tuple[s
     if all(url.endswith(".parquet") for url in urls):
         return urls, None
     folder = Path(builder.cache_dir) / f"parquet-{CONVERTED_GROUP_ROWS}"
-    with row_errors(name, [Path(url) for url in urls if Path(url).is_file()], split):
+    with row_errors(name, split):
         builder.download_and_prepare(str(folder), file_format="parquet")
     paths = (*folder.glob(f"*-{split}.parquet"), *folder.glob(f"*-{split}-?????-of-?????.parquet"))
     return tuple(map(str, sorted(paths))), name
@@ -196,56 +197,42 @@ def _find_files(name: str, split: str, config_name: str | None) -> tuple[tuple[s
 def _builder(name: str, split: str, config_name: str | None) -> datasets.DatasetBuilder:
     path, suffix = Path(name).expanduser(), Path(name).suffix
     settings = {"writer_batch_size": CONVERTED_GROUP_ROWS}
-    if not path.is_dir() and (suffix in BUILDERS or "*" in name or "://" in name):
-        if suffix not in BUILDERS:
-            raise ValueError(f"{name} does not say which files: end it with *.parquet or *.jsonl")
-        if split != "train":
-            raise ValueError(f"{name} names files, which have only the split 'train', got {split!r}")
-        url = name if "://" in name else str(path)
-        try:
-            builder = datasets.load_dataset_builder(BUILDERS[suffix], data_files={"train": url}, **settings)
-            files, pattern = fsspec.core.url_to_fs(url)
-            matches = files.glob(pattern, detail=True)
-        except FileNotFoundError as error:
-            raise _no_file(name) from error
-        except (OSError, ImportError, ValueError) as error:
-            raise RuntimeError(f"{name} cannot be listed: {' '.join(str(error).split())}") from error
-        root = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
-        require_files(list(matches), root, lambda path: matches[path]["type"] == "file" or files.isfile(path))
-        return builder
-    if path.is_dir():
-        check_folder(path)
-    elif looks_like_path(name):
-        raise FileNotFoundError(f"{name} does not exist (working folder {Path.cwd()}); give existing files")
+    names_files = not path.is_dir() and (suffix in BUILDERS or "*" in name or "://" in name)
+    if names_files and suffix not in BUILDERS:
+        raise ValueError(f"{name} does not say which files: end it with *.parquet or *.jsonl")
+    try:
+        if names_files:
+            url = name if "://" in name else str(path)
+            return datasets.load_dataset_builder(BUILDERS[suffix], data_files={"train": url}, **settings)
+        if path.is_dir():
+            return datasets.load_dataset_builder(str(path), **settings)
+    except FileNotFoundError as error:
+        raise _no_file(name) from error
+    except (OSError, ImportError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise RuntimeError(f"{name} cannot be listed: {' '.join(str(error).split())}") from error
+    if looks_like_path(name):
+        raise _no_file(name)
     with hub_errors(name, split, config_name):
-        return datasets.load_dataset_builder(str(path) if path.is_dir() else name, config_name, **settings)
+        return datasets.load_dataset_builder(name, config_name, **settings)
 
 
 def _no_file(name: str) -> FileNotFoundError:
-    return FileNotFoundError(f"no file matches {name} (working folder {Path.cwd()}); give existing files")
+    return FileNotFoundError(f"{name} does not exist (working folder {Path.cwd()}); give existing files")
 
 
-@dataclass(frozen=True)
-class _Footer:
-    columns: tuple[str, ...]
-    sizes: np.ndarray
-    data: bytes
-
-
-def _read_footer(url: str) -> _Footer:
+def _read_footer(url: str) -> tuple[pq.FileMetaData, bytes]:
+    """Return the footer of a Parquet file, parsed and as bytes."""
     with _readable(url), fsspec.open(url, "rb") as file:
-        parquet = pq.ParquetFile(file)
-        footer, columns = parquet.metadata, tuple(parquet.schema_arrow.names)
-        groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+        footer = pq.ParquetFile(file).metadata
         file.seek(-8 - footer.serialized_size, os.SEEK_END)
         data = file.read()
-    largest = max((group.total_byte_size for group in groups), default=0)
+    largest = max((footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)), default=0)
     if largest > MOST_GROUP_BYTES:
         raise ValueError(
             f"{url} has a row group of {largest / 2**30:.1f} GiB, which is read whole; write it with smaller ones:"
             " pyarrow.parquet.write_table(table, path, row_group_size=10_000)"
         )
-    return _Footer(columns, np.array([group.num_rows for group in groups], dtype=np.int64), data)
+    return footer, data
 
 
 @contextlib.contextmanager
@@ -260,21 +247,22 @@ def _readable(url: str) -> Iterator[None]:
 
 def _index_files(urls: tuple[str, ...], source: str | None) -> ShardIndex:
     with ThreadPoolExecutor(THREADS) as pool:
-        footers = list(pool.map(_read_footer, urls))
-    for url, footer in zip(urls, footers, strict=True):
-        if set(footer.columns) != set(footers[0].columns):
+        footers, data = zip(*pool.map(_read_footer, urls), strict=True)
+    columns = [footer.schema.to_arrow_schema().names for footer in footers]
+    for url, names in zip(urls, columns, strict=True):
+        if set(names) != set(columns[0]):
             raise ValueError(
-                f"{url} has the columns {', '.join(sorted(footer.columns))}, and {urls[0]} has"
-                f" {', '.join(sorted(footers[0].columns))}; give files with equal columns"
+                f"{url} has the columns {', '.join(sorted(names))}, and {urls[0]} has"
+                f" {', '.join(sorted(columns[0]))}; give files with equal columns"
             )
-    sizes = np.concatenate([footer.sizes for footer in footers])
-    files = np.repeat(np.arange(len(footers)), [len(footer.sizes) for footer in footers])
-    groups = np.concatenate([np.arange(len(footer.sizes)) for footer in footers])
+    counts = [footer.num_row_groups for footer in footers]
+    sizes = [footer.row_group(i).num_rows for footer in footers for i in range(footer.num_row_groups)]
+    files, groups = np.repeat(np.arange(len(urls)), counts), np.concatenate([np.arange(count) for count in counts])
+    sizes = np.array(sizes, dtype=np.int64)
     full = sizes > 0
     if not full.any():
         raise ValueError(f"{source or ', '.join(urls[:3])} hold no rows; give files with at least one")
-    contents = _digest([footer.data for footer in footers])
-    return ShardIndex(urls, source, footers[0].columns, contents, files[full], groups[full], sizes[full])
+    return ShardIndex(urls, source, tuple(columns[0]), _digest(data), files[full], groups[full], sizes[full])
 
 
 # --- the rows -------------------------------------------------------------------------------------------------------
@@ -345,7 +333,7 @@ class ShardedRows:
         return self._changed(_steps=(*self._steps, step), _added=(*self._added, *added))
 
     def encoded(self, encode: Callable[[list[Row]], Sequence[Row | None]], about: str = "") -> ShardedRows:
-        """Return these rows with another step that gets the rows of a batch together, after those of each row.
+        """Return these rows with another step that gets the rows of a batch together, after the steps of each row.
 
         Args:
             encode: returns as many rows, None for one that is left out.
@@ -364,13 +352,10 @@ class ShardedRows:
 
     def __getitem__(self, rows: int | slice | Sequence[int]) -> Any:
         """Return a row, or of several rows a dict of columns, as datasets.Dataset does."""
-        if isinstance(rows, str):
-            raise TypeError(f"the column {rows!r} of {len(self)} rows is not in memory; read it row by row")
         if isinstance(rows, int | np.integer):
             return self.__getitems__([int(rows)])[0]
-        rows = range(len(self))[rows] if isinstance(rows, slice) else rows
-        read = self.__getitems__(list(rows))
-        return {name: [row[name] for row in read] for name in (read[0] if read else self.column_names)}
+        read = self.__getitems__(range(len(self))[rows] if isinstance(rows, slice) else rows)
+        return {name: [row[name] for row in read] for name in read[0]}
 
     def __getitems__(self, rows: Sequence[int]) -> list[Row]:
         """Return several rows; a row that is left out is replaced by the next one of its block."""
@@ -402,30 +387,16 @@ class ShardedRows:
         read = self._read(rows)
         for place, number in enumerate(rows):
             for step in self._steps:
-                with self._named(number, "; repair or remove it"):
+                try:
                     read[place] = None if read[place] is None else step(read[place])
+                except ValueError as error:
+                    raise ValueError(f"{self.where(number)}: {error}; repair or remove it") from error
         for encode in self._encoders:
             present = [place for place, row in enumerate(read) if row is not None]
-            encoded = self._apply(encode, [read[place] for place in present], [rows[place] for place in present])
+            encoded = encode([read[place] for place in present]) if present else []
             for place, row in zip(present, encoded, strict=True):
                 read[place] = row
         return read
-
-    @contextlib.contextmanager
-    def _named(self, number: int, remedy: str = "") -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(f"{self.where(number)}: {error}{remedy}") from error
-
-    def _apply(self, encode: Callable[..., Any], rows: list[Row], numbers: list[int]) -> Sequence[Row | None]:
-        try:
-            return encode(rows) if rows else []
-        except ValueError:
-            for row, number in zip(rows, numbers, strict=True):
-                with self._named(number):
-                    encode([row])
-            raise
 
     def _replacement(self, row: int) -> Row:
         block = self.order.block_of(row)
@@ -473,20 +444,14 @@ class ShardedRows:
         return self._blocks[number]
 
     def _loaded(self, number: int) -> pa.Table:
-        url = self.index.urls[self.index.files[number]]
-        waits = iter(RETRY_WAITS_S if "://" in url else ())
-        while True:
-            try:
-                return self._row_group(number)
-            except (OSError, pa.ArrowException) as error:
-                self._open.clear()
-                wait = next(waits, None)
-                if wait is None or isinstance(error, FileNotFoundError):
-                    raise RuntimeError(
-                        f"{url} cannot be read ({' '.join(str(error).split())}), although it could when the run"
-                        " began; when it can, the same command with --resume auto continues"
-                    ) from error
-                time.sleep(wait)
+        try:
+            return self._row_group(number)
+        except (OSError, pa.ArrowException) as error:
+            url, reason = self.index.urls[self.index.files[number]], " ".join(str(error).split())
+            raise RuntimeError(
+                f"{url} cannot be read ({reason}), although it could when the run began; when it can, the same command"
+                " with --resume auto continues"
+            ) from error
 
     def _row_group(self, number: int) -> pa.Table:
         file = int(self.index.files[number])
@@ -515,7 +480,7 @@ def load_sharded_rows(
         name: files (`rows/*.parquet`, `hf://datasets/owner/name/*.parquet`, `s3://bucket/rows/*.parquet`), a folder,
             or a dataset on the Hub. Formats other than Parquet are converted once.
         split: its name; a slice is not possible.
-        config_name, columns: as for `load_rows`.
+        config_name, columns: see `load_rows`.
         window: rows that are shuffled together.
 
     Raises:

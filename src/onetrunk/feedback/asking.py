@@ -20,7 +20,7 @@ from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdic
 from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
-    ask_missing_each,
+    answers_by_principle,
     judge_pairs,
     rating_label,
 )
@@ -43,7 +43,7 @@ class Asker:
 
     Args:
         judge, constitution, ledger: who is asked by what, and what keeps the answers.
-        limit: of questions without an answer.
+        limit: stops the run when too many questions have no answer.
         both_orders: as in `judge_pairs`.
         costs: checks the budget after each answer; None: no budget.
     """
@@ -97,17 +97,16 @@ class Asker:
             for prompt, texts, reference in zip(prompts, completions, references or [None] * len(prompts), strict=True)
             for sampled in texts
         ]
-        asked = [(rows, principle) for principle in self.constitution.principles]
-        by_principle = ask_missing_each(self.judge, asked, self.ledger, self._note)
-        for found in by_principle:
+        by_principle = answers_by_principle(self.judge, rows, self.constitution, self.ledger, self._note)
+        for column in by_principle:
             # The same text twice is one question, and one object.
-            for rating in {id(rating): rating for rating in found}.values():
+            for rating in {id(rating): rating for rating in column}.values():
                 self.statistics.add_rating(rating)
         labels = (rating_label(ratings, self.constitution) for ratings in zip(*by_principle, strict=True))
         ratings = []
         for texts in completions:
-            rated = list(islice(labels, len(texts)))
-            ratings.append(([label.score for label in rated], any(label.errors for label in rated)))
+            of_prompt = list(islice(labels, len(texts)))
+            ratings.append(([label.score for label in of_prompt], any(label.errors for label in of_prompt)))
         return ratings
 
     def _note(self, item: Pair | Single, answer: Verdict | Rating) -> None:

@@ -1,17 +1,19 @@
 """What judges cost over all runs in a folder: counters that survive a kill, a price table, and a budget.
 
-The counters are in an SQLite database that all shards of a folder share. With a budget, a call to a server reserves
-its largest cost there before it is sent. The reservation ends when the cost of the call is known; that of a killed
-process, or of a call without an answer, stays, because the call may have been paid.
+The counters are in an SQLite database that all shards of a folder share: a row for each judge of each run, which only
+that run writes. With a budget, a call to a server reserves its largest cost there before it is sent. The reservation
+ends when the cost of the call is known. A killed process, or a call without an answer, leaves its reservation,
+because the call may have been paid.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sqlite3
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,12 +31,16 @@ WAIT_S = 300.0
 SAVE_EVERY_S = 2.0
 EXAMPLE = "{judge-model: [0.4, 1.6]}"
 COUNTERS = [field.name for field in fields(Usage)]
-# A row per judge: its counters and its last known price.
-SELECT = f"SELECT judge, prompt_price, completion_price, {', '.join(COUNTERS)} FROM costs"
+# Per judge: its last known price, and its counters over all runs.
+SELECT = (
+    f"SELECT judge, prompt_price, completion_price, {', '.join(f'SUM({name})' for name in COUNTERS)}"
+    " FROM usage LEFT JOIN prices USING (judge) GROUP BY judge"
+)
 # Without waiting for the disk: a transaction survives the kill of a process, though perhaps no power cut.
 SETUP = (
-    "PRAGMA synchronous = OFF; CREATE TABLE IF NOT EXISTS costs (judge PRIMARY KEY, prompt_price, completion_price,"
-    f" {', '.join(f'{name} DEFAULT 0' for name in COUNTERS)})"
+    "PRAGMA synchronous = OFF;"
+    " CREATE TABLE IF NOT EXISTS prices (judge PRIMARY KEY, prompt_price, completion_price);"
+    f" CREATE TABLE IF NOT EXISTS usage (run, judge, {', '.join(COUNTERS)}, PRIMARY KEY (run, judge))"
 )
 
 
@@ -81,7 +87,7 @@ class Costs:
 
     Args:
         folder: the output folder.
-        judges: those that are asked.
+        judges: the judges of this run.
         settings: prices and budget.
 
     Raises:
@@ -98,28 +104,22 @@ class Costs:
                 f"judge_budget_usd is set and judge_prices has no price of {', '.join(unpriced)}; give one, or [0, 0]"
                 " if it costs nothing"
             )
-        self._usages = {name: member.usage for name, member in members.items()}
-        self._added = {name: usage.copy() for name, usage in self._usages.items()}
+        self._run = secrets.token_hex(8)
+        self._usages = {name: Usage() for name in members}
+        for name, member in members.items():
+            member.usage = self._usages[name]  # What was used before is not part of this run.
+            if self.budget_usd is not None:
+                member.usage.budget = partial(self.reserve, name)
         self._database = _open(folder)
         with self._database.writing() as database:
-            database.executemany("INSERT OR IGNORE INTO costs (judge) VALUES (?)", [(name,) for name in members])
-            for name, price in self._prices.items():
-                statement = "UPDATE costs SET prompt_price = ?, completion_price = ? WHERE judge = ?"
-                database.execute(statement, (*price, name))
-            self._add_new(database)
-        if self.budget_usd is not None:
-            for name, usage in self._usages.items():
-                usage.budget = partial(self.reserve, name)
+            prices = [(name, *price) for name, price in self._prices.items()]
+            database.executemany("INSERT OR REPLACE INTO prices VALUES (?, ?, ?)", prices)
+            self._write(database)
 
-    def _add_new(self, database: sqlite3.Connection) -> None:
-        """Add what was used since the last transaction, and read the counters of all runs and shards."""
-        for name, usage in self._usages.items():
-            now = usage.copy()
-            new = {counter: n for counter, n in asdict(now.minus(self._added[name])).items() if n}
-            if new:
-                added = ", ".join(f"{counter} = {counter} + :{counter}" for counter in new)
-                database.execute(f"UPDATE costs SET {added} WHERE judge = :judge", new | {"judge": name})
-            self._added[name] = now
+    def _write(self, database: sqlite3.Connection) -> None:
+        """Write the counters of this run, and read the counters of all runs and shards."""
+        rows = [(self._run, name, *astuple(usage)) for name, usage in self._usages.items()]
+        database.executemany(f"INSERT OR REPLACE INTO usage VALUES (?, ?{', ?' * len(COUNTERS)})", rows)
         self._rows, self._saved = database.execute(SELECT).fetchall(), time.monotonic()
 
     @property
@@ -139,11 +139,11 @@ class Costs:
             return
         most = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens).cost_usd(self._prices[judge])
         with self._database.writing() as database:
-            self._add_new(database)
+            self._write(database)
             has_room = self.usd + most <= self.budget_usd
             if has_room:
                 self._usages[judge].hold(prompt_tokens, completion_tokens)
-                self._add_new(database)
+                self._write(database)
         if not has_room:
             raise self._reached(f", the next question may cost {most:.4f}")
 
@@ -164,9 +164,9 @@ class Costs:
         )
 
     def save(self) -> None:
-        """Commit the counters, and read those of the other shards."""
+        """Commit the counters, and read the counters of the other shards."""
         with self._database.writing() as database:
-            self._add_new(database)
+            self._write(database)
 
     def close(self) -> None:
         """Save, and close the file; the counters can still be read."""
@@ -222,18 +222,12 @@ def _by_judge(rows: Sequence[tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
 
 def _prices(prices: dict[str, list[float]], members: dict[str, Judge]) -> dict[str, list[float]]:
     """Return the prices by the names of the judges; `prices` may have the names of their models."""
-    found = {}
-    known: set[str] = set()
-    for name, member in members.items():
-        aliases = (name, member.name, str(member.identity.get("model")))
-        known |= set(aliases)
-        price = next((prices[alias] for alias in aliases if alias in prices), None)
-        if price is not None:
-            found[name] = price
-    unknown = sorted(set(prices) - known)
+    aliases = {name: (name, member.name, str(member.identity.get("model"))) for name, member in members.items()}
+    unknown = sorted(set(prices) - set(chain.from_iterable(aliases.values())))
     if unknown:
         raise ValueError(f"judge_prices names {unknown[0]}; the judges of this run are {', '.join(members)}")
-    return found
+    by_name = {name: next((prices[a] for a in names if a in prices), None) for name, names in aliases.items()}
+    return {name: price for name, price in by_name.items() if price is not None}
 
 
 def _is_price(number: Any) -> bool:

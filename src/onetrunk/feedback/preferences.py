@@ -169,7 +169,7 @@ def all_pairs(completions: Sequence[str], words: Sequence[int], count: int | Non
     """Return every pair of distinct completions once, or a random `count` of them.
 
     Args:
-        completions: of one prompt.
+        completions: the completions of one prompt.
         words: the seed and the prompt's words, each in [0, 2**32); they decide which of two comes first.
 
     Returns:
@@ -187,14 +187,14 @@ def best_worst_pair(
     """Return the highest and the lowest rated completion as the only pair; no pair if all ratings are equal.
 
     Args:
-        completions: of one prompt.
+        completions: the completions of one prompt.
         ratings: a number per completion; None leaves the completion out. Of equal ratings the first counts.
         words: as in `all_pairs`.
     """
-    rated = [i for i in distinct(completions) if ratings[i] is not None]
-    if not rated:
+    indices = [i for i in distinct(completions) if ratings[i] is not None]
+    if not indices:
         return []
-    best, worst = max(rated, key=lambda i: ratings[i]), min(rated, key=lambda i: ratings[i])
+    best, worst = max(indices, key=lambda i: ratings[i]), min(indices, key=lambda i: ratings[i])
     return [] if ratings[best] == ratings[worst] else _ordered([(best, worst)], _generator(words))
 
 

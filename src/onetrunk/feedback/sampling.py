@@ -61,10 +61,10 @@ class TextSampler:
 
     Args:
         backend: already synced to the policy.
-        tokenizer: of the policy.
-        params: of every completion.
+        tokenizer: the policy's tokenizer.
+        params: how every completion is sampled.
         identity: fingerprints of the policy, as JSON values; part of every key.
-        seed: of all draws, below 2**32.
+        seed: decides all draws; below 2**32.
         ledger: keeps the completions; None: only `draw` can be called.
         max_positions: most tokens of a prompt with its completion; None: no limit is known.
         num_sampled: completions sampled so far, without those from the ledger.
@@ -163,7 +163,7 @@ class Reviser:
     Args:
         policy: writes the revisions.
         critic: writes the critiques; may be the policy.
-        principles: of the constitution.
+        principles: the principles of the constitution.
         num_revisions: 1 or more.
         max_prompt_length: tokens of the prompts for policy and critic; a longer one keeps its end. None: no limit.
     """

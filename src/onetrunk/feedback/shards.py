@@ -78,7 +78,7 @@ def rows_file(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[
 
     Args:
         path: ends in .jsonl or .parquet.
-        schema: for Parquet only; called with the first rows, or at the end.
+        schema: returns the columns, for Parquet only; called with the first rows, or at the end.
     """
     delete_temporaries(path.parent, path.name)
     with atomic_path(path) as temporary:
@@ -92,16 +92,16 @@ def rows_file(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[
 
 @contextlib.contextmanager
 def _parquet(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[[Rows], None]]:
-    waiting: list[dict[str, Any]] = []
+    pending: list[dict[str, Any]] = []
     writer: pq.ParquetWriter | None = None
 
     def write(rows: Rows, fewest: int | None = None) -> None:
         nonlocal writer
-        waiting.extend(rows)
-        while len(waiting) >= (fewest or ROWS_PER_GROUP):
+        pending.extend(rows)
+        while len(pending) >= (fewest or ROWS_PER_GROUP):
             writer = writer or pq.ParquetWriter(path, schema())
-            writer.write_table(pa.Table.from_pylist(waiting[:ROWS_PER_GROUP], writer.schema))
-            del waiting[:ROWS_PER_GROUP]
+            writer.write_table(pa.Table.from_pylist(pending[:ROWS_PER_GROUP], writer.schema))
+            del pending[:ROWS_PER_GROUP]
 
     try:
         yield write

@@ -130,7 +130,7 @@ class RubricJudge(ScoringJudge):
     Args:
         checks: tag -> function, plain or async, with the keywords prompts, completions and completion_ids (None here),
             and `**columns`; it returns one number per completion, None if it does not apply.
-        temperature: of the logistic, in units of a score; above 0.
+        temperature: the scale of the logistic, in units of a score; above 0.
 
     Raises:
         ValueError: no check, or a check that is not callable.

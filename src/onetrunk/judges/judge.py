@@ -121,10 +121,9 @@ class Rating(Answer):
 
 
 Items = Sequence[Pair] | Sequence[Single]
-# Called with the index of an item and its Verdict or Rating.
+Question = tuple[Pair | Single, Principle]
+# Called with the index of a question, and its Verdict or Rating.
 Done = Callable[[int, Any], None]
-# Called with the number of a principle, the index of an item, and its Verdict or Rating.
-DoneEach = Callable[[int, int, Any], None]
 
 
 @dataclass
@@ -135,14 +134,14 @@ class Usage:
         unsettled_calls, unsettled_prompt_tokens, unsettled_completion_tokens: calls under a budget whose cost is not
             known (in flight, without an answer, or of a killed process), and the most tokens that they may have used.
         questions: answered by the judge, abstentions included; answers from a ledger are not counted.
-        calls: to a server, failed ones included.
-        failed_calls: those without an answer of the expected form; most were made again.
-        estimated_calls: answered calls to a server that did not report their tokens, which are estimates.
+        calls: sent to a server, failed ones included.
+        failed_calls: calls without an answer of the expected form; most were repeated.
+        estimated_calls: answered calls to a server that did not report their tokens, of which the most is counted.
         prompt_tokens, completion_tokens: read and written; of a server as it reports them.
         seconds: during which questions were being answered.
     """
 
-    # First: a copy made while a call ends may count it twice, but never leaves it out.
+    # First, because `astuple` reads in this order: a call that ends meanwhile is counted twice, and never left out.
     unsettled_calls: int = 0
     unsettled_prompt_tokens: int = 0
     unsettled_completion_tokens: int = 0
@@ -174,14 +173,6 @@ class Usage:
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)
 
-    def minus(self, earlier: Usage) -> Usage:
-        """Return what was used since `earlier`, a copy of these counters."""
-        return Usage(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
-
-    def copy(self) -> Usage:
-        """Return a copy that later use does not change."""
-        return Usage(**asdict(self))
-
     def cost_usd(self, price: Sequence[float]) -> float:
         """Return the price in USD of the tokens, unsettled ones included.
 
@@ -208,10 +199,10 @@ class Judge:
     """Compares pairs of completions, and rates single completions. A judge of your own defines `_answer`.
 
     Args:
-        name: for reports and metrics, [A-Za-z0-9._-].
+        name: the judge's name in reports and metrics, [A-Za-z0-9._-].
         identity: everything that an answer depends on besides the question (model and its revision or fingerprint,
             template, sampling), as JSON values. Ledgers use it in their keys.
-        is_remote: whether it only waits for servers, and so may answer in a thread beside other work.
+        is_remote: whether it only waits for servers, and so may answer in a thread while other work goes on.
     """
 
     name: str
@@ -229,8 +220,8 @@ class Judge:
         return {self.name: self}
 
     def compare(self, pairs: Sequence[Pair], principle: Principle, done: Done | None = None) -> list[Verdict]:
-        """Return a verdict per pair and call `done(index, verdict)` for each as soon as it is known, in any order."""
-        return self._in_order(pairs, principle, done)
+        """Return a verdict per pair; `done` as in `answers`."""
+        return self.answers([(pair, principle) for pair in pairs], done)
 
     def rate(
         self,
@@ -240,44 +231,44 @@ class Judge:
         done: Done | None = None,
         stopped: Sequence[bool] | None = None,
     ) -> list[Rating]:
-        """Return a rating per completion; `done` as in `compare`, `stopped` as in `Single` (None: all are True)."""
+        """Return a rating per completion; `done` as in `answers`, `stopped` as in `Single` (None: all are True)."""
         rows = zip(prompts, completions, stopped or [True] * len(prompts), strict=True)
-        return self._in_order([Single(*row) for row in rows], principle, done)
+        return self.answers([(Single(*row), principle) for row in rows], done)
 
-    def answer_each(self, asked: Sequence[tuple[Items, Principle]], done: DoneEach | None = None) -> list[list[Any]]:
-        """Return the answers about items under several principles, a list per principle.
+    def answers(self, questions: Sequence[Question], done: Done | None = None) -> list[Any]:
+        """Return the answers to questions: all about pairs, or all about single completions.
+
+        A judge on a server is asked all at once, without waiting for the answers under one principle before the next.
 
         Args:
-            asked: items with the principle to judge them by. A judge on a server is asked about all at once, without
-                waiting for the answers under one principle before the next.
-            done: called with the number of the principle, the index of the item and its answer, in any order.
+            done: called with the index of each question and its answer as soon as that is known, in any order.
         """
-        answers: list[dict[int, Any]] = [{} for _ in asked]
+        answers: dict[int, Any] = {}
 
-        def keep(number: int, index: int, answer: Any) -> None:
-            answers[number][index] = answer
+        def keep(index: int, answer: Any) -> None:
+            answers[index] = answer
             self.usage.questions += answer.error is None
             if done is not None:
-                done(number, index, answer)
+                done(index, answer)
 
         started = time.perf_counter()
         try:
-            if any(len(items) for items, _ in asked):
+            if questions:
                 if self.usage.budget is not None:
                     self.usage.budget()  # Raises if it is spent.
-                self._answer_each(asked, keep)
+                self._answer_all(questions, keep)
         finally:
             self.usage.seconds += time.perf_counter() - started
-        return [[found[i] for i in range(len(items))] for found, (items, _) in zip(answers, asked, strict=True)]
+        return [answers[index] for index in range(len(questions))]
 
-    def _in_order(self, items: Items, principle: Principle, done: Done | None) -> list[Any]:
-        each = None if done is None else lambda _number, index, answer: done(index, answer)
-        return self.answer_each([(items, principle)], each)[0]
-
-    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
-        for number, (items, principle) in enumerate(asked):
-            if items:
-                self._answer(items, principle, functools.partial(keep, number))
+    def _answer_all(self, questions: Sequence[Question], keep: Done) -> None:
+        """Call `keep(index, answer)` once per question. Asks about the items under one principle together."""
+        places: dict[Principle, list[int]] = {}
+        for index, (_, principle) in enumerate(questions):
+            places.setdefault(principle, []).append(index)
+        for principle, indices in places.items():
+            items = [questions[index][0] for index in indices]
+            self._answer(items, principle, lambda i, answer, indices=indices: keep(indices[i], answer))
 
     def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
         """Call `keep(index, answer)` once per item: a Verdict for a Pair, a Rating for a Single."""

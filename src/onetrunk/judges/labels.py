@@ -13,12 +13,13 @@ from typing import Any, Protocol, TypeVar
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import (
     Answer,
-    DoneEach,
+    Done,
     ErrorKind,
     Items,
     Judge,
     Pair,
     Principle,
+    Question,
     Rating,
     Single,
     Verdict,
@@ -48,7 +49,7 @@ class PairLabel:
             (None: no answer).
         abstentions: questions that the judge did not decide.
         errors: questions without an answer yet.
-        refused, unread: those among the errors that have this `ErrorKind`.
+        refused, unread: how many of the errors have this `ErrorKind`.
     """
 
     probability: float | None
@@ -101,11 +102,11 @@ def judge_pairs(
 
     Args:
         both_orders: False asks only in the given order, and leaves a judge's bias in the labels.
-        memory, on_answer: as in `ask_missing_each`; `on_answer` gets pairs in the order shown.
+        memory, on_answer: as in `ask_missing`; `on_answer` gets pairs in the order shown.
     """
     shown = [*pairs, *(pair.flipped() for pair in pairs)] if both_orders else pairs
     principles = constitution.principles
-    by_principle = ask_missing_each(judge, [(shown, principle) for principle in principles], memory, on_answer)
+    by_principle = answers_by_principle(judge, shown, constitution, memory, on_answer)
     return [_label([v[i :: len(pairs)] for v in by_principle], principles) for i in range(len(pairs))]
 
 
@@ -122,59 +123,65 @@ def kept_ratings(
     `stopped` is False for a completion that was cut off; None: no completion was cut off.
     """
     rows = [Single(*row) for row in zip(prompts, completions, stopped or [True] * len(prompts), strict=True)]
-    by_principle = ask_missing_each(judge, [(rows, principle) for principle in constitution.principles], memory)
+    by_principle = answers_by_principle(judge, rows, constitution, memory)
     return [rating_label(ratings, constitution) for ratings in zip(*by_principle, strict=True)]
 
 
-def ask_missing_each(
+def answers_by_principle(
     judge: Judge,
-    asked: Sequence[tuple[Items, Principle]],
+    items: Items,
+    constitution: Constitution,
     memory: Memory | None = None,
     on_answer: OnAnswer | None = None,
-    done: DoneEach | None = None,
 ) -> list[list[Any]]:
-    """Return the judge's answers about pairs or single completions under each principle, as `Judge.answer_each`.
+    """Return the judge's answers about all items, a list for each principle; arguments as in `ask_missing`."""
+    questions = [(item, principle) for principle in constitution.principles for item in items]
+    answers = ask_missing(judge, questions, memory, on_answer)
+    return [answers[number * len(items) :][: len(items)] for number in range(len(constitution.principles))]
 
-    Equal items under one principle have one answer, the same object.
+
+def ask_missing(
+    judge: Judge,
+    questions: Sequence[Question],
+    memory: Memory | None = None,
+    on_answer: OnAnswer | None = None,
+    done: Done | None = None,
+) -> list[Any]:
+    """Return the judge's answers, as `Judge.answers`. Equal questions have one answer, the same object.
 
     Args:
         memory: what it holds is not asked, and each new answer is kept as soon as it arrives; None: all is asked.
         on_answer: called with each new answer, also with an error, after it is kept.
-        done: called with the number of the principle, the index of each item and its answer as soon as that is known;
-            first for those kept.
+        done: called with the index of each question and its answer as soon as that is known.
     """
-    asked_keys = [[answer_key(judge, principle, item) for item in items] for items, principle in asked]
+    keys = [answer_key(judge, principle, item) for item, principle in questions]
+    places: dict[str, list[int]] = {}
+    for index, key in enumerate(keys):
+        places.setdefault(key, []).append(index)
     answers: dict[str, Answer] = {}
-    places: dict[str, list[tuple[int, int]]] = {}
-    missing: list[tuple[dict[str, Pair | Single], Principle]] = []
-    for number, ((items, principle), keys) in enumerate(zip(asked, asked_keys, strict=True)):
-        kind = Verdict if items and isinstance(items[0], Pair) else Rating
-        if memory is not None:
-            found = ((key, kept_answer(memory, key, kind)) for key in keys)
-            answers |= {key: answer for key, answer in found if answer is not None}
-        missing.append(({key: item for key, item in zip(keys, items, strict=True) if key not in answers}, principle))
-        for index, key in enumerate(keys):
-            places.setdefault(key, []).append((number, index))
 
-    def tell(key: str) -> None:
-        for place in places[key] if done is not None else ():
-            done(*place, answers[key])
-
-    def keep(number: int, index: int, answer: Answer) -> None:
-        key, item = left[number][index]
+    def keep(key: str, answer: Answer) -> None:
         answers[key] = answer
+        for index in places[key] if done is not None else ():
+            done(index, answer)
+
+    def keep_new(number: int, answer: Answer) -> None:
+        key = missing[number]
         if memory is not None:
             keep_answer(memory, key, answer)
         if on_answer is not None:
-            on_answer(item, answer)
-        tell(key)
+            on_answer(questions[places[key][0]][0], answer)
+        keep(key, answer)
 
-    for key in list(answers):
-        tell(key)
-    left = [list(items.items()) for items, _ in missing]
-    if any(left):
-        judge.answer_each([(list(items.values()), principle) for items, principle in missing], keep)
-    return [[answers[key] for key in keys] for keys in asked_keys]
+    kind = Verdict if questions and isinstance(questions[0][0], Pair) else Rating
+    for key in places if memory is not None else ():
+        answer = kept_answer(memory, key, kind)
+        if answer is not None:
+            keep(key, answer)
+    missing = [key for key in places if key not in answers]
+    if missing:
+        judge.answers([questions[places[key][0]] for key in missing], keep_new)
+    return [answers[key] for key in keys]
 
 
 def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle]) -> PairLabel:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.data.chat_template import apply_chat_template
 from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Single, model_name
 from onetrunk.judges.template import (
     LABELS,
@@ -74,7 +73,7 @@ class CausalJudge(Judge):
     Args:
         model: a transformers causal LM; set to eval mode.
         tokenizer: the model's, with or without a chat template.
-        name: for reports; None takes the last part of the model's path.
+        name: the judge's name in reports; None takes the last part of the model's path.
         batch_size: questions per forward.
         reasoning_tokens: longest reasoning before each answer, decoded greedily; 0 for none.
         min_label_mass: from 0 to 1; with less probability on the labels together the judge abstains.
@@ -221,7 +220,7 @@ def load_causal_judge(
     Args:
         name: folder or Hub name of a model, or of an adapter.
         device: None leaves it on the CPU.
-        dtype: of the weights; None for the checkpoint's own.
+        dtype: the type of the weights; None keeps the checkpoint's own.
         **settings: of CausalJudge, which may raise ValueError.
 
     Raises:
@@ -266,7 +265,7 @@ class Reader:
         """Return messages as text that ends where the model's answer begins: with `cue` without a chat template."""
         if not self.tokenizer.chat_template:
             return "\n\n".join([*(message["content"] for message in messages), cue])
-        text = apply_chat_template(self.tokenizer, messages, tokenize=False, add_generation_prompt=True, **NO_THINKING)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **NO_THINKING)
         # A space at the end would be a separate token, but models learned it as a part of their first word.
         return text.rstrip(" ")
 

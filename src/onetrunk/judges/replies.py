@@ -210,7 +210,7 @@ def _after_thinking(text: str) -> str:
 
 
 def _positions(logprobs: Any, text: str) -> tuple[tuple[str, dict[str, float]], ...] | None:
-    """Return the positions that a reply has; None if they have another form or are those of another text."""
+    """Return the positions of a reply; None if they have another form or belong to another text."""
     try:
         positions = [(_token(entry), _candidates(entry["top_logprobs"])) for entry in logprobs["content"]]
     except (TypeError, KeyError, ValueError):

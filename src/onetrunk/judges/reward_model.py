@@ -41,11 +41,11 @@ class RewardModelJudge(ScoringJudge):
     too long lose their beginning, as they do when a reward model scores for PPO.
 
     Args:
-        model: with one label; set to eval mode.
+        model: a sequence-classification model with one label; set to eval mode.
         tokenizer: the model's.
-        scale: of the scores: rating = sigmoid((score - mean) / std); None: sigmoid(score).
+        scale: the mean and spread of its scores: rating = sigmoid((score - mean) / std); None: sigmoid(score).
         batch_size: texts per forward.
-        name: for reports; None takes the last part of the model's path.
+        name: the judge's name in reports; None takes the last part of the model's path.
 
     Raises:
         ValueError: not a scalar reward model.

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from onetrunk.judges.judge import DoneEach, Items, Judge, Pair, Principle, Single, model_name
+from onetrunk.judges.judge import Done, Judge, Pair, Principle, Question, Rating, Single, Verdict, model_name
 from onetrunk.judges.replies import (
     MORE_TOKENS,
     Reply,
@@ -31,7 +32,6 @@ from onetrunk.judges.template import (
     VERDICT_NOW,
     VERDICT_TOKENS,
     Form,
-    Opinion,
     form_of,
     nonce_of,
     question_messages,
@@ -52,38 +52,41 @@ CHAT_PATH = "/chat/completions"
 TOP_LOGPROBS = (20, 5, 0)
 # More tokens than a chat template adds to a conversation, with its own system prompt.
 TEMPLATE_TOKENS = 1024
-# Of a call that reports no tokens: UTF-8 bytes per token of its prompt. Most texts have more, so this counts too many.
-BYTES_PER_TOKEN = 2
 # A call that reports as many tokens is not believed.
 TOO_MANY_TOKENS = 10**9
 # Calls of the check at startup.
 CHECK_CALLS = 3
-# Called with the key of a question, and its opinion or error.
-Decide = Callable[[str, Opinion | CallError], None]
 
 
 @dataclass
 class ChatQuestion:
-    """A question, the labels that answer it, and its votes; equal questions have equal keys."""
+    """A question as a server reads it, the places of equal questions in a run, and its votes."""
 
     messages: list[Message]
-    labels: tuple[str, ...]
+    form: Form
+    places: list[int] = field(default_factory=list)
     votes: list[Vote] = field(default_factory=list)
     error: CallError | None = None
+    # Reasoning by the number of its vote; it is kept for a verdict that fails.
+    reasons: dict[int, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def key(self) -> str:
         return digest(self.messages)
 
-    def outcome(self, num_votes: int) -> Opinion | CallError | None:
+    def answer(self, num_votes: int) -> Verdict | Rating | None:
         """Return what the votes decide; None if more are needed."""
         measured = next((vote for vote in self.votes if vote.probabilities is not None), None)
         if measured is not None:
-            return opinion_of_probabilities(measured)
-        if self.error is not None or len(self.votes) < num_votes:
-            return self.error
-        opinion = opinion_of_votes(self.votes, self.labels)
-        return CallError(opinion.reason, "unread") if opinion.shares is None else opinion
+            return self.form.answer(opinion_of_probabilities(measured))
+        if self.error is None and len(self.votes) >= num_votes:
+            opinion = opinion_of_votes(self.votes, self.form.labels)
+            if opinion.shares is not None:
+                return self.form.answer(opinion)
+            self.error = CallError(opinion.reason, "unread")
+        if self.error is None:
+            return None
+        return self.form.kind(None, error=str(self.error), error_kind=self.error.error_kind)
 
 
 class ServerJudge(Judge):
@@ -92,13 +95,13 @@ class ServerJudge(Judge):
     A verdict takes one call with log probabilities, and `samples` calls without; with reasoning, twice as many. Calls
     run concurrently and are made again after temporary errors. A question without an answer gets a verdict with an
     error, never a label. When the servers are given up (`ServerUnavailable`), `done` has received every verdict until
-    then. `usage` counts calls, and tokens as the server reports them, or an estimate where it reports none.
+    then. `usage` counts calls, and tokens as the server reports them, or the most that a call may have used.
 
     Args:
-        url: of the API, such as "http://127.0.0.1:8000/v1"; several of servers with the same model.
+        url: the address of the API, such as "http://127.0.0.1:8000/v1", or a list for servers of the same model.
         model: its name on the server; replies of any other model are rejected.
         policy: waits, numbers of calls and deadlines.
-        others: as the settings of these names in `JudgeConfig`.
+        api_key_env, max_concurrency, ...: the settings `judge_...` of `JudgeConfig`.
 
     Raises:
         ValueError: no URL, no model, or a variable that is not set.
@@ -139,7 +142,6 @@ class ServerJudge(Judge):
         }
         # Candidates per token that the servers return log probabilities of; 0: none; None: not known yet.
         self.top_logprobs: int | None = None
-        self._is_told_of_usage = False
 
     def check(self) -> None:
         """Ask a small question, to see what the server can do. Runs once, before the first comparison at latest.
@@ -178,82 +180,69 @@ class ServerJudge(Judge):
             )
         self.top_logprobs = top_logprobs if vote.probabilities is not None else 0
 
-    def _answer_each(self, asked: Sequence[tuple[Items, Principle]], keep: DoneEach) -> None:
+    def _answer_all(self, questions: Sequence[Question], keep: Done) -> None:
         """Ask all questions at once; raises ServerUnavailable when the servers are given up."""
         self.check()
-        questions: dict[str, ChatQuestion] = {}
-        places: dict[str, list[tuple[int, int, Form]]] = {}
-        for number, (items, principle) in enumerate(asked):
-            for index, item in enumerate(items):
-                messages = question_messages(item, principle, nonce_of(item, principle))
-                question = ChatQuestion(messages, form_of(item).labels)
-                questions.setdefault(question.key, question)
-                places.setdefault(question.key, []).append((number, index, form_of(item)))
+        chats: dict[str, ChatQuestion] = {}
+        for index, (item, principle) in enumerate(questions):
+            chat = ChatQuestion(question_messages(item, principle, nonce_of(item, principle)), form_of(item))
+            chats.setdefault(chat.key, chat).places.append(index)
+        run_async(self._decide([*chats.values()], keep))
 
-        def decide(key: str, outcome: Opinion | CallError) -> None:
-            for number, index, form in places[key]:
-                if isinstance(outcome, CallError):
-                    keep(number, index, form.kind(None, error=str(outcome), error_kind=outcome.error_kind))
-                else:
-                    keep(number, index, form.answer(outcome))
-
-        if questions:
-            run_async(self._decide(questions, decide))
-
-    async def _decide(self, questions: dict[str, ChatQuestion], decide: Decide) -> None:
-        """Call `decide` once per question, as soon as it is decided or has failed."""
+    async def _decide(self, chats: list[ChatQuestion], keep: Done) -> None:
         # Where log probabilities are expected, one reply decides; the other votes are bought if it has none.
         rounds = [range(1), range(1, self.samples)] if self.top_logprobs else [range(self.samples)]
         async with self._fleet(self.policy.max_calls) as fleet:
             for numbers in rounds:
-                questions = await self._buy(fleet, questions, numbers, decide)
+                chats = await self._buy(fleet, chats, numbers, keep)
 
     async def _buy(
-        self, fleet: Fleet, questions: dict[str, ChatQuestion], numbers: range, decide: Decide
-    ) -> dict[str, ChatQuestion]:
-        """Buy the votes of these numbers on each question; return the questions that need more."""
-        calls = [(key, number) for key in questions for number in numbers]
-        missing = Counter(key for key, _ in calls)
-        undecided: dict[str, ChatQuestion] = {}
-        # Reasoning that was bought for a vote whose verdict failed.
-        reasons: dict[tuple[str, int], str] = {}
+        self, fleet: Fleet, chats: Sequence[ChatQuestion], numbers: range, keep: Done
+    ) -> list[ChatQuestion]:
+        """Buy the votes of these numbers on each question, and keep what they decide.
+
+        Returns:
+            The questions that need more votes.
+        """
+        calls = [(chat, number) for chat in chats for number in numbers]
+        num_missing = Counter(chat.key for chat, _ in calls)
+        undecided: list[ChatQuestion] = []
 
         async def vote(to: Connection, index: int) -> Vote:
-            return await self._vote(to, questions[calls[index][0]], calls[index], reasons)
+            return await self._vote(to, *calls[index])
 
         def done(index: int, outcome: Vote | CallError) -> None:
-            key = calls[index][0]
-            question = questions[key]
+            chat = calls[index][0]
             if isinstance(outcome, CallError):
-                question.error = outcome
+                chat.error = outcome
             else:
-                question.votes.append(outcome)
-            missing[key] -= 1
-            if not missing[key]:
-                decided = question.outcome(self.samples)
-                if decided is None:
-                    undecided[key] = question
-                else:
-                    decide(key, decided)
+                chat.votes.append(outcome)
+            num_missing[chat.key] -= 1
+            if num_missing[chat.key]:
+                return
+            answer = chat.answer(self.samples)
+            if answer is None:
+                undecided.append(chat)
+                return
+            for place in chat.places:
+                keep(place, answer)
 
         await fleet.answer_all(len(calls), vote, done)
         return undecided
 
-    async def _vote(
-        self, to: Connection, question: ChatQuestion, place: tuple[str, int], reasons: dict[tuple[str, int], str]
-    ) -> Vote:
+    async def _vote(self, to: Connection, chat: ChatQuestion, number: int) -> Vote:
         # A different seed for every vote and every question, and the same one for a repeated call.
-        seed = int(digest(place)[:7], 16)
-        messages = question.messages
+        seed = int(digest([chat.key, number])[:7], 16)
+        messages = chat.messages
         if self.reasoning_tokens:
-            if place not in reasons:
+            if number not in chat.reasons:
                 reply = await self._reply(to, with_reasons_asked(messages), self.reasoning_tokens, seed)
                 # The reasoning becomes a part of the conversation and may quote what the model read, so it must hold
                 # no marks either.
-                reasons[place] = sanitized(reply.text).strip()
-            messages = with_reasons_given(messages, reasons[place], question.labels)
+                chat.reasons[number] = sanitized(reply.text).strip()
+            messages = with_reasons_given(messages, chat.reasons[number], chat.form.labels)
         reply = await self._reply(to, messages, self.verdict_tokens, seed, self.top_logprobs)
-        return read_vote(reply, question.labels, reasons.get(place))
+        return read_vote(reply, chat.form.labels, chat.reasons.get(number))
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -304,21 +293,13 @@ class ServerJudge(Judge):
         reported = output.get("usage") if isinstance(output, Mapping) else None
         reported = reported if isinstance(reported, Mapping) else {}
         prompt, completion = reported.get("prompt_tokens"), reported.get("completion_tokens")
-        # A prompt always has tokens.
-        is_read, is_written = _is_count(prompt) and prompt > 0, _is_count(completion)
-        self.usage.prompt_tokens += prompt if is_read else most_prompt // BYTES_PER_TOKEN
-        self.usage.completion_tokens += completion if is_written else most_completion
-        if is_read and is_written:
-            return
-        self.usage.estimated_calls += 1
-        if not self._is_told_of_usage:
-            self._is_told_of_usage = True
-            logger.warning(
-                "%s does not report the tokens of a call (usage); they are estimated: a token of the prompt per %d"
-                " bytes, and as many written as a reply may have",
-                self.servers[0],
-                BYTES_PER_TOKEN,
-            )
+        if not (_is_count(prompt) and prompt > 0 and _is_count(completion)):
+            if not self.usage.estimated_calls:
+                logger.warning("%s does not report the tokens of a call (usage); the most is counted", self.servers[0])
+            self.usage.estimated_calls += 1
+            prompt, completion = most_prompt, most_completion
+        self.usage.prompt_tokens += prompt
+        self.usage.completion_tokens += completion
 
 
 def most_tokens(body: Mapping[str, Any]) -> tuple[int, int]:

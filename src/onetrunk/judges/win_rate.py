@@ -5,8 +5,8 @@ A label is the probability that a pair's first completion is the better one, the
 the prediction of a logistic regression of the labels on the difference of lengths, at equal length. Pairs of one
 prompt are a cluster and are resampled together. Computed in float64; an empty reduction gives NaN, never 0.
 
-Source: AlpacaEval 2 (github.com/tatsu-lab/alpaca_eval, `metrics/`); the length-controlled win rate is that of Dubois
-et al. 2024 (2404.04475, equation 2) without what exists only for AlpacaEval's prompts and baseline (difficulties and
+Source: AlpacaEval 2 (github.com/tatsu-lab/alpaca_eval, `metrics/`); the length-controlled win rate follows Dubois et
+al. 2024 (2404.04475, equation 2) without what exists only for AlpacaEval's prompts and baseline (difficulties and
 rewritten answers). On 57 models of the leaderboard the other metrics equal the leaderboard's, and this one is within
 0.7 points if each side is the longer one in about 40% of the pairs or more. If one side is longer in fewer than 20%,
 it is up to 24 points off, mostly too high for the shorter side; `is_extrapolated` reports that.
@@ -63,13 +63,7 @@ class LengthFit:
     @property
     def win_rate(self) -> float:
         """Probability of the first side at equal length."""
-        return self.probability(0.0)
-
-    def probability(self, difference: float) -> float:
-        """Return the fitted probability of a pair whose lengths differ by `difference`."""
-        term = 0.0 if self.scale == 0 else math.tanh(difference / self.scale)
-        log_odds = self.intercept + self.slope * term
-        return NAN if math.isnan(log_odds) else logistic(log_odds)
+        return NAN if math.isnan(self.intercept) else logistic(self.intercept)
 
 
 @dataclass(frozen=True)
@@ -77,9 +71,10 @@ class WinRate:
     """Win rates of one side against another.
 
     Args:
-        wins, ties, losses: of the first side; a pair whose two orders contradict each other is a tie.
+        wins, ties, losses: numbers of pairs, seen from the first side; a pair whose two orders contradict each other
+            is a tie.
         win_rate: mean label.
-        standard_error: of `win_rate`; pairs of one prompt count as one observation.
+        standard_error: the standard error of `win_rate`; pairs of one prompt count as one observation.
         discrete_win_rate: (wins + ties / 2) / pairs.
         length_controlled_win_rate: the win rate at equal length, from `length_fit`.
         mean_length_difference: first minus second.
@@ -147,8 +142,8 @@ def win_rate(
         prompts: n keys; pairs of one key are drawn together.
         length_differences: [n] first minus second, in any unit; characters in AlpacaEval.
         consistent, tie_margin: as in `pair_outcomes`.
-        num_resamples: of the prompts, with replacement.
-        seed: of the resamples.
+        num_resamples: how often the prompts are resampled, with replacement.
+        seed: decides the resamples.
 
     Raises:
         ValueError: labels outside [0, 1].
@@ -158,16 +153,17 @@ def win_rate(
     numbers = {key: number for number, key in enumerate(dict.fromkeys(prompts))}
     clusters = torch.tensor([numbers[key] for key in prompts])
     design, fit = _length_fit(differences, labels)
-    drawn: list[list[Tensor]] = []
+    resamples: list[list[Tensor]] = []
     for weights in resampled(clusters, num_resamples, seed):
         by_length = torch.full((len(weights),), NAN, dtype=torch.float64)
         if design is not None:
             by_length = torch.sigmoid(fit_logistic(design, labels, weights)[:, 0])
-        drawn.append([weights @ labels / weights.sum(1), weights @ outcomes / weights.sum(1), by_length])
+        resamples.append([weights @ labels / weights.sum(1), weights @ outcomes / weights.sum(1), by_length])
     values = (float(labels.mean()), float(outcomes.mean()), fit.win_rate)
     # Of the labels, or the outcomes: 0 or 1 if they all agree.
     means = (values[0], values[1], values[0])
-    estimates = [_estimate(*each, len(numbers)) for each in zip(values, zip(*drawn, strict=True), means, strict=True)]
+    columns = zip(values, zip(*resamples, strict=True), means, strict=True)
+    estimates = [_estimate(*column, len(numbers)) for column in columns]
     return WinRate(
         pairs=len(labels),
         prompts=len(numbers),
@@ -250,13 +246,13 @@ def resampled(clusters: Tensor, num_resamples: int, seed: int) -> Iterator[Tenso
     size = max(1, CHUNK // max(count, len(clusters)))
     for start in range(0, num_resamples, size):
         number = min(size, num_resamples - start)
-        drawn = torch.randint(count, (number, count), generator=generator)
+        resamples = torch.randint(count, (number, count), generator=generator)
         times = torch.zeros(number, count, dtype=torch.float64)
-        times.scatter_add_(1, drawn, torch.ones_like(times))
+        times.scatter_add_(1, resamples, torch.ones_like(times))
         yield times[:, clusters]
 
 
-def _estimate(value: float, drawn: Sequence[Tensor], mean: float, num_prompts: int) -> Estimate:
+def _estimate(value: float, resamples: Sequence[Tensor], mean: float, num_prompts: int) -> Estimate:
     """Return a metric with the percentiles of its resamples."""
     if num_prompts < 2 or math.isnan(value):
         return Estimate(value, NAN, NAN)
@@ -265,7 +261,7 @@ def _estimate(value: float, drawn: Sequence[Tensor], mean: float, num_prompts: i
         # All resamples agree, but another sample might not: Clopper and Pearson's bound for no failure in n.
         bound = tail ** (1 / num_prompts)
         return Estimate(value, bound, 1.0) if mean else Estimate(value, 0.0, 1 - bound)
-    low, high = torch.cat(list(drawn)).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    low, high = torch.cat(list(resamples)).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return Estimate(value, low, high)
 
 

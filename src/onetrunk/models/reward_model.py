@@ -29,7 +29,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from onetrunk.data.chat_template import apply_chat_template
 from onetrunk.data.prompts import without_second_bos
 from onetrunk.models.adapters import ValueHead, check_adapter_config, require_lora
 from onetrunk.models.base_model import repair_padding
@@ -410,10 +409,10 @@ def _render(
         joined = {**opened, "content": opened["content"] + messages[len(prompt)]["content"]}
         messages[len(prompt) - 1 : len(prompt) + 1] = [joined]
     if is_stopped:
-        return apply_chat_template(tokenizer, messages, tokenize=False)
+        return tokenizer.apply_chat_template(messages, tokenize=False)
     # transformers' continue_final_message raises where a template rewrites the message (moves the reasoning, say).
     messages[-1] = {**messages[-1], "content": messages[-1]["content"] + CUT_MARK}
-    text, mark, _ = apply_chat_template(tokenizer, messages, tokenize=False).rpartition(CUT_MARK)
+    text, mark, _ = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(CUT_MARK)
     if not mark:
         raise ValueError(
             f"the chat template of reward model {name!r} leaves out the end of the last message, so a completion that"

@@ -124,23 +124,14 @@ class StageModel:
         self.last_only = last_only or {}
         self.is_first = layers.start == 0
         self.is_last = layers.stop == len(decoder_layers(model))
-        # [b, H] states that the last token of each row leaves at the last layer, after the final norm.
-        self.last_hidden: Tensor | None = None
         self._run: StageRun | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Let forwards of the model inside the block run the layers of this stage only."""
-        layers = decoder_layers(self.model)
-        with contextlib.ExitStack() as stack:
-            self._run = stack.enter_context(only_between(layers, self.layers.start, self.layers.stop))
-            if self.is_last:
-                stack.enter_context(backbone(self.model).register_forward_hook(self._keep_last))
+        with only_between(decoder_layers(self.model), self.layers.start, self.layers.stop) as self._run:
             yield
-        self._run = self.last_hidden = None
-
-    def _keep_last(self, _body: nn.Module, _args: Any, output: Any) -> None:
-        self.last_hidden = output.last_hidden_state[:, -1]
+        self._run = None
 
     def new_cache(self) -> StageCache:
         """Return an empty cache for the layers of this stage."""

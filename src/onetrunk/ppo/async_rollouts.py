@@ -39,7 +39,7 @@ class AsyncSource:
 
     Args:
         stream: the rollouts are for it; its backend is a VersionedBackend.
-        rows: of a rollout, on this process.
+        rows: how many rows of a rollout this process samples.
     """
 
     def __init__(self, stream: SamplingStream, rows: int):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from transformers import TrainingArguments
 
 from onetrunk.parallel.groups import num_data_processes
-from onetrunk.ppo.foreign_names import explain_unknown_keys, in_our_names
+from onetrunk.ppo.foreign_names import explain_unknown_keys
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.utils.options import documented
 from onetrunk.utils.redaction import SecretFreeArguments
@@ -35,9 +33,7 @@ class PPOConfig(PPOSettings, SecretFreeArguments, TrainingArguments):
     trust_remote_code = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
-        # A dataclass that inherits has an __init__ of its own, which knows our names only.
-        keys = in_our_names(kwargs) if cls.__init__ is PPOConfig.__init__ else kwargs
-        explanation = explain_unknown_keys(cls, keys)
+        explanation = explain_unknown_keys(cls, kwargs)
         if explanation:
             raise ValueError(f"PPOConfig: {explanation}")
         return super().__new__(cls)
@@ -53,17 +49,6 @@ class PPOConfig(PPOSettings, SecretFreeArguments, TrainingArguments):
 def bf16_by_default(args: TrainingArguments) -> bool:
     """Return whether bf16 is on by default: without fp16, on an accelerator that supports it."""
     return not args.fp16 and not args.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-
-
-def _accepting_trl_names(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def __init__(self: PPOConfig, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **in_our_names(kwargs))
-
-    return __init__
-
-
-PPOConfig.__init__ = _accepting_trl_names(PPOConfig.__init__)
 
 
 @dataclass(frozen=True)

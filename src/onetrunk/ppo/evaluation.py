@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +22,7 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.groups import DataParallel, pack_outputs
 from onetrunk.parallel.sharding import equal_counts, reshard
+from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.metrics import rollout_metrics
 from onetrunk.ppo.rollout import (
     Sampled,
@@ -39,24 +40,15 @@ from onetrunk.utils.redaction import redact, table_console
 LONGEST_CELL = 400
 
 
-class EvaluationSettings(Protocol):
-    """The settings that an evaluation reads, under the names of PPOConfig."""
-
-    seed: int
-    per_device_eval_batch_size: int
-    microbatch_tokens: int | None
-
-
 def evaluate_prompts(
     model: TrunkModel,
     sampler: Sampler,
     dataset: Dataset,
     accelerator: Accelerator,
-    args: EvaluationSettings,
-    *,
+    args: PPOConfig,
     role: str = "policy",
     version: int = 0,
-    extras: dict[str, Any] | None = None,
+    **extras: Any,
 ) -> tuple[dict[str, float], ScoredRollout]:
     """Return the metrics of one completion per prompt, and this process's scored rollout.
 
@@ -65,10 +57,10 @@ def evaluate_prompts(
         sampler: backend, reward functions, tokenizer, sampling parameters.
         dataset: rows with `prompt` and `prompt_ids`, dealt to the processes in turn.
         accelerator: processes, device and autocast.
-        args: of the run or of the evaluation.
+        args: the settings of the run or of the evaluation.
         role: "policy", or "reference" for the metrics before training (its KL to itself is not reported).
         version: optimizer steps that the policy has seen.
-        extras: keywords for the reward functions.
+        **extras: keywords for the reward functions.
     """
     ranks = DataParallel(accelerator)
     process, num_processes = ranks.process_index, ranks.num_processes
@@ -99,7 +91,7 @@ def evaluate_prompts(
     reshard(model)
     model.train(was_training)
     seed_generators(args.seed, ROLLOUT_STREAM, EVALUATION_STREAM, process)
-    scored = sampler.score(Sampled(batch, rollout), lambda: packs, **(extras or {}))
+    scored = sampler.score(Sampled(batch, rollout), lambda: packs, **extras)
     metrics = rollout_metrics(scored, packs, accelerator, counted)
     del metrics["num_tokens"]
     return metrics, scored
@@ -165,11 +157,12 @@ def sample_table(scored: ScoredRollout, title: str, num_rows: int = 4) -> Table:
     for column in ("prompt", "completion", "score"):
         table.add_column(column, overflow="fold")
     for i in range(min(num_rows, len(scored.completions))):
-        cells = (_cell(scored.batch.prompts[i]), _cell(scored.completions[i]), f"{scored.scores.total[i].item():.3f}")
-        table.add_row(*cells)
+        texts = (short_text(text, LONGEST_CELL) for text in (scored.batch.prompts[i], scored.completions[i]))
+        table.add_row(*texts, f"{scored.scores.total[i].item():.3f}")
     return table
 
 
-def _cell(text: Any) -> str:
+def short_text(text: Any, longest: int) -> str:
+    """Return a text or a conversation as at most `longest` characters."""
     plain = text if isinstance(text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in text)
-    return plain if len(plain) <= LONGEST_CELL else plain[:LONGEST_CELL] + " ..."
+    return plain if len(plain) <= longest else plain[:longest] + " ..."

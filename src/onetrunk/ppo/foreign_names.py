@@ -7,26 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 # Old names that are read as the new ones, in every stage: their names since transformers 5.23.
 RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
-# Keys of TRL that PPOConfig accepts in Python, because they mean what ours mean.
-SAME_MEANING = {
-    "num_iterations": "num_ppo_epochs",
-    "steps_per_generation": "num_minibatches",
-    "delta": "dual_clip",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-    "kl_coef": "beta",
-    "cliprange": "epsilon",
-    "cliprange_value": "value_clip",
-    "vf_coef": "value_coef",
-    "response_length": "max_completion_length",
-    "num_mini_batches": "num_minibatches",
 }
 # Keys of other trainers, and what to write here.
 _RENAMES = {
@@ -43,13 +30,18 @@ _RENAMES = {
         "value_learning_rate": "critic_learning_rate",
         "per_device_train_batch_size": "micro_train_batch_size micro_batch_size",
         "num_generations": "n_samples_per_prompt",
-        "num_ppo_epochs": "ppo_epochs",
-        "max_completion_length": "max_new_tokens generate_max_len",
+        "num_ppo_epochs": "ppo_epochs num_iterations",
+        "num_minibatches": "steps_per_generation num_mini_batches",
+        "max_completion_length": "max_new_tokens generate_max_len response_length",
         "max_prompt_length": "prompt_max_len",
         "max_length": "max_seq_length cutoff_len sequence_len",
         "temperature": "temp",
-        "beta": "init_kl_coef",
-        "epsilon": "clip_range eps_clip",
+        "beta": "init_kl_coef kl_coef",
+        "epsilon": "clip_range eps_clip cliprange",
+        "dual_clip": "delta",
+        "value_clip": "cliprange_value",
+        "value_coef": "vf_coef",
+        "vllm_importance_sampling_clip_max": "vllm_importance_sampling_cap",
         "entropy_coef": "ent_coef",
         "lam": "gae_lambda lambd",
         "eval_strategy": "evaluation_strategy",
@@ -75,31 +67,6 @@ _REASONS = {
     "num_processes": "the launch decides: accelerate launch --num_processes N scripts/STAGE.py ...",
     "trust_remote_code": "pass model_init_kwargs: {trust_remote_code: true, revision: <commit>}",
 }
-# Keywords of the trainer classes of TRL, and of older versions of transformers.
-_ARGUMENTS = {
-    "config": "here args, a PPOConfig",
-    "tokenizer": "here processing_class",
-    "policy": "here model",
-    "ref_model": _REASONS["ref_model"],
-    "reward_model": "pass it in reward_funcs (a model, its name or folder)",
-    "reward_fn": "here reward_funcs",
-    "value_model": "the value is a head on the same trunk: value_head and value_head_init of PPOConfig",
-    "dataset": "here train_dataset",
-    "rollout_func": "here rollout_backend, an object with generate and sync",
-}
-
-
-def in_our_names(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of PPOConfig with those of SAME_MEANING under our names.
-
-    Raises:
-        ValueError: a setting is given under both names.
-    """
-    for key in keys.keys() & SAME_MEANING.keys():
-        if SAME_MEANING[key] in keys:
-            name = SAME_MEANING[key]
-            raise ValueError(f"PPOConfig: {key} and {name} are the same setting, and both are given; keep {name}")
-    return {SAME_MEANING.get(key, key): value for key, value in keys.items()}
 
 
 def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> str:
@@ -110,7 +77,7 @@ def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> s
         known: the options of the stage.
         owners: other verbs that have an option of that name.
     """
-    name = SAME_MEANING.get(key) or _RENAMES.get(key)
+    name = _RENAMES.get(key)
     if name in known:
         return f"{key}: here {name}"
     if owners:
@@ -130,22 +97,3 @@ def explain_unknown_keys(config_class: type, keys: dict[str, Any]) -> str | None
     known = [name for name in fields if name != "trust_remote_code"]
     unknown = [key for key in keys if key not in known and not (key in fields and keys[key] == fields[key])]
     return "; ".join(explain_key(key, known) for key in unknown) or None
-
-
-def explain_arguments(known: list[str], fields: list[str], names: Iterable[str]) -> str | None:
-    """Return an explanation of the keywords `names` that a trainer class does not have, None if it has all.
-
-    Args:
-        known: keywords of the trainer.
-        fields: those of its settings class.
-        names: the keywords of a call.
-    """
-    reasons = []
-    for name in names:
-        if name in _ARGUMENTS and name not in known:
-            reasons.append(f"{name}: {_ARGUMENTS[name]}")
-        elif name in fields and name not in known:
-            reasons.append(f"{name}: a setting, so pass args=PPOConfig({name}=...)")
-        elif name not in known:
-            reasons.append(explain_key(name, known))
-    return "; ".join(reasons) or None

@@ -23,7 +23,7 @@ class Forward:
     Args:
         model: returns the TrunkModel, wrapped or not.
         accelerator: unwraps it.
-        temperature: of logprobs.
+        temperature: divides the logits of which logprobs are taken.
         cache: keeps the trunk states.
         beat, stop: called before each pack; `stop` may raise to give up.
     """
@@ -81,7 +81,7 @@ class Forward:
 
         Args:
             packs: all or none with captured states; without them the frozen lower layers make the states.
-            roles: as TrunkModel takes them.
+            roles: the names of the roles that TrunkModel runs.
 
         Raises:
             FloatingPointError: a logprob or a value is not finite.
@@ -96,8 +96,8 @@ class Forward:
         scored = []
         for item, output in zip(packs, outputs, strict=True):
             if self.cache is not None:
-                kept = item.states if self._were_captured else self._in_trunk_dtype(output.states)
-                output = output._replace(states=self.cache.keep(kept))
+                trunk_states = item.states if self._were_captured else self._in_trunk_dtype(output.states)
+                output = output._replace(states=self.cache.keep(trunk_states))
             scored.append(replace(item, states=None, output=output))
         reshard(model)
         # A score that is not finite leaves out its row only.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,8 +37,8 @@ def sampled_bytes(
     """Return the bytes that sampling adds to a process: cache, logits, and the gathered share of a sharded base.
 
     Args:
-        args: of the run. Of a pipeline it is the stage that needs most.
-        shape: of the decoder.
+        args: the settings of the run; in a pipeline the result is for the stage that needs most.
+        shape: the sizes of the decoder.
         rows: that decode at once, per process; a pipeline that trains counts as one process.
         width: padded tokens of a row at its end.
         itemsize: bytes of a number in the cache.
@@ -64,28 +63,6 @@ def sampled_bytes(
 def stage_sizes(args: PPOConfig, shape: ModelShape) -> Sequence[int]:
     """Return the layers of each stage of a pipeline."""
     return args.pipeline_split or decode_split(shape, args.pipeline_stages or args.world_size)
-
-
-@dataclass(frozen=True)
-class MemoryForecast:
-    """Bytes that a process needs.
-
-    Args:
-        pack: measured peak after a forward and backward of the largest pack; the rest is arithmetic.
-        optimizer: its state, two float32 numbers per trained weight (less in 8 bit).
-        states: trunk states of a rollout, if they stay on this device.
-        sampling: base model, key-value cache and logits at the longest rows.
-    """
-
-    pack: int
-    optimizer: int
-    states: int
-    sampling: int
-
-    @property
-    def peak(self) -> int:
-        """Upper estimate; sampling frees its cache before packs run, so the larger of the two counts."""
-        return self.pack + self.optimizer + self.states + max(0, self.sampling - self.pack)
 
 
 def largest_pack(args: PPOConfig, longest_prompt: int) -> Pack:
@@ -140,7 +117,7 @@ class MemoryCheck(TrainerCallback):
     def __init__(self, longest_prompt: int, states_stay: bool):
         self.longest_prompt = longest_prompt
         self.states_stay = states_stay
-        self.forecast: MemoryForecast | None = None
+        self.peak_bytes: int | None = None
 
     def on_train_begin(
         self, args: PPOConfig, state: TrainerState, control: TrainerControl, model: TrunkModel, **kwargs: Any
@@ -148,29 +125,30 @@ class MemoryCheck(TrainerCallback):
         if not args.check_memory:
             return
         run_largest_pack(model, to_device(largest_pack(args, self.longest_prompt), args.device), args)
-        self.forecast = self._forecast(model, args)
+        self.peak_bytes = self._forecast(model, args)
         on_cuda = args.device.type == "cuda"
         total = torch.cuda.get_device_properties(args.device).total_memory if on_cuda else host_memory_bytes()
-        line = f"memory: about {self.forecast.peak / GIB:.1f} of {total / GIB:.1f} GiB at the peak of this process"
-        if self.forecast.peak > total:
+        line = f"memory: about {self.peak_bytes / GIB:.1f} of {total / GIB:.1f} GiB at the peak of this process"
+        if self.peak_bytes > total:
             logger.warning(
                 f"{line}, which is too much; lower per_device_train_batch_size, microbatch_tokens or max_rollout_rows"
             )
         elif state.is_world_process_zero and not args.disable_tqdm:
             tqdm.write(line, file=sys.stderr)
 
-    def _forecast(self, model: TrunkModel, args: PPOConfig) -> MemoryForecast:
+    def _forecast(self, model: TrunkModel, args: PPOConfig) -> int:
+        """Return an upper estimate of the bytes at the peak, after the largest pack has run.
+
+        Its peak is measured. Optimizer state (two float32 numbers per trained weight, less in 8 bit), trunk states and
+        sampling are added by arithmetic. Sampling frees its cache before packs run, so the larger of the two counts.
+        """
         base = model.get_base_model()
         shape = ModelShape.from_config(base.config.get_text_config())
         rows = plan_batches(args, args.world_size).rows_per_rank
         width = self.longest_prompt + args.max_completion_length
-        decoding = min(rows, args.max_rollout_rows or rows)
+        decoding, itemsize = min(rows, args.max_rollout_rows or rows), base.dtype.itemsize
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        has_states = bool(model.cut) and self.states_stay
-        sampled = sampled_bytes(args, shape, decoding, width, base.dtype.itemsize, gathered_itemsize(model))
-        return MemoryForecast(
-            pack=int(peak_gib() * GIB),
-            optimizer=trained * (2 if "8bit" in str(args.optim) else 8),
-            states=trunk_states_bytes(shape, rows * width, base.dtype.itemsize) if has_states else 0,
-            sampling=local_bytes(base) + sampled,
-        )
+        optimizer = trained * (2 if "8bit" in str(args.optim) else 8)
+        states = trunk_states_bytes(shape, rows * width, itemsize) if model.cut and self.states_stay else 0
+        sampling = sampled_bytes(args, shape, decoding, width, itemsize, gathered_itemsize(model))
+        return optimizer + states + max(int(peak_gib() * GIB), local_bytes(base) + sampling)

@@ -92,10 +92,10 @@ def write_card(
 
     Args:
         trainer: trained or not.
-        folder: of the saved policy.
+        folder: where the policy is saved.
         model_name: the heading; None: the Hub name, or the name of output_dir.
         base: Hub name of the base model; None: the name it was loaded from.
-        tags: besides those of every card.
+        tags: further tags; every card has lora, onetrunk and ppo.
         **data: metadata of the card (language, license, datasets).
     """
     if not trainer.is_world_process_zero():
@@ -170,8 +170,7 @@ def _tables(trainer: Trainer, model: TrunkModel) -> dict[str, dict[str, Any]]:
     for entry in trainer.state.log_history:
         last |= {name: value for name, value in entry.items() if name.endswith(METRICS)}
     measured = {name: f"{value:.4g}" for name, value in sorted(last.items())}
-    judges = dict(trainer.card_facts)
-    return {"Adapter": adapter, "Training": training, "Last measured": measured, "Judges": judges}
+    return {"Adapter": adapter, "Training": training, "Last measured": measured}
 
 
 def _plain(value: Any) -> str:

@@ -42,7 +42,7 @@ class PromptOrder:
 
     Args:
         num_prompts: rows of the dataset, at least 1.
-        rollout_batch_size, num_generations, num_minibatches: as in PPOConfig.
+        rollout_batch_size, num_generations, num_minibatches: the settings with these names in PPOConfig.
         order_seed: seed of the permutations of the prompts.
         seed: seed of the completions and minibatches.
         shuffle: False keeps the order of the dataset in every pass.
@@ -211,7 +211,7 @@ def rollout_packs(
     Args:
         rollout: n rows.
         minibatches: the rows of each minibatch; a pack holds rows of one minibatch only.
-        limits: of a pack.
+        limits: the most rows and tokens that a pack may have.
         pad_id: fills the padding.
         device: where the packs go.
         agree: maps the number of packs of each minibatch to the number that it must have (`equal_counts`).

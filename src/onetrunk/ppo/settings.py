@@ -648,7 +648,7 @@ def _is_set_by_trainer(config: PPOSettings, name: str) -> bool:
 
 
 def _changed(config: Any, names: Sequence[str]) -> list[str]:
-    """Return those of the settings `names` that are not at their defaults."""
+    """Return the names of the settings that are not at their defaults."""
     return [name for name in names if getattr(config, name) != PPOSettings.__dataclass_fields__[name].default]
 
 

@@ -52,7 +52,6 @@ from onetrunk.parallel.sharding import (
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
-from onetrunk.ppo.settings import REFUSED_OPTIMIZERS
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, ensemble_reward, names_an_ensemble, trunk_reward
 from onetrunk.rewards.reward import BuiltInReward, RewardFunction, names_a_model
@@ -104,7 +103,7 @@ def prepare_run(
     rollout_backend: RolloutBackend | None,
     hooks: dict[str, Callable[..., None]],
 ) -> Run:
-    """Return the parts of a run. The arguments are those of PPOTrainer; `hooks` are those of LocalBackend."""
+    """Return the parts of a run. PPOTrainer has the same arguments, and LocalBackend the same `hooks`."""
     check_launch(args)
     if train_dataset is None:
         raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
@@ -207,7 +206,7 @@ def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[
 def policy_tokenizer(
     model: str | PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """Return the policy's tokenizer with its padding repaired; an adapter without one has that of its base."""
+    """Return the policy's tokenizer with its padding repaired; an adapter without one takes its base's."""
     if tokenizer is not None:
         return repair_padding(tokenizer)
     if not isinstance(model, str):
@@ -278,7 +277,7 @@ def resolve_rewards(
     Args:
         inputs: the reward functions: functions, dotted paths, sequence-classification models (names or loaded),
             reward adapters, servers; and the tokenizers of models.
-        device: of reward models.
+        device: where reward models are loaded.
         base, base_tokenizer: name of the policy's base model and its tokenizer, which a reward adapter must share.
     """
     rewards, tokenizers = inputs.reward_funcs, inputs.reward_tokenizers
@@ -483,15 +482,6 @@ def reject_tensor_parallelism(setting: str, why: str) -> None:
     layout = launch_layout()
     if layout is not None and layout.tensor > 1:
         raise ValueError(f"{setting} is not supported with tensor parallelism, {why}")
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raise ValueError for a schedule-free optimizer, which does not evaluate and save the weights that it trains."""
-    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
-        raise ValueError(
-            f"the optimizer {type(optimizer).__name__} has modes, train() and eval():"
-            f" {REFUSED_OPTIMIZERS['schedule_free']}; use one without, such as torch.optim.AdamW"
-        )
 
 
 def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any], peft_config: PeftConfig | None = None) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -21,6 +18,7 @@ from onetrunk.checkpoints.resume_settings import (
     is_free,
     keep_optimizer_settings,
     require_same,
+    rows_digest,
 )
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY
@@ -39,20 +37,17 @@ from onetrunk.utils.import_path import USER_MODULE
 STATE_FILE = "experience_stream.json"
 # A process's share of the rollout in use.
 BUFFER_FILE = "experience_buffer_{rank}.safetensors"
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 # Which settings may differ between a checkpoint and the run that resumes from it. Every setting that is not listed
 # here, nor free in checkpoints/resume_settings.py, steers the run: a change needs allow_config_change.
 SETTINGS = {
-    # Never: the position in the run depends on them.
+    # Never: the position in the run depends on them, or the kind of controller and the optimizer's groups.
     "place": "rollout_batch_size num_generations num_ppo_epochs num_minibatches shuffle_dataset"
-    " seed data_seed".split(),
+    " seed data_seed kl_target value_learning_rate".split(),
     # Only between two rollouts: the rollout in use was sampled and scored under them.
     "rollout": ["temperature", "kl_in_loss", "beta"],
-    # Only from one number to another: None or a number decides the kind of controller and the optimizer's groups.
-    "optional": ["kl_target", "value_learning_rate"],
     # Without effect: the optimizer's state, which the checkpoint holds, keeps them.
-    "optimizer": "learning_rate value_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split(),
+    "optimizer": "learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split(),
     # Never: they scale the policy's adapter, so its weights would mean another policy. They come from its config.
     "adapter": ["lora_alpha", "use_rslora"],
 }
@@ -229,20 +224,20 @@ def run_settings(
     config: PPOConfig, dataset: Dataset | ShardedRows, ranks: DataParallel, model: TrunkModel, rewards: RewardSet
 ) -> dict[str, Any]:
     """Return the settings that `check_settings` compares, as JSON values; `dataset` holds the training prompts."""
-    groups = ("place", "rollout", "optional", "optimizer")
-    names = dict.fromkeys(name for group in groups for name in SETTINGS[group])
-    settings = {name: getattr(config, name) for name in names}
-    settings |= {**ranks.layout, "prompts": prompts_digest(dataset)}
+    names = [*SETTINGS["place"], *SETTINGS["rollout"], *SETTINGS["optimizer"]]
+    settings = {name: getattr(config, name) for name in names} | ranks.layout
+    is_streamed = isinstance(dataset, ShardedRows)
+    settings["prompts"] = rows_digest(dataset if is_streamed else dataset.select_columns(["prompt_ids"]))
     base, adapter = model.get_base_model(), model.peft_config[POLICY]
     settings |= {"base": base_fingerprint(base), "base_name": base.config.name_or_path}
     settings |= {name: getattr(adapter, name) for name in SETTINGS["adapter"]}
     steering: dict[str, Any] = {"reward_funcs": [reward_path(function) for function in rewards.functions]}
     steering |= {f"reward_funcs.{name}": content for name, content in rewards.contents.items()}
-    if isinstance(dataset, ShardedRows):
+    if is_streamed:
         steering["row_contents"] = dataset.contents
     else:
         columns = rewards.columns_read(dataset.column_names)
-        steering |= {f"reward_columns.{name}": column_digest(dataset, name) for name in columns}
+        steering |= {f"reward_columns.{name}": rows_digest(dataset.select_columns([name])) for name in columns}
     for name, value in config.to_dict().items():
         if name not in settings and name not in FREE_IN_PPO and not is_free(name):
             steering[name] = value
@@ -263,62 +258,29 @@ def reward_path(function: Callable[..., Any]) -> str:
     return f"{module}.{function.__qualname__}".lstrip(".")
 
 
-def prompts_digest(dataset: Dataset | ShardedRows) -> str:
-    """Return the number of prompts and a digest of their tokens; of sharded rows, of their files and blocks."""
-    if isinstance(dataset, ShardedRows):
-        return dataset.digest
-    prompts = (np.asarray([len(ids), *ids], dtype=np.int64).tobytes() for ids in dataset["prompt_ids"])
-    return _rows_digest(len(dataset), prompts)
-
-
-def column_digest(dataset: Dataset, name: str) -> str:
-    """Return the number of rows of a column and a digest of its content."""
-    batches = dataset.select_columns([name]).with_format(None).iter(batch_size=1000)
-    # Objects such as dates count as text; in a text without content the object's address must not count.
-    texts = (json.dumps(b[name], sort_keys=True, default=lambda value: ADDRESS.sub("", str(value))) for b in batches)
-    return _rows_digest(len(dataset), (text.encode() for text in texts))
-
-
-def _rows_digest(num_rows: int, parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return f"{num_rows} rows, sha256 {digest.hexdigest()[:16]}"
-
-
 def check_settings(
     path: Path, written: dict[str, Any], current: dict[str, Any], in_rollout: bool, is_allowed: bool = False
 ) -> None:
-    """Check the `run_settings` of a resumed run against those of its checkpoint, by the table `SETTINGS`.
+    """Check the `run_settings` of a resumed run against its checkpoint, by the table `SETTINGS`.
 
     Args:
         path: the file that `written` comes from.
-        written: those of the checkpoint.
-        current: those of the run.
+        written: the settings of the run that wrote the checkpoint.
+        current: the settings of the resumed run.
         in_rollout: True if the checkpoint was saved in the middle of a rollout.
         is_allowed: `allow_config_change`.
 
     Raises:
         ValueError: names every setting that must stay as it was.
     """
-    free = {"base_name", "steering", "num_processes", "training_stages", *SETTINGS["optimizer"]} - set(
-        SETTINGS["optional"]
-    )
-    if not in_rollout:
-        free |= set(SETTINGS["rollout"])
-    if current["kl_target"] is not None:
+    changeable = {"base_name", "steering", "num_processes", "training_stages", *SETTINGS["optimizer"]}
+    between = [] if in_rollout else list(SETTINGS["rollout"])
+    if current["kl_target"] is not None and not in_rollout:
         # An adaptive beta continues from the checkpoint: another initial value would have no effect.
-        free.discard("beta")
-    bound = []
-    for name, now in current.items():
-        before = written.get(name)
-        # Of an optional setting only its kind counts, None or a number.
-        differs = (before is None) != (now is None) if name in SETTINGS["optional"] else before != now
-        if name not in free and differs:
-            bound.append(name)
-    require_same(path, written, current, bound)
+        between.remove("beta")
+    require_same(path, written, current, [name for name in current if name not in {*changeable, *between}])
     keep_optimizer_settings(path, written, current, SETTINGS["optimizer"], is_allowed)
     steered, steers = dict(written["steering"]), dict(current["steering"])
-    for name in ("kl_target", *(() if in_rollout else SETTINGS["rollout"])):
+    for name in between:
         steered[name], steers[name] = written.get(name), current[name]
     allow_steering(path, steered, steers, is_allowed)

@@ -8,12 +8,10 @@ The math is in onetrunk.ops. Whatever touches private members of Trainer belongs
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +33,12 @@ from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
-from onetrunk.ppo.foreign_names import explain_arguments
-from onetrunk.ppo.monitoring.alarms import Alarms
-from onetrunk.ppo.monitoring.metrics import MetricLog, merged_log
+from onetrunk.ppo.monitoring.alarms import Alarms, StepEnd, StepGuard
+from onetrunk.ppo.monitoring.metrics import MetricLog, without_steps
 from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.monitoring.progress import RolloutProgress
-from onetrunk.ppo.monitoring.step_guard import StepEnd, StepGuard
 from onetrunk.ppo.rollout import ScoredRollout
-from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, check_optimizer, prepare_dataset, prepare_run
+from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, prepare_dataset, prepare_run
 from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
@@ -93,21 +89,11 @@ class PPOTrainer(ResumableTrainer):
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
     # On the first process of a run that reports to TensorBoard.
     tensorboard: PPOTensorBoard | None = None
-    # What the model card says about the run's judges: name and text.
-    card_facts: tuple[tuple[str, str], ...] = ()
     # Metrics of the model that training starts from; step and metrics of the last evaluation of `eval_dataset`.
     _evaluation_before: dict[str, float] | None = None
     _last_evaluation: dict[str, Any] | None = None
 
     # --- construction -----------------------------------------------------------------------------------------------
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> PPOTrainer:
-        parameters = inspect.signature(cls.__init__).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            explanation = explain_arguments(list(parameters), [f.name for f in fields(PPOConfig)], kwargs)
-            if explanation:
-                raise TypeError(f"{cls.__name__}: {explanation}")
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -126,17 +112,16 @@ class PPOTrainer(ResumableTrainer):
         rollout_backend: RolloutBackend | None = None,
     ):
         args = PPOConfig(output_dir="ppo-output") if args is None else args
-        check_optimizer(optimizers[0])
         inputs = ModelInputs(
             model, reward_funcs, processing_class, reward_processing_classes, quantization_config, peft_config
         )
-        hooks = {"progress": lambda *done: self._show_sampling(*done), "poll": lambda: self._poll_sampling()}
+        hooks = {"progress": self._show_sampling, "poll": self._poll_sampling}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
         self.progress = RolloutProgress(run.trunk_plan.report)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
-            lambda: self.metric_log.totals.finish(self.accelerator),
+            self._metrics_of_rollout,
             lambda metrics: self.metric_log.add_rollout(metrics),
             self.may_save,
         )
@@ -146,7 +131,7 @@ class PPOTrainer(ResumableTrainer):
         self._step_start = 0.0
         # Completions of `eval_dataset` "before" training and "after", at the last evaluation.
         self.held_out_samples: dict[str, ScoredRollout] = {}
-        # Whether the weights are those of the best checkpoint, loaded at the end of training.
+        # Whether the best checkpoint was loaded at the end of training.
         self._has_best_weights = False
         super().__init__(
             model=run.parts.model,
@@ -161,7 +146,7 @@ class PPOTrainer(ResumableTrainer):
         )
         self.loss_is_scaled_for_ga = True
         self.data_parallel = DataParallel(self.accelerator)
-        self.metric_log = MetricLog(self.accelerator)
+        self.metric_log = MetricLog(self.accelerator, of_rollout=MetricLog(self.accelerator))
         self.watch = Watch(args, self.accelerator, self.heartbeat)
         self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
@@ -311,6 +296,12 @@ class PPOTrainer(ResumableTrainer):
         """Pass the norm of the step's gradient to the guard."""
         self.guard.on_grad_norm(float(norm))
 
+    def _metrics_of_rollout(self) -> dict[str, float]:
+        """Return the metrics of the rollout that has just ended, and forget them; the alarms watch them."""
+        metrics = self.metric_log.of_rollout.flush()
+        skipped_fraction = metrics.get("policy/skipped_steps", 0.0) / self.args.slots_per_rollout
+        return {**metrics, "policy/skipped_fraction": skipped_fraction}
+
     def _end_step(self, state: TrainerState) -> None:
         # Trainer counts passes from where this process began, the stream from where the run did.
         state.epoch = self._stream.passes
@@ -375,14 +366,15 @@ class PPOTrainer(ResumableTrainer):
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the metrics since the last log, the state of the alarms, and the last evaluation."""
-        alarms = self.alarms.state_dict()
-        return {**self.metric_log.state_dict(), "alarms": alarms, "last_evaluation": self._last_evaluation}
+        return {
+            "metrics": self.metric_log.state_dict(),
+            "alarms": self.alarms.state_dict(),
+            "last_evaluation": self._last_evaluation,
+        }
 
     def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Merge the metrics of the processes that wrote a checkpoint; the rest is equal on all of them."""
-        # The processes of a group that divided the base measured the same rows.
-        states = states[:: processes_per_row(written_settings(self._resume_from))]
-        return {**states[0], **merged_log(states, self.data_parallel.process_index)}
+        """Return what other processes than those that wrote a checkpoint resume with."""
+        return {**states[0], "metrics": without_steps(states[0]["metrics"])}
 
     def has_other_groups(self, folder: str) -> bool:
         """Return whether other numbers of processes worked on the same rows in the run that wrote a checkpoint."""
@@ -390,7 +382,7 @@ class PPOTrainer(ResumableTrainer):
 
     def load_extra_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_loop_state` returned."""
-        self.metric_log.load_state_dict(state)
+        self.metric_log.load_state_dict(state["metrics"])
         self.alarms.load_state_dict(state["alarms"], self.args)
         self._last_evaluation = state["last_evaluation"]
 
@@ -427,24 +419,23 @@ class PPOTrainer(ResumableTrainer):
 
     def create_model_card(
         self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
         model_name: str | None = None,
         finetuned_from: str | None = None,
+        tags: str | list[str] | None = None,
         dataset: str | list[str] | None = None,
+        **data: Any,
     ) -> None:
         """Write the model card into output_dir; `push_to_hub` calls this with its extra keywords.
 
         Args:
-            language, license, tags: of the texts, of the adapter, and besides those of every card.
             model_name: the heading; None: the Hub name, or the name of output_dir.
             finetuned_from: Hub name of the base model, if it was loaded from a folder.
+            tags: further tags; every card has lora, onetrunk and ppo.
             dataset: Hub name of the prompts.
+            **data: further metadata (language, license).
         """
         tags = [tags] if isinstance(tags, str) else tags or []
-        data = {"language": language, "license": license, "datasets": dataset}
-        self._write_card(self.args.output_dir, model_name, finetuned_from, tags, **data)
+        self._write_card(self.args.output_dir, model_name, finetuned_from, tags, datasets=dataset, **data)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
@@ -519,12 +510,8 @@ class PPOTrainer(ResumableTrainer):
                 role=role,
                 # A version number names one set of weights.
                 version=self.state.best_global_step if self._has_best_weights else self.state.global_step,
-                extras={"trainer_state": self.state},
+                trainer_state=self.state,
             )
-
-    def predict(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ValueError: a policy has no labels to predict."""
-        raise ValueError("PPOTrainer predicts no labels; evaluate(eval_dataset) samples and scores held-out prompts")
 
     # --- logging ----------------------------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ def draw(plot: Plot, runs: Sequence[Run]) -> mpl.Figure:
 def figures_block(title: str, target: Path, drawings: Iterable[Drawing], pictures: Sequence[Path] = ()) -> Block:
     """Return drawings, each of which is also written as a PNG file, and pictures that a stage has drawn.
 
-    Without matplotlib there is one sentence instead.
+    Without matplotlib the block says so instead.
     """
     figures = []
     try:

@@ -39,7 +39,7 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     Args:
         folders: output folders of stages or pipelines.
         target: folder to write to; None: `_report` in the run's folder, of several runs in the folder around them.
-        price: of a GPU per hour; None: no cost.
+        price: price of a GPU-hour; None: the page says no cost.
 
     Raises:
         ValueError: a folder holds no run, or two runs have the same name.
@@ -72,7 +72,7 @@ def write_report_of(folder: str | Path) -> Path | None:
 
 
 def run_blocks(run: Run, target: Path, price: float | None) -> list[Block]:
-    """Return what there is to say about one run."""
+    """Return the page of one run."""
     return [
         facts_of([run], price),
         *alarm_blocks(run),

@@ -171,9 +171,9 @@ def _verb(folder: Path, results: dict[str, Any], pipeline: dict[str, Any]) -> st
     if pipeline:
         return "run"
     kinds = {"eval": "samples-policy.jsonl", "prefs": STATISTICS}
-    found = next((verb for verb, name in kinds.items() if (folder / name).is_file()), None)
+    verb = next((verb for verb, name in kinds.items() if (folder / name).is_file()), None)
     keys = {"judge": "judges", "distill": "fidelity", "reward": "held_out", "ppo": "policy"}
-    return found or next((verb for verb, key in keys.items() if key in results), "training")
+    return verb or next((verb for verb, key in keys.items() if key in results), "training")
 
 
 def _status(

@@ -9,7 +9,6 @@ or pairs of an optimizer step, on all processes together. reward_models/teacher.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +22,8 @@ from onetrunk.data.rows import require_rows
 from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.reward_model import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
-from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.training import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
 from onetrunk.utils.options import option
-
-logger = logging.getLogger(__name__)
 
 LABELS = ("chosen_score", "rejected_score", "probability")
 
@@ -169,14 +165,4 @@ def check_labels(rows: Dataset, regression_weight: float | None, pairwise_weight
             f"{len(idle)} of {len(rows)} rows teach nothing (the first is row {idle[0]}): with regression_weight"
             f" {regression_weight} and pairwise_weight {pairwise_weight} a row needs a score, or a rejected completion"
             " and a probability"
-        )
-
-
-def warn_if_larger(student: Any, num_teacher_parameters: int) -> None:
-    """Warn of a student with more weights than its teacher, which would not be cheaper."""
-    size, _ = whole_size(student)
-    if size > num_teacher_parameters:
-        logger.warning(
-            f"the student has {size:,} weights, more than the teacher's {num_teacher_parameters:,}: it will cost more"
-            " than the teacher; use a smaller one"
         )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 
-from onetrunk.data.preferences import SIDES, stopped_column
+from onetrunk.data.rows import SIDES, stopped_column
 from onetrunk.models.speedups.memory_use import peak_bytes
 from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.teacher import Teacher
@@ -43,7 +43,7 @@ class ScoredPairs:
 
     @property
     def leads(self) -> Tensor:
-        """Scores [n] of `chosen` minus those of `rejected`."""
+        """Scores [n] of `chosen` minus scores of `rejected`."""
         return self.chosen - self.rejected
 
     @property
@@ -110,7 +110,7 @@ def _scored_pairs(sides: Sequence[list[float]], labels: Tensor, reward: ModelRew
 
 
 def _agreement_metrics(name: str, leads: Tensor, labels: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
-    """Return how well leads agree with labels; `name` is that of the accuracy."""
+    """Return how well leads agree with labels; `name` is the accuracy's name."""
     bins = reliability(leads, labels)
     return {
         "pairs": len(leads),
@@ -125,8 +125,8 @@ def _agreement_metrics(name: str, leads: Tensor, labels: Tensor, prompts: Sequen
 def preference_metrics(pairs: ScoredPairs) -> dict[str, Any]:
     """Return accuracy with its interval, accuracy by margin, calibration, and the influence of length.
 
-    `length/score_correlation` is Pearson's, over all completions; `length/lead_correlation` is that of the lead with
-    the difference in tokens, which does not depend on the prompt.
+    `length/score_correlation` is Pearson's, over all completions; `length/lead_correlation` correlates the lead
+    with the difference in tokens, which does not depend on the prompt.
     """
     leads, labels = pairs.leads, pairs.labels
     differences = (pairs.lengths[0] - pairs.lengths[1]).double()
@@ -270,7 +270,7 @@ def accuracy_interval(
         leads, labels: [n], as in `accuracy`.
         groups: n names, equal for pairs of one prompt.
         resamples: number of bootstrap samples.
-        seed: of the draws.
+        seed: decides the draws.
 
     Returns:
         The 2.5th and the 97.5th percentile; NaN without decided pairs.

@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from onetrunk.data.preferences import PAIR, SIDES, STOPPED, check_preferences, stopped_column
+from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, stopped_column
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.models.loading import base_fingerprint
@@ -69,11 +69,6 @@ class Teacher:
     ) -> Teacher:
         """Return the teacher of the reward models (or reward adapters) at these folders or Hub names."""
         return cls([load_reward(n, device=device, batch_size=batch_size) for n in names], cache, **settings)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights of all members."""
-        return sum(p.numel() for member in self.members for p in member.model.parameters())
 
     def member_scores(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
@@ -143,7 +138,7 @@ def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None)
     """Centre the teacher, and return the labelled training rows.
 
     Args:
-        teacher: of the labels.
+        teacher: labels the rows.
         pairs: preference rows.
         singles: rows with `prompt` and `completion`, which become pairs without a rejected side; or None.
     """

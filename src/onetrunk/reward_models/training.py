@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 from accelerate.utils import send_to_device
-from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, Features, List, Value
 from peft import PeftModel
 from torch import Tensor
@@ -29,7 +28,7 @@ from trl import RewardConfig, RewardTrainer
 
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.resumable_trainer import ResumableTRLTrainer
-from onetrunk.data.preferences import SIDES, check_preferences
+from onetrunk.data.rows import SIDES, check_preferences
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.reward_model import READS_END, length_limit
@@ -173,7 +172,7 @@ class PairCollator:
         return {"input_ids": ids, "attention_mask": length_mask(lengths, ids.shape[1]).long()}
 
     def parts(self, batch: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
-        """Return a batch as parts, at most so many, whose losses add up to that of the batch; pairs stay whole."""
+        """Return at most `number` parts of a batch, whose losses add up to the batch's loss; pairs stay whole."""
         device, num_rows = batch["input_ids"].device, len(batch["input_ids"])
         partner = torch.arange(num_rows, device=device)
         partner[batch["second"]] = batch["first"]
@@ -217,7 +216,7 @@ class PairEncoder:
     """Tokenizes a batch of checked rows as `ModelReward` does in PPO, and adds the labels that are used.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         reads_end: whether completions end with the end token.
         labels: names of the columns to keep as labels.
     """
@@ -321,13 +320,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         split = LayerSplit.even(self.model, stages, self.args.pipeline_split)
         return keep_stage(self.model, split, self.args.device)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Return the floating-point operations of a step; each stage counts an equal share of those of the model."""
-        stage = staged(self.model)
-        if stage is None:
-            return super().floating_point_ops(inputs)
-        return 6 * inputs["input_ids"].numel() * stage.num_parameters / stage.num_stages
-
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the loop state, with the metrics since the last log."""
         sums = {name: [t.tolist() for t in tensors] for name, tensors in self.pair_sums["train"].items()}
@@ -396,7 +388,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         return [row if limit is None or max(len(row[name]) for name in ENCODED) <= limit else None for row in encoded]
 
     def evaluate(self, eval_dataset: Any = None, **kwargs: Any) -> dict[str, float]:
-        """Return the metrics of held-out rows: those of this trainer, or other preference rows."""
+        """Return the metrics of this trainer's held-out rows, or of other preference rows."""
         encoded = self.encode(eval_dataset, self.processing_class, self.args, "held-out")
         return super().evaluate(eval_dataset=encoded, **kwargs)
 
@@ -420,22 +412,18 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         if stage is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
         parts = self._microbatches(inputs, stage)
         total = torch.zeros((), device=self.accelerator.device)
 
         def loss_of(number: int, run: Callable[..., Any]) -> Tensor:
             loss = self.compute_loss(run, parts[number]) / self.current_gradient_accumulation_steps
             total.add_(loss.detach())
-            # `reduce_gradients` adds those of all pipelines, and the mean of their losses is trained.
+            # `reduce_gradients` adds the gradients of all pipelines, and the mean of their losses is trained.
             return loss / self.accelerator.num_processes
 
         stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
         if self.accelerator.sync_gradients:
             reduce_gradients(stage.model)
-        if self.args.torch_empty_cache_steps and not self.state.global_step % self.args.torch_empty_cache_steps:
-            clear_device_cache()
         return total
 
     def _microbatches(self, inputs: dict[str, Any], stage: StagedScorer) -> list[dict[str, Any]]:
@@ -461,7 +449,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def note_pairs(self, scores: Tensor, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
-        """Add the metrics of a batch, all its scores and those of its pairs, to those of the next log."""
+        """Add the metrics of a batch to the next log: all its scores, and the scores of its pairs."""
         labels = torch.ones_like(chosen) if probability is None else probability
         prefers = torch.sign(labels - 0.5)
         signs = torch.sign(chosen - rejected) * prefers
@@ -471,7 +459,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             pair_sums[name].append(torch.stack([values.sum(), values.new_tensor(len(values))]))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the metrics since the last log over all processes; those of no row are left out."""
+        """Log, with the metrics of all processes since the last log; a metric without rows is left out."""
         mode = "train" if self.model.training else "eval"
         for name, sums in self.pair_sums[mode].items():
             total, count = self.accelerator.reduce(torch.stack(sums).sum(0), "sum").tolist()

@@ -55,15 +55,15 @@ class RewardSet:
     def __init__(
         self, functions: str | RewardFunction | Sequence[str | RewardFunction], weights: Sequence[float] | None = None
     ) -> None:
-        listed = list(functions) if isinstance(functions, (list, tuple)) else [functions]
-        if not listed:
+        as_list = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+        if not as_list:
             raise ValueError("no reward function was given; give at least one")
-        self.functions = [resolve_reward(function) for function in listed]
+        self.functions = [resolve_reward(function) for function in as_list]
         self.names = unique_names([reward_name(function) for function in self.functions])
-        self.weights = [1.0] * len(listed) if weights is None else [float(weight) for weight in weights]
-        if len(self.weights) != len(listed):
+        self.weights = [1.0] * len(as_list) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(as_list):
             raise ValueError(
-                f"{len(self.weights)} reward weights for {len(listed)} reward functions ({', '.join(self.names)}); "
+                f"{len(self.weights)} reward weights for {len(as_list)} reward functions ({', '.join(self.names)}); "
                 "give one weight per function"
             )
         if not all(math.isfinite(weight) for weight in self.weights):
@@ -90,10 +90,10 @@ class RewardSet:
         Raises:
             TypeError: a function needs a keyword that is missing, or rejects one.
         """
-        others = [name for name in columns if name not in (*OWN_COLUMNS, OPTIONAL)]
-        keywords = list(dict.fromkeys(["prompts", "completions", "completion_ids", *EXTRAS, *others]))
+        others = [name for name in columns if name not in OWN_COLUMNS]
+        keywords = dict.fromkeys(["prompts", "completions", "completion_ids", *EXTRAS, *others, OPTIONAL])
         for name, function in zip(self.names, self.functions, strict=True):
-            _check_signature(name, function, [*keywords, OPTIONAL] if _takes_optional(function) else keywords)
+            _check_signature(name, function, _keywords_for(function, keywords))
 
     def score(
         self,
@@ -135,26 +135,21 @@ class RewardSet:
         return _weighted_sum(self.names, scores, self.weights)
 
     def _call_all(self, keywords: dict[str, Any], trunk_scores: Callable[[], list[float]] | None) -> list[Any]:
+        arguments = [{name: keywords[name] for name in _keywords_for(f, keywords)} for f in self.functions]
         results: list[Any] = [None] * len(self.functions)
-        waiting = []
         for index, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
-            if is_async(function):
-                waiting.append(index)
-            elif function is not self.trunk_reward:
+            if function is not self.trunk_reward and not is_async(function):
                 try:
-                    results[index] = function(**_taken(function, keywords))
-                except BaseException as error:
-                    if _ends_the_run(error):
-                        raise
+                    results[index] = function(**arguments[index])
+                except Exception as error:
                     raise _failure(name, error) from error
-        if waiting:
-            calls = [self.functions[i](**_taken(self.functions[i], keywords)) for i in waiting]
-            for index, result in zip(waiting, _awaited(calls), strict=True):
-                if isinstance(result, BaseException):
-                    raise _failure(self.names[index], result) from result
-                results[index] = result
+        calls = {index: f(**arguments[index]) for index, f in enumerate(self.functions) if is_async(f)}
+        for index, result in _awaited(calls).items():
+            if isinstance(result, BaseException):
+                raise _failure(self.names[index], result) from result
+            results[index] = result
         if self.trunk_reward is not None:
-            # Errors of the trunk are not reported as those of a reward function.
+            # Errors of the trunk are not reported as errors of a reward function.
             results[self.functions.index(self.trunk_reward)] = (trunk_scores or self.trunk_reward)()
         return results
 
@@ -194,25 +189,21 @@ def _ignore(*_args: Any, **_kwargs: Any) -> None:
     """Replace `log_extra` and `log_metric` if the caller gives none."""
 
 
-def _ends_the_run(error: BaseException) -> bool:
-    """Return whether an exception ends the process or the run (Ctrl-C, exit, our signals) and is not a failure."""
-    ends = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
-    return ends or (not isinstance(error, Exception) and type(error).__module__.partition(".")[0] == "onetrunk")
-
-
 def _failure(name: str, error: BaseException) -> RuntimeError:
     return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}")
 
 
-def _awaited(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+def _awaited(calls: dict[int, Coroutine[Any, Any, Any]]) -> dict[int, Any]:
     """Return the results of all calls, errors among them, so that no call is running when the trainer stops."""
+    if not calls:
+        return {}
 
     async def all_results() -> list[Any]:
-        return await asyncio.gather(*calls, return_exceptions=True)
+        return await asyncio.gather(*calls.values(), return_exceptions=True)
 
     future = asyncio.run_coroutine_threadsafe(all_results(), _background_loop())
     try:
-        return future.result()
+        return dict(zip(calls, future.result(), strict=True))
     except BaseException:
         future.cancel()
         raise
@@ -241,15 +232,11 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def _takes_optional(function: Callable[..., Any]) -> bool:
-    return any(
-        p.kind is p.VAR_KEYWORD or (p.name == OPTIONAL and p.kind is not p.POSITIONAL_ONLY)
-        for p in _parameters(function) or []
-    )
-
-
-def _taken(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in keywords.items() if name != OPTIONAL or _takes_optional(function)}
+def _keywords_for(function: Callable[..., Any], keywords: Iterable[str]) -> list[str]:
+    """Return the keywords that a function is called with: OPTIONAL only if it lists it or takes all."""
+    named = {p.name for p in _parameters(function) or () if p.kind is not p.POSITIONAL_ONLY}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in _parameters(function) or ())
+    return [keyword for keyword in keywords if keyword != OPTIONAL or takes_all or OPTIONAL in named]
 
 
 def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> None:

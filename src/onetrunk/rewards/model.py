@@ -67,12 +67,11 @@ class ModelReward(BuiltInReward):
 
     Args:
         model_or_path: a model, or the path or Hub name of one (see `load_scorer`).
-        tokenizer: the model's own, or its path or name; None: the one next to the model.
+        tokenizer: the model's own; None: the one next to the model.
         max_length: tokens of prompt and completion; None: what model and tokenizer allow.
         batch_size: texts per forward.
         device: None leaves the model where it is.
-        name: for metrics; None: the last part of the path.
-        revision: branch, tag or commit on the Hub, of model and tokenizer.
+        name: the name in metrics; None: the last part of the path.
 
     Raises:
         ValueError: the model is not a scalar reward model, or a setting cannot work.
@@ -81,24 +80,25 @@ class ModelReward(BuiltInReward):
     def __init__(
         self,
         model_or_path: PreTrainedModel | str | Path,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         max_length: int | None = None,
         batch_size: int = 16,
         device: torch.device | str | None = None,
         name: str | None = None,
-        revision: str | None = None,
     ) -> None:
         if batch_size < 1 or (max_length is not None and max_length < 1):
             raise ValueError(f"batch_size {batch_size} and max_length {max_length} must be at least 1")
         is_model = isinstance(model_or_path, PreTrainedModel)
         source = model_or_path.name_or_path if is_model else scorer_source(model_or_path)
+        if tokenizer is None and not source:
+            raise ValueError("a reward model that was not loaded from a path needs its tokenizer; give tokenizer=...")
         # The tokenizer first: an error appears before the weights are loaded.
-        self.tokenizer = _load_tokenizer(tokenizer, source, revision)
+        self.tokenizer = tokenizer or read_tokenizer(str(source), "tokenizer of the reward model")
         if is_model:
             self.model = model_or_path if device is None else model_or_path.to(device)
         else:
-            self.model = load_scorer(model_or_path, revision=revision, device=device)
+            self.model = load_scorer(model_or_path, device=device)
         check_scorer(self.model)
         self.model.eval()
         limit = length_limit(self.model, self.tokenizer)
@@ -129,17 +129,6 @@ class ModelReward(BuiltInReward):
         reads = [tokenizer(list(SAMPLE_TEXTS))["input_ids"], tokenizer.chat_template, tokenizer.pad_token_id]
         tokens = digest(reads)[:16]
         return f"{scorer_fingerprint(self.model)}, tokenizer sha256 {tokens}, max_length {self.max_length}"
-
-
-def _load_tokenizer(
-    tokenizer: PreTrainedTokenizerBase | str | Path | None, source: str, revision: str | None
-) -> PreTrainedTokenizerBase:
-    if not isinstance(tokenizer, (str, Path, type(None))):
-        return tokenizer
-    name = str(source if tokenizer is None else tokenizer)
-    if not name:
-        raise ValueError("a reward model that was not loaded from a path needs its tokenizer; give tokenizer=...")
-    return read_tokenizer(name, "tokenizer of the reward model", revision=revision)
 
 
 class TrunkReward(BuiltInReward):
@@ -230,7 +219,7 @@ class EnsembleReward(BuiltInReward):
         penalty: score units per unit of disagreement; 0 or more.
         batch_size: texts per forward.
         device: None: the CPU.
-        name: for metrics; the disagreement is logged as `score/<name>_disagreement`.
+        name: the name in metrics; the disagreement is logged as `score/<name>_disagreement`.
 
     Raises:
         ValueError: fewer than two members, a negative penalty, or a member without a scale or without a head.

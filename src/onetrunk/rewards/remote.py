@@ -1,4 +1,4 @@
-"""A reward model behind HTTP: vLLM's `/classify` or `/score`, or any JSON service.
+"""A reward model behind HTTP: vLLM's `/classify`, or any JSON service.
 
 In a recipe it is named by its URL. The arguments of `RemoteReward` follow '#' and are not sent to the server:
 
@@ -6,7 +6,7 @@ In a recipe it is named by its URL. The arguments of `RemoteReward` follow '#' a
       - http://127.0.0.1:8000/classify#model=my-reward-model&tokenizer=runs/reward
       - https://scores.example.com/rate#api_key_env=SCORES_KEY&batch_size=32&name=safety
 
-A path that ends in /classify or /score is vLLM's. Any other is a JSON service: it is sent {"prompts": [...],
+A path that ends in /classify is vLLM's. Any other is a JSON service: it is sent {"prompts": [...],
 "completions": [...], "completion_stopped": [...]} (texts or messages, as in the dataset; false for a completion that
 was cut off at max_completion_length) and answers {"scores": [number or null, ...]}.
 """
@@ -35,12 +35,10 @@ logger = logging.getLogger(__name__)
 # The answer that each kind of server should give.
 FORMS = {
     "classify": '{"data": [{"probs": [number]}, ...]}',
-    "score": '{"data": [{"score": number}, ...]}',
     "json": '{"scores": [number or null, ...]}',
 }
 # The options after '#', and how each is parsed.
 OPTIONS = {
-    "kind": str,
     "model": str,
     "tokenizer": str,
     "api_key_env": str,
@@ -85,8 +83,7 @@ class RemoteReward(BuiltInReward):
     server stays unreachable or rejects every row.
 
     Args:
-        url: of the endpoint.
-        kind: "classify", "score" or "json"; None: from the end of the path.
+        url: the address of the endpoint.
         model: its name on the server; None if the server has only one.
         tokenizer: for classify: folder or Hub name of the reward model. Rows are then tokenized here exactly as
             `ModelReward` does (chat template, end token, length limit). None: texts are sent, and conversations as
@@ -95,7 +92,7 @@ class RemoteReward(BuiltInReward):
         batch_size: rows per call.
         max_concurrency: largest number of calls at the same time.
         timeout_s: deadline of one call.
-        name: for metrics; None: the model's name, else the end of the path.
+        name: the name in metrics; None: the model's name, else the end of the path.
         policy: waits, numbers of calls and deadlines; None: calls are made again for up to 5 minutes.
 
     Raises:
@@ -105,7 +102,6 @@ class RemoteReward(BuiltInReward):
     def __init__(
         self,
         url: str,
-        kind: str | None = None,
         *,
         model: str | None = None,
         tokenizer: str | None = None,
@@ -118,9 +114,7 @@ class RemoteReward(BuiltInReward):
     ) -> None:
         self.server = Server(url, WHAT, "reward server", api_key_env)
         last = self.server.url.rpartition("/")[2]
-        self.kind = kind or (last if last in FORMS else "json")
-        if self.kind not in FORMS:
-            raise ValueError(f"{self.server}: kind is {kind!r}; expected {', '.join(FORMS)}")
+        self.kind = "classify" if last == "classify" else "json"
         if batch_size < 1 or max_concurrency < 1:
             raise ValueError(
                 f"{self.server}: batch_size is {batch_size} and max_concurrency is {max_concurrency}; set both to 1 or"
@@ -231,11 +225,11 @@ def _encoder(source: str, name: str) -> Callable[..., tuple[list[list[int]], int
 
 
 def _request_body(kind: str, rows: Rows, model: str | None, token_ids: list[list[int]] | None) -> dict[str, Any]:
-    """Return the JSON that is sent for some rows.
+    """Return the JSON that is sent for some rows, with {"model": name} if there is one.
 
     classify: {"input": texts or token ids}, or, for one conversation without token ids, {"messages": ...} with
-    "continue_final_message" if the completion was cut off, so that no end token follows it. score: {"text_1": prompts,
-    "text_2": completions}. json: the columns as in the dataset. All with {"model": name} if there is one.
+    "continue_final_message" if the completion was cut off, so that no end token follows it. json: the columns as in
+    the dataset.
     """
     prompts, completions, stopped = map(list, rows)
     named = {} if model is None else {"model": model}
@@ -243,8 +237,6 @@ def _request_body(kind: str, rows: Rows, model: str | None, token_ids: list[list
         return {**named, "prompts": prompts, "completions": completions, "completion_stopped": stopped}
     # Raw scores: a sigmoid flattens large differences, and a softmax over one label is always 1.
     raw = {**named, "use_activation": False}
-    if kind == "score":
-        return {**raw, "text_1": list(map(_text, prompts)), "text_2": list(map(_text, completions))}
     if token_ids is not None:
         return {**raw, "input": token_ids}
     if isinstance(prompts[0], str):
@@ -253,30 +245,21 @@ def _request_body(kind: str, rows: Rows, model: str | None, token_ids: list[list
     return {**raw, "messages": [*prompts[0], *completions[0]], **cut}
 
 
-def _text(value: Prompt | Completion) -> str:
-    return value if isinstance(value, str) else "\n\n".join(message["content"] for message in value)
-
-
 def _scores(kind: str, answer: Any, num_rows: int) -> list[float | None]:
     """Return the n scores in an answer, None where a JSON service gives null; another form raises a CallError."""
-    if kind == "json":
-        entries = answer.get("scores") if isinstance(answer, Mapping) else answer
-    else:
-        entries = answer.get("data") if isinstance(answer, Mapping) else None
+    entries = answer.get("data" if kind == "classify" else "scores") if isinstance(answer, Mapping) else answer
     other_form = CallError(f"an answer of another form than {FORMS[kind]}")
-    if not isinstance(entries, list):
+    if not isinstance(entries, list) or (kind == "classify" and entries is answer):
         raise other_form
     if len(entries) != num_rows:
         raise CallError(f"{len(entries)} scores for {num_rows} completions")
-    if kind != "json":
+    if kind == "classify":
         try:
             # A server may answer in any order.
             rows = {entry.get("index", place): entry for place, entry in enumerate(entries)}
-            entries = [rows[place]["score"] if kind == "score" else rows[place]["probs"] for place in range(num_rows)]
+            entries = [_probability(rows[place]["probs"]) for place in range(num_rows)]
         except (AttributeError, KeyError, TypeError):
             raise other_form from None
-    if kind == "classify":
-        entries = [_probability(probs) for probs in entries]
     for entry in entries:
         if type(entry) not in (int, float, type(None)):
             raise CallError(f"a score that is no number ({str(entry)[:40]}); expected {FORMS[kind]}")

@@ -1,6 +1,6 @@
 """What a reward function is: its signature, its name, and what its scores depend on.
 
-The signature is that of TRL's GRPO and RLOO trainers, so functions written for TRL work unchanged. A resumed run
+TRL's GRPO and RLOO trainers use the same signature, so functions written for TRL work unchanged. A resumed run
 compares the contents of its rewards (`content_of`), so that no reward changes unnoticed.
 """
 

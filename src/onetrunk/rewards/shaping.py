@@ -19,7 +19,7 @@ def missing_eos_penalty(scores: Tensor, stopped: Tensor, penalty: float) -> Tens
     Args:
         scores: [n] one raw number per completion.
         stopped: [n] bool, True where the completion ended at a stop token.
-        penalty: in units of the score, not negative.
+        penalty: what is subtracted, in units of the score; not negative.
     """
     return torch.where(stopped.bool(), scores, scores - penalty)
 
@@ -31,7 +31,7 @@ def length_penalty(scores: Tensor, lengths: Tensor, max_completion_length: int, 
         scores: [n] one raw number per completion.
         lengths: [n] tokens of the completion, including the stop token.
         max_completion_length: tokens of the longest possible completion.
-        penalty: in units of the score, at the full length; not negative.
+        penalty: what is subtracted at the full length, in units of the score; not negative.
     """
     return scores - penalty * lengths.to(scores.dtype) / max_completion_length
 

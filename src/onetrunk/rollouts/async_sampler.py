@@ -65,8 +65,8 @@ class Part:
 
     Args:
         iteration: the rollout.
-        places: of the rows in it.
-        prompt_ids, keys: of the rows.
+        places: the positions of the rows in the rollout.
+        prompt_ids, keys: one of each per row.
         version: None until it starts.
         rows: None until it ends.
     """
@@ -92,7 +92,7 @@ class AsyncSampler:
 
     Args:
         sample: called in several threads at once.
-        rows_per_rollout: of this process.
+        rows_per_rollout: rows of one rollout on this process.
         max_staleness: rollouts, 0 or more.
         rows_per_part: rows of one call.
         max_rows: rows that run at once; a single part always may. None: no bound.
@@ -169,9 +169,18 @@ class AsyncSampler:
         """
         if not self._first <= iteration <= self._last or iteration != self._first:
             raise RuntimeError(f"rollout {iteration} was asked for, and the next one is rollout {self._first}")
-        while not self._is_done(iteration):
+
+        def is_over() -> bool:
+            return self._error is not None or self.is_closed or self._has_all(iteration)
+
+        is_ready = False
+        while not is_ready:
             poll()
+            with self._changed:
+                is_ready = self._changed.wait_for(is_over, POLL_S)
         with self._changed:
+            if not self._has_all(iteration):
+                raise self._error or RuntimeError(f"rollout {iteration} was asked for after the end of the run")
             parts = [part for part in self._parts if part.iteration == iteration]
         columns = (zip(part.places, part.prompt_ids, part.rows, strict=True) for part in parts)
         in_order = sorted(itertools.chain.from_iterable(columns), key=operator.itemgetter(0))
@@ -272,22 +281,6 @@ class AsyncSampler:
             self._dispatch()
             self._threads.discard(threading.current_thread())
             self._changed.notify_all()
-
-    def _is_done(self, iteration: int) -> bool:
-        """Wait for at most POLL_S; return whether all rows of a rollout are there, or raise what prevents it."""
-
-        def is_over() -> bool:
-            return self._error is not None or self.is_closed or self._has_all(iteration)
-
-        with self._changed:
-            self._changed.wait_for(is_over, POLL_S)
-            if self._has_all(iteration):
-                return True
-            if self._error is not None:
-                raise self._error
-            if self.is_closed:
-                raise RuntimeError(f"rollout {iteration} was asked for after the end of the run")
-            return False
 
     def _has_all(self, iteration: int) -> bool:
         return all(part.rows is not None for part in self._parts if part.iteration == iteration)

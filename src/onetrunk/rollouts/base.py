@@ -158,8 +158,8 @@ class VersionedBackend(RolloutBackend, Protocol):
 
         Args:
             role: "policy"; or "reference", the weights that training started from, which are in every version.
-            version: as passed to `sync`.
-            prompt_ids, params, keys: as for `generate`.
+            version: the number that was passed to `sync`.
+            prompt_ids, params, keys: the arguments of `generate`.
 
         Returns:
             n rows, with `policy_version` equal to `version`.

@@ -3,7 +3,7 @@
 As with a server, only the adapter travels: each version is written to a folder of its own and loaded under a new name
 and id (`publishing.py` says why). The engine has the base once more. With sleep mode its weights are in the machine's
 memory between rollouts and its cache is freed; the adapter's place belongs to its weights, so an adapter is loaded
-only while it is awake. It cannot sample during an update, so it has one adapter at a time, that of the last `sync`.
+only while it is awake. It cannot sample during an update, so it has one adapter at a time, from the last `sync`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import distributed as dist
 from torch import nn
 
 from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.decoding import Completion, rollout_of
 from onetrunk.rollouts.publishing import (
     AdapterFolder,
     Published,
@@ -39,9 +40,7 @@ from onetrunk.rollouts.publishing import (
     served_rank,
 )
 from onetrunk.rollouts.vllm_requests import (
-    Completed,
     Request,
-    as_rollout,
     checked_completion,
     probe_requests,
     requests_of,
@@ -122,10 +121,6 @@ class ColocatedBackend:
 
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
         """Start the engine on the base of `model`, and check that it can sample from it.
-
-        Args:
-            model: the policy, unwrapped, with the adapter to train.
-            longest_row: most tokens of a prompt and its completion.
 
         Raises:
             ValueError: an adapter or a base that vLLM does not serve in this process.
@@ -215,14 +210,8 @@ class ColocatedBackend:
     def sync(self, model: nn.Module, version: int) -> None:
         """Write the active adapter for the engine, which samples from it from now on.
 
-        The same version with the same weights is written once. The engine loads it in the next call, when it is awake.
-
-        Args:
-            model: the policy, unwrapped; without an active adapter the engine samples from its base.
-            version: number of optimizer steps so far.
-
-        Raises:
-            ValueError, RuntimeError: as `check_policy`.
+        Without an active adapter the engine samples from its base. The same version with the same weights is written
+        once. The engine loads it in the next call, when it is awake. Raises as `check_policy`.
         """
         self.check_policy(model)
         adapter, before = active_adapter(model), self._published
@@ -271,14 +260,14 @@ class ColocatedBackend:
             name = None if adapter is None else adapter.lora_name
             requests = requests_of(prompt_ids, params, keys, name, self._vocab_size)
             rows = self._complete(requests, adapter, self.progress)
-        return as_rollout(requests, rows, self.policy_version)
+        return rollout_of(prompt_ids, rows, self.policy_version)
 
     def _complete(
         self,
         requests: Sequence[Request],
         adapter: Any | None,
         progress: Callable[[int, int, int], None] | None = None,
-    ) -> list[Completed]:
+    ) -> list[Completion]:
         engine, rows, num_tokens = self._llm.llm_engine, {}, 0
         self._num_calls += 1
         names = {f"{self._num_calls}-{index}": index for index in range(len(requests))}
@@ -377,7 +366,7 @@ def _sampling_params(request: Request) -> Any:
     )
 
 
-def _completed(output: Any, request: Request) -> Completed:
+def _completed(output: Any, request: Request) -> Completion:
     """Return a finished row of the engine after the checks that a server's answer passes."""
     (choice,) = output.outputs
     token_ids = list(choice.token_ids)

@@ -31,7 +31,7 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.token_grid import Positions
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.types import RowKey
+from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.randomness import generator_of
 
 # Layers whose rows can be put together; models with others decode one batch after another.
@@ -43,6 +43,7 @@ JOINABLE_LAYERS = (
     LinearAttentionAndSlidingWindowAttentionLayer,
     DummyLayer,
 )
+# Rows that wait join when one in so many places is free, so that several prompts run together.
 REFILL_SHARE = 4
 # A row continues; its last token was a stop token; its logits are wrong (two ways).
 RUNNING, STOPPED, NOT_FINITE, NO_TOKEN_LEFT = range(4)
@@ -103,7 +104,7 @@ def draw(scores: Tensor, uniforms: Tensor | None, warpers: tuple[LogitsProcessor
     Args:
         scores: [b, V] float32 logits, after temperature and processors.
         uniforms: [b] float64; None: the most probable token.
-        warpers: of `truncation`; the logprobs are those among the tokens that they leave.
+        warpers: what `truncation` returned; logprobs are normalised over the tokens that the warpers leave.
     """
     for warp in warpers:
         scores = warp(None, scores)
@@ -138,11 +139,10 @@ class SamplingCall:
 
     Args:
         model: what samples.
-        prompt_ids, keys: of the n rows.
-        params: of all rows.
+        prompt_ids, keys: one of each for the n rows.
+        params: settings that all rows share.
         capture: takes the states at the cut, or None.
         last_only: keywords that limit the model's logits to the last column.
-        refill_share: rows that wait join when one in so many places is free, so that several prompts run together.
         new_cache: makes the cache of rows that begin; None: one of all layers.
     """
 
@@ -152,7 +152,6 @@ class SamplingCall:
     keys: Sequence[RowKey]
     capture: StateCapture | None
     last_only: dict[str, int]
-    refill_share: int = REFILL_SHARE
     new_cache: Callable[[], DynamicCache] | None = None
 
     @property
@@ -307,7 +306,7 @@ def join_caches(cache: DynamicCache, other: DynamicCache, unused: int) -> None:
     """Add the rows of `other` to `cache`; the last columns of both are the same, and the first `unused` are dropped.
 
     Args:
-        cache, other: of layers in JOINABLE_LAYERS. A row has zeros where it has no keys; its mask hides them.
+        cache, other: caches with layers in JOINABLE_LAYERS. A row has zeros where it has no keys; its mask hides them.
         unused: columns, counted from the first one of the longer cache.
     """
     for own, new in zip(cache.layers, other.layers, strict=True):
@@ -358,13 +357,24 @@ def distinct_prompts(call: SamplingCall, rows: Sequence[int]) -> tuple[list[int]
     return [rows[copies.index(place)] for place in range(len(places))], copies
 
 
-def free_places(state: DecodeState, num_rows: int, most: int, share: int) -> int:
-    """Return how many rows may join a state that keeps `num_rows` rows.
-
-    None until a share of the `most` places is free, so that prompts run together.
-    """
+def free_places(state: DecodeState, num_rows: int, most: int) -> int:
+    """Return how many rows may join a state that keeps `num_rows` rows; `most` rows decode at once."""
     free = most - num_rows
-    return free if free * share >= most and state.can_be_joined else 0
+    return free if free * REFILL_SHARE >= most and state.can_be_joined else 0
+
+
+def rollout_of(
+    prompt_ids: Sequence[list[int]], completions: Sequence[Completion], version: int, states: Tensor | None = None
+) -> Rollout:
+    """Return the completions of prompts as a rollout of a policy version."""
+    return Rollout(
+        prompt_ids=[list(ids) for ids in prompt_ids],
+        completion_ids=[completion.token_ids for completion in completions],
+        sampler_logprobs=[completion.logprobs for completion in completions],
+        stopped=[completion.stopped for completion in completions],
+        policy_version=version,
+        states=states,
+    )
 
 
 def left_padded(rows: list[int], call: SamplingCall) -> DecodeState:

@@ -33,6 +33,7 @@ from onetrunk.rollouts.decoding import (
     free_places,
     next_logits,
     prefill,
+    rollout_of,
 )
 from onetrunk.types import Rollout, RowKey
 
@@ -42,7 +43,7 @@ class LocalBackend:
     """A `RolloutBackend` that samples from a causal language model in this process.
 
     A row's completion depends on its prompt, its key and the policy: not on the batch, its order or `max_rows`. (Float
-    rounding differs between batch shapes by about 1e-6; it matters only if a draw falls within that of a boundary.)
+    rounding differs between batch shapes by about 1e-6; it matters only if a draw falls that close to a boundary.)
 
     Args:
         model: a transformers causal LM or a PEFT model over one; may be left to `sync`.
@@ -91,9 +92,9 @@ class LocalBackend:
         The model decodes in eval mode, without activation checkpointing; every module's mode is restored afterwards.
 
         Args:
-            keys: as many integers in each.
+            keys: tuples of equally many integers.
             keeps_states: return the states at the cut of the TrunkModel that samples.
-            keeps_last_state: also that of a row's last token, which takes one more step of each row.
+            keeps_last_state: also return the state of a row's last token, which takes one more step per row.
 
         Returns:
             n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0), processors and
@@ -128,14 +129,7 @@ class LocalBackend:
                 if self.progress is not None:
                     self.progress(len(done), len(prompt_ids), num_tokens)
         completions = [done[row] for row in range(len(prompt_ids))]
-        return Rollout(
-            prompt_ids=[list(ids) for ids in prompt_ids],
-            completion_ids=[completion.token_ids for completion in completions],
-            sampler_logprobs=[completion.logprobs for completion in completions],
-            stopped=[completion.stopped for completion in completions],
-            policy_version=self.policy_version,
-            states=None if capture is None else capture.states,
-        )
+        return rollout_of(prompt_ids, completions, self.policy_version, None if capture is None else capture.states)
 
     def _decode(self, call: SamplingCall, rows: Sequence[int], most: int) -> Iterator[dict[int, Completion]]:
         """Sample `rows` to their ends, at most `most` at once; yield {row: completion} as they finish."""
@@ -150,7 +144,7 @@ class LocalBackend:
                 if call.keeps_last:
                     # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
                     state, logits = state.kept(staying), logits[staying]
-            room = most if state is None else free_places(state, len(state.rows), most, call.refill_share)
+            room = most if state is None else free_places(state, len(state.rows), most)
             if waiting and room:
                 new, new_logits = prefill(call, waiting[:room])
                 del waiting[:room]
@@ -159,7 +153,7 @@ class LocalBackend:
                 else:
                     state.join(new, call.params.pad_token_id)
                     logits = torch.cat([logits, new_logits])
-            if state is None:  # The forward was that of the last tokens.
+            if state is None:  # The forward ran the last tokens.
                 return
             finished, staying = self._draw(call, state, logits)
             if finished:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.models.speedups.memory_use import is_out_of_memory, used_gib
+from onetrunk.models.speedups.memory_use import used_gib
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import staged
@@ -37,14 +37,13 @@ from onetrunk.rollouts.decoding import (
     distinct_prompts,
     free_places,
     left_padded,
+    rollout_of,
 )
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
 from onetrunk.types import Rollout, RowKey
 
 # In place of the number of a batch: nothing follows.
 END = -1
-# A row that ended, and its values [len(completion)] if they are computed.
-_Finished = tuple[Completion, Tensor | None]
 
 
 @dataclass(eq=False, repr=False)
@@ -63,8 +62,6 @@ class PipelinedBackend:
         rows_per_batch: most rows of one batch; None: the rows of the call, divided by `batches`.
         max_rows: most rows that decode at once per process of the pipeline, all batches together; None: no bound.
             Each process has the cache of its share of the layers, so `stages` times as many rows need the same memory.
-        computes_values: the last stage also returns the value of each token's state, if the policy of a TrunkModel has
-            a value head on its own states.
         progress: called on the first stage as `progress(done_rows, total_rows, done_tokens)`, rows of the pipeline.
         poll: called on every stage before each turn. Only the end of the process may stop a turn.
         shares_rows: whether the stages of a pipeline ask for the same rows, of which each gets all, because they also
@@ -79,7 +76,6 @@ class PipelinedBackend:
     split: Sequence[int] | None = None
     rows_per_batch: int | None = None
     max_rows: int | None = None
-    computes_values: bool = False
     progress: Callable[[int, int, int], None] | None = None
     poll: Callable[[], None] | None = None
     links: StageLinks | None = None
@@ -148,7 +144,7 @@ class PipelinedBackend:
 
         Raises:
             ValueError: rows that LocalBackend rejects, on any stage, or other settings than on another stage.
-            RuntimeError: no model, logits that are not finite, no memory, or a stage that has gone.
+            RuntimeError: no model, logits that are not finite, or a stage that has gone.
         """
         if self.links is None or self.links.num_stages != self.num_stages:
             self.links = StageLinks(self.num_stages)
@@ -158,7 +154,7 @@ class PipelinedBackend:
         own = [layers[i] for i in split.layers(links.stage)]
         stage = StageModel(call.model, split.layers(links.stage), call.last_only)
         with ExitStack() as stack:
-            # A sharded base: each layer is gathered on all processes, and stays on those of its stage.
+            # A sharded base: each layer is gathered on all processes, and stays on the processes of its stage.
             stack.enter_context(gathered(call.model, own if links.num_stages > 1 else None))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(call.model))
@@ -168,7 +164,8 @@ class PipelinedBackend:
             stack.enter_context(packed_weights(call.model))
             stack.enter_context(stage.running())
             run = _StageRun(self, call, row_owners, stage, links)
-            error = run.until_end()
+            error = run.lead() if links.is_first else run.follow()
+            links.flush()
         errors, memory = zip(*links.shared((error, run.most_gib)), strict=True)
         self.stage_gib = [max(pair) for pair in zip(memory, self.stage_gib or memory, strict=True)]
         message = next((message for message in errors if message is not None), None)
@@ -176,16 +173,7 @@ class PipelinedBackend:
             raise RuntimeError(message)
         owners = [0] * links.num_stages if self.shares_rows else range(links.num_stages)
         shares = [run.rows_of(owner) for owner in owners] if links.is_last else None
-        finished = links.dealt(shares)
-        completions, values = zip(*finished, strict=True) if finished else ((), ())
-        return Rollout(
-            prompt_ids=[list(ids) for ids in prompt_ids],
-            completion_ids=[completion.token_ids for completion in completions],
-            sampler_logprobs=[completion.logprobs for completion in completions],
-            stopped=[completion.stopped for completion in completions],
-            policy_version=self.policy_version,
-            sampler_values=list(values) if values and values[0] is not None else None,
-        )
+        return rollout_of(prompt_ids, links.dealt(shares), self.policy_version)
 
     def metrics(self) -> dict[str, float]:
         """Return the most memory that each stage used, GiB."""
@@ -203,7 +191,7 @@ class PipelinedBackend:
             error = raised
         own = [(list(ids), tuple(key)) for ids, key in zip(prompt_ids, keys, strict=False)]
         bounds = (self.batches, self.rows_per_batch, self.max_rows)
-        settings = (params, self.policy_version, *bounds, self.computes_values, self.shares_rows)
+        settings = (params, self.policy_version, *bounds, self.shares_rows)
         if self.shares_rows and not links.is_first:
             own = []
         stages = links.shared((own, settings, None if error is None else str(error)))
@@ -264,39 +252,20 @@ class _StageRun:
         self.states: dict[int, DecodeState] = {}
         # Status of the rows of a turn, if the first stage is the last one too.
         self._drawn: dict[int, list[int]] = {}
-        # Of the last stage: rows that ended, and the value of each token's state.
+        # Of the last stage: rows that ended.
         self.completions: dict[int, Completion] = {}
-        self.has_values = backend.computes_values and _has_policy_values(call.model)
-        shape = (num_rows, call.params.max_completion_length) if links.is_last and self.has_values else (0, 0)
-        self.values = torch.zeros(shape, device=self.device)
 
-    def until_end(self) -> str | None:
-        """Run until every row is finished; return an error message that ended it early."""
-        try:
-            error = self._lead() if self.links.is_first else self._follow()
-            self.links.flush()
-            return error
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            message = str(error).splitlines()[0]
-        raise RuntimeError(
-            f"stage {self.links.stage} of the pipeline ran out of memory while sampling {self.num_batches} batches of"
-            f" up to {self.capacity} rows ({message}); set max_rollout_rows, or lower it, then resume the run"
-        )
-
-    def rows_of(self, stage: int) -> list[_Finished]:
+    def rows_of(self, stage: int) -> list[Completion]:
         """Return the rows of a stage in their order; called on the last stage."""
-        finished = []
-        for row in (row for row, owner in enumerate(self.owners) if owner == stage and row in self.completions):
-            completion = self.completions[row]
-            values = self.values[row, : len(completion.token_ids)].cpu() if self.has_values else None
-            finished.append((completion, values))
-        return finished
+        return [
+            self.completions[row]
+            for row, owner in enumerate(self.owners)
+            if owner == stage and row in self.completions
+        ]
 
     # --- the first stage ---------------------------------------------------------------------------------------------
 
-    def _lead(self) -> str | None:
+    def lead(self) -> str | None:
         """Start the batches, and give each its next turn when its tokens are back; return an error message."""
         flight: deque[int] = deque()
         num_rows = len(self.owners)
@@ -331,7 +300,7 @@ class _StageRun:
     def _room(self, state: DecodeState, num_staying: int) -> int:
         if not num_staying:
             return self.capacity
-        return free_places(state, num_staying, self.capacity, self.call.refill_share)
+        return free_places(state, num_staying, self.capacity)
 
     def _begin_turn(self, turn: _Turn) -> int:
         result = self._forward(turn, None)
@@ -352,8 +321,8 @@ class _StageRun:
 
     # --- the other stages --------------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
-        """Take the turns of the stage before, and pass them on, until it says that there are no more."""
+    def follow(self) -> None:
+        """Take the turns of the stage before, and pass them on, until it sends the end."""
         length = len(_Turn(END, [], []).encoded(self.capacity))
         while True:
             message, dtype = self.links.next_plan(length)
@@ -376,8 +345,8 @@ class _StageRun:
         """Apply a turn to its batch and run it; return its states, flat, or of the last stage its logits [b, V].
 
         Args:
-            turn: of a batch.
-            dtype: of the states that the stage before sends; None on the first stage.
+            turn: the batch to run, which rows stay and which join.
+            dtype: the type of the states that the stage before sends; None on the first stage.
         """
         if self.backend.poll is not None:
             self.backend.poll()
@@ -389,12 +358,12 @@ class _StageRun:
         received = self._received(parts, dtype)
         outputs = [self._run(part, states) for part, states in zip(parts, received, strict=True)]
         if not self.links.is_last:
-            result = torch.cat([states.flatten() for (states,) in outputs])
+            result = torch.cat([states.flatten() for states in outputs])
         if new is not None:
             if len(first) < len(turn.new):  # Rows with the same prompt share what it computed.
                 new.select(copies)
                 index = torch.tensor(copies, device=self.device)
-                outputs[-1] = tuple(output.index_select(0, index) for output in outputs[-1])
+                outputs[-1] = outputs[-1].index_select(0, index)
             new.rows, new.uniforms = list(turn.new), self.call.uniforms(turn.new).to(self.device)
             if state is None:
                 state = new
@@ -402,10 +371,7 @@ class _StageRun:
                 state.join(new, self.call.params.pad_token_id)
         self.states[turn.batch] = state
         if self.links.is_last:
-            result, hidden = (torch.cat(tensors) for tensors in zip(*outputs, strict=True))
-            if self.has_values:
-                rows = torch.tensor(state.rows, device=self.device)
-                self.values[rows, state.places] = self.call.model.value_head(hidden).float()
+            result = torch.cat(outputs)
         self.most_gib = max(self.most_gib, used_gib(self.device))
         return result
 
@@ -418,8 +384,8 @@ class _StageRun:
         pieces = self.links.next_states(sum(counts), dtype, self.device).split(counts)
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
-    def _run(self, state: DecodeState, received: Tensor | None) -> tuple[Tensor, ...]:
-        """Run the columns that the cache has not seen; return the states, or of the last stage logits and states."""
+    def _run(self, state: DecodeState, received: Tensor | None) -> Tensor:
+        """Run the columns that the cache has not seen; return the states, or of the last stage the logits."""
         model, new = self.call.model, slice(state.seen, state.width)
         # Prompts are padded, and of the last layer only the last column is read.
         is_prefill = state.seen == 0 and isinstance(model, TrunkModel)
@@ -432,7 +398,7 @@ class _StageRun:
                 past_key_values=state.cache,
             )
         state.seen = state.width
-        return (output, self.stage.last_hidden) if self.links.is_last else (output,)
+        return output
 
     def _draw(self, state: DecodeState, logits: Tensor) -> Tensor:
         """Add a token to every row of the last stage; return tokens and status [2, b] on the CPU."""
@@ -449,8 +415,3 @@ class _StageRun:
 def _append(state: DecodeState, tokens: Tensor) -> None:
     """Add the next tokens to a state whose logprobs another stage has."""
     state.append(tokens, torch.zeros(len(state.rows), device=tokens.device))
-
-
-def _has_policy_values(model: nn.Module) -> bool:
-    """Return whether the states that sample are those that the value head reads."""
-    return isinstance(model, TrunkModel) and model.value_head_kind != "adapter" and model.is_policy_active

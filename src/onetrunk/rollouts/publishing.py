@@ -61,7 +61,7 @@ def active_adapter(model: nn.Module) -> str | None:
 
 
 def published_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which adapters are published: that of the base, float32 if it is quantised."""
+    """Return the dtype in which adapters are published: the base's dtype, or float32 if it is quantised."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return base.dtype if base.dtype in DTYPES else torch.float32
 
@@ -124,7 +124,7 @@ class AdapterFolder:
 
 
 def is_same_adapter(published: Published, model: PeftModel, adapter: str) -> bool:
-    """Return whether the published weights are those of the model, bit for bit."""
+    """Return whether the published weights equal the model's, bit for bit."""
     tensors = adapter_tensors(model, adapter)
     written = load_tensors(Path(published.folder) / ADAPTER_FILE)
     return tensors.keys() == written.keys() and all(torch.equal(tensors[name], written[name]) for name in tensors)

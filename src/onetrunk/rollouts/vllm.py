@@ -23,6 +23,7 @@ from torch import nn
 
 from onetrunk.parallel.groups import is_first_process, on_first_process, once_per_group
 from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.decoding import Completion, rollout_of
 from onetrunk.rollouts.publishing import (
     ADAPTERS_FOLDER,
     ROLES,
@@ -35,9 +36,7 @@ from onetrunk.rollouts.publishing import (
     servable_adapters,
 )
 from onetrunk.rollouts.vllm_requests import (
-    Completed,
     Request,
-    as_rollout,
     checked_completion,
     probe_requests,
     requests_of,
@@ -51,8 +50,6 @@ from onetrunk.types import Rollout, RowKey
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# The servers' base itself, whatever the reference is.
-BASE = "base"
 HEALTH_S = 30.0
 REQUEST_TIMEOUT_S = 900.0
 # Why a load fails, by a part of the error, and what to change.
@@ -67,7 +64,7 @@ LOAD_HINTS = {
 def load_servers(config: Any, **settings: Any) -> VLLMBackend:
     """Return the backend of the servers that a config (PPOConfig, or a stage's arguments) names.
 
-    `settings` are those of VLLMBackend.
+    `settings` are further arguments of VLLMBackend.
     """
     return VLLMBackend(
         config.server_urls,
@@ -101,7 +98,7 @@ class VLLMBackend:
     completion may change with the other rows in flight, because float rounding does.
 
     Args:
-        server_urls: of the servers, such as "http://127.0.0.1:8000". Several single servers, not replicas behind one
+        server_urls: addresses, such as "http://127.0.0.1:8000". Several single servers, not replicas behind one
             address: an adapter would reach only one of them.
         folder: where adapters are published; no other process publishes there, and the servers must be able to read it
             under the same path.
@@ -191,12 +188,12 @@ class VLLMBackend:
         servers: Sequence[Server],
         requests: Sequence[Request],
         progress: Callable[[int, int, int], None] | None = None,
-    ) -> list[Completed]:
+    ) -> list[Completion]:
         """Return the completions of requests; RuntimeError if a row gets no valid one."""
-        rows: dict[int, Completed] = {}
+        rows: dict[int, Completion] = {}
         num_tokens = 0
 
-        def done(index: int, outcome: Completed | CallError) -> None:
+        def done(index: int, outcome: Completion | CallError) -> None:
             nonlocal num_tokens
             if isinstance(outcome, CallError):
                 hint = "; raise vllm_request_timeout if a completion takes longer" if outcome.timed_out else ""
@@ -206,7 +203,7 @@ class VLLMBackend:
             if progress is not None:
                 progress(len(rows), len(requests), num_tokens)
 
-        async def ask(to: Connection, index: int) -> Completed:
+        async def ask(to: Connection, index: int) -> Completion:
             request = requests[index]
             body = request.body(self._bases[to.server].name)
             try:
@@ -272,10 +269,6 @@ class VLLMBackend:
 
         Called by every process together. Runs once, before the first rollout at the latest.
 
-        Args:
-            model: the policy, unwrapped.
-            longest_row: most tokens of a prompt and its completion.
-
         Raises:
             ValueError: an adapter that vLLM does not serve.
             RuntimeError: another base, raw logprobs, or too few positions.
@@ -298,11 +291,11 @@ class VLLMBackend:
                 )
 
     def _prove_base(self, model: nn.Module) -> None:
-        """Compare logprobs of the servers' base with those of the trainer's, adapters off."""
+        """Compare logprobs of the servers' base with the trainer's, adapters off."""
         requests = probe_requests(model, self.max_length or 0)
         self._vocab_size = requests[0].vocab_size
 
-        def sampled() -> list[tuple[str, str, list[Completed]]]:
+        def sampled() -> list[tuple[str, str, list[Completion]]]:
             return [(str(s), self._bases[s].root, self._complete([s], requests)) for s in self.servers]
 
         for server, root, completed in on_first_process(sampled):
@@ -313,11 +306,8 @@ class VLLMBackend:
     def sync(self, model: nn.Module, version: int) -> None:
         """Publish the policy as `version`, and sample from the role that is active in `model` from now on.
 
-        The first process publishes, the others wait. The same version with the same weights is published once.
-
-        Args:
-            model: the policy, unwrapped; a model without adapters samples from the servers' base.
-            version: number of optimizer steps so far.
+        The first process publishes, the others wait. The same version with the same weights is published once. A model
+        without adapters samples from the servers' base.
 
         Raises:
             ValueError, RuntimeError: as `check` and `check_policy`; a server does not load the adapter.
@@ -401,14 +391,9 @@ class VLLMBackend:
         params: SamplingParams,
         keys: Sequence[RowKey],
     ) -> Rollout:
-        """Return one completion per prompt, in the order of the prompts, sampled by a role at a version.
+        """Return one completion per prompt, sampled by a role at a version (see `VersionedBackend.generate_as`).
 
         It depends on nothing that a later `sync` changes, so it may run in a thread while one publishes.
-
-        Args:
-            role: "policy"; "reference", the base or the adapter that the policy started from; or "base".
-            version: of the policy; published, and not older than `keep_versions`. The reference has none.
-            prompt_ids, params, keys: as in `RolloutBackend.generate`.
 
         Raises:
             ValueError: an empty prompt, rows without a key, or more tokens than the servers have positions.
@@ -420,15 +405,11 @@ class VLLMBackend:
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
         # Processes that share a divided model must get the same tokens.
         rows = once_per_group(lambda: self._complete(self.servers, requests, self.progress))
-        return as_rollout(requests, rows, version)
+        return rollout_of(prompt_ids, rows, version)
 
     def _adapter_of(self, role: str, version: int) -> Published | None:
-        if role not in (*ROLES, BASE):
-            raise ValueError(f"role {role!r} is none of {', '.join((*ROLES, BASE))}")
         if not self._is_checked:
             raise RuntimeError("nothing is published yet; call sync(model, version) first")
-        if role == BASE:
-            return None
         with self._lock:
             adapter = self._published.get((role, version if role == "policy" else 0))
             versions = sorted(v for r, v in self._published if r == "policy")
@@ -440,48 +421,6 @@ class VLLMBackend:
                 " sync(model, version) first, and set keep_versions to staleness + 2"
             )
         return adapter
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """One model on vLLM servers as a backend of its own: a published policy, or the servers' base.
-
-    Args:
-        servers: already synced to the model.
-        role: "policy" or "base".
-        version: under which it was published.
-    """
-
-    servers: VLLMBackend
-    role: str
-    version: int
-
-    @classmethod
-    def publish(cls, servers: VLLMBackend, model: nn.Module, version: int) -> ServedModel:
-        """Publish a model and return its backend; the model is not needed any more.
-
-        Raises:
-            ValueError, RuntimeError: as `VLLMBackend.sync`; an adapter that vLLM does not serve.
-        """
-        servers.sync(model, version)
-        return cls(servers, "policy" if "policy" in servable_adapters(model) else BASE, version)
-
-    @property
-    def description(self) -> str:
-        """What samples, for reports."""
-        return self.servers.description
-
-    @property
-    def max_length(self) -> int | None:
-        """Most tokens of prompt and completion together; None if the servers do not say."""
-        return self.servers.max_length
-
-    def sync(self, model: nn.Module, version: int) -> None:
-        """Do nothing: the model was published, and does not change."""
-
-    def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
-        """Return one completion per prompt (see `VLLMBackend.generate_as`)."""
-        return self.servers.generate_as(self.role, self.version, prompt_ids, params, keys)
 
 
 def _lost(name: str) -> str:

@@ -22,8 +22,9 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered
 from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.decoding import Completion
 from onetrunk.servers.errors import CallError
-from onetrunk.types import Rollout, RowKey, to_device
+from onetrunk.types import RowKey, to_device
 from onetrunk.utils.randomness import derived_seed
 
 logger = logging.getLogger(__name__)
@@ -39,22 +40,13 @@ LARGEST_GAP, LARGEST_QUANTISED_GAP = 0.2, 0.8
 
 
 @dataclass(frozen=True)
-class Completed:
-    """A completion that passed every check; `logprobs` are those of `token_ids`."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    stopped: bool
-
-
-@dataclass(frozen=True)
 class Request:
     """One completion to ask for.
 
     Args:
         prompt_ids: token ids, not empty.
-        params: of the call.
-        seed: of this row's draws, below 2**63.
+        params: settings of the call.
+        seed: decides this row's draws; below 2**63.
         model: name of the adapter that samples; None: the server's base model.
         vocab_size: the token ids that the policy knows are below.
     """
@@ -66,7 +58,7 @@ class Request:
     vocab_size: int = sys.maxsize
 
     def body(self, base: str) -> dict[str, Any]:
-        """Return the JSON to send. Every setting is given: a server would fill in those of generation_config.json."""
+        """Return the JSON to send. Every setting is given: a server would fill in what generation_config.json says."""
         return {
             "model": self.model or base,
             "prompt": self.prompt_ids,
@@ -108,18 +100,7 @@ def requests_of(
     ]
 
 
-def as_rollout(requests: Sequence[Request], rows: Sequence[Completed], version: int) -> Rollout:
-    """Return the completions of requests as a rollout of a policy version."""
-    return Rollout(
-        prompt_ids=[request.prompt_ids for request in requests],
-        completion_ids=[row.token_ids for row in rows],
-        sampler_logprobs=[torch.tensor(row.logprobs, dtype=torch.float32) for row in rows],
-        stopped=[row.stopped for row in rows],
-        policy_version=version,
-    )
-
-
-def checked_completion(answer: Any, request: Request, model: str) -> Completed:
+def checked_completion(answer: Any, request: Request, model: str) -> Completion:
     """Return the completion in a parsed answer of `/v1/completions`, or in one of that form.
 
     Raises:
@@ -153,7 +134,9 @@ def checked_completion(answer: Any, request: Request, model: str) -> Completed:
         raise CallError(f"a completion that was cut off after {len(token_ids)} of {most} tokens")
     if not all(math.isfinite(logprob) and logprob <= ROUNDING for logprob in logprobs):
         raise CallError("logprobs that are not finite, or above 0")
-    return Completed(token_ids, [float(min(logprob, 0.0)) for logprob in logprobs], stopped)
+    return Completion(
+        token_ids, torch.tensor([min(logprob, 0.0) for logprob in logprobs], dtype=torch.float32), stopped
+    )
 
 
 def _are(values: Any, kind: type) -> bool:
@@ -176,9 +159,9 @@ def probe_requests(model: nn.Module, positions: int) -> list[Request]:
 
 
 def require_same_base(
-    model: nn.Module, engine: str, root: str, requests: Sequence[Request], completed: Sequence[Completed]
+    model: nn.Module, engine: str, root: str, requests: Sequence[Request], completed: Sequence[Completion]
 ) -> None:
-    """Compare an engine's logprobs with those of the model's own forward, adapters off.
+    """Compare an engine's logprobs with the model's own forward, adapters off.
 
     Args:
         model: the policy, unwrapped. Its forward is collective if the base is sharded, or divided into stages.
@@ -193,7 +176,7 @@ def require_same_base(
     length = len(requests[0].prompt_ids)
     quantised = getattr(model.config, "quantization_config", None) is not None
     limit = LARGEST_QUANTISED_GAP if quantised else LARGEST_GAP
-    theirs = torch.tensor([c.logprobs for c in completed])
+    theirs = torch.stack([c.logprobs for c in completed])
     processed, raw = (_base_logprobs(model, ids, length, t) for t in (PROBE_TEMPERATURE, 1.0))
     gap, raw_gap = ((ours - theirs).abs().mean().item() for ours in (processed, raw))
     if raw_gap < gap and raw_gap <= limit:

@@ -19,7 +19,7 @@ class CallError(RuntimeError):
         reason: why, without a secret.
         kind: "again": the next call may succeed; "refused": this question never will; "stop": no question will;
             "unread": there are replies, but no answer.
-        status: of the HTTP response; None without one.
+        status: the status of the HTTP response; None without a response.
         retry_after_s: wait that the server asks for.
         timed_out: a deadline passed before there was an answer.
         is_unreachable: there was no connection.

@@ -11,9 +11,8 @@ import contextlib
 import logging
 import math
 import random
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,9 +42,6 @@ class RetryPolicy:
         patience_s: the servers are given up when every call has failed for this long, or when one asks for a longer
             wait. Waits that they ask for do not count.
         max_timeouts: calls of one question that may reach `call_timeout_s`.
-
-    Raises:
-        ValueError: a setting out of its range.
     """
 
     max_calls: int = 8
@@ -54,13 +50,6 @@ class RetryPolicy:
     call_timeout_s: float = 60.0
     patience_s: float = 180.0
     max_timeouts: int = 2
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name.endswith("_s") and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}; give a number of seconds above 0")
-            if not name.endswith("_s") and value < 1:
-                raise ValueError(f"{name} is {value}; set it to 1 or more")
 
     def delay_s(self, failures: int) -> float:
         """Return the seconds to wait after so many failures: half to all of the doubled wait."""
@@ -152,11 +141,11 @@ class Fleet:
             ServerUnavailable: the servers were given up.
             EndOfCalls: raised by `done`, or by a call while no other was in flight.
         """
-        left, ends, num_answered = iter(range(num_items)), [], 0
+        remaining, ends, num_answered = iter(range(num_items)), [], 0
 
         async def ask_next() -> None:
             nonlocal num_answered
-            for index in left:
+            for index in remaining:
                 try:
                     outcome = await self._outcome(lambda to, index=index: work(to, index))
                     if isinstance(outcome, CallError) and outcome.kind == "stop":
@@ -233,14 +222,14 @@ class Fleet:
         since = now if self._failing_since is None else self._failing_since
         if error.retry_after_s is not None:
             if error.retry_after_s > policy.patience_s:
-                raise _stopped(error, f"it asks to wait {error.retry_after_s:.0f} s (Retry-After; {error})")
+                raise CallError(f"it asks to wait {error.retry_after_s:.0f} s (Retry-After; {error})", "stop")
             member.rests_until = max(member.rests_until, now + error.retry_after_s)
             since = max(since, member.rests_until)
         elif error.is_unreachable or (error.timed_out and len(self._members) > 1):
             member.rests_until = now + policy.delay_s(member.failures)
         self._failing_since = since
         if now - since >= policy.patience_s:
-            raise _stopped(error, f"no call was answered for {now - since:.0f} s (the last: {error})")
+            raise CallError(f"no call was answered for {now - since:.0f} s (the last: {error})", "stop")
 
     def _last(self, error: CallError, failures: int, answers_before: int) -> CallError:
         """Return the error of a question that is out of calls."""
@@ -253,14 +242,8 @@ class Fleet:
         return refused
 
 
-def _stopped(error: CallError, reason: str) -> CallError:
-    stopped = CallError(reason, "stop", status=error.status, timed_out=error.timed_out)
-    stopped.server = error.server
-    return stopped
-
-
 async def within(seconds: float, call: Awaitable[T]) -> T:
-    """Return the answer of a call; raises a CallError if there is none after so many seconds."""
+    """Return the answer of a call; raises a CallError if it takes more than so many seconds."""
     try:
         async with asyncio.timeout(seconds):
             return await call
@@ -289,16 +272,8 @@ def run_async(coroutine: Coroutine[Any, Any, T], poll: Callable[[], None] | None
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(asyncio.run(work))
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="onetrunk-calls", daemon=True).start()
-    return result.result()
+    with ThreadPoolExecutor(1, "onetrunk-calls") as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 async def _polled(work: Awaitable[T], poll: Callable[[], None]) -> T:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.checkpoints.config import CheckpointConfig
-from onetrunk.data.names import looks_like_path
+from onetrunk.data.files import looks_like_path
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.ppo.settings import VLLMServerConfig
@@ -35,6 +35,21 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+# Settings without which a stage does not start, and what to give.
+NEEDED = {
+    "dataset_name": "give a file, a folder, or the name of a dataset on the Hub",
+    "model_name_or_path": "give a folder or a name on the Hub",
+    "output_dir": "name the folder that this run writes to",
+    "reward_funcs": "give at least one, such as path/to/file.py:function",
+}
+
+
+def require_set(settings: Any, name: str) -> None:
+    """Raise ValueError if a setting of NEEDED has no value."""
+    if not getattr(settings, name):
+        raise ValueError(f"{name} is not set; {NEEDED[name]}")
+
+
 @dataclass
 class DatasetArguments:
     """Where the rows come from."""
@@ -47,8 +62,7 @@ class DatasetArguments:
     )
 
     def __post_init__(self) -> None:
-        if not self.dataset_name:
-            raise ValueError("dataset_name is not set; give a file, a folder, or the name of a dataset on the Hub")
+        require_set(self, "dataset_name")
 
     @property
     def hub_dataset(self) -> str | None:
@@ -59,7 +73,7 @@ class DatasetArguments:
 
 @dataclass
 class SamplingArguments(VLLMServerConfig, DatasetArguments):
-    """Prompts, and where and how completions of them are sampled. The names are those of PPOConfig."""
+    """Prompts, and where and how completions of them are sampled. The options are named as in PPOConfig."""
 
     output_dir: str | None = option(None, "Folder that the run writes to.")
     seed: int = option(42, "Seed of the completions.")
@@ -73,7 +87,9 @@ class SamplingArguments(VLLMServerConfig, DatasetArguments):
         1.0, "Sample from the fewest tokens that have this probability together; above 0, at most 1 (all tokens)."
     )
     top_k: int = option(0, "Sample from so many most probable tokens; 0: from all.")
-    stop_tokens: list[str] | None = option(None, "Tokens that end a completion besides the model's EOS, as text.")
+    stop_tokens: list[str] | None = option(
+        None, "Tokens that end a completion, in addition to the model's EOS, as text."
+    )
     chat_template_kwargs: dict[str, Any] | None = option(
         None, "Keywords for the tokenizer's chat template, as in training; as JSON on the command line."
     )
@@ -87,7 +103,7 @@ class SamplingArguments(VLLMServerConfig, DatasetArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_output_dir_is_set(self)
+        require_set(self, "output_dir")
         require_seed("seed", self.seed)
         require_truncation(self.top_p, self.top_k)
         if not 0 <= self.max_failed_fraction <= 1:
@@ -117,8 +133,6 @@ class TrainingDataArguments(DatasetArguments):
         super().__post_init__()
         if self.shuffle_window < 1:
             raise ValueError(f"shuffle_window is {self.shuffle_window}; set 1 row or more (10000 is common)")
-        if not self.streaming and self.shuffle_window != TrainingDataArguments.shuffle_window:
-            raise ValueError(f"shuffle_window is {self.shuffle_window}, and only streaming uses it; set both or none")
         if self.streaming and self.eval_size is not None:
             raise ValueError(
                 "eval_size holds out rows of a dataset in memory, and streaming keeps none there; name the held-out"
@@ -147,8 +161,7 @@ class PPODataArguments(TrainingDataArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.reward_funcs:
-            raise ValueError("reward_funcs is not set; give at least one, such as path/to/file.py:function")
+        require_set(self, "reward_funcs")
 
 
 @dataclass
@@ -163,21 +176,6 @@ class PushArguments:
     # What `require_push` also reads of the settings of a training.
     process_index: ClassVar[int] = 0
     hub_token: ClassVar[None] = None
-
-
-def require_output_dir_is_set(args: Any) -> None:
-    if not args.output_dir:
-        raise ValueError("output_dir is not set; name the folder that this run writes to")
-
-
-def check_seeds(args: Any) -> None:
-    require_seed("seed", args.seed)
-    require_seed("data_seed", args.data_seed)
-
-
-def require_model_name(args: Any) -> None:
-    if not args.model_name_or_path:
-        raise ValueError("model_name_or_path is not set; give a folder or a name on the Hub")
 
 
 @dataclass
@@ -205,7 +203,7 @@ class ModelArguments(ModelConfig):
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
             self.lora_target_modules = [self.lora_target_modules]
         if self.needs_model:
-            require_model_name(self)
+            require_set(self, "model_name_or_path")
         for name, reason in WITHOUT_MEANING.items():
             if getattr(self, name) != getattr(ModelConfig, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no meaning here: {reason}")
@@ -220,7 +218,7 @@ class ModelArguments(ModelConfig):
         return {key: value for key, value in kwargs.items() if value is not None}
 
     def base_kwargs(self, args: SFTConfig | RewardTrainingArguments, what: str) -> dict[str, Any]:
-        """Return the keyword arguments to load a base model with; move those of the settings there.
+        """Return the keyword arguments to load a base model with, and move `model_init_kwargs` out of the settings.
 
         Raises:
             ValueError: the model is an adapter; `what` names the training in the message.
@@ -263,7 +261,7 @@ class StageTrainingArguments:
     )
 
     def __post_init__(self) -> None:
-        require_output_dir_is_set(self)
+        require_set(self, "output_dir")
         if self.run_name is not None:  # A tracker makes it a part of a path.
             require_name(self.run_name, "run_name")
         if self.bf16 is None:
@@ -285,7 +283,8 @@ class SFTArguments(StageTrainingArguments, CheckpointConfig, SecretFreeArguments
     """Settings of `onetrunk sft`."""
 
     def __post_init__(self) -> None:
-        check_seeds(self)
+        require_seed("seed", self.seed)
+        require_seed("data_seed", self.data_seed)
         super().__post_init__()
 
 

@@ -22,7 +22,7 @@ from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
 from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
-from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, warn_if_larger
+from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.metrics import (
     ScoredPairs,
     compared_costs,
@@ -34,11 +34,11 @@ from onetrunk.reward_models.metrics import (
 )
 from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows, label_streamed
 from onetrunk.reward_models.training import join_pipeline
-from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
+from onetrunk.stages.arguments import OptionalModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_reliability, plot_scores, show_columns, write_values
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows, load_unlabelled_rows
-from onetrunk.stages.run_context import begin, finish, run_stage, train
+from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import redact_all
@@ -52,8 +52,6 @@ SHOWN = {
     "labels": ("accuracy", "accuracy_interval", "calibration_error"),
     "cost": ("parameters", "weights_mib", "activations_mib", "memory_mib", "seconds_per_1000"),
 }
-# Passed as the name while ModelConfig checks that there is one.
-_MADE = "student_config"
 
 
 @dataclass
@@ -74,10 +72,6 @@ class DistillDataArguments(TrainingDataArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.teacher, str):
-            self.teacher = [self.teacher]
-        if self.teacher is not None and not self.teacher:
-            raise ValueError("teacher is an empty list; name reward models, or leave it out")
         if not 0 < self.teacher_temperature < float("inf"):
             raise ValueError(f"teacher_temperature is {self.teacher_temperature}; set a number above 0, such as 1")
         if self.teacher_batch_size < 1:
@@ -94,7 +88,7 @@ class DistillDataArguments(TrainingDataArguments):
 
 
 @dataclass
-class StudentArguments(ModelArguments):
+class StudentArguments(OptionalModelArguments):
     """The student: a model by name (use_peft: an adapter on it, for the policy's base), or one made from a config."""
 
     student_config: dict[str, Any] | None = option(
@@ -103,37 +97,32 @@ class StudentArguments(ModelArguments):
         " command line.",
     )
     student_tokenizer: str | None = option(
-        None, "Folder or Hub name of the student's tokenizer; None: that of model_name_or_path."
+        None, "Folder or Hub name of the student's tokenizer; None: the tokenizer of model_name_or_path."
     )
     student_vocab_size: int | None = option(
         None, "Instead of student_tokenizer: train a byte-level BPE tokenizer of that many tokens on the rows."
     )
 
     def __post_init__(self) -> None:
-        if self.student_config and self.model_name_or_path:
-            raise ValueError("model_name_or_path and student_config are both set; keep one of them")
-        if self.student_tokenizer and self.student_vocab_size:
-            raise ValueError("student_tokenizer and student_vocab_size are both set; keep one of them")
-        if not self.student_config:
-            if not self.model_name_or_path:
-                raise ValueError("no student: set model_name_or_path, or student_config for one with random weights")
-            if self.student_vocab_size:
-                raise ValueError(
-                    "student_vocab_size trains a new tokenizer, which the weights of model_name_or_path don't know; it"
-                    " goes with student_config"
-                )
-            super().__post_init__()
-            return
-        if self.use_peft:
-            raise ValueError("use_peft puts an adapter on a base model, and student_config makes a new one; keep one")
-        if not (self.student_tokenizer or self.student_vocab_size):
-            raise ValueError(
-                "student_config makes a model without a tokenizer; set student_tokenizer to a folder or Hub name, or"
-                " student_vocab_size to train one on the rows"
-            )
-        self.model_name_or_path = _MADE
         super().__post_init__()
-        self.model_name_or_path = None
+        has_config, has_tokenizer = bool(self.student_config), bool(self.student_tokenizer or self.student_vocab_size)
+        faults = {
+            "model_name_or_path and student_config are both set; keep one of them": has_config
+            and self.model_name_or_path,
+            "student_tokenizer and student_vocab_size are both set; keep one of them": self.student_tokenizer
+            and self.student_vocab_size,
+            "no student: set model_name_or_path, or student_config for one with random weights": not has_config
+            and not self.model_name_or_path,
+            "student_vocab_size trains a new tokenizer, which the weights of model_name_or_path don't know; it goes"
+            " with student_config": not has_config and self.student_vocab_size,
+            "use_peft puts an adapter on a base model, and student_config makes a new one; keep one": has_config
+            and self.use_peft,
+            "student_config makes a model without a tokenizer; set student_tokenizer to a folder or Hub name, or"
+            " student_vocab_size to train one on the rows": has_config and not has_tokenizer,
+        }
+        for message, is_wrong in faults.items():
+            if is_wrong:
+                raise ValueError(message)
 
 
 @dataclass(repr=False)
@@ -159,9 +148,8 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
     model, tokenizer, peft_config = make_student(args, student, datasets)
     teacher, labelled, labelled_held_out = label(data, args, pairs, held_out, singles)
     trainer = RewardDistillationTrainer(model, args, labelled, labelled_held_out, tokenizer, peft_config=peft_config)
-    if teacher is not None and trainer.is_world_process_zero():
-        warn_if_larger(model, teacher.num_parameters)
-    train(trainer, resume, "distill", data, student)
+    with recorded(trainer, resume, "distill", data, student):
+        trainer.train(resume_from_checkpoint=resume)
     trainer.to_teacher_scale()
     trainer.save_model()
     with gathered(trainer.model), forwards_of_first(trainer.model) as is_first:

@@ -42,7 +42,6 @@ from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launch, load_sampled_model, policy_tokenizer
 from onetrunk.report.blocks import contest_findings
 from onetrunk.report.report import write_report_of
-from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
 from onetrunk.rollouts.local import LocalBackend
@@ -62,12 +61,12 @@ logger = logging.getLogger(__name__)
 PAIRS, LEDGER = "pairs.jsonl", "ledger/verdicts.db"
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 # Fields that PPOConfig does not have.
-NOT_IN_PPO = {"reward_funcs", "opponent", "checks", "tie_margin", "max_failed_fraction"}
+NOT_IN_PPO = {"reward_funcs", "opponent", "tie_margin", "max_failed_fraction"}
 
 
 @dataclass
 class EvalArguments(SamplingArguments):
-    """Reward functions, checks, and the opponent."""
+    """Reward functions and the opponent."""
 
     reward_funcs: list[str] | None = option(None, "As in ppo; may be left out if a judge compares.")
     reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
@@ -77,11 +76,6 @@ class EvalArguments(SamplingArguments):
         " folder or Hub name of a model or an adapter that answers the same prompts.",
     )
     tie_margin: float = option(0.0, "Pairs whose label is at most this far from 0.5 are ties; from 0 to below 0.5.")
-    checks: list[str] | None = option(
-        None,
-        "Checks of a completion: functions as in ppo (package.module.function, path/to/file.py:function) that return"
-        " True, False, or None where they do not apply. The share that passes is reported for each side.",
-    )
     max_unscored_fraction: float = option(0.1, "Fail when a larger share of the completions has no finite score.")
     per_device_eval_batch_size: int = option(8, "Rows in one forward that measures the KL.")
     microbatch_tokens: int | None = option(
@@ -94,9 +88,6 @@ class EvalArguments(SamplingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("reward_funcs", "checks"):
-            value = getattr(self, name)
-            setattr(self, name, [value] if isinstance(value, str) else value)
         if self.reward_weights and not self.reward_funcs:
             raise ValueError("reward_weights is set and reward_funcs is not; give the functions, or leave both out")
         if not 0 <= self.tie_margin < 0.5:
@@ -135,13 +126,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Answers:
-    """The completions of one side as the reward functions see them, in the order of the prompts; n entries each."""
+    """The completions of one side, in the order of the prompts; n entries each."""
 
     prompts: list[Prompt]
     completions: list[Completion]
-    completion_ids: list[list[int]]
     stopped: list[bool]  # False for a completion that was cut off at the length limit.
-    columns: dict[str, list[Any]]  # The dataset's other columns.
 
 
 @dataclass(frozen=True)
@@ -164,9 +153,8 @@ def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArgum
     rows = prompt_rows(load_dataset_rows(args))
     config = args.ppo_config(model_args.init_kwargs())
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
-    # Mistakes in opponent, checks or judge are reported before a large model loads.
+    # Mistakes in opponent or judge are reported before a large model loads.
     opponent = named_opponent(args, model_args, has_judge=bool(judge_settings.judge))
-    checks = load_checks(args, rows.column_names)
     judge = constitution = None
     if judge_settings.judge:
         judge, constitution = load_judge_parts(judge_settings, asks=accelerator.is_main_process)
@@ -175,36 +163,18 @@ def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArgum
     if accelerator.is_main_process:
         for role, side in sides.items():
             write_samples(args.output_dir, f"samples-{role}", side.samples, {})
-        passed = {role: passed_shares(checks, answer) for role, answer in answers.items()} if checks else {}
         other = next((role for role in ("opponent", "reference") if role in answers), None)
         pairs = pairs_of(answers["policy"], answers[other]) if other else []
         contest = None
         if judge is not None:
             contest = hold_contest(args, judge, constitution, pairs, opponent)
         about = facts_of(args, model_args, sides, num_prompts, accelerator.num_processes)
-        about |= {"checks": passed} if passed else {}
         about |= {"opponent_model": opponent} if "opponent" in sides else {}
         path = write_evaluation(Path(args.output_dir), about, sides, pairs, contest)
-        show_evaluation(model_args.model_name_or_path, sides, passed, contest)
+        show_evaluation(model_args.model_name_or_path, sides, contest)
         print(f"eval: wrote {path}, and the samples next to it")
         say_where(write_report_of(args.output_dir), "eval")
     accelerator.end_training()
-
-
-def load_checks(args: EvalArguments, columns: Sequence[str]) -> RewardSet | None:
-    """Return the checks, which may need columns of the dataset; None without any.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: one of them is not valid.
-    """
-    if not args.checks:
-        return None
-    try:
-        checks = RewardSet(list(args.checks))
-        checks.check_columns(columns)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise type(error)(f"checks: {error}") from error
-    return checks
 
 
 def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: bool) -> str | None:
@@ -212,7 +182,7 @@ def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: b
 
     Raises:
         ValueError: a base model has no reference; the opponent is the model itself, or has another tokenizer.
-        RuntimeError: there is no model at the opponent's name.
+        RuntimeError: the opponent's name leads to no model.
     """
     name, opponent = model_args.model_name_or_path, args.opponent or (REFERENCE if has_judge else None)
     has_reference = adapter_base(name, model_args.model_revision) is not None
@@ -226,7 +196,7 @@ def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: b
         return opponent
     if is_same_source(opponent, name):
         raise ValueError(f"opponent {opponent} is the model itself; name another one, or reference for an adapter")
-    base = base_name(opponent, {})  # Raises if there is no model.
+    base = base_name(opponent, {})  # Raises if the name leads to no model.
     tokenizer = policy_tokenizer(name, None, model_args.init_kwargs())
     other = policy_tokenizer(opponent, None, {})
     difference = tokenizer_difference(tokenizer, other)
@@ -374,13 +344,10 @@ def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Acceler
     processes, some repeat to fill the last batch.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
-    own_ids, own_stopped = map(list, scored.rollout.completion_ids), map(bool, scored.rollout.stopped)
-    columns = scored.batch.columns
-    rows = zip(scored.batch.prompts, scored.completions, own_ids, own_stopped, *columns.values(), strict=True)
+    rows = zip(scored.batch.prompts, scored.completions, map(bool, scored.rollout.stopped), strict=True)
     numbered = gather_object([(rank + i * world, row) for i, row in enumerate(rows)])
     ordered = [row for _, row in sorted(numbered, key=lambda entry: entry[0])][:num_prompts]
-    prompts, completions, ids, stopped, *values = map(list, zip(*ordered, strict=True))
-    return Answers(prompts, completions, ids, stopped, dict(zip(columns, values, strict=True)))
+    return Answers(*map(list, zip(*ordered, strict=True)))
 
 
 def pairs_of(policy: Answers, opponent: Answers) -> list[Pair]:
@@ -393,26 +360,6 @@ def pairs_of(policy: Answers, opponent: Answers) -> list[Pair]:
         )
     texts = (map(plain, side.completions) for side in (policy, opponent))
     return list(map(Pair, policy.prompts, *texts, policy.stopped, opponent.stopped))
-
-
-def passed_shares(checks: RewardSet, answers: Answers) -> dict[str, float]:
-    """Return for each check the share of completions that pass, of those to which it applies; NaN if there are none.
-
-    Raises:
-        ValueError: a check returned something other than True, False or None.
-    """
-    rows = (answers.prompts, answers.completions, answers.completion_ids, answers.columns)
-    shares = {}
-    for name, values in checks.score(*rows, completion_stopped=answers.stopped).by_function.items():
-        verdicts = values[~values.isnan()]
-        wrong = verdicts[(verdicts != 0) & (verdicts != 1)]
-        if len(wrong):
-            raise ValueError(
-                f"check {name!r} returned {float(wrong[0]):g}; expected True or False, or None where it does not apply"
-                " (a function that returns a score belongs in reward_funcs)"
-            )
-        shares[name] = float(verdicts.double().mean())
-    return shares
 
 
 def hold_contest(
@@ -494,17 +441,13 @@ def write_evaluation(
     return write_values(folder, {**about, **{role: side.metrics for role, side in sides.items()}})
 
 
-def show_evaluation(
-    name: str, sides: dict[str, Side], passed: dict[str, dict[str, float]], contest: Contest | None
-) -> None:
-    """Print metrics, win rate and checks as tables, and the findings."""
+def show_evaluation(name: str, sides: dict[str, Side], contest: Contest | None) -> None:
+    """Print metrics and win rate as tables, and the findings."""
     metrics = {role: side.metrics for role, side in sides.items()}
     columns = (
         compared(metrics["reference"], metrics["policy"]) if metrics.keys() == {"reference", "policy"} else metrics
     )
     show_columns(name, columns)
-    if passed:
-        show_columns("share that passes", passed)
     if contest is not None:
         position = {f"position/{key}": value for key, value in contest.metrics["position"].items()}
         # Booleans are reported in the findings.

@@ -34,27 +34,27 @@ from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Judge, Pair, Verdict
+from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
-from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, answer_key, judge_warnings, kept_answer
+from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
 from onetrunk.judges.win_rate import CONFIDENCE
 from onetrunk.report.judges import PAIRS, card_of
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
-from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_output_dir_is_set
+from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_set
 from onetrunk.stages.judging import ShownLimit, check_judges
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
-from onetrunk.utils.files import atomic_write_text, digest, require_output_dir, unique_names
+from onetrunk.utils.files import atomic_write_text, require_output_dir, unique_names
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable, redact
 
 LEDGER, CARD = "ledger/verdicts.db", "README.md"
 NAN = float("nan")
-# Limits of the findings: a calibration error, and how far a preference may be from that of people.
+# Limits of the findings: a calibration error, and how far a preference may be from people's.
 MOST_CALIBRATION_ERROR, MOST_PREFERENCE_GAP = 0.1, 0.1
 # Below, a finding would be noise.
 FEWEST_ROWS = 20
@@ -83,7 +83,7 @@ class JudgeArguments(DatasetArguments, PushArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_output_dir_is_set(self)
+        require_set(self, "output_dir")
         if not 0 <= self.max_failed_fraction <= 1:
             raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
 
@@ -127,9 +127,7 @@ class Measured:
     """The labels of a judge, and what it is called in reports."""
 
     name: str
-    identity: dict[str, Any]
     rows: list[Judged]
-    thoughts: list[list[str]]  # Per pair: what the judge wrote before its verdicts.
 
 
 def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None:
@@ -200,19 +198,7 @@ def measure(
         limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
         labels = Asker(judge, constitution, ledger, limit, costs=costs).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.
-    thoughts = [thoughts_about(judge, pair, constitution, ledger) for pair in pairs]
-    return Measured(judge.name, judge.identity, judged_rows(groups, labels), thoughts)
-
-
-def thoughts_about(judge: Judge, pair: Pair, constitution: Constitution, ledger: Ledger) -> list[str]:
-    """Return what a judge wrote before its verdicts about a pair, in both orders and under each principle."""
-    written = []
-    for principle in constitution.principles:
-        for shown in (pair, pair.flipped()):
-            answer = kept_answer(ledger, answer_key(judge, principle, shown), Verdict)
-            if answer is not None and answer.reason:
-                written += [answer.reason, *answer.details.get("thoughts", ())]
-    return written
+    return Measured(judge.name, judged_rows(groups, labels))
 
 
 def pairs_of(groups: Sequence[Group]) -> list[Pair]:
@@ -245,7 +231,6 @@ def results(
             "all": metrics,
             "subsets": by_subset if len(subsets) > 1 else {},
             "findings": findings(metrics),
-            "identity": digest(m.identity),
         }
     return {
         "dataset": Path(args.dataset_name).name,
@@ -265,9 +250,8 @@ def pair_lines(measured: Sequence[Measured]) -> list[str]:
         for index, (better, other) in enumerate(group.pairs()):
             said = {}
             for m, row in zip(measured, rows, strict=True):
-                label, thoughts = row.labels[index], m.thoughts[len(lines)]
+                label = row.labels[index]
                 said[m.name] = {"probability": label.probability, "consistent": label.consistent}
-                said[m.name] |= {"thoughts": thoughts} if thoughts else {}
             texts = {"prompt": group.prompt, "better": group.texts[better], "other": group.texts[other]}
             about = {"subset": group.subset, "people": group.probability, "judges": said}
             lines.append(json.dumps(texts | about, ensure_ascii=False))
@@ -293,7 +277,7 @@ def show_results(values: dict[str, Any]) -> None:
 
 
 def judge_metrics(judged: Sequence[Judged], weights: Sequence[float]) -> dict[str, Any]:
-    """Return the metrics of a judge on some rows; `weights` are those of the principles, in the order of the votes."""
+    """Return the metrics of a judge on some rows; `weights`: one per principle, in the order of the votes."""
     counted = [row for row in judged if row.group.probability != TIE]
     decided = [row for row in counted if row.is_decided]
     unjudged = sum(any(label.errors for label in row.labels) for row in counted)

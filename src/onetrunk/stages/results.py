@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,15 +65,6 @@ def show_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
 
 def show(table: Table) -> None:
     table_console().print(table)
-
-
-def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title="samples", show_lines=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(shortened, row))
-    return table
 
 
 def markdown_table(columns: dict[str, dict[str, Any]]) -> str:

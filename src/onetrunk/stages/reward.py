@@ -26,7 +26,7 @@ from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_by_margin, plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows
-from onetrunk.stages.run_context import begin, finish, run_stage, train
+from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 
 # Without held-out rows, this number of training rows gives the scale of the scores.
 SCALE_ROWS = 500
@@ -46,7 +46,8 @@ def run(data: TrainingDataArguments, args: RewardArguments, model_args: ModelArg
     rows, held_out = load_preference_rows(data, args.seed)
     require_push(args)
     trainer = make_trainer(args, model_args, rows, held_out)
-    train(trainer, resume, "reward", data, model_args)
+    with recorded(trainer, resume, "reward", data, model_args):
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     with gathered(trainer.model), forwards_of_first(trainer.model) as is_first:
         if is_first:

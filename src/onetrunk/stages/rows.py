@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from trl import extract_prompt
 
 from onetrunk.data.files import load_rows
-from onetrunk.data.preferences import check_preferences, check_sides, split_by_prompt
-from onetrunk.data.prompts import check_completions, check_prompts, completion_columns, split_rows
+from onetrunk.data.prompts import check_completions, check_prompts, completion_columns
+from onetrunk.data.rows import check_preferences, check_sides, split_by_prompt, split_rows
 from onetrunk.data.sharded import ShardedRows, load_sharded_rows
 from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
@@ -38,8 +38,8 @@ def load_training_rows(
     Every row is checked; of streamed rows a sample now, and each row when it is read. Held-out rows are in memory.
 
     Args:
-        args: which rows.
-        seed: of the split that `eval_size` makes.
+        args: names the rows.
+        seed: seed of the split that `eval_size` makes.
         check: returns the rows, changed or not; it sees them in the order of the file.
         split: takes rows, `eval_size` and the seed.
 
@@ -124,8 +124,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequenc
     """Check that a tokenizer has a chat template if the rows need one, and that the model has its token ids.
 
     Args:
-        tokenizer: of the model.
-        name: where it was loaded from.
+        tokenizer: the model's tokenizer.
+        name: folder or Hub name of the tokenizer, for messages.
         rows: with texts and conversations in any of TEXT_COLUMNS.
         vocab_size: entries of the model's embedding.
     """

@@ -20,6 +20,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+from torch import distributed
+
 from onetrunk.checkpoints.folders import (
     FINISHED,
     MANIFEST,
@@ -51,8 +54,8 @@ if TYPE_CHECKING:
     TrainingSettings = SFTArguments | RewardModelConfig | PPOConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Errors whose message is enough for the user: these where our own code raises them, and the second group from the
-# libraries below us too (a file, a setting, or a package that is missing).
+# Errors whose message is enough for the user: the first group where our own code raises them, and the second also
+# from libraries (a file, a setting, or a package that is missing).
 OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
 LIBRARY_ERRORS = (ValueError, OSError, ImportError)
 # The disk is full, or the user's quota or the limit on the size of a file is reached.
@@ -85,7 +88,7 @@ def run_stage(
         verb: name of the stage.
         parse: turns the words after the verb into the arguments of `work`.
         work: the stage itself.
-        argv: the words; None: those of this process.
+        argv: the words after the verb; None: the arguments of this process.
         is_dry: the work writes nothing, so the output folder is not locked.
     """
     # Deprecated names that PEFT and transformers use of each other: no user of a stage can act on them.
@@ -200,11 +203,8 @@ def _exit_code(verb: str, parsed: tuple[Any, ...], error: BaseException) -> int 
 
 def end_process_group() -> None:
     """End torch.distributed: its threads can abort a process that exits while they run (exit code 134)."""
-    if "torch" in sys.modules:
-        from torch import distributed
-
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _how_to_resume(parsed: Sequence[Any]) -> str:
@@ -231,6 +231,8 @@ def explain(error: BaseException) -> str | None:
             "out of memory; lower per_device_train_batch_size (or set microbatch_tokens), max_rollout_rows, or"
             f" max_completion_length, or set activation_checkpointing ({str(error).splitlines()[0]})"
         )
+    if isinstance(error, TemplateError):
+        return f"a chat template failed on a conversation ({error}); repair chat_template.jinja, or change the rows"
     frames = traceback.extract_tb(error.__traceback__)
     is_ours = bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)
     if isinstance(error, OUR_ERRORS) and is_ours:
@@ -309,11 +311,12 @@ def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None
     return False, resume
 
 
-def train(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> None:
-    """Train from a checkpoint; without one, first delete what `overwrite_output_dir` allows to delete of an old run.
+@contextlib.contextmanager
+def recorded(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> Iterator[None]:
+    """Record the training in the block for its report, under the name of the stage, with its further `arguments`.
 
-    The new run is ready at this point, so no mistake in its settings costs the old one. The run is recorded for its
-    report under the name of the stage, `verb`, with its further `arguments`.
+    First delete what `overwrite_output_dir` allows to delete of an old run, unless the training resumes. The new run
+    is ready at this point, so no mistake in its settings costs the old one.
     """
     from onetrunk.report.record import RunRecord  # Imports the PPO trainer, which a check of a folder does not need.
 
@@ -322,7 +325,7 @@ def train(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -> N
     if not resume and args.overwrite_output_dir and args.should_save:
         delete_old_run(args.output_dir)
     try:
-        trainer.train(resume_from_checkpoint=resume)
+        yield
     except Stopped as stopped:
         record.note_stop(stopped.signal_name)
         raise

@@ -11,7 +11,6 @@ from trl import get_quantization_config
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.chat_template import apply_chat_template, template_errors
 from onetrunk.data.prompts import check_completions, without_written_bos
 from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import check_targets
@@ -20,7 +19,7 @@ from onetrunk.models.loading import load_config
 from onetrunk.parallel.sharding import cast_when_sharded
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments, parse
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_training_rows
-from onetrunk.stages.run_context import begin, finish, run_stage, train
+from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 
 
 def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
@@ -32,7 +31,8 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
     rows, held_out = load_training_rows(data, args.seed, check_completions)
     require_push(args)
     trainer = make_trainer(args, model_args, rows, held_out)
-    train(trainer, resume, "sft", data, model_args)
+    with recorded(trainer, resume, "sft", data, model_args):
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if held_out is not None:
         trainer.save_metrics("eval", trainer.evaluate())
@@ -65,15 +65,14 @@ def make_trainer(
         model = load_base(name, quantization_config=quantization, **kwargs)
     if model_args.use_peft:
         check_targets(model_args.peft_config(), model)
-    with template_errors(tokenizer):
-        return ResumableSFTTrainer(
-            model=model,
-            args=args,
-            train_dataset=train,
-            eval_dataset=held_out,
-            processing_class=tokenizer,
-            peft_config=model_args.peft_config() if model_args.use_peft else None,
-        )
+    return ResumableSFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        peft_config=model_args.peft_config() if model_args.use_peft else None,
+    )
 
 
 def check_room(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTArguments) -> None:
@@ -91,7 +90,7 @@ def check_room(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTArgum
         return  # TRL supplies the template.
     encode = tokenizer
     if is_conversational:
-        encode = partial(apply_chat_template, tokenizer, add_generation_prompt=True, tokenize=True, return_dict=True)
+        encode = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=True)
     lengths = []
     for prompt in rows["prompt"]:
         lengths.append(len(encode(prompt)["input_ids"]))

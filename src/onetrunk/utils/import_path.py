@@ -23,8 +23,8 @@ def find_object(spec: str, what: str, others: str = "") -> Any:
 
     Args:
         spec: "package.module.name" or "path/to/file.py:name".
-        what: what the object is, for messages: "reward function".
-        others: what else `spec` could have been, for the message about another form.
+        what: kind of object for messages, such as "reward function".
+        others: other things that `spec` may name, for the message about a text of another form.
 
     Raises:
         ValueError: the text has another form, or the module, file or name does not exist.

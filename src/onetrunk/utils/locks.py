@@ -17,10 +17,10 @@ class WriterLock:
     The lock file `<path>.lock` may stay after a release.
 
     Args:
-        path: what is to be written. Its folder exists.
+        path: the file or folder that is written; its parent exists.
 
     Raises:
-        RuntimeError: another process holds the lock, or the file system has no locks; the message says what to do.
+        RuntimeError: another process holds the lock.
         OSError: the folder cannot be written to.
     """
 
@@ -35,8 +35,6 @@ class WriterLock:
                 f"{self.path} is being written by another process (`fuser {self.file}` names it); wait for it, or stop"
                 " it"
             ) from error
-        except NotImplementedError as error:
-            raise RuntimeError(f"{self.path.parent} is on a file system without locks; name another folder") from error
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
@@ -52,8 +50,8 @@ def held_folder(folder: str | os.PathLike[str], part: str = "") -> Iterator[None
     """Hold the lock of a run's folder inside the block. A process that holds it may enter again.
 
     Args:
-        folder: exists.
-        part: of the folder, if several processes share it and each writes a part of its own.
+        folder: an existing folder.
+        part: name of the part of the folder that this process writes, if several processes share it.
 
     Raises:
         RuntimeError: another process holds the lock.

@@ -86,8 +86,8 @@ def require_split(settings: Any) -> None:
 def documented(settings: T) -> T:
     """Decorate a dataclass of settings: its signature lists the fields, and its docstring explains each of them.
 
-    The signature that Python finds by itself is that of `__new__`, where a class has one. The texts are those of the
-    command line; fields of a parent class without a help text are left out of the docstring.
+    Where a class has a `__new__`, Python would show its signature. The texts are the help texts of the command line;
+    fields of a parent class without one are left out of the docstring.
     """
     parameters = list(inspect.signature(settings.__init__).parameters.values())[1:]
     settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

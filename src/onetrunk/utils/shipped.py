@@ -31,12 +31,6 @@ def shipped_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def config_names() -> list[str]:
-    """Return the names of the YAML files in recipes without their ending, such as "tiny/ppo"."""
-    folder = shipped_folder(RECIPES)
-    return [path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("*/*.yaml")]
-
-
 def find_config(name: str) -> Path:
     """Return the path of a YAML file: one in the working folder, else the recipe of this name ("tiny/ppo").
 
@@ -55,7 +49,9 @@ def find_config(name: str) -> Path:
 
 def missing_config_hint(name: str) -> str:
     """Return the start of a hint with recipes of nearly this name, "" if there are none."""
-    near = difflib.get_close_matches(name.removeprefix(f"{RECIPES}/").removesuffix(".yaml"), config_names(), n=3)
+    folder = shipped_folder(RECIPES)
+    names = [path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("*/*.yaml")]
+    near = difflib.get_close_matches(name.removeprefix(f"{RECIPES}/").removesuffix(".yaml"), names, n=3)
     return f"recipes of nearly this name: {', '.join(near)}; " if near else ""
 
 

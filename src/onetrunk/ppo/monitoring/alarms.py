@@ -1,7 +1,8 @@
 """Alarms: the metrics of every rollout are compared with limits; a warning names the usual cause and what to change.
 
 An alarm is raised when its condition has held for `alarm_patience` rollouts in a row. It is over with the first
-rollout in which the condition does not hold. The alarms and their limits are in `alarm_rules.py`.
+rollout in which the condition does not hold. The alarms and their limits are in `alarm_rules.py`. StepGuard skips
+single steps whose gradient is not finite.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import TrainerControl, TrainerState
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
@@ -27,6 +29,10 @@ CHANCE_NATS = 20.0
 LEAST_STOPPED = 0.3
 # Rollouts whose mean metrics are the reference of relative limits.
 NUM_FIRST = 3
+# So many non-finite steps in a row end the run.
+MAX_SKIPPED_STEPS = 3
+# The scaler halves its scale at every overflow; so many halvings bring it from its start to one that always fits.
+SCALER_PATIENCE = 50
 
 
 def find_breach(
@@ -35,8 +41,8 @@ def find_breach(
     """Return the value of an alarm's metric and the bound that it is beyond; None if it is not, or is missing.
 
     Args:
-        name, limit: of the alarm.
-        metrics: of the rollout, which has `num_rows` completions.
+        name, limit: the alarm, and the limit in use.
+        metrics: metrics of a rollout with `num_rows` completions.
         first: means over the first rollouts; empty until they are over.
     """
     rule, bound = RULES[name], limit
@@ -57,7 +63,7 @@ class Alarms(EndingCallback):
 
     Args:
         take_totals: returns the metrics of the rollout that has just ended, and forgets them.
-        log: adds metrics to those of the next log.
+        log: adds metrics to the next log.
         may_save: returns whether the weights after the last step may be saved; the end of the run waits for it.
     """
 
@@ -168,3 +174,64 @@ class Alarms(EndingCallback):
         else:
             consequence = f"Training continues (stop_on_alarm [{name}] would end it)"
         logger.warning(f"{self.explanation}. {consequence}")
+
+
+class StepGuard(TrainerCallback):
+    """Skips an optimizer step whose gradient is not finite, or that exceeds `target_kl`.
+
+    Setting gradients to None keeps weights and optimizer state, while the schedule and the step count continue. After
+    a non-finite step nothing is saved, and several in a row end the run.
+
+    Args:
+        has_scaler: returns whether the run has a gradient scaler (fp16).
+    """
+
+    def __init__(self, has_scaler: Callable[[], bool]):
+        self.has_scaler = has_scaler
+        self.grad_norm = 0.0
+        self.is_empty = False
+        self.is_bad = False
+        self.num_bad_in_a_row = 0
+
+    def begin_step(self, is_empty: bool) -> None:
+        """Begin a step; an empty one keeps the weights."""
+        self.is_empty = is_empty
+
+    def on_grad_norm(self, norm: float) -> None:
+        """Receive the norm of the step's gradient, before clipping."""
+        self.grad_norm = norm
+
+    def on_pre_optimizer_step(
+        self, args: PPOConfig, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        self.is_bad = not self.grad_norm < float("inf")
+        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if self.is_bad else 0
+        self.is_empty = self.is_empty or self.is_bad
+        # The scaler itself skips steps that overflow, several in a row while it searches for its scale.
+        has_scaler = self.has_scaler()
+        if self.is_empty and not (self.is_bad and has_scaler):
+            for parameter in model.parameters():
+                parameter.grad = None
+        limit = max(MAX_SKIPPED_STEPS, SCALER_PATIENCE) if has_scaler else MAX_SKIPPED_STEPS
+        if self.num_bad_in_a_row >= limit:
+            raise RuntimeError(
+                f"the gradient was not finite in {self.num_bad_in_a_row} optimizer steps in a row (step"
+                f" {state.global_step}); the weights are those before them. Lower learning_rate, or look for infinite"
+                " scores, then resume from the last checkpoint"
+            )
+
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.is_bad:
+            control.should_save = False
+
+    on_epoch_end = on_step_end
+
+
+class StepEnd(TrainerCallback):
+    """Calls `end_step` with the trainer's state after every optimizer step, before anything is logged or saved."""
+
+    def __init__(self, end_step: Callable[[TrainerState], None]):
+        self.end_step = end_step
+
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.end_step(state)

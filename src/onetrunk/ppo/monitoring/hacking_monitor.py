@@ -210,7 +210,7 @@ class HackingMonitor(EndingCallback, ExportableState):
             return False
         if kept["watched"] != self._watched:
             logger.warning(
-                "the monitor's judge, constitution or prompts are not those of the checkpoint: it starts again here"
+                "the monitor's judge, constitution or prompts have changed since the checkpoint: it starts again here"
             )
             return False
         for name in ("baseline", "best", "num_alarms", "num_left_out"):

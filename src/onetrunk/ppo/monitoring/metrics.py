@@ -13,7 +13,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,23 +39,19 @@ STEP_NAMES = {
     "value/clip_fraction": "value/clip_fraction",
 }
 PHASES = ("generate", "score", "update")
-# What RolloutTotals keeps: these metrics of the rollout, these stats of its steps, and the value's stats but maxima.
-ROLLOUT_TOTALS = (
-    "kl/ref",
-    "sampling/logprob_gap_mean",
-    "completion/length",
-    "completion/stopped_fraction",
-    "completion/repeated_ngrams",
-)
-STEP_TOTALS = ("policy/entropy", "policy/clip_fraction")
 
 
 class MetricLog:
-    """What was measured since the last log."""
+    """What was measured since the last log.
 
-    def __init__(self, accelerator: Accelerator):
+    Args:
+        accelerator: reduces over the processes.
+        of_rollout: gets the same measurements; the alarms flush it at the end of every rollout.
+    """
+
+    def __init__(self, accelerator: Accelerator, of_rollout: MetricLog | None = None):
         self.accelerator = accelerator
-        self.totals = RolloutTotals()
+        self.of_rollout = of_rollout
         self._clear()
 
     def _clear(self) -> None:
@@ -80,16 +76,20 @@ class MetricLog:
         A skipped step trained nothing. Its stats still count (the KL that exceeded `target_kl`), unless it measured
         nothing or numbers that are not finite.
         """
+        stats = self._pending if not skipped or self._is_finite_everywhere() else None
+        self._add_step(stats, skipped)
+        if self.of_rollout is not None:
+            self.of_rollout._add_step(stats, skipped)
+        self._pending = []
+
+    def _add_step(self, stats: list[tuple[str, Tensor]] | None, skipped: bool) -> None:
         self._num_skipped += skipped
-        is_measured = not skipped or self._is_finite_everywhere()
-        self._num_steps += is_measured
-        self.totals.end_step(self._pending, is_measured, skipped)
-        for name, value in self._pending if is_measured else []:
+        self._num_steps += stats is not None
+        for name, value in stats or ():
             if name.endswith("_max"):
                 self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
             else:
                 self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._pending = []
 
     def _is_finite_everywhere(self) -> bool:
         # The processes must agree, because `flush` reduces over what each of them added.
@@ -100,7 +100,8 @@ class MetricLog:
     def add_rollout(self, metrics: dict[str, float]) -> None:
         """Add metrics of one rollout, equal on every process."""
         self._num_tokens += metrics.pop("num_tokens", 0.0)
-        self.totals.add_rollout(metrics)
+        if self.of_rollout is not None:
+            self.of_rollout.add_rollout(metrics)
         for name, value in metrics.items():
             self._rollouts[name].append(value)
 
@@ -147,7 +148,7 @@ class MetricLog:
             "own": dict(self._local),
             "seconds": dict(self._seconds),
             "counts": [self._num_steps, self._num_skipped, self._num_tokens],
-            "totals": self.totals.state_dict(),
+            "of_rollout": None if self.of_rollout is None else self.of_rollout.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,88 +160,18 @@ class MetricLog:
         self._local.update(state["own"])
         self._seconds.update(state["seconds"])
         self._num_steps, self._num_skipped, self._num_tokens = state["counts"]
-        if "totals" in state:
-            self.totals.load_state_dict(state["totals"], device)
+        if self.of_rollout is not None:
+            self.of_rollout.load_state_dict(state["of_rollout"])
 
 
-def merged_log(states: Sequence[dict[str, Any]], process: int) -> dict[str, Any]:
-    """Return one process's part of a MetricLog that another number of processes saved.
+def without_steps(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a MetricLog's state for other processes than those that saved it.
 
-    Sums and the metrics of single processes go to the first one; the others have zeros under the same names, because
-    all names are reduced.
-
-    Args:
-        states: `MetricLog.state_dict` of every process that wrote the checkpoint.
-        process: of this run.
+    Metrics of rollouts are global numbers and stay. Sums over steps, of which each process had a part, begin anew.
     """
-    first, totals = states[0], states[0]["totals"]
-    own: dict[str, list[float]] = defaultdict(list)
-    for state in states if process == 0 else ():
-        for name, values in state["own"].items():
-            own[name] += values
-    return {
-        **first,
-        "sums": _merged_sums([state["sums"] for state in states], process),
-        "maxima": {name: max(state["maxima"][name] for state in states) for name in first["maxima"]},
-        "own": dict(own),
-        "totals": {**totals, "sums": _merged_sums([state["totals"]["sums"] for state in states], process)},
-    }
-
-
-def _merged_sums(parts: Sequence[dict[str, float]], process: int) -> dict[str, float]:
-    return {name: sum(part[name] for part in parts) if process == 0 else 0.0 for name in parts[0]}
-
-
-class RolloutTotals:
-    """Metrics of the rollout in use and of its optimizer steps so far; the alarms read them at its end."""
-
-    def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self._metrics: dict[str, float] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._num_steps = self._num_measured = self._num_skipped = 0
-
-    def add_rollout(self, metrics: dict[str, float]) -> None:
-        """Add metrics of the rollout, equal on every process."""
-        self._metrics |= {name: metrics[name] for name in ROLLOUT_TOTALS if name in metrics}
-
-    def end_step(self, stats: Iterable[tuple[str, Tensor]], is_measured: bool, is_skipped: bool) -> None:
-        """Add an optimizer step, and the stats of its packs if they are measured."""
-        self._num_steps += 1
-        self._num_skipped += is_skipped
-        self._num_measured += is_measured
-        for name, value in stats if is_measured else ():
-            if name in STEP_TOTALS or (name.startswith("value/") and not name.endswith("_max")):
-                self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def finish(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the metrics of the rollout by their public names, and clear them. Every process calls it.
-
-        Steps average; `policy/skipped_fraction` is the share of steps that left the weights alone.
-        """
-        stats = _step_means(self._sums, self._num_measured, accelerator)
-        metrics = {**self._metrics, **{name: stats[name].item() for name in STEP_TOTALS if name in stats}}
-        metrics |= _explained_variance(stats)
-        if self._num_steps:
-            metrics["policy/skipped_fraction"] = self._num_skipped / self._num_steps
-        self._clear()
-        return metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was added since the rollout began, as JSON values."""
-        return {
-            "figures": self._metrics,
-            "sums": {name: value.item() for name, value in self._sums.items()},
-            "counts": [self._num_steps, self._num_measured, self._num_skipped],
-        }
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore what `state_dict` returned."""
-        self._metrics = dict(state["figures"])
-        self._sums = _tensors(state["sums"], device)
-        self._num_steps, self._num_measured, self._num_skipped = state["counts"]
+    begun = {"sums": {}, "maxima": {}, "own": {}, "counts": [0, 0, state["counts"][2]]}
+    of_rollout = state["of_rollout"]
+    return {**state, **begun, "of_rollout": None if of_rollout is None else without_steps(of_rollout)}
 
 
 def _tensors(numbers: dict[str, float], device: torch.device) -> dict[str, Tensor]:
@@ -279,8 +210,8 @@ def rollout_metrics(
     """Return the metrics of a rollout by their public names, equal on every process; the README explains each.
 
     `sampling/logprob_gap_k3` estimates KL(sampler || trainer). `num_tokens` are the completion tokens. `kl/ref` is a
-    mean of sums over tokens of weight * k1, the weights those of the loss where there are some, so that older rows and
-    truncated samples count by the policy's probabilities. They are not divided by their mean: that of truncated
+    mean of sums over tokens of weight * k1, with the weights of the loss if there are any, so that older rows and
+    truncated samples count by the policy's probabilities. They are not divided by their mean: the mean of truncated
     samples is the share of the vocabulary that was left, which belongs to the KL.
 
     Args:
@@ -330,7 +261,7 @@ def importance_metrics(packs: Sequence[RolloutPack], accelerator: Accelerator) -
     """Return the effective sample size and the clipped weights as shares of the tokens that train, all processes.
 
     Args:
-        packs: of a rollout of this process, with importance weights and loss masks; every process has some.
+        packs: this process's packs of a rollout, with importance weights and loss masks; every process has some.
         accelerator: reduces over the processes.
     """
     local = torch.stack([importance_sums(item.importance, item.loss_mask).sum(1) for item in packs]).sum(0)

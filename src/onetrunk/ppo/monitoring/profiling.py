@@ -80,7 +80,7 @@ class Watch(TrainerCallback):
 
     @contextlib.contextmanager
     def last_backward(self, model: nn.Module) -> Iterator[None]:
-        """Record when this process has its own gradients, in the backward that then waits for those of the others."""
+        """Record when this process has its own gradients, in the backward that then waits for the other processes."""
         if self.accelerator.num_processes == 1:
             yield
             return

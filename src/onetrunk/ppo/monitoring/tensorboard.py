@@ -8,6 +8,7 @@ from transformers import Trainer, TrainerControl, TrainerState
 
 from onetrunk.checkpoints.resume_point import RunTensorBoard
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.evaluation import short_text
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.utils.redaction import redact
 
@@ -96,7 +97,5 @@ def completions_text(scored: ScoredRollout) -> str:
 
 
 def _indented(text: Any) -> str:
-    plain = text if isinstance(text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in text)
-    plain = plain if len(plain) <= LONGEST_TEXT else plain[:LONGEST_TEXT] + " ..."
     # Markdown shows an indented block as it is.
-    return "\n".join(f"    {line}" for line in plain.splitlines() or [""])
+    return "\n".join(f"    {line}" for line in short_text(text, LONGEST_TEXT).splitlines() or [""])

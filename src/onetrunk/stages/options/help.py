@@ -31,10 +31,10 @@ FIRST = {
     " max_failed_fraction",
     "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
     " max_completion_length temperature seed judge constitution judge_model mode num_generations pairing completions"
-    " engine shard preview",
+    " engine shard limit",
     "eval": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_prompt_length"
     " max_completion_length temperature seed judge constitution judge_model reward_funcs reward_weights opponent"
-    " tie_margin checks bf16",
+    " tie_margin bf16",
 }
 # Verb -> values of the options without which it does not start, for the YAML of `onetrunk config`.
 _MODEL_AND_ROWS = {"model_name_or_path": "path/or/hub-name", "dataset_name": "rows.jsonl", "output_dir": "runs/new"}

@@ -50,7 +50,7 @@ SETTINGS_MODULES = {
     "merge": "onetrunk.stages.tools.merge",
 }
 # Verbs whose command line is parsed by `options/words.py`.
-WORD_MODULES = {"run": "onetrunk.stages.run.chain", "report": "onetrunk.stages.tools.report"}
+WORD_MODULES = {"run": "onetrunk.stages.pipeline", "report": "onetrunk.stages.tools.report"}
 # Verbs whose modules import neither torch nor transformers. Their `main` raises ValueError for a mistake.
 PLAIN_MODULES = {
     "plan": "onetrunk.stages.plan",
@@ -92,7 +92,7 @@ class Option:
     """One option, which is one field of a settings class and one key of the YAML file.
 
     Args:
-        name: of the field.
+        name: name of the field.
         default: a JSON value.
         help: text for people.
         kinds: names of the types that a value may have; "str" also stands for enumerations.
@@ -148,7 +148,7 @@ def _source(module: str) -> ast.Module:
 
 @functools.cache
 def _fields_of(module: str, name: str) -> dict[str, Option]:
-    """Return the fields of a dataclass that a module defines or imports, those of its bases included."""
+    """Return the fields of a dataclass that a module defines or imports, with the fields of its bases."""
     tree = _source(module)
     definition = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     if definition is None:

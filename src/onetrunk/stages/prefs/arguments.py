@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from onetrunk.feedback.shards import FORMATS, Shard
-from onetrunk.stages.arguments import PushArguments, SamplingArguments, require_model_name
+from onetrunk.stages.arguments import PushArguments, SamplingArguments, require_set
 from onetrunk.utils.options import option
 
 MODES = ("pairs", "revise")
@@ -59,11 +59,7 @@ class PrefsArguments(SamplingArguments, PushArguments):
     tie_margin: float = option(0.0, "Labels at most this far from 0.5 are ties; from 0 to below 0.5.")
     # Revisions
     num_revisions: int = option(1, "With mode revise: revisions per completion, each by another principle.")
-    critic_model: str | None = option(None, "With mode revise: the model that criticises; None: the policy.")
     max_critique_length: int = option(256, "With mode revise: longest critique, in tokens.")
-    judge_report: str | None = option(
-        None, "output_dir of onetrunk judge, which measured this run's judge: the card quotes it."
-    )
     # The run
     engine: str = option(
         "local",
@@ -81,11 +77,8 @@ class PrefsArguments(SamplingArguments, PushArguments):
     merge_shards: int | None = option(
         None, "Sample nothing: merge the statistics of this number of finished shards, and write the dataset card."
     )
-    num_samples_to_print: int = option(3, "Rows printed at the end; 0: none.")
-    preview: int | None = option(
-        None,
-        "Ask about this number of prompts only, and show the questions and the answers; write no rows. The answers are"
-        " kept, so the run itself does not buy them again.",
+    limit: int | None = option(
+        None, "Use only the first prompts, this number of them, for a trial; the run without it buys no answer again."
     )
 
     def __post_init__(self) -> None:
@@ -102,8 +95,8 @@ class PrefsArguments(SamplingArguments, PushArguments):
             raise ValueError(f"temperature is {self.temperature}; completions of a prompt differ only above 0")
         if not 0 <= self.tie_margin < 0.5:
             raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
-        if self.preview is not None and self.preview < 1:
-            raise ValueError(f"preview is {self.preview}; set preview to 1 or more")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; set it to 1 or more")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -118,12 +111,7 @@ class PrefsArguments(SamplingArguments, PushArguments):
             "shard is set; leave push_to_hub to merge_shards": has_shard and self.push_to_hub,
             "engine is ray, whose workers each hold the model; leave use_vllm out": has_ray and self.use_vllm,
             "engine ray samples for mode pairs; revise on one machine, or in shards": has_ray and revises,
-            "preview needs engine local; leave one of them out": has_ray and self.preview is not None,
-            "critic_model is set and mode is pairs; set mode to revise": self.critic_model is not None and not revises,
         }
-        for name in ("judge_report", "preview"):
-            value = getattr(self, name)
-            faults[f"{name} is {value}, and mode revise asks no judge; leave it out"] = revises and value is not None
         for message, is_wrong in faults.items():
             if is_wrong:
                 raise ValueError(message)
@@ -160,7 +148,7 @@ def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | No
 def check_model_is_named(args: PrefsArguments, model_args: Any) -> None:
     """Raise ValueError without a model to sample from, or with one where the rows bring the completions."""
     if args.completions == "sampled":
-        require_model_name(model_args)
+        require_set(model_args, "model_name_or_path")
     elif model_args.model_name_or_path:
         raise ValueError(
             f"completions are given and model_name_or_path is {model_args.model_name_or_path}, which would sample;"

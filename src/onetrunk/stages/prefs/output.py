@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import DatasetCardData
-from rich.table import Table
 
-from onetrunk.feedback.preferences import plain
 from onetrunk.feedback.shards import Shard, read_rows
 from onetrunk.judges.labels import judge_warnings
 from onetrunk.report.blocks import flat
-from onetrunk.stages.results import as_json, markdown_table, shortened, text_table
+from onetrunk.stages.results import as_json, markdown_table, shortened
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
 from onetrunk.utils.redaction import redact, redact_all
 
@@ -143,16 +141,6 @@ def warnings_of(statistics: dict[str, Any]) -> list[str]:
     if counts.get("unjudged"):
         warnings.append(f"{counts['unjudged']} pairs have no verdict yet; the same command asks for them again.")
     return warnings
-
-
-def sample_table(rows: list[dict[str, Any]]) -> Table:
-    names = ("prompt", "chosen", "rejected", "probability", "original", "completion")
-    columns = [c for c in names if c in rows[0]]
-    return text_table(columns, ([_plain(row[column]) for column in columns] for row in rows))
-
-
-def _plain(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else plain(value)
 
 
 def _example(row: dict[str, Any]) -> str:

@@ -1,4 +1,9 @@
-"""What a run labels: prompts, with the model that answers them (or criticises answers), or rows with completions."""
+"""What `onetrunk prefs` labels: prompts, with the model that answers them, or rows with completions.
+
+The model samples in this process, on vLLM servers, or in workers on Ray Data, each of which holds it. With Ray this
+process keeps the ledger, the judge and the rows, so keys, bytes and resuming are the same. Workers load the model
+under the name that this process has for it: on a cluster a shared folder or a Hub name.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,24 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from datasets import Dataset
 from peft import PeftModel
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
 from trl import get_quantization_config
 
-from onetrunk.data.groups import Bad, Group, group_of, read_groups, shape_of
-from onetrunk.data.names import BUILDERS, looks_like_path, missing_path
+from onetrunk.data.groups import Group, read_groups, shape_of
+from onetrunk.data.sharded import ShardedRows, load_sharded_rows
 from onetrunk.feedback.asking import StopFlag
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
@@ -34,40 +39,39 @@ from onetrunk.models.loading import base_fingerprint, is_adapter, load_config
 from onetrunk.ppo.setup import policy_tokenizer, tokens_of
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.vllm import ServedModel, VLLMBackend, load_servers
+from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
 
-logger = logging.getLogger(__name__)
-
 # Rows of a stream that are checked and tokenized together.
 WINDOW = 256
+# Chunks per worker in one Ray job; the workers start again for each job.
+CHUNKS_PER_WORKER = 256
+# The line of a stack trace that names the cause.
+ERROR_LINE = re.compile(r"\s*(?!ray\.)[\w.]*(Error|Exception): ")
+Chunk = list[PromptItem]
 
 
 def load_sampler(
-    name: str,
     args: PrefsArguments,
     model_args: ModelArguments,
     ledger: Ledger | None,
-    max_length: int,
     stop: StopFlag | None = None,
-    served: Served | None = None,
+    servers: VLLMBackend | None = None,
+    longest_prompt: int = 0,
 ) -> TextSampler:
-    """Load the model or adapter at `name` as a sampler of completions of at most `max_length` tokens.
+    """Load the model or adapter of a run as a sampler of its completions.
 
     Args:
-        name, args, model_args: folder or Hub name, and the settings of the run.
         ledger: keeps the completions; None: the sampler only draws.
-        max_length: longest completion, tokens.
-        stop: checked after every token; sampling ends with its exception.
-        served: the vLLM servers that sample, if they have the model's base; None: this process samples.
+        stop: checked before every token; sampling ends with its exception.
+        servers: the vLLM servers that sample; None: this process does.
+        longest_prompt: tokens, which the servers must have room for; 0: not known.
     """
-    kwargs = model_args.init_kwargs()
-    if name != model_args.model_name_or_path:
-        kwargs.pop("revision", None)  # It belongs to the policy, and this is a critic.
+    name, kwargs = model_args.model_name_or_path, model_args.init_kwargs()
     tokenizer = policy_tokenizer(name, None, kwargs)
     quantization = get_quantization_config(model_args)
     if is_adapter(name, kwargs.get("revision")):
@@ -78,7 +82,7 @@ def load_sampler(
     repair_padding(tokenizer, base.config)
     stops = {*stop_token_ids(tokenizer, base.generation_config), *tokens_of(args.stop_tokens or [], tokenizer)}
     params = SamplingParams(
-        max_completion_length=max_length,
+        max_completion_length=args.max_completion_length,
         temperature=args.temperature,
         stop_token_ids=tuple(sorted(stops)),
         pad_token_id=tokenizer.pad_token_id,
@@ -87,14 +91,15 @@ def load_sampler(
     )
     identity = _identity(model)
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    if served is not None and served.takes(name, identity["base"]):
-        backend: RolloutBackend = served.publish(model)
+    if servers is not None:
+        servers.check_policy(model, longest_prompt and longest_prompt + args.max_completion_length)
+        servers.sync(model, 1)
+        backend: RolloutBackend = servers
         identity["sampler"] = "vLLM"
-        positions = min((n for n in (positions, backend.max_length) if n is not None), default=None)
+        positions = min((n for n in (positions, servers.max_length) if n is not None), default=None)
     else:
-        checks = LogitsProcessorList([StopCheck(stop)]) if stop is not None else None
-        model = model.to(policy_device(args.use_cpu))
-        backend = LocalBackend(model, max_rows=args.max_rollout_rows, logits_processor=checks)
+        poll = None if stop is None else stop.check
+        backend = LocalBackend(model.to(policy_device(args.use_cpu)), max_rows=args.max_rollout_rows, poll=poll)
     return TextSampler(
         backend=backend,
         tokenizer=tokenizer,
@@ -107,38 +112,8 @@ def load_sampler(
     )
 
 
-@dataclass
-class Served:
-    """The vLLM servers of a run, and the models that it has published there: the policy first, then a critic.
-
-    Args:
-        servers: checked; their base is that of the first model, which is proved when it is published.
-        longest_row: most tokens of a prompt and its completion; 0 if that is not known yet.
-        base: fingerprint of the base; None before the first model.
-    """
-
-    servers: VLLMBackend
-    longest_row: int
-    base: str | None = None
-    num_models: int = 0
-
-    def takes(self, name: str, base: str) -> bool:
-        """Return whether a model on a base with this fingerprint can be sampled on the servers; warn if not."""
-        if self.base is None or self.base == base:
-            self.base = base
-            return True
-        logger.warning("the servers have another base model than %s: it samples in this process", name)
-        return False
-
-    def publish(self, model: nn.Module) -> ServedModel:
-        """Return the backend of a model, under a version of its own; the model is not needed any more."""
-        self.servers.check_policy(model, self.longest_row)
-        self.num_models += 1
-        return ServedModel.publish(self.servers, model, self.num_models)
-
-
 @contextlib.contextmanager
-def sampling_servers(args: PrefsArguments, source: Source, stop: StopFlag) -> Iterator[Served | None]:
+def sampling_servers(args: PrefsArguments, stop: StopFlag) -> Iterator[VLLMBackend | None]:
     """Yield the servers of a run, checked, and unload what was published there at the end; None without `use_vllm`.
 
     `stop` is checked twice a second while the servers sample.
@@ -146,35 +121,20 @@ def sampling_servers(args: PrefsArguments, source: Source, stop: StopFlag) -> It
     if not args.use_vllm:
         yield None
         return
-    servers = load_servers(args, roles=("policy",), poll=stop.check)
-    try:
+    with contextlib.closing(load_servers(args, roles=("policy",), poll=stop.check)) as servers:
         servers.check()
-        longest_prompt = source.longest_prompt
-        yield Served(servers, longest_prompt and longest_prompt + args.max_completion_length)
-    finally:
-        servers.close()
+        yield servers
 
 
 def policy_device(use_cpu: bool) -> torch.device:
-    """Return the accelerator of this process; the CPU if there is none or `use_cpu` is set."""
+    """Return the accelerator of this process; the CPU without one, or with `use_cpu`."""
     accelerator = None if use_cpu else torch.accelerator.current_accelerator(check_available=True)
     return accelerator or torch.device("cpu")
 
 
-class StopCheck(LogitsProcessor):
-    """Leaves the logits unchanged, and raises after the next token once the flag is set."""
-
-    def __init__(self, stop: StopFlag):
-        self.stop = stop
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.stop.check()
-        return scores
-
-
 @torch.no_grad()
 def _identity(model: nn.Module) -> dict[str, str | None]:
-    """Return fingerprints of a model's base and of the adapter that samples, if there is one."""
+    """Return fingerprints of a model's base and of the adapter that samples, if it has one."""
     if not isinstance(model, PeftModel):
         return {"base": base_fingerprint(model), "adapter": None}
     adapter = hashlib.sha256()
@@ -185,16 +145,8 @@ def _identity(model: nn.Module) -> dict[str, str | None]:
     return {"base": base_fingerprint(model.get_base_model()), "adapter": adapter.hexdigest()[:16]}
 
 
-def positions_left(sampler: TextSampler) -> int | None:
-    """Return the longest prompt of this sampler in tokens; None if its model has no limit."""
-    return None if sampler.max_positions is None else sampler.max_positions - sampler.params.max_completion_length
-
-
 class Source(ABC):
     """Iterates over the items of a run's shard, each once.
-
-    Args:
-        args: of the run.
 
     Attributes:
         counts: items, and repeated ones that were left out.
@@ -235,43 +187,39 @@ class PromptSource(Source):
 
     def __init__(self, args: PrefsArguments, model_args: ModelArguments):
         super().__init__(args)
-        rows = None if args.streaming else prompt_rows(load_dataset_rows(args))
-        if rows is None:
-            open_stream(args)  # Raises if there is none.
         name, kwargs = model_args.model_name_or_path, model_args.init_kwargs()
+        rows = load_source_rows(args)
+        if isinstance(rows, Dataset):
+            prompt_rows(rows)
         limit = getattr(load_config(name, kwargs.get("revision")), "max_position_embeddings", None)
         self.tokenizer = policy_tokenizer(name, None, kwargs)
         self.limit = None if limit is None else limit - args.max_completion_length
         self.longest_prompt = args.max_prompt_length or 0
-        self._rows: Dataset | None = None
-        if rows is not None:
-            self._rows = self._encoded(rows.select_columns(["prompt"]))
+        self._rows = rows.select_columns(["prompt"])
+        self._order: list[tuple[int, str]] | None = None
+        if isinstance(rows, Dataset):
+            self._rows = self._encoded(self._rows)
             self._order = list(self._selected(self._rows["prompt"], set()))
             self.total = len(self._order)
             self.longest_prompt = max((len(self._rows[i]["prompt_ids"]) for i, _ in self._order), default=0)
 
     def __iter__(self) -> Iterator[PromptItem]:
-        if self._rows is None:
-            yield from self._streamed()
-            return
-        for index, key in self._order:
-            row = self._rows[index]
-            yield PromptItem(row["prompt"], key, row["prompt_ids"])
-
-    def _streamed(self) -> Iterator[PromptItem]:
-        # Only the prompt: other columns may change their type from window to window.
-        stream = ({"prompt": row["prompt"]} if "prompt" in row else row for row in open_stream(self.args))
-        start = 0
-        seen: set[bytes] = set()
-        while window := list(islice(stream, WINDOW)):
-            try:
-                rows = self._encoded(Dataset.from_list(window))
-            except ValueError as error:
-                raise ValueError(f"rows {start} to {start + len(window) - 1} of the stream: {error}") from error
-            for index, key in self._selected(rows["prompt"], seen):
+        windows = [(self._rows, self._order)] if self._order is not None else self._streamed()
+        for rows, order in windows:
+            for index, key in order:
                 row = rows[index]
                 yield PromptItem(row["prompt"], key, row["prompt_ids"])
-            start += len(window)
+
+    def _streamed(self) -> Iterator[tuple[Dataset, Iterable[tuple[int, str]]]]:
+        """Yield windows of rows, each with index and key of its new prompts."""
+        seen: set[bytes] = set()
+        for start in range(0, len(self._rows), WINDOW):
+            stop = min(start + WINDOW, len(self._rows))
+            try:
+                rows = self._encoded(Dataset.from_dict(self._rows[start:stop]))
+            except ValueError as error:
+                raise ValueError(f"rows {start} to {stop - 1} of the stream: {error}") from error
+            yield rows, self._selected(rows["prompt"], seen)
 
     def _encoded(self, rows: Dataset) -> Dataset:
         args = self.args
@@ -318,16 +266,21 @@ class GivenSource(Source):
     logs are grouped by their prompt first, which holds them.
 
     Raises:
-        ValueError: no known shape, bad rows, or texts and conversations mixed. Of a stream they are found while it
-            is read.
+        ValueError: no known shape, or bad rows; in a stream they are found while it is read.
     """
 
     def __init__(self, args: PrefsArguments):
         super().__init__(args)
-        self._rows: Dataset | None = None if args.streaming else load_dataset_rows(args)
+        self._rows = load_source_rows(args)
+        is_stream = isinstance(self._rows, ShardedRows)
+        if is_stream and shape_of(self._rows.column_names, self._rows[0]) == "logs":
+            raise ValueError(
+                "streaming reads each row once, and the completions of one prompt stand in several rows; leave"
+                " streaming out, or give groups: prompt and completions"
+            )
         for group in self._groups():
             self.conversational = isinstance(group.prompt, list)
-            if self._rows is None:
+            if is_stream:
                 break
             # All rows are checked before a judge is asked.
             self.total = (self.total or 0) + args.part.takes(prompt_key(group.prompt))
@@ -340,68 +293,110 @@ class GivenSource(Source):
                 yield GivenItem(group.prompt, key, [], group)
 
     def _groups(self) -> Iterator[Group]:
-        conversational = None
-        for number, group in enumerate(self._read()):
-            is_list = isinstance(group.prompt, list)
-            if conversational is None:
-                conversational = is_list
-            elif conversational is not is_list:
-                raise ValueError(
-                    f"the prompt of group {number} is {'a conversation' if is_list else 'text'}, and that of the first"
-                    " is not; give rows of one form, because trainers take only those"
-                )
-            yield group
-
-    def _read(self) -> Iterator[Group]:
-        if self._rows is not None:
-            return read_groups(self._rows, self._rows.column_names)
-        return streamed_groups(open_stream(self.args))
+        is_stream = isinstance(self._rows, ShardedRows)
+        rows = (self._rows[i] for i in range(len(self._rows))) if is_stream else self._rows
+        return read_groups(rows, self._rows.column_names)
 
 
-def streamed_groups(rows: Iterable[dict[str, Any]]) -> Iterator[Group]:
-    """Yield the groups of a stream; the first bad row ends it with ValueError.
-
-    Logs are rejected, because rows of one prompt may be anywhere in the stream.
-    """
-    shape = None
-    for number, row in enumerate(rows):
-        shape = shape or shape_of(row, row)
-        if shape == "logs":
-            raise ValueError(
-                "streaming reads each row once, and the completions of one prompt stand in several rows; leave"
-                " streaming out, or give groups: prompt and completions"
-            )
-        try:
-            yield group_of(row, shape)
-        except Bad as bad:
-            raise ValueError(f"row {number} of the stream cannot be used: {bad}; repair or remove it") from bad
+def load_source_rows(args: PrefsArguments) -> Dataset | ShardedRows:
+    """Return the rows of a run, in memory, or with `streaming` read as they are needed."""
+    if not args.streaming:
+        return load_dataset_rows(args)
+    return load_sharded_rows(
+        args.dataset_name,
+        split=args.dataset_split,
+        config_name=args.dataset_config,
+        columns=args.dataset_columns,
+        window=WINDOW,
+    )
 
 
-def open_stream(args: PrefsArguments) -> Iterable[dict[str, Any]]:
-    """Return an iterable over the rows of `dataset_name`, with our names of the columns; rows are read as needed.
-
-    Raises:
-        ValueError, FileNotFoundError: the dataset, split or column does not exist.
-    """
-    name = args.dataset_name
-    if looks_like_path(name) and not set(name) & set("*:") and not Path(name).expanduser().exists():
-        raise missing_path(name)
-    builder = BUILDERS.get(Path(name).suffix)
-    source: dict[str, Any] = {"path": name, "name": args.dataset_config}
-    if builder is not None:
-        source = {"path": builder, "data_files": {"train": args.dataset_name}}
+def require_ray() -> Any:
+    """Return the module ray, started and quiet; raise ImportError if it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        rows = datasets.load_dataset(**source, split=args.dataset_split, streaming=True)
-        first = next(iter(rows), None)
-    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{args.dataset_name} cannot be streamed as split {args.dataset_split!r}: {reason}"
-        ) from error
-    columns = args.dataset_columns or {}
-    if first is not None and not set(columns.values()) <= set(first):
-        raise ValueError(
-            f"dataset_columns {json.dumps(columns)} names columns that the rows lack; they have {', '.join(first)}"
+        import ray.data
+    except ImportError as error:
+        raise ImportError(f"engine ray needs Ray Data ({error}); pip install onetrunk[ray]") from error
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # RaySampling reports the errors.
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    return ray
+
+
+@dataclass
+class RaySampling:
+    """Samples the completions of chunks with Ray workers; the sampler is the driver's, for keys and the ledger."""
+
+    args: PrefsArguments
+    model_args: ModelArguments
+    sampler: TextSampler
+
+    def __call__(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, list[list[SampledText]]]]:
+        """Yield the chunks with their completions, in order. Chunks in the ledger are not sent to a worker.
+
+        Raises:
+            RuntimeError: a worker or the cluster failed.
+        """
+        number = self.args.num_generations
+        size = CHUNKS_PER_WORKER * self.args.ray_workers
+        while window := list(islice(chunks, size)):
+            kept = [self.sampler.kept(items, number) for items in window]
+            drawn = self._drawn([items for items, texts in zip(window, kept, strict=True) if texts is None])
+            for items, texts in zip(window, kept, strict=True):
+                if texts is None:
+                    self.sampler.keep(items, next(drawn))
+                yield items, self.sampler.kept(items, number)
+
+    def _drawn(self, chunks: Sequence[Chunk]) -> Iterator[list[list[SampledText]]]:
+        if not chunks:
+            return
+        ray = require_ray()
+        model_args = init_fields(self.model_args)
+        if Path(self.model_args.model_name_or_path).is_dir():
+            # A worker may have another working folder than the driver.
+            model_args["model_name_or_path"] = str(Path(self.model_args.model_name_or_path).resolve())
+        on_gpu = policy_device(self.args.use_cpu).type != "cpu"
+        rows = ray.data.from_items([{"chunk": json.dumps([asdict(item) for item in chunk])} for chunk in chunks])
+        drawn = rows.map_batches(
+            Worker,
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=self.args.ray_workers),
+            fn_constructor_args=(init_fields(self.args), model_args),
+            num_cpus=1,
+            num_gpus=1 if on_gpu else 0,
         )
-    ours = {theirs: name for name, theirs in columns.items()}
-    return ({ours.get(name, name): value for name, value in row.items()} for row in rows)
+        try:
+            for row in drawn.iter_rows():
+                self.sampler.num_sampled += len(chunks[0]) * self.args.num_generations
+                yield [[SampledText(**sampled) for sampled in texts] for texts in json.loads(row["texts"])]
+        except ray.exceptions.RayError as error:
+            lines = str(error).splitlines()  # A worker's stack trace, as one text.
+            cause = next((line.strip() for line in lines if ERROR_LINE.match(line)), type(error).__name__)
+            raise RuntimeError(
+                f"Ray failed while it sampled ({cause}); what was sampled is kept: repair the cause, and run the same"
+                " command again"
+            ) from error
+
+
+class Worker:
+    """Draws chunks in a process of Ray's. The arguments are the fields of PrefsArguments and ModelArguments."""
+
+    def __init__(self, args: dict[str, Any], model_args: dict[str, Any]):
+        self.args = PrefsArguments(**args)
+        self.sampler = load_sampler(self.args, ModelArguments(**model_args), None)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        texts = []
+        for chunk in batch["chunk"]:
+            items = [PromptItem(**item) for item in json.loads(chunk)]
+            drawn = self.sampler.draw(items, self.args.num_generations)
+            texts.append(json.dumps([[asdict(sampled) for sampled in row] for row in drawn]))
+        return {"texts": texts}
+
+
+def init_fields(settings: Any) -> dict[str, Any]:
+    return {f.name: getattr(settings, f.name) for f in fields(settings) if f.init}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -34,44 +34,36 @@ from onetrunk.feedback.preferences import (
 from onetrunk.feedback.sampling import REVISION_COLUMNS, PromptItem, Reviser, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.judge import Done, Items, Judge, Principle
+from onetrunk.judges.judge import Judge
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
-from onetrunk.judges.template import nonce_of, question_messages
 from onetrunk.report.report import write_report_of
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
-from onetrunk.stages.judging import check_judges, measured_words
+from onetrunk.stages.judging import check_judges
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.output import (
     claim_folder,
     ledger_path,
     pushed_files,
     rows_path,
-    sample_table,
     statistics_path,
     warnings_of,
     write_report,
 )
-from onetrunk.stages.prefs.ray import RaySampling
 from onetrunk.stages.prefs.sampling import (
     GivenSource,
-    Served,
+    RaySampling,
     Source,
     load_sampler,
     open_source,
-    positions_left,
     sampling_servers,
 )
-from onetrunk.stages.results import shortened, show
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
 from onetrunk.utils.locks import held_folder
-from onetrunk.utils.redaction import printable
 
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
 # last answer of a few questions.
 GIVEN_CHUNK = 2048
-# Of a preview: questions that are shown, and their characters.
-SHOWN_QUESTIONS, LONGEST_QUESTION = 4, 1500
 Rows = list[dict[str, Any]]
 Product = tuple[list[PromptItem], Any]
 
@@ -106,11 +98,6 @@ def run(
     else:
         with held_folder(folder, args.part.suffix()):
             result = make(args, judge_settings, prices, model_args, folder)
-            if result is None:
-                return
-        samples = list(islice(read_rows(result.path), args.num_samples_to_print))
-        if samples:
-            show(sample_table(samples))
     for warning in warnings_of(result.statistics):
         print(f"prefs: {warning}")
     print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
@@ -126,11 +113,8 @@ def make(
     prices: CostConfig,
     model_args: ModelArguments,
     folder: Path,
-) -> Result | None:
-    """Check everything that can be checked before a large model loads; load constitution and judge; make the rows.
-
-    Returns None for a preview, which makes none.
-    """
+) -> Result:
+    """Check everything that can be checked before a large model loads; load constitution and judge; make the rows."""
     source = open_source(args, model_args)
     constitution = load_constitution(judge_settings.constitution)
     claim_folder(folder, deciding(args, constitution), args.overwrite_output_dir)
@@ -138,7 +122,6 @@ def make(
     costs = Costs(folder, [] if judge is None else [judge], prices)
     if judge is not None:
         check_judges([judge])
-        measured_words(args.judge_report, [judge])  # Raises for a measurement of another judge.
     try:
         return make_rows(args, model_args, constitution, judge, folder, costs, source)
     except (KeyboardInterrupt, Terminated):
@@ -156,65 +139,51 @@ def make_rows(
     folder: Path,
     costs: Costs | None = None,
     source: Source | None = None,
-) -> Result | None:
+) -> Result:
     """Make the rows of a run in its folder, or resume it.
 
     Args:
-        args, model_args, constitution, folder: of the run.
         judge: None for revisions.
         costs: counts what the judge uses; None: nothing does.
-        source: of the items; None: opened here.
-
-    Returns:
-        None for a preview.
+        source: the items to label; None: opened here.
 
     Raises:
         ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.
-        RuntimeError: another process writes there, the judge fails too often, the budget is spent, or there are no
-            rows.
+        RuntimeError: another process writes there, the judge fails too often, the budget is spent, or no row came
+            out.
     """
     stop, source = StopFlag(), source or open_source(args, model_args)
-    with (
-        Ledger(ledger_path(folder, args.part)) as ledger,
-        sampling_servers(args, source, stop) as served,
-    ):
-        sampler = critic = None
+    with Ledger(ledger_path(folder, args.part)) as ledger, sampling_servers(args, stop) as servers:
+        sampler = None
         if not isinstance(source, GivenSource):
-            name, length = model_args.model_name_or_path, args.max_completion_length
-            sampler = load_sampler(name, args, model_args, ledger, length, stop, served)
-        if args.mode == "revise":
-            critic = _load_critic(args, model_args, sampler, served)
-        identities = {"judge": judge, "critic": critic, "model": sampler}
-        identities = {name: part and part.identity for name, part in identities.items()}
+            sampler = load_sampler(args, model_args, ledger, stop, servers, source.longest_prompt)
         if args.part.count == 1:  # Shards share the folder, and another one may be writing now.
             delete_temporaries(folder)
+        identities = {name: part and part.identity for name, part in (("judge", judge), ("model", sampler))}
         claim_folder(folder, deciding(args, constitution) | identities, args.overwrite_output_dir)
-        if critic is not None:
-            flow: Flow = RevisionFlow(args, source.counts, sampler, critic, constitution)
+        if args.mode == "revise":
+            flow: Flow = RevisionFlow(args, source.counts, sampler, constitution)
         else:
-            flow = PairFlow(args, source.counts, sampler, judge, constitution, ledger, costs)
+            asker = Asker(
+                judge,
+                constitution,
+                ledger,
+                FailureLimit(args.max_failed_fraction, judge.name),
+                args.both_orders,
+                costs,
+            )
+            flow = PairFlow(args, source.counts, sampler, asker)
             if args.engine == "ray":
                 flow.remote = RaySampling(args, model_args, sampler)
-            if args.preview:
-                return preview(flow, source)
         about = _about(args, model_args, constitution, judge)
-        about |= {"sampled by": sampled_by(args, sampler, critic)} if sampler is not None else {}
+        if sampler is not None:
+            about["sampled by"] = "Ray workers" if args.engine == "ray" else sampler.backend.description
         return _write_rows(flow, source, folder, stop, about)
 
 
 def deciding(args: PrefsArguments, constitution: Constitution) -> dict[str, Any]:
     """Return the settings that decide the rows, without the identities of the models."""
     return args.deciding() | {"constitution": f"{constitution.name} {constitution.version}"}
-
-
-def _load_critic(
-    args: PrefsArguments, model_args: ModelArguments, policy: TextSampler, served: Served | None
-) -> TextSampler:
-    """Return the sampler of critiques: the policy's model, unless another is named."""
-    if args.critic_model is not None:
-        length = args.max_critique_length
-        return load_sampler(args.critic_model, args, model_args, policy.ledger, length, served=served)
-    return replace(policy, params=replace(policy.params, max_completion_length=args.max_critique_length))
 
 
 class Flow(ABC):
@@ -229,15 +198,15 @@ class Flow(ABC):
     def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler | None):
         self.args, self.counts, self.sampler = args, counts, sampler
 
-    def produced(self, source: Source, most: int | None = None) -> Iterator[Product]:
+    def produced(self, items: Iterable[PromptItem]) -> Iterator[Product]:
         """Yield chunks of items with what was sampled for each; runs in the sampling thread."""
         if self.sampler is None:
-            chunks = chunked(islice(source, most), max(self.args.prompts_per_chunk, GIVEN_CHUNK))
-            return ((items, [item.texts() for item in items]) for items in chunks)
-        chunks = chunked(islice(source, most), self.args.prompts_per_chunk)
+            chunks = chunked(items, max(self.args.prompts_per_chunk, GIVEN_CHUNK))
+            return ((chunk, [item.texts() for item in chunk]) for chunk in chunks)
+        chunks = chunked(items, self.args.prompts_per_chunk)
         if self.remote is not None:
             return self.remote(chunks)
-        return ((items, self.sampler.sample(items, self.args.num_generations)) for items in chunks)
+        return ((chunk, self.sampler.sample(chunk, self.args.num_generations)) for chunk in chunks)
 
     @abstractmethod
     def label(self, items: list[PromptItem], product: Any) -> Rows:
@@ -254,22 +223,12 @@ class Flow(ABC):
 class PairFlow(Flow):
     """Completions are compared by a judge."""
 
-    def __init__(
-        self,
-        args: PrefsArguments,
-        counts: Counter[str],
-        sampler: TextSampler | None,
-        judge: Judge,
-        constitution: Constitution,
-        ledger: Ledger,
-        costs: Costs | None = None,
-    ):
+    def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler | None, asker: Asker):
         super().__init__(args, counts, sampler)
         self.columns = COLUMNS
-        limit = FailureLimit(args.max_failed_fraction, judge.name)
-        self.asker = Asker(judge, constitution, ledger, limit, args.both_orders, costs)
+        self.asker = asker
         self.maker = PreferenceMaker(
-            self.asker,
+            asker,
             args.seed,
             args.pairing,
             args.pairs_per_prompt,
@@ -297,22 +256,16 @@ class RevisionFlow(Flow):
 
     columns = REVISION_COLUMNS
 
-    def __init__(
-        self,
-        args: PrefsArguments,
-        counts: Counter[str],
-        sampler: TextSampler,
-        critic: TextSampler,
-        constitution: Constitution,
-    ):
+    def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler, constitution: Constitution):
         super().__init__(args, counts, sampler)
-        limits = [left for left in (positions_left(sampler), positions_left(critic)) if left is not None]
-        limit = min(limits, default=None)
-        self.reviser = Reviser(sampler, critic, constitution.principles, args.num_revisions, limit)
+        critic = replace(sampler, params=replace(sampler.params, max_completion_length=args.max_critique_length))
+        longest = max(args.max_critique_length, args.max_completion_length)
+        room = None if sampler.max_positions is None else sampler.max_positions - longest
+        self.reviser = Reviser(sampler, critic, constitution.principles, args.num_revisions, room)
 
-    def produced(self, source: Source, most: int | None = None) -> Iterator[Product]:
-        sampled = super().produced(source, most)
-        return ((items, self.reviser.rows(items, completions)) for items, completions in sampled)
+    def produced(self, items: Iterable[PromptItem]) -> Iterator[Product]:
+        sampled = super().produced(items)
+        return ((chunk, self.reviser.rows(chunk, completions)) for chunk, completions in sampled)
 
     def label(self, items: list[PromptItem], product: Any) -> Rows:
         rows = [row for row in product if row is not None]
@@ -328,7 +281,8 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
     """
     args, num_rows = flow.args, 0
     path = rows_path(folder, args.mode, args.output_format, args.part)
-    bar = tqdm(total=source.total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
+    total = source.total if args.limit is None or source.total is None else min(args.limit, source.total)
+    bar = tqdm(total=total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
     with bar, rows_file(path, lambda: table_schema(flow.columns, source.conversational)) as write:
 
         def consume(product: Product) -> None:
@@ -341,7 +295,7 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
             bar.set_postfix(counts | {"rows": num_rows} | flow.spent(), refresh=False)
             bar.update(len(items))
 
-        overlapped(flow.produced(source), consume, max_waiting=args.max_waiting_chunks, stop=stop)
+        overlapped(flow.produced(islice(source, args.limit)), consume, max_waiting=args.max_waiting_chunks, stop=stop)
         # A shard may be empty.
         if not num_rows and args.part.count == 1:
             counts = ", ".join(f"{name} {count}" for name, count in counts_of(flow.counts).items() if count)
@@ -356,50 +310,6 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
     return Result(path, num_rows, statistics, write_report(folder, args.part, statistics, path, about))
 
 
-class HeardJudge(Judge):
-    """Another judge under its name and identity, with every question and answer: `heard`."""
-
-    def __init__(self, judge: Judge):
-        self.judge, self.name, self.identity = judge, judge.name, judge.identity
-        self.heard: list[tuple[Any, Principle, Any]] = []
-
-    def _answer(self, items: Items, principle: Principle, keep: Done) -> None:
-        for index, answer in enumerate(self.judge.answer_each([(items, principle)])[0]):
-            self.heard.append((items[index], principle, answer))
-            keep(index, answer)
-
-
-def preview(flow: PairFlow, source: Source) -> None:
-    """Ask about the first `args.preview` prompts, and print questions as a judge reads them, with the answers.
-
-    Raises:
-        RuntimeError: too many questions have no answer.
-    """
-    flow.asker.judge = judge = HeardJudge(flow.asker.judge)
-    rows = [row for items, product in flow.produced(source, flow.args.preview) for row in flow.label(items, product)]
-    for item, principle, answer in judge.heard[:SHOWN_QUESTIONS]:
-        text = "\n".join(m["content"] for m in question_messages(item, principle, nonce_of(item, principle)))
-        said = "no opinion" if answer.number is None else f"{answer.number:.3f}"
-        print(printable(f"\n--- a question, and the answer {answer.error or said}"))
-        print(printable(shortened(text, LONGEST_QUESTION)))
-        if answer.reason:
-            print(printable(f"--- the judge's reason: {shortened(answer.reason)}"))
-    if rows:
-        show(sample_table(rows[: flow.args.preview]))
-    spent = "".join(f", {name} {value}" for name, value in flow.spent().items())
-    print(
-        f"prefs: {len(rows)} rows of {flow.counts['prompts']} prompts, {len(judge.heard)} new questions{spent};"
-        " nothing was written but the answers, which the run itself will not buy again: leave preview out to start it"
-    )
-
-
-def sampled_by(args: PrefsArguments, sampler: TextSampler, critic: TextSampler | None) -> str:
-    """Return what sampled the completions, and the critiques if that was something else."""
-    name = "Ray workers" if args.engine == "ray" else sampler.backend.description
-    other = name if critic is None else critic.backend.description
-    return name if other == name else f"{name}, critiques by {other}"
-
-
 def _about(
     args: PrefsArguments, model_args: ModelArguments, constitution: Constitution, judge: Judge | None
 ) -> dict[str, Any]:
@@ -410,7 +320,7 @@ def _about(
 
     facts: dict[str, Any] = {"mode": args.mode, "format": args.output_format}
     if args.completions == "given":
-        facts |= {"completions": f"those of {name(args.dataset_name)}"}
+        facts |= {"completions": f"given by {name(args.dataset_name)}"}
     else:
         facts |= {"model": name(model_args.model_name_or_path), "prompts": name(args.dataset_name)}
     facts["constitution"] = f"{constitution.name} ({constitution.version[:12]})"
@@ -422,10 +332,8 @@ def _about(
         }
     facts["seed"] = args.seed
     if judge is None:
-        critic = {"critic": name(args.critic_model)} if args.critic_model else {}
-        return facts | critic | {"revisions": args.num_revisions}
-    facts |= {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
-    return facts | measured_words(args.judge_report, [judge])
+        return facts | {"revisions": args.num_revisions}
+    return facts | {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
 
 
 def merge_shards(args: PrefsArguments, folder: Path) -> Result:

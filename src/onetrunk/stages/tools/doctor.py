@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from onetrunk.stages.options.reading import Parser
 from onetrunk.stages.options.table import VERBS
 
@@ -39,22 +41,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def packages() -> Iterator[Finding]:
-    """Yield the version of each required package and whether it fits, and the optional packages."""
-    from packaging.requirements import Requirement
-
+    """Yield whether the required packages fit together, and which optional packages are missing."""
     for text in metadata.requires("onetrunk") or []:
         requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            version = _version(requirement.name)
-            fits = version is not None and requirement.specifier.contains(version, prereleases=True)
-            yield "ok" if fits else "fault", requirement.name, version if fits else f"{version}: pip install '{text}'"
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        installed = next((found.version for found in metadata.distributions(name=requirement.name)), None)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+            yield "fault", requirement.name, f"installed: {installed}; pip install '{text}'"
     for module, command in EXTRAS.items():
-        is_installed = importlib.util.find_spec(module) is not None
-        yield ("ok", module, "installed") if is_installed else ("note", module, f"not installed (optional): {command}")
+        if importlib.util.find_spec(module) is None:
+            yield "note", module, f"not installed (optional): {command}"
 
 
 def accelerator() -> Iterator[Finding]:
-    """Print what `accelerate env` does, and yield the GPUs as torch sees them."""
+    """Print what `accelerate env` does, and yield whether torch sees a GPU."""
     try:
         import torch
         from accelerate.commands.env import env_command, env_command_parser
@@ -64,10 +65,6 @@ def accelerator() -> Iterator[Finding]:
     except Exception as error:  # A broken installation can raise anything.
         yield "fault", "accelerate env", f"fails ({error}); install torch and accelerate again"
         return
-    for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        bf16 = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16: set fp16"
-        yield "ok", f"gpu {index}", f"{about.name}, {about.total_memory / GIB:.0f} GiB, {bf16}"
     if not torch.cuda.is_available():
         yield "note", "gpu", f"torch {torch.__version__} (CUDA {torch.version.cuda or 'none'}) sees no GPU"
 
@@ -85,10 +82,3 @@ def surroundings() -> Iterator[Finding]:
         yield "ok", "hub", "a token is stored"
     else:
         yield "note", "hub", "not logged in, which private models, gated models and pushing need: hf auth login"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -81,7 +81,9 @@ def check(args: MergeArguments) -> str:
         raise ValueError(f"{args.adapter} is a model already, and not an adapter; there is nothing to merge")
     task = read_adapter_config(args.adapter, args.revision).task_type
     if task not in (None, "CAUSAL_LM"):
-        raise ValueError(f"{args.adapter} is an adapter of task type {task}; only those of language models are merged")
+        raise ValueError(
+            f"{args.adapter} is an adapter of task type {task}; only adapters of language models are merged"
+        )
     with base_of(args.adapter):
         config = load_config(base)
         check_decoder(config, base)

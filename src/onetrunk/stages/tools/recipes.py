@@ -5,12 +5,12 @@ Nothing here imports torch, so the answer comes at once.
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from onetrunk.stages.options.reading import Parser
-from onetrunk.utils.files import atomic_write_bytes
 from onetrunk.utils.shipped import FOLDERS, RECIPES, shipped_files, shipped_folder
 
 DESCRIPTION = """Recipes need not be copied to be run: onetrunk ppo --config tiny/ppo, onetrunk run tiny/pipeline.
@@ -35,31 +35,32 @@ def list_recipes() -> None:
     print("\nonetrunk recipes copy NAME copies one of them here; onetrunk ppo --config tiny/ppo needs no copy.")
 
 
-def copy_recipe(name: str, target: Path, overwrites: bool = False) -> list[Path]:
-    """Copy a folder, or one file of it, and return the paths that were written.
+def copy_recipe(name: str, target: Path, overwrites: bool = False) -> Path:
+    """Copy a folder, or one file of it, and return the path of the copy.
 
     Args:
         name: a folder ("tiny", "accelerate_configs") or a file ("tiny/ppo", "tiny/rewards.py").
         target: the folder that gets `recipes/NAME`; it is made if it does not exist.
-        overwrites: False raises ValueError if a file with other contents is in the way.
+        overwrites: False raises ValueError if the copy exists already.
     """
     known = folders()
     folder, _, inside = name.removeprefix(f"{RECIPES}/").rstrip("/").partition("/")
     if folder not in known:
         raise ValueError(f"no recipe is called {folder!r}; there are {', '.join(known)}")
     root = known[folder]
-    names = [path.relative_to(root).as_posix() for path in shipped_files(root)]
-    chosen = [file for file in names if inside in ("", file, file.removesuffix(".yaml"))]
-    if not chosen:
+    source = next((path for path in (root / inside, root / f"{inside}.yaml") if path.exists()), None)
+    if source is None:
+        names = (str(path.relative_to(root)) for path in shipped_files(root))
         raise ValueError(f"{folder} has no {inside!r}; it has {', '.join(names)}")
-    there = target / (folder if folder in FOLDERS else f"{RECIPES}/{folder}")
-    for file in chosen:
-        is_changed = (there / file).exists() and (there / file).read_bytes() != (root / file).read_bytes()
-        if is_changed and not overwrites:
-            raise ValueError(f"{there / file} exists with other contents; add --overwrite, or --to another folder")
-    for file in chosen:
-        atomic_write_bytes(there / file, (root / file).read_bytes())
-    return [there / file for file in chosen]
+    copy = target / (folder if folder in FOLDERS else f"{RECIPES}/{folder}") / source.relative_to(root)
+    if copy.exists() and not overwrites:
+        raise ValueError(f"{copy} exists; add --overwrite, or --to another folder")
+    if source.is_dir():
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"), dirs_exist_ok=True)
+    else:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+    return copy
 
 
 def parse_recipes(argv: Sequence[str]) -> Namespace:
@@ -70,7 +71,7 @@ def parse_recipes(argv: Sequence[str]) -> Namespace:
     copy = actions.add_parser("copy", help="copy a recipe to the working folder", allow_abbrev=False)
     copy.add_argument("name", help="a folder or a file of `onetrunk recipes list`: tiny, tiny/ppo, accelerate_configs")
     copy.add_argument("--to", default=".", metavar="FOLDER", help="where it goes (default: the working folder)")
-    copy.add_argument("--overwrite", action="store_true", help="replace files that have other contents")
+    copy.add_argument("--overwrite", action="store_true", help="replace existing files")
     return parser.parse_args(argv)
 
 
@@ -80,5 +81,5 @@ def main(argv: Sequence[str]) -> int:
     if words.action == "list":
         list_recipes()
     else:
-        print(*copy_recipe(words.name, Path(words.to), words.overwrite), sep="\n")
+        print(copy_recipe(words.name, Path(words.to), words.overwrite))
     return 0

@@ -57,7 +57,7 @@ class ServeArguments:
     )
     tensor_parallel_size: int = option(1, "GPUs that share the model, at least 1.")
     gpu_memory_utilization: float = option(
-        0.9, "Share of a GPU's memory that the server takes, above 0, at most 1; lower it beside a trainer."
+        0.9, "Share of a GPU's memory that the server takes, above 0, at most 1; lower it on a GPU that also trains."
     )
     device: str = option("auto", "Where it runs; auto: cuda if there is a GPU.", ("auto", "cuda", "cpu"))
     api_key_env: str | None = option(

@@ -1,4 +1,4 @@
-"""Rows in one sequence: the outputs and gradients of padded rows, and a proof that finds models that mix rows."""
+"""Rows in one sequence and narrow blocks: the numbers of padded rows, and proofs that find models that mix rows."""
 
 import contextlib
 import functools
@@ -6,17 +6,22 @@ import functools
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash_attention
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from onetrunk.models.base_model import backbone, load_base
+from onetrunk.models.base_model import backbone, decoder_layers, load_base
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.reward_model import read_score_adapter
-from onetrunk.models.speedups.token_grid import TokenGrid, packing_obstacle
+from onetrunk.models.speedups.merged import can_merge
+from onetrunk.models.speedups.token_grid import TokenGrid, narrow_blocks, packing_obstacle
 from onetrunk.ops.packing import make_pack
-from tests.models.branches import ALL_ROLES, COMPLETIONS, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
+from onetrunk.rollouts import LocalBackend, SamplingParams
+from tests.models.branches import ALL_ROLES, COMPLETIONS, FEW, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.tiny import FAMILIES, tiny_model
+from tests.rollouts.small import KEYS, assert_same, tiny
+from tests.rollouts.small import PROMPTS as SAMPLED
+from tests.tiny import tiny_model
 
 OUTPUTS = ("logprobs", "entropy", "values", "next_values", "ref_logprobs", "states")
 # Relative norm of a difference: sums in another order. Float32 weights are drawn wide, which enlarges the rounding.
@@ -65,9 +70,8 @@ def check(build, dtype=torch.float32):
     assert set(OUTPUTS) - set(padded) <= {"states"}
 
 
-@pytest.mark.sampled(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_rows_in_one_sequence_give_the_outputs_and_gradients_of_padded_rows(family, dtype):
     check(functools.partial(a_trunk, family, value_head="adapter", dtype=dtype), dtype)
 
@@ -75,25 +79,13 @@ def test_rows_in_one_sequence_give_the_outputs_and_gradients_of_padded_rows(fami
 @pytest.mark.parametrize(
     "settings",
     [
-        {"value_head": "shared"},
         {"value_head": "detached", "adapter_layers": "top-2"},
         {"value_head": "adapter", "adapter_layers": "top-3"},
         {"config": lora(use_dora=True)},
     ],
 )
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_heads_cuts_and_variants_of_lora_do_not_see_the_difference(family, settings):
-    check(functools.partial(a_trunk, family, dtype=torch.float64, **settings), torch.float64)
-
-
-def test_activation_checkpointing_recomputes_the_same_sequence():
-    def build(checkpointing=True):
-        trunk = a_trunk("gemma3", value_head="adapter", adapter_layers="top-3").train()
-        if checkpointing:
-            trunk.activation_checkpointing_enable()
-        return trunk
-
-    assert same(step(build(), True), step(build(checkpointing=False), True))
+def test_heads_cuts_and_variants_of_lora_do_not_see_the_difference(settings):
+    check(functools.partial(a_trunk, "gemma3", dtype=torch.float64, **settings), torch.float64)
 
 
 def test_kept_states_give_the_bits_of_a_whole_forward():
@@ -106,15 +98,14 @@ def test_kept_states_give_the_bits_of_a_whole_forward():
     assert same(kept, whole) and same(gradients, whole_gradients)
 
 
-@pytest.mark.parametrize("layers", [[2, 3], None])
-def test_a_reward_adapter_scores_the_same(tmp_path, layers):
+def test_a_reward_adapter_scores_the_same(tmp_path):
     base = saved_base(tmp_path / "base")
-    adapter = read_score_adapter(str(saved_reward_adapter(tmp_path / "reward", base, layers=layers)))
+    adapter = read_score_adapter(str(saved_reward_adapter(tmp_path / "reward", base, layers=[2, 3])))
     scores = []
     for padding_free in (False, True):
         trunk = a_trunk(base=load_base(base), adapter_layers="top-2").eval()
         attach_score_adapter(trunk, adapter)
-        assert trunk.reward_branch.from_states == (layers is not None)
+        assert trunk.reward_branch.from_states
         if padding_free:
             trunk.use_padding_free()
         scores.append(trunk(pack=a_pack(), roles=("policy", "reward")).scores)
@@ -122,7 +113,7 @@ def test_a_reward_adapter_scores_the_same(tmp_path, layers):
     torch.testing.assert_close(scores[1], scores[0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_in_bfloat16_the_policy_scores_itself_with_a_ratio_of_exactly_one(family):
     trunk = a_trunk(family, value_head="adapter", dtype=torch.bfloat16)
     trunk.use_padding_free()
@@ -202,7 +193,7 @@ def varlen(monkeypatch):
     return kernel
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_flash_attention_gets_the_borders_of_the_rows_in_every_layer(family, varlen):
     settings = {"value_head": "adapter", "dtype": torch.float64}
     padded, padded_gradients = step(a_trunk(family, **settings), padding_free=False)
@@ -242,18 +233,16 @@ LAYERS = {"num_key_value_heads": 2, "intermediate_size": 64, **SMALL}
 # Decoders that look at no positions (ALiBi, gpt-oss in transformers 5.23), or carry a state from token to token.
 MIXING = {
     "mpt": {"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 4},
-    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 4, "n_head": 4},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, **SMALL},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, **LAYERS},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, **LAYERS},
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MIXING)
-def test_a_model_in_which_a_row_sees_others_is_found_out(name, dtype):
+def test_a_model_in_which_a_row_sees_others_is_found_out(name):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MIXING[name])).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MIXING[name])).to(torch.bfloat16).eval()
     obstacle = packing_obstacle(model)
     assert obstacle.startswith("a row sees the rows before it in the sequence (its states change by ")
     assert ("its layers of the type conv pass a state" in obstacle) == (name == "lfm2")
@@ -264,3 +253,70 @@ def test_a_model_whose_positions_do_not_restart_is_found_out():
     embedding = model.transformer.wpe
     embedding.register_forward_pre_hook(lambda _module, args: torch.arange(args[0].shape[1])[None])
     assert "so its positions do not count from 0" in packing_obstacle(model)
+
+
+@contextlib.contextmanager
+def block_tokens(trunk):
+    """Collect the tokens of every forward of each layer's feed-forward block."""
+    layers = decoder_layers(trunk.get_base_model())
+    tokens = [[] for _ in layers]
+    # Behind the hook that narrows.
+    handles = [
+        layer.mlp.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args[0].shape[:-1].numel()))
+        for layer, seen in zip(layers, tokens, strict=True)
+    ]
+    yield tokens
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", "top-2"), ("gemma2", "all"), ("gpt2", "all")])
+def test_outputs_and_gradients_are_those_of_blocks_that_run_everywhere(family, layers):
+    trunk = a_trunk(family, value_head="adapter", adapter_layers=layers).train()
+    narrow, narrow_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    with block_tokens(trunk) as tokens:
+        step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    num_read = sum(len(c) + 1 for c in COMPLETIONS)
+    assert set(tokens[-1]) == {num_read}
+    assert set(tokens[0]) == {sum(map(len, PROMPTS)) + sum(map(len, COMPLETIONS))}
+    trunk.narrow.detach()
+    everywhere, gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    # Another number of rows may take another kernel of the matrix product: rounding of float32, no more.
+    for name in ("logprobs", "entropy", "values", "next_values", "ref_logprobs"):
+        torch.testing.assert_close(getattr(narrow, name), getattr(everywhere, name), atol=2e-5, rtol=1e-5)
+    assert narrow_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(narrow_gradients[name], gradient, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_prefill_runs_the_prompts_alone_and_samples_the_same(family):
+    trunk = a_trunk(family, base=tiny(family))
+    params = SamplingParams(max_completion_length=8, stop_token_ids=tuple(range(8, 14)))
+    can_merge(trunk)  # Its proof, made once, is a forward too.
+    with block_tokens(trunk) as tokens:
+        rollout = LocalBackend(trunk).generate(SAMPLED, params, KEYS)
+    assert tokens[0][0] == sum(map(len, SAMPLED)) and tokens[-1][0] == len(SAMPLED)
+    trunk.narrow.detach()
+    assert_same(rollout, LocalBackend(trunk).generate(SAMPLED, params, KEYS))
+
+
+class Mixing(nn.Module):
+    """A block that looks at its neighbours."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden):
+        return self.block(hidden) + hidden.roll(1, dims=1)
+
+
+def test_a_block_that_mixes_positions_is_found_out_and_runs_everywhere():
+    model = tiny_model("llama")
+    whole = model(a_pack().input_ids).logits
+    assert narrow_blocks(model).handles
+    layer = decoder_layers(model)[1]
+    layer.mlp = Mixing(layer.mlp)
+    assert not narrow_blocks(model).handles
+    assert not torch.equal(model(a_pack().input_ids).logits, whole)

@@ -1,9 +1,9 @@
-"""Preference rows: what is refused and how it is said, and a split in which no prompt stands on both sides."""
+"""Preference rows: what is rejected, and with which message; and splits, in which no prompt is on both sides."""
 
 import pytest
 from datasets import Dataset
 
-from onetrunk.data.preferences import check_preferences, split_by_prompt
+from onetrunk.data.rows import check_preferences, split_by_prompt, split_rows
 
 GOOD = {"prompt": "a cat", "chosen": "runs fast", "rejected": "no"}
 USER = [{"role": "user", "content": "a cat"}]
@@ -34,8 +34,6 @@ def test_good_rows_pass():
         ({"rejected": None}, "rejected is missing"),
         ({"rejected": "runs fast"}, "chosen and rejected are identical"),
         ({"probability": 1.2}, "probability is 1.2, expected a number from 0 to 1"),
-        ({"probability": float("nan")}, "probability is nan"),
-        ({"probability": None}, "probability is missing"),
         ({"margin": float("inf")}, "margin is inf"),
         ({"chosen_stopped": None}, "chosen_stopped is None, expected true or false"),
     ],
@@ -46,20 +44,10 @@ def test_a_bad_row_is_named_with_its_index_and_reason(change, reason):
         check_preferences(Dataset.from_list([good, {**good, **change}, good]))
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"chosen": USER}, "chosen ends with a user message, expected the assistant's"),
-        ({"rejected": []}, "rejected is a conversation without messages"),
-        ({"chosen": said(" ")}, "chosen has a message 0 .assistant. whose content is empty"),
-        ({"prompt": [*USER, {"role": "system", "content": "x"}]}, "prompt ends with a system message"),
-        ({"chosen": said("no")}, "chosen and rejected are identical"),
-    ],
-)
-def test_a_bad_conversation_is_named_with_its_reason(change, reason):
+def test_a_bad_conversation_is_named_with_its_reason():
     good = {"prompt": USER, "chosen": said("yes"), "rejected": said("no")}
-    with pytest.raises(ValueError, match=f"^row 1: {reason}"):
-        check_preferences(Dataset.from_list([good, {**good, **change}]))
+    with pytest.raises(ValueError, match="^row 1: chosen ends with a user message, expected the assistant's"):
+        check_preferences(Dataset.from_list([good, {**good, "chosen": USER}]))
 
 
 def test_missing_columns_and_no_rows_are_refused():
@@ -82,3 +70,20 @@ def test_no_prompt_stands_on_both_sides_of_a_split(eval_size):
 def test_a_split_that_leaves_one_side_empty_is_refused():
     with pytest.raises(ValueError, match="of 1 different prompts leaves one part empty"):
         split_by_prompt(rows({}, {"chosen": "yes"}), 1, seed=0)
+
+
+@pytest.mark.parametrize(("eval_size", "num_eval"), [(3, 3), (0.25, 5), (0.001, 1)])
+def test_a_split_is_the_same_for_the_same_seed_and_loses_no_row(eval_size, num_eval):
+    rows = Dataset.from_dict({"i": list(range(20))})
+    train, evaluation = split_rows(rows, eval_size, seed=1)
+    assert len(evaluation) == num_eval
+    assert sorted([*train["i"], *evaluation["i"]]) == list(range(20))
+    assert list(train["i"]) == sorted(train["i"])
+    assert split_rows(rows, eval_size, seed=1)[1]["i"] == evaluation["i"]
+    assert any(split_rows(rows, eval_size, seed=seed)[1]["i"] != evaluation["i"] for seed in (2, 3))
+
+
+@pytest.mark.parametrize("eval_size", [0, 20, 1.0])
+def test_a_split_that_leaves_one_part_empty_is_refused(eval_size):
+    with pytest.raises(ValueError, match=f"eval_size {eval_size} of 20 rows"):
+        split_rows(Dataset.from_dict({"i": list(range(20))}), eval_size, seed=1)

@@ -1,1 +1,0 @@
-"""The stage `onetrunk run`: a pipeline of stages as one resumable chain."""
