@@ -39,6 +39,11 @@ MARGIN, CHANGING_MARGIN = 0.08, 0.2
 # Variables with the settings of torch's allocator: the name of today, and the old one.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SCHEDULES = ("sync", "one_step", "async")
+# Settings that a job has under the same name.
+SAME_NAMES = (
+    "rollout_batch_size", "num_generations", "num_ppo_epochs", "num_minibatches", "microbatch_tokens",
+    "max_rollout_rows", "schedule",
+)  # fmt: skip
 NORMAL = statistics.NormalDist()
 
 
@@ -318,8 +323,6 @@ def job_of(
     if reward is None and any("/" in spec or spec.startswith("runs") for spec in rewards):
         assumed.append("the reward takes no memory and no time on these devices; name a model with --reward_model")
     captures = values["capture_trunk_states"]
-    names = ("rollout_batch_size", "num_generations", "num_ppo_epochs", "num_minibatches", "microbatch_tokens",
-             "max_rollout_rows", "schedule")  # fmt: skip
     return Job(
         model=model,
         base_bytes=base_bytes,
@@ -339,16 +342,19 @@ def job_of(
         optimizer_bytes=ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
         keeps_states=values["trunk_cache"] in ("auto", "device"),
         captures_states=(not is_half) if captures is None else bool(captures),
-        expands_segments=on_cpu
-        or any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR),
+        expands_segments=on_cpu or _allocator_expands(),
         stage_obstacle=_stage_obstacle(values, rewards),
         is_padding_free=bool(values["padding_free"]),
         uses_server=bool(values["use_vllm"]),
         save_every=int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
         keeps_checkpoints=values.get("save_total_limit"),
         assumed=tuple(assumed),
-        **{name: values[name] for name in names},
+        **{name: values[name] for name in SAME_NAMES},
     )
+
+
+def _allocator_expands() -> bool:
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR)
 
 
 def reward_specs(values: Mapping[str, Any]) -> list[str]:
