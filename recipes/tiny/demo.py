@@ -91,8 +91,6 @@ def main() -> int:
     show_samples()
     table, short = results()
     Console().print(table)
-    plots = sorted(str(path) for path in RUNS.glob("*/*.png"))
-    print(f"demo: plots are in {', '.join(plots)}")
     print(f"demo: how it went: {RUNS / 'pipeline' / '_report' / 'report.html'}")
     print(f"demo: took {time.perf_counter() - start:.0f} s; a second `make demo` skips what is done")
     for shortfall in short:

@@ -56,21 +56,3 @@ def test_rows_become_prompts_and_the_last_ones_are_held_out(tmp_path, monkeypatc
         "answer": "<<100+100=200>>\n#### 200",
     }
     assert (tmp_path / "out/base/model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ('{"text": "x"}\n', "has no column answer, question"),
-        ('{"question": "x", "answer": "y"}\n', "500 of them are held out"),
-        (None, "error: "),
-    ],
-)
-def test_a_file_that_is_not_gsm8k_is_refused(tmp_path, monkeypatch, capsys, content, sentence):
-    path = tmp_path / "train.jsonl"
-    if content is not None:
-        path.write_text(content)
-    monkeypatch.setattr("sys.argv", ["prepare.py", str(path), "--output_dir", str(tmp_path / "out")])
-    assert prepare.main() == 1
-    error = capsys.readouterr().err
-    assert sentence in error and "Traceback" not in error

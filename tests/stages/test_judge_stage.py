@@ -206,16 +206,3 @@ def test_a_mistake_is_one_sentence(judge, capsys, rows, options, code, message):
     assert judge(rows, *options) == code
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
-
-
-def test_a_measurement_is_quoted_by_the_card_of_the_rows_that_its_judge_labels(judge, tmp_path, capsys):
-    assert judge(WRITTEN, *rubric("right")) == 0
-    given = ["--completions", "given", "--dataset_name", "rows.jsonl", "--judge_report", "out"]
-    assert cli.main(["prefs", *given, *rubric("right"), "--output_dir", "rows"]) == 0
-    card = (tmp_path / "rows/README.md").read_text()
-    assert "judge rubric, measured" in card and "agrees with people on 100.0%" in card and "of 24 rows" in card
-    capsys.readouterr()
-    assert cli.main(["prefs", *given, *rubric("longer"), "--output_dir", "other"]) == 1
-    assert "judge_report out measured rubric, and this run is judged by rubric" in capsys.readouterr().err
-    assert cli.main(["prefs", *given[:-1], "absent", *rubric("right"), "--output_dir", "other"]) == 1
-    assert "absent holds no measurement" in capsys.readouterr().err

@@ -103,23 +103,6 @@ def test_a_pairwise_reward_compares_with_what_the_reference_says_once(there):
     assert metrics("pairwise") == figures
 
 
-def test_the_card_quotes_how_well_the_judges_of_the_run_were_measured(there, capsys):
-    pairs = [{"prompt": WORDS[i], "chosen": f"{WORDS[i]} " * 3, "rejected": WORDS[i + 1]} for i in range(6)]
-    (there / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    assert cli.main(["judge", "--dataset_name", "pairs.jsonl", *JUDGE, "--output_dir", "measured"]) == 0
-    words = ["--reward_funcs", "judge", "checks.py:even", *JUDGE, *MONITOR, "--judge_report", "measured"]
-    assert ppo("quoting", *words) == 0
-    card = Path("quoting/README.md").read_text()
-    # The monitor was not measured, and is not quoted.
-    assert "## Judges" in card and card.count("agrees with people on") == 1
-    assert "judge rubric, measured" in card and "agrees with people on 100.0% (61.0% to 100.0%) of 6 rows" in card
-    capsys.readouterr()
-    brief = ["--judge", "rubric", "--constitution", "brief.yaml", "--rubric", '{"brief": "checks.py:brief"}']
-    other = ["--reward_funcs", "judge", *brief, "--judge_report", "measured"]
-    assert ppo("quoting-another", *other) == 1
-    assert "judge_report measured measured rubric, and this run is judged by rubric" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
     saving = ["--save_strategy", "steps", "--save_steps", "3", "--reward_funcs", "pairwise", *JUDGE, *MONITOR]
@@ -205,7 +188,6 @@ def test_without_held_out_rows_the_monitor_looks_at_training_prompts_and_they_ha
         (["--reward_funcs", "pairwise", *JUDGE[:2]], "judge is set and constitution is not"),
         (["--reward_funcs", "checks.py:even", *JUDGE], "reward_funcs names neither judge (its rating) nor pairwise"),
         (["--reward_funcs", "checks.py:even", "--monitor_every", "2"], "set and monitor_judge is not"),
-        (["--reward_funcs", "checks.py:even", "--judge_report", "x"], "judge_report is set and judge is not"),
         (["--reward_funcs", "checks.py:even", *MONITOR[:2]], "neither monitor_constitution nor constitution"),
         (["--reward_funcs", "judge", *JUDGE, *MONITOR[:2]], "is what the reward is made of, and would see no gap"),
         (

@@ -18,14 +18,12 @@ SETTINGS = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_ste
 SETTINGS |= {"per_device_train_batch_size": 4, "max_length": 48, "gradient_checkpointing": False}
 
 
-def made(folder, form):
-    """Return the rows that the verb makes of given pairs: text or conversations."""
+def made(folder):
+    """Return the rows that the verb makes of given pairs of conversations."""
     rows = []
     for number, word in enumerate(WORDS):
-        prompt, texts = f"the {word}", ("runs fast", "runs" + " fast" * (1 + number % 3) + " the tree")
-        if form == "conversations":
-            prompt = [{"role": "user", "content": prompt}]
-        rows.append({"prompt": prompt, "completions": list(texts)})
+        texts = ["runs fast", "runs" + " fast" * (1 + number % 3) + " the tree"]
+        rows.append({"prompt": [{"role": "user", "content": f"the {word}"}], "completions": texts})
     (folder / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "checks.py").write_text(CHECKS)
     (folder / "c.yaml").write_text("name: t\nprinciples:\n  - {text: longer, tags: [longer]}\n")
@@ -46,9 +44,8 @@ def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("form", ["text", "conversations"])
-def test_a_reward_trainer_of_trl_finds_no_margin(form, tmp_path):
-    rows = made(tmp_path, form)
+def test_a_reward_trainer_of_trl_finds_no_margin(tmp_path):
+    rows = made(tmp_path)
     tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
@@ -67,7 +64,7 @@ def test_a_reward_trainer_of_trl_finds_no_margin(form, tmp_path):
 @pytest.mark.slow
 def test_a_dpo_trainer_of_trl_trains_on_the_rows(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
-    pairs = made(tmp_path, "conversations")
+    pairs = made(tmp_path)
     args = DPOConfig(output_dir=str(tmp_path / "dpo"), **SETTINGS)
     trainer = DPOTrainer(saved_model(tmp_path), args=args, train_dataset=pairs, processing_class=tokenizer)
     # Policy and reference are equal before the first step: -log sigmoid(0).

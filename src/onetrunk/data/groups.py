@@ -87,18 +87,8 @@ def shape_of(columns: Iterable[str], row: Row) -> str:
     )
 
 
-class Bad(ValueError):
-    """What is wrong with a row, as a phrase."""
-
-
-def group_of(row: Row, shape: str, subset: str = ALL) -> Group:
-    """Return the group that a row is; raises Bad for a row that is none.
-
-    Args:
-        row: a row of a dataset.
-        shape: what `shape_of` returned.
-        subset: where the row does not name one.
-    """
+def _group_of(row: Row, shape: str, subset: str) -> Group:
+    """Return a row as a group; ValueError says in a phrase what is wrong with it."""
     group = READERS[shape](row)
     subset = row.get("subset") or subset
     if shape in ("pairs", "lists"):
@@ -120,9 +110,9 @@ def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) 
     for index, row in enumerate(rows):
         shape = shape or shape_of(columns, row)
         try:
-            group = group_of(row, shape, subset)
-        except Bad as bad:
-            raise bad_row(index, str(bad)) from bad
+            group = _group_of(row, shape, subset)
+        except ValueError as fault:
+            raise bad_row(index, str(fault)) from fault
         if shape == "logs":
             logs.setdefault(json.dumps(group.prompt, sort_keys=True), []).append(group)
         else:
@@ -156,16 +146,16 @@ def _joined(parts: Sequence[Group]) -> Group:
 def _oriented(row: Row, group: Group) -> Group:
     """Return a labelled group with its better side first, and its probability from 0.5 to 1."""
     if not 0 < group.num_better < len(group.texts):
-        raise Bad("names no better completion, or no other one")
+        raise ValueError("names no better completion, or no other one")
     if len({text.strip() for text in group.texts}) < len(group.texts) and len(group.texts) == 2:
-        raise Bad("chosen and rejected are identical: there is nothing to prefer")
+        raise ValueError("chosen and rejected are identical: there is nothing to prefer")
     probability = row.get("probability")
     probability = 1.0 if probability is None else probability
     _require(probability_fault(probability), "probability")
     if probability >= 0.5:
         return replace(group, probability=float(probability))
     if len(group.texts) != 2:
-        raise Bad(f"probability is {probability} of several completions; put the better ones into chosen")
+        raise ValueError(f"probability is {probability} of several completions; put the better ones into chosen")
     flipped = replace(group, texts=group.texts[::-1], stopped=group.stopped[::-1])
     return replace(flipped, probability=1 - float(probability))
 
@@ -208,7 +198,7 @@ def _log(row: Row) -> Group:
         return Group(_prompt(row["prompt"]), (as_text(completion),), stopped=stopped)
     messages = _messages(row.get("messages"), "messages")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise Bad("messages does not end with an answer of the assistant")
+        raise ValueError("messages does not end with an answer of the assistant")
     return Group(messages[:-1], (messages[-1]["content"],), stopped=stopped)
 
 
@@ -234,7 +224,7 @@ def _without_prompt(prompt: Any, sides: Sequence[list[Message]]) -> tuple[Prompt
         # The sides begin with the prompt, which a text in the column prompt only repeats.
         return beginning, rest
     if prompt is None:
-        raise Bad("has no prompt, and chosen and rejected share no message at their beginning")
+        raise ValueError("has no prompt, and chosen and rejected share no message at their beginning")
     return _prompt(prompt), rest
 
 
@@ -243,7 +233,7 @@ def _shared_text(chosen: str, rejected: str) -> tuple[Prompt, list[str]]:
 
     row = extract_prompt({"chosen": chosen, "rejected": rejected})
     if not row["prompt"].strip():
-        raise Bad("has no prompt, and chosen and rejected share no text at their beginning")
+        raise ValueError("has no prompt, and chosen and rejected share no text at their beginning")
     return row["prompt"], [row["chosen"], row["rejected"]]
 
 
@@ -268,4 +258,4 @@ def _stopped(row: Row, name: str) -> bool:
 
 def _require(fault: str | None, name: str) -> None:
     if fault:
-        raise Bad(f"{name} {fault}")
+        raise ValueError(f"{name} {fault}")

@@ -170,8 +170,7 @@ def _tables(trainer: Trainer, model: TrunkModel) -> dict[str, dict[str, Any]]:
     for entry in trainer.state.log_history:
         last |= {name: value for name, value in entry.items() if name.endswith(METRICS)}
     measured = {name: f"{value:.4g}" for name, value in sorted(last.items())}
-    judges = dict(trainer.card_facts)
-    return {"Adapter": adapter, "Training": training, "Last measured": measured, "Judges": judges}
+    return {"Adapter": adapter, "Training": training, "Last measured": measured}
 
 
 def _plain(value: Any) -> str:

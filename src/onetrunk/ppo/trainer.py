@@ -89,8 +89,6 @@ class PPOTrainer(ResumableTrainer):
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
     # On the first process of a run that reports to TensorBoard.
     tensorboard: PPOTensorBoard | None = None
-    # What the model card says about the run's judges: name and text.
-    card_facts: tuple[tuple[str, str], ...] = ()
     # Metrics of the model that training starts from; step and metrics of the last evaluation of `eval_dataset`.
     _evaluation_before: dict[str, float] | None = None
     _last_evaluation: dict[str, Any] | None = None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from onetrunk.report.blocks import MARKDOWN, Block, all_measured, flat, number, plain, rendered, share
 from onetrunk.report.plots import figures_block
-from onetrunk.report.runs import PAIRS, Run, read_lines, read_run
+from onetrunk.report.runs import PAIRS, Run, read_lines
 
 NUM_SAMPLES = 3
 Judges = dict[str, dict[str, Any]]
@@ -131,38 +129,3 @@ def sample_blocks(run: Run, judges: Judges) -> list[Block]:
             samples.append((plain(row["prompt"]), [(better, plain(row["better"])), ("other", plain(row["other"]))]))
         blocks += [Block(f"Where {name} is most wrong", samples=samples)] if samples else []
     return [Block("Samples", blocks=blocks)] if blocks else []
-
-
-@dataclass(frozen=True)
-class Quote:
-    """What a card says about a measured judge; `identity` is the digest of the judge's."""
-
-    name: str
-    identity: str
-    constitution: str
-    text: str
-
-
-def quotes_of(folder: str | os.PathLike[str]) -> list[Quote]:
-    """Return what a card says about each judge that was measured in a folder.
-
-    Raises:
-        ValueError: the folder holds no measurement of judges.
-    """
-    try:
-        run = read_run(folder)
-    except ValueError as error:
-        raise ValueError(f"{folder} holds no measurement; give the output_dir of onetrunk judge") from error
-    if run.verb != "judge":
-        raise ValueError(f"{folder} holds a run of {run.verb}; give the output_dir of onetrunk judge")
-    quotes = []
-    for name, entry in run.results["judges"].items():
-        metrics = entry["all"]
-        text = (
-            f"agrees with people on {share(metrics['accuracy'], metrics['accuracy_interval'])} of"
-            f" {metrics['decided']} rows of {run.results['dataset']}, calibration error"
-            f" {number(metrics['calibration_error'])}, orders that do not contradict each other"
-            f" {share(metrics['position']['position_consistency'])}"
-        )
-        quotes.append(Quote(name, entry["identity"], run.results["constitution"], text))
-    return quotes

@@ -47,7 +47,7 @@ from onetrunk.stages.judging import ShownLimit, check_judges
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
-from onetrunk.utils.files import atomic_write_text, digest, require_output_dir, unique_names
+from onetrunk.utils.files import atomic_write_text, require_output_dir, unique_names
 from onetrunk.utils.locks import held_folder
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable, redact
@@ -127,7 +127,6 @@ class Measured:
     """The labels of a judge, and what it is called in reports."""
 
     name: str
-    identity: dict[str, Any]
     rows: list[Judged]
 
 
@@ -199,7 +198,7 @@ def measure(
         limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
         labels = Asker(judge, constitution, ledger, limit, costs=costs).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.
-    return Measured(judge.name, judge.identity, judged_rows(groups, labels))
+    return Measured(judge.name, judged_rows(groups, labels))
 
 
 def pairs_of(groups: Sequence[Group]) -> list[Pair]:
@@ -232,7 +231,6 @@ def results(
             "all": metrics,
             "subsets": by_subset if len(subsets) > 1 else {},
             "findings": findings(metrics),
-            "identity": digest(m.identity),
         }
     return {
         "dataset": Path(args.dataset_name).name,

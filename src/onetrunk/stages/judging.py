@@ -12,9 +12,7 @@ from onetrunk.feedback.costs import BudgetReached, Costs
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.judge import ErrorKind, Judge
 from onetrunk.judges.judge_config import JudgeConfig, check_judge, load_judge
-from onetrunk.report.judges import quotes_of
 from onetrunk.types import Prompt
-from onetrunk.utils.files import digest
 
 
 def load_judge_parts(settings: JudgeConfig, asks: bool = True) -> tuple[Judge | None, Constitution]:
@@ -36,27 +34,6 @@ def check_judges(judges: Sequence[Judge]) -> None:
     for judge in judges:
         with contextlib.suppress(BudgetReached):
             check_judge(judge)
-
-
-def measured_words(folder: str | None, judges: Sequence[Judge]) -> dict[str, str]:
-    """Return what a card says about judges that `onetrunk judge` has measured in a folder; nothing without a folder.
-
-    Raises:
-        ValueError: the folder holds no measurement, or one of other judges.
-    """
-    if folder is None:
-        return {}
-    members = [member for judge in judges for member in judge.members.values()]
-    identities = {digest(judge.identity) for judge in [*judges, *members]}
-    quotes = quotes_of(folder)
-    known = [quote for quote in quotes if quote.identity in identities]
-    if not known:
-        raise ValueError(
-            f"judge_report {folder} measured {', '.join(quote.name for quote in quotes)}, and this run is judged by"
-            f" {', '.join(judge.name for judge in judges)}, or by that judge with other settings; measure the judge of"
-            " this run, or leave judge_report out"
-        )
-    return {f"judge {quote.name}, measured": f"{quote.text} (constitution {quote.constitution})" for quote in known}
 
 
 class ShownLimit(FailureLimit):

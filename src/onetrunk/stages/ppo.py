@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
 from onetrunk.rewards.model import names_an_ensemble
 from onetrunk.rewards.reward import RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
-from onetrunk.stages.judging import load_judge_parts, measured_words
+from onetrunk.stages.judging import load_judge_parts
 from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
@@ -42,11 +42,8 @@ JUDGE, PAIRWISE = "judge", "pairwise"
 
 @dataclass
 class PPOJudgeArguments:
-    """A judge as a reward function, and another judge that monitors the reward."""
+    """A judge that monitors the reward during training and is no part of it."""
 
-    judge_report: str | None = option(
-        None, "output_dir of onetrunk judge, which measured the judge of this run: the model card quotes it."
-    )
     monitor_judge: list[str] | None = option(
         None,
         "Specs of a judge that is not part of the reward, as in judge. It rates completions of held-out prompts during"
@@ -93,8 +90,6 @@ def check_settings(
         )
     if words and not settings.constitution:
         raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
-    if judge_args.judge_report and not words:
-        raise ValueError("judge_report is set and judge is not; name the judge that it measured, or leave it out")
     if not judge_args.monitor_judge:
         defaults = ((f.name, f.default) for f in fields(judge_args) if f.name.startswith("monitor_"))
         unused = [name for name, default in defaults if getattr(judge_args, name) != default]
@@ -190,11 +185,9 @@ class RunJudges:
 
     reward_funcs: list[str | RewardFunction]  # With functions in place of the words judge and pairwise.
     monitor: HackingMonitor | None
-    measured: dict[str, str] = field(default_factory=dict)  # What the card says about the judges.
 
     def begin(self, trainer: PPOTrainer) -> None:
         """Attach the monitor, and sample the completions that pairwise rewards compare with."""
-        trainer.card_facts = tuple(self.measured.items())
         if self.monitor is not None:
             self.monitor.attach(trainer)
         pairwise = [reward for reward in self.reward_funcs if isinstance(reward, PairwiseReward)]
@@ -224,8 +217,6 @@ def run_judges(
         watching = load_judge_parts(arguments.monitor_settings(settings), asks=args.process_index == 0)
     if settings.judge:
         judging = load_judge_parts(settings)
-    asked = [parts[0] for parts in (judging, watching) if parts is not None and parts[0] is not None]
-    measured = measured_words(arguments.judge_report, asked) if args.process_index == 0 else {}
     with Ledger(Path(args.output_dir) / KEPT_FOLDER / f"judged-{args.process_index}.db") as ledger:
         rewards: dict[str, RewardFunction] = {}
         if judging is not None:
@@ -240,7 +231,7 @@ def run_judges(
                 num_rows=arguments.monitor_rows,
                 memory=ledger,
             )
-        yield RunJudges([rewards.get(spec, spec) for spec in reward_funcs], monitor, measured)
+        yield RunJudges([rewards.get(spec, spec) for spec in reward_funcs], monitor)
 
 
 parse_ppo = partial(

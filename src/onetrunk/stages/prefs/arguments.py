@@ -60,9 +60,6 @@ class PrefsArguments(SamplingArguments, PushArguments):
     # Revisions
     num_revisions: int = option(1, "With mode revise: revisions per completion, each by another principle.")
     max_critique_length: int = option(256, "With mode revise: longest critique, in tokens.")
-    judge_report: str | None = option(
-        None, "output_dir of onetrunk judge, which measured this run's judge: the card quotes it."
-    )
     # The run
     engine: str = option(
         "local",

@@ -38,7 +38,7 @@ from onetrunk.judges.judge import Judge
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.report.report import write_report_of
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
-from onetrunk.stages.judging import check_judges, measured_words
+from onetrunk.stages.judging import check_judges
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.output import (
     claim_folder,
@@ -122,7 +122,6 @@ def make(
     costs = Costs(folder, [] if judge is None else [judge], prices)
     if judge is not None:
         check_judges([judge])
-        measured_words(args.judge_report, [judge])  # Raises for a measurement of another judge.
     try:
         return make_rows(args, model_args, constitution, judge, folder, costs, source)
     except (KeyboardInterrupt, Terminated):
@@ -334,8 +333,7 @@ def _about(
     facts["seed"] = args.seed
     if judge is None:
         return facts | {"revisions": args.num_revisions}
-    facts |= {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
-    return facts | measured_words(args.judge_report, [judge])
+    return facts | {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
 
 
 def merge_shards(args: PrefsArguments, folder: Path) -> Result:
