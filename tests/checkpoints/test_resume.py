@@ -124,12 +124,7 @@ def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("step", "planned", "longer"),
-    [
-        (12, {"num_rollouts": 3}, "num_rollouts"),
-        (6, {"max_steps": 5}, "max_steps"),
-        (9, {"num_train_epochs": 1}, "num_train_epochs"),
-    ],
+    ("step", "planned", "longer"), [(12, {"num_rollouts": 3}, "num_rollouts"), (6, {"max_steps": 5}, "max_steps")]
 )
 def test_a_run_at_its_planned_end_trains_no_step_and_says_so(tmp_path, caplog, step, planned, longer):
     shape = {k: v for k, v in SHAPE.items() if k != "num_rollouts"}

@@ -1,6 +1,6 @@
 """What the processes of test_two_process_stop run under torchrun: `python two_process_stop.py FOLDER HOW`.
 
-HOW is "whole", or what the second process gets: a SIGTERM while it samples ("token"), or a SIGKILL ("dies").
+HOW is "whole", or "token": the second process gets a SIGTERM while it samples.
 """
 
 from __future__ import annotations
@@ -15,33 +15,24 @@ import torch
 
 torch.set_num_threads(1)
 
-from transformers import TrainerCallback  # noqa: E402
-
 from tests.checkpoints.crash_runs import PPO, digest, drawing  # noqa: E402
 from tests.ppo.support import make_trainer, prompts  # noqa: E402
 
 SENDER = 1
-# The how-manieth time the sender comes to the place.
-COUNTS = {"token": 9, "dies": 8}
+# The signal comes before this token of the sender.
+TOKENS = 9
 
 
 def main(folder: Path, how: str) -> None:
     trainer = make_trainer(folder / "run", dataset=prompts(8), reward=drawing, **{**PPO, "rollout_batch_size": 8})
     rank = trainer.accelerator.process_index
-    left = COUNTS.get(how, 0)
+    left = TOKENS
 
     def pass_by() -> None:
         nonlocal left
         left -= 1
         if left == 0 and rank == SENDER:
-            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGTERM)
-
-    class AtStep(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            pass_by()
-
-        def on_save(self, args, state, control, **kwargs):
-            note("saved", state.global_step)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def note(name: str, value: object) -> None:
         (folder / f"{name}-{rank}.json").write_text(json.dumps(value))
@@ -49,8 +40,6 @@ def main(folder: Path, how: str) -> None:
     if how == "token":
         poll = trainer.sampler.backend.poll
         trainer.sampler.backend.poll = lambda: (pass_by(), poll())[1]
-    elif how == "dies":
-        trainer.add_callback(AtStep())
     try:
         trainer.train(resume_from_checkpoint="auto")
     except SystemExit as stop:

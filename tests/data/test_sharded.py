@@ -103,13 +103,6 @@ def test_any_part_of_an_order_is_that_part_of_the_whole(sizes, window, seed, end
     assert order.rows(seed, 1, first, last).tolist() == whole[first:last]
 
 
-def test_a_window_of_all_rows_shuffles_them_like_any_permutation():
-    order = BlockOrder(np.array([5, 5]), window=10)
-    first = np.bincount([order.rows(seed, 0, 0, 1)[0] for seed in range(2000)], minlength=10)
-    # 2000 draws of 10 rows: chi square with 9 degrees of freedom is above 27.9 once in a thousand times.
-    assert ((first - 200) ** 2 / 200).sum() < 27.9
-
-
 def test_a_pass_reads_each_block_once_and_holds_a_window(tmp_path, monkeypatch):
     pattern, prompts = write_shards(tmp_path, "parquet", (2000, 2000))
     rows = load_sharded_rows(pattern, window=256)

@@ -184,17 +184,6 @@ def test_what_it_cannot_serve_is_said_before_training(serving, tmp_path):
     backend.close()
 
 
-def test_a_server_with_raw_logprobs_is_noticed_and_a_signal_ends_it(base, tmp_path):
-    server = Serving(base, tmp_path / "serve.log")
-    server.start("processed_logprobs", "raw_logprobs")
-    try:
-        server.wait()
-        with pytest.raises(RuntimeError, match="start it with --logprobs-mode processed_logprobs"):
-            backend_of(server, tmp_path).check_policy(policy())
-    finally:
-        server.kill()
-
-
 def served_task_model(seed):
     """Return a model of task B that vLLM can serve: the bias of its head is a constant feature instead.
 
