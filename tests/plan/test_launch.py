@@ -49,8 +49,7 @@ def at_the_root(monkeypatch):
 def launch_of(name: str, folder) -> Launch:
     one = job_7b(reward=SMALL, adapted_layers=28)
     plan = evaluate(one, *PLANS[name])
-    model = "Qwen/Qwen2.5-7B"
-    return Launch(one, plan, load_catalog(), CONFIG, model, model, str(folder), "spot", True, "org/reward")
+    return Launch(one, plan, load_catalog(), CONFIG, str(folder), "spot", True, "org/reward")
 
 
 @pytest.fixture(params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in PLANS])
@@ -155,7 +154,7 @@ def test_skypilot_and_kubeflow_start_the_plan(written, run_shell, tmp_path):
 def test_the_share_of_a_colocated_engine_is_one_that_vllm_takes(model):
     one = job_7b(model=read_model(model))
     (best, *_) = search(one, [Pool(DEVICE, 1, 1)], Space(engines=(COLOCATED,)))
-    words = settings_of(Launch(one, best.plan, load_catalog(), CONFIG, model, model, "plans"))
+    words = settings_of(Launch(one, best.plan, load_catalog(), CONFIG, "plans"))
     share = float(words[words.index("--vllm_gpu_memory_utilization") + 1])
     # When the engine starts, vLLM asks for its share of all memory, and only what the trainer has left is free.
     total, engine = DEVICE.memory_gib * GIB, sum(engine_parts(one, best.plan.sample).values())
@@ -172,7 +171,8 @@ def test_names_are_only_names_to_a_shell(name, tmp_path):
         (programs / program).chmod(0o755)
     trap = f"m$(touch {tmp_path}/made)`touch {tmp_path}/made`';touch {tmp_path}/made;'"
     folder = tmp_path / "a $(touch made) folder"
-    own = replace(launch_of(name, folder), config=trap, model=trap, base=trap, reward=trap)
+    own = launch_of(name, folder)
+    own = replace(own, job=replace(own.job, model=replace(own.job.model, name=trap)), config=trap, reward=trap)
     for path in write_files(own):
         if path.suffix in (".sh", ".sbatch"):
             env = {**os.environ, **SLURM, "SERVER_HOST": "s1", "VLLM_PYTHON": "true"}
@@ -207,7 +207,7 @@ def test_a_plan_without_servers_writes_none(tmp_path):
     cpu = load_catalog().devices["CPU"]
     launch = launch_of("one", tmp_path)
     plan = evaluate(launch.job, TrainLayout(cpu, 1), SampleLayout(cpu, LOCAL, 1), "sync")
-    files = launch_files(Launch(launch.job, plan, load_catalog(), CONFIG, "m", "m", str(tmp_path)))
+    files = launch_files(Launch(launch.job, plan, load_catalog(), CONFIG, str(tmp_path)))
     assert set(files) == {"launch.sh", "accelerate.yaml"} and "--use_cpu true" in files["launch.sh"]
     assert yaml.safe_load(files["accelerate.yaml"])["use_cpu"] is True
 

@@ -144,7 +144,7 @@ def saved_adapter(folder, base, **overrides):
     ("base", "error", "sentence"),
     [
         ("models/base", RuntimeError, f"there is no folder models/base in {Path.cwd()}, and the Hub says"),
-        ("../base", RuntimeError, f"'../base' cannot be loaded: there is no such folder in {Path.cwd()}"),
+        ("../missing", RuntimeError, f"'../missing' cannot be loaded: there is no such folder in {Path.cwd()}"),
         (None, ValueError, "does not say what its base model is; set base_model_name_or_path in its adapter_config"),
     ],
 )

@@ -60,6 +60,11 @@ def there(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def in_folder(there, monkeypatch):
+    monkeypatch.chdir(there)
+
+
 def reward(*options):
     data = ["--dataset_name", "train.jsonl", "--eval_dataset_name", "held_out.jsonl", "--model_name_or_path", "base"]
     return cli.main(["reward", *data, *TRAIN, *options])

@@ -72,15 +72,13 @@ def calibrate(catalog: Catalog) -> tuple[Device, list[Observation]]:
     """Return the measured machine (its GPU if torch has one, else one process on its CPU) and the measurements."""
     import torch
 
-    on_gpu = torch.cuda.is_available()
-    kind, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    device = _device(catalog, torch.cuda.get_device_name() if on_gpu else None)
-    device = replace(device, tflops=_peak(kind, dtype) / 1e12, bandwidth_gb_s=_bandwidth(kind) / 1e9)
+    on_gpu, device = torch.cuda.is_available(), _device(catalog)
     observations, steps = [], []
     for hidden, layers in GPU_SHAPES if on_gpu else CPU_SHAPES:
-        model = _model(hidden, layers, kind, dtype)
+        job = _job(hidden, layers, on_gpu)
+        model = _model(job.shape, on_gpu)
         for rows in GPU_ROWS if on_gpu else CPU_ROWS:
-            observations += list(_observe(model, _job(hidden, layers, rows, on_gpu)))
+            observations += list(_observe(model, replace(job, rollout_batch_size=rows, microbatch_rows=rows)))
         steps.append(_optimizer_seconds(model))
     rates = replace(fit_rates(device, observations), step_s=statistics.median(steps))
     if not on_gpu and STATUS.is_file():
@@ -152,17 +150,24 @@ def hardware_text(device: Device) -> str:
 # --- measurements ---------------------------------------------------------------------------------------------------
 
 
-def _device(catalog: Catalog, gpu: str | None) -> Device:
-    """Return the known device that comes closest, with the name and the memory of this machine."""
+def _device(catalog: Catalog) -> Device:
+    """Return this machine with its measured peak and bandwidth; the rest is of the known device that comes closest."""
     import torch
 
-    if gpu is None:
-        memory = host_memory_bytes() / GIB
-        return replace(catalog.devices["CPU"], name="THIS-CPU", memory_gib=memory, host_gib=memory)
-    memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    near = devices_like(gpu, catalog) or [catalog.devices["H100-80GB"]]
-    known = min(near, key=lambda device: abs(device.memory_gib - memory))
-    return replace(known, name="THIS-GPU", memory_gib=memory)
+    on_gpu = torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else host_memory_bytes() / GIB
+    if on_gpu:
+        near = devices_like(torch.cuda.get_device_name(), catalog) or [catalog.devices["H100-80GB"]]
+        known = replace(min(near, key=lambda device: abs(device.memory_gib - memory)), name="THIS-GPU")
+    else:
+        known = replace(catalog.devices["CPU"], name="THIS-CPU", host_gib=memory)
+    where = {"device": "cuda" if on_gpu else "cpu"}
+    size, dtype, copied = (8192, torch.bfloat16, 2**26) if on_gpu else (1024, torch.float32, 2**24)
+    a, b = (torch.randn(size, size, dtype=dtype, **where) for _ in range(2))
+    source, target = torch.ones(copied, **where), torch.empty(copied, **where)
+    flops = 2 * size**3 / _median_seconds(lambda: a @ b)
+    moved = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source))
+    return replace(known, memory_gib=memory, tflops=flops / 1e12, bandwidth_gb_s=moved / 1e9)
 
 
 def _median_seconds(work: Callable[[], Any]) -> float:
@@ -180,51 +185,34 @@ def _median_seconds(work: Callable[[], Any]) -> float:
     return statistics.median(times[1:])
 
 
-def _peak(kind: str, dtype: Any) -> float:
-    import torch
-
-    size = 8192 if kind == "cuda" else 1024
-    a, b = (torch.randn(size, size, dtype=dtype, device=kind) for _ in range(2))
-    return 2 * size**3 / _median_seconds(lambda: a @ b)
-
-
-def _bandwidth(kind: str) -> float:
-    import torch
-
-    source = torch.ones(2**26 if kind == "cuda" else 2**24, device=kind)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source))
-
-
-def _job(hidden: int, layers: int, rows: int, on_gpu: bool) -> Job:
-    head = 16 if hidden < 512 else 64
-    shape = ModelShape(VOCAB, hidden, layers, 3 * hidden, hidden // head, hidden // head, head, is_tied=True)
+def _job(hidden: int, layers: int, on_gpu: bool) -> Job:
+    heads = hidden // (64 if on_gpu else 16)
+    shape = ModelShape(VOCAB, hidden, layers, 3 * hidden, heads, heads, hidden // heads)
     prompt, completion = GPU_TOKENS if on_gpu else CPU_TOKENS
     itemsize = 2.0 if on_gpu else 4.0
     return Job(
         ModelFacts("random", shape, itemsize, "calibration"), itemsize, itemsize,
-        Lengths(prompt, completion, completion, prompt, 0.0), RANK, layers, rollout_batch_size=rows, num_ppo_epochs=1,
-        microbatch_rows=rows, is_padding_free=True,
+        Lengths(prompt, completion, completion, prompt, 0.0), RANK, layers, num_ppo_epochs=1, is_padding_free=True,
     )  # fmt: skip
 
 
-def _model(hidden: int, layers: int, kind: str, dtype: Any) -> TrunkModel:
+def _model(shape: ModelShape, on_gpu: bool) -> TrunkModel:
     import torch
     from peft import LoraConfig
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from onetrunk.models.build import build_trunk
 
-    heads = hidden // (16 if hidden < 512 else 64)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=3 * hidden,
-        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512, tie_word_embeddings=True,
+        vocab_size=VOCAB, hidden_size=shape.hidden_size, num_hidden_layers=shape.num_layers,
+        intermediate_size=shape.intermediate_size, num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads, max_position_embeddings=512, tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
-    base = LlamaForCausalLM(config).to(kind, dtype)
-    return build_trunk(
-        base, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+    base = LlamaForCausalLM(config)
+    base = base.to("cuda", torch.bfloat16) if on_gpu else base
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    return build_trunk(base, lora)
 
 
 def _observe(model: TrunkModel, job: Job) -> Iterator[Observation]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from onetrunk.plan.evaluate import Plan, evaluate
 from onetrunk.plan.hardware import GIB, Catalog, Device, devices_like, parse_pools
-from onetrunk.plan.job import ADAPTER_CONFIG, Job, Known, ModelFacts, job_of, read_model, reward_specs
+from onetrunk.plan.job import ADAPTER_CONFIG, Job, ModelFacts, job_of, read_model, reward_specs
 from onetrunk.plan.timing import LOCAL, PIPELINED, SERVER, SampleLayout, TrainLayout
 
 RECORD, LOG, SAMPLES = "_report/run.json", "_report/log.jsonl", "_report/completions-before.jsonl"
@@ -76,15 +76,18 @@ def check_run(folder: Path, defaults: Mapping[str, Any], catalog: Catalog, own: 
     device = _device(own, begin, catalog)
     lengths = [entry["completion/length"] for entry in timed if "completion/length" in entry]
     prompt = own.get("prompt_tokens") or _prompt_tokens(folder)
-    known = Known(
-        prompt_tokens=min(prompt, settings["max_prompt_length"] or prompt) if prompt else None,
-        completion_tokens=max(1.0, statistics.fmean(lengths)) if lengths else None,
-        is_continued=(Path(str(settings["model_name_or_path"])) / ADAPTER_CONFIG).is_file(),
-        on_cpu=device.is_cpu,
-    )
     reward, notes = _reward(own, settings)
     model = read_model(own.get("model") or record.get("base") or settings["model_name_or_path"])
-    job = replace(job_of(settings, model, reward, known), num_rollouts=rollouts)
+    if (Path(str(settings["model_name_or_path"])) / ADAPTER_CONFIG).is_file():
+        model = replace(model, base=model.name)
+    job = job_of(
+        {**settings, "num_rollouts": rollouts},
+        model,
+        reward,
+        prompt_tokens=min(prompt, settings["max_prompt_length"] or prompt) if prompt else None,
+        completion_tokens=max(1.0, statistics.fmean(lengths)) if lengths else None,
+        on_cpu=device.is_cpu,
+    )
     plan = _plan_of_run(job, device, int(begin.get("num_processes", 1)), settings)
     return Checked(job, plan, rollouts, tuple(_lines(plan, timed, rollouts)), (*job.assumed, *notes))
 

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,11 @@ MARGIN, CHANGING_MARGIN = 0.08, 0.2
 # Variables with the settings of torch's allocator: the name of today, and the old one.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SCHEDULES = ("sync", "one_step", "async")
+# Settings that a job has under the same name.
+SAME_NAMES = (
+    "rollout_batch_size", "num_generations", "num_ppo_epochs", "num_minibatches", "microbatch_tokens",
+    "max_rollout_rows", "schedule",
+)  # fmt: skip
 NORMAL = statistics.NormalDist()
 
 
@@ -54,12 +59,14 @@ class ModelFacts:
         shape: of its decoder.
         itemsize: bytes of a weight in the checkpoint.
         source: where the shape comes from, for people.
+        base: name of the base, where the model is a folder with an adapter on it.
     """
 
     name: str
     shape: ModelShape
     itemsize: float
     source: str
+    base: str | None = None
 
 
 def read_model(name: str) -> ModelFacts:
@@ -71,7 +78,8 @@ def read_model(name: str) -> ModelFacts:
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
-            return read_model(read_json(path / ADAPTER_CONFIG)["base_model_name_or_path"])
+            base = read_json(path / ADAPTER_CONFIG)["base_model_name_or_path"]
+            return replace(read_model(base), name=name, base=base)
         path /= CONFIG
     elif not path.exists():
         path = _in_cache(name) or path
@@ -284,46 +292,37 @@ class Job:
         return self.trained_copies * self.adapter_weights + self.shape.hidden_size + 1
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a run besides its recipe.
-
-    Args:
-        prompt_tokens, completion_tokens: mean lengths; None: assumed.
-        spread: standard deviation of the logarithm of completion lengths.
-        is_continued: the policy continues an adapter, so a frozen copy of it is the reference.
-        on_cpu: activations have the precision of the base.
-    """
-
-    prompt_tokens: float | None = None
-    completion_tokens: float | None = None
-    spread: float = SPREAD
-    is_continued: bool = False
-    on_cpu: bool = False
-
-
-def job_of(values: Mapping[str, Any], model: ModelFacts, reward: ModelFacts | None, known: Known) -> Job:
-    """Return the Job that the values of a PPO recipe describe.
+def job_of(
+    values: Mapping[str, Any],
+    model: ModelFacts,
+    reward: ModelFacts | None = None,
+    *,
+    prompt_tokens: float | None = None,
+    completion_tokens: float | None = None,
+    spread: float = SPREAD,
+    on_cpu: bool = False,
+) -> Job:
+    """Return the job that the values of a PPO recipe describe.
 
     Args:
         values: every setting of `onetrunk ppo` by name.
-        model: the base.
+        model: the base, or the adapter that the policy continues; a frozen copy of it is the reference then.
         reward: a reward model that the trainer loads; None: none.
-        known: what the recipe does not say.
+        prompt_tokens, completion_tokens: mean lengths; None: assumed.
+        spread: standard deviation of the logarithm of completion lengths.
+        on_cpu: activations have the precision of the base.
 
     Raises:
         ValueError: settings that contradict each other or the model; the message names them.
     """
     assumed: list[str] = []
-    lengths = _lengths(values, known, assumed)
+    lengths = _lengths(values, prompt_tokens, completion_tokens, spread, assumed)
     base_bytes = _base_bytes(values, model)
-    is_half = values["bf16"] or values["fp16"] or (base_bytes <= 2.0 and not known.on_cpu)
+    is_half = values["bf16"] or values["fp16"] or (base_bytes <= 2.0 and not on_cpu)
     rewards = reward_specs(values)
     if reward is None and any("/" in spec or spec.startswith("runs") for spec in rewards):
         assumed.append("the reward takes no memory and no time on these devices; name a model with --reward_model")
     captures = values["capture_trunk_states"]
-    names = ("rollout_batch_size", "num_generations", "num_ppo_epochs", "num_minibatches", "microbatch_tokens",
-             "max_rollout_rows", "schedule")  # fmt: skip
     return Job(
         model=model,
         base_bytes=base_bytes,
@@ -332,10 +331,10 @@ def job_of(values: Mapping[str, Any], model: ModelFacts, reward: ModelFacts | No
         lora_rank=int(values["lora_r"]),
         adapted_layers=_adapted_layers(str(values["adapter_layers"]), model.shape.num_layers),
         trained_copies=2 if values["value_head"] == "adapter" else 1,
-        frozen_copies=1 if known.is_continued else 0,
+        frozen_copies=0 if model.base is None else 1,
         has_reference=values["beta"] > 0 or values["kl_target"] is not None,
         reward=None if reward is None else reward.shape,
-        reward_bytes=4.0 if known.on_cpu else min(2.0, reward.itemsize if reward else 2.0),
+        reward_bytes=4.0 if on_cpu else min(2.0, reward.itemsize if reward else 2.0),
         num_rollouts=_rollouts(values, assumed),
         microbatch_rows=values["per_device_train_batch_size"],
         is_checkpointed=bool(values["activation_checkpointing"] or values.get("gradient_checkpointing")),
@@ -343,16 +342,19 @@ def job_of(values: Mapping[str, Any], model: ModelFacts, reward: ModelFacts | No
         optimizer_bytes=ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
         keeps_states=values["trunk_cache"] in ("auto", "device"),
         captures_states=(not is_half) if captures is None else bool(captures),
-        expands_segments=known.on_cpu
-        or any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR),
+        expands_segments=on_cpu or _allocator_expands(),
         stage_obstacle=_stage_obstacle(values, rewards),
         is_padding_free=bool(values["padding_free"]),
         uses_server=bool(values["use_vllm"]),
         save_every=int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
         keeps_checkpoints=values.get("save_total_limit"),
         assumed=tuple(assumed),
-        **{name: values[name] for name in names},
+        **{name: values[name] for name in SAME_NAMES},
     )
+
+
+def _allocator_expands() -> bool:
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR)
 
 
 def reward_specs(values: Mapping[str, Any]) -> list[str]:
@@ -373,9 +375,10 @@ def _stage_obstacle(values: Mapping[str, Any], rewards: list[str]) -> str | None
     return f"the reward {adapters[0]} is an adapter on the policy's base" if adapters else None
 
 
-def _lengths(values: Mapping[str, Any], known: Known, assumed: list[str]) -> Lengths:
+def _lengths(
+    values: Mapping[str, Any], prompt: float | None, completion: float | None, spread: float, assumed: list[str]
+) -> Lengths:
     longest, longest_prompt = int(values["max_completion_length"]), values["max_prompt_length"]
-    prompt, completion = known.prompt_tokens, known.completion_tokens
     if longest_prompt is None and prompt is None:
         longest_prompt = ASSUMED_PROMPT
         assumed.append(f"prompts of at most {longest_prompt} tokens (the recipe has no max_prompt_length)")
@@ -392,8 +395,7 @@ def _lengths(values: Mapping[str, Any], known: Known, assumed: list[str]) -> Len
             raise ValueError(
                 f"--{name}_tokens is {mean:g} and max_{name}_length {most}; give a mean above 0 and at most that"
             )
-    spread = 0.0 if completion > 0.999 * longest else known.spread
-    return Lengths(prompt, completion, longest, longest_prompt, spread)
+    return Lengths(prompt, completion, longest, longest_prompt, 0.0 if completion > 0.999 * longest else spread)
 
 
 def _base_bytes(values: Mapping[str, Any], model: ModelFacts) -> float:

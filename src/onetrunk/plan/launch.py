@@ -50,8 +50,6 @@ class Launch:
 
     Args:
         config: YAML file of the recipe, as `onetrunk ppo --config` takes it.
-        model: name or folder of the policy, as `onetrunk ppo` takes it.
-        base: name or folder of its base, which servers load.
         folder: that the files go to.
         is_overridden: the model is not the recipe's, so the command names it.
         reward: name of the reward model, which a plan may put on a server.
@@ -61,8 +59,6 @@ class Launch:
     plan: Plan
     catalog: Catalog
     config: str
-    model: str
-    base: str
     folder: str
     market: str = "on_demand"
     is_overridden: bool = False
@@ -104,7 +100,7 @@ class Launch:
 def settings_of(launch: Launch) -> list[str]:
     """Return the options of `onetrunk ppo` that the plan sets."""
     job, plan, train = launch.job, launch.plan, launch.plan.train
-    words = ["--model_name_or_path", launch.model] if launch.is_overridden else []
+    words = ["--model_name_or_path", launch.job.model.name] if launch.is_overridden else []
     if train.base_bytes != job.base_bytes:
         words += {NF4_BYTES: ["--load_in_4bit", "true"], INT8_BYTES: ["--load_in_8bit", "true"]}.get(
             train.base_bytes, ["--dtype", "float32" if train.base_bytes == 4 else "bfloat16"]
@@ -176,7 +172,13 @@ def server_command(launch: Launch) -> str:
     job, sample = launch.job, launch.plan.sample
     rank = next((rank for rank in RANKS if rank >= job.lora_rank), RANKS[-1])
     adapters = 2 + {"sync": 0, "one_step": 1, "async": ASYNC_STALENESS}[launch.plan.schedule]
-    words = ["onetrunk", "serve", launch.base, "--host", "127.0.0.1" if launch.shares_machine else "0.0.0.0"]
+    words = [
+        "onetrunk",
+        "serve",
+        job.model.base or job.model.name,
+        "--host",
+        "127.0.0.1" if launch.shares_machine else "0.0.0.0",
+    ]
     words += ["--max_lora_rank", str(rank), "--max_loras", str(adapters), "--max_model_len", str(job.lengths.width)]
     words += ["--tensor_parallel_size", str(sample.tensor), "--port"]
     # In an environment of its own vLLM has an interpreter of its own.

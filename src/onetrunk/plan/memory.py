@@ -1,4 +1,4 @@
-"""Memory of a device by part: of a trainer's process or stage, of a sampler, and of the layouts of the roles.
+"""Memory of a device by part: of a trainer's process or stage, and of a sampler.
 
 The formulas are those of `costs.py`. What no formula gives (the working set of a layer, copies of tokens for experts,
 what sharding gathers) has constants that were fitted to measured peaks, by `scripts/plan/measurements.py`.
@@ -23,7 +23,7 @@ from onetrunk.costs import (
     trunk_states_bytes,
 )
 from onetrunk.plan.hardware import GIB
-from onetrunk.plan.job import ADAM_BYTES, FP32, NF4_BYTES, Job, base_weights_bytes
+from onetrunk.plan.job import ADAM_BYTES, FP32, Job, base_weights_bytes
 from onetrunk.plan.timing import (
     COLOCATED,
     PADDING,
@@ -247,32 +247,3 @@ def engine_parts(job: Job, sample: SampleLayout) -> Mapping[str, float]:
 
 def _decoding_rows(job: Job, sample: SampleLayout) -> float:
     return min(-(-job.rows // sample.replicas), most_rows_of(job, sample))
-
-
-# --- the roles side by side -----------------------------------------------------------------------------------------
-
-
-def role_layouts(shape: ModelShape, rank: int, reward: ModelShape, rows: int, width: int) -> dict[str, float]:
-    """Return the bytes of weights, gradients, optimizer and key-value cache, by layout of the roles.
-
-    Args:
-        shape: of policy, value and reference.
-        rank: of LoRA adapters.
-        reward: the reward model where it is a model of its own.
-        rows, width: of a rollout on one device.
-    """
-    cache = kv_cache_bytes(shape, rows * width, 2)
-    adapter, full = shape.lora_parameters(rank), shape.parameters
-    state = FP32 * 2 + ADAM_BYTES
-    four = "four models (policy, reference, value, reward: TRL 1.12)"
-    return {
-        f"{four}, policy and value trained in full": 2 * state * full + 2 * (full + reward.parameters) + cache,
-        f"{four}, LoRA on policy and value": 2 * (3 * full + reward.parameters) + 2 * state * adapter + cache,
-        "one trunk, LoRA, value head; a reward model of its own": (
-            2 * (full + reward.parameters) + state * adapter + cache
-        ),
-        "one trunk, LoRA, value adapter, reward adapter": 2 * full + 2 * state * adapter + FP32 * adapter + cache,
-        "one trunk in NF4, LoRA, value head, reward adapter": (
-            base_weights_bytes(shape, NF4_BYTES) + (state + FP32) * adapter + cache
-        ),
-    }

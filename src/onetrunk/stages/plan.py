@@ -18,7 +18,7 @@ from typing import Any
 from onetrunk.costs import ModelShape
 from onetrunk.plan.evaluate import cost_of
 from onetrunk.plan.hardware import Catalog, Pool, load_catalog, parse_pools
-from onetrunk.plan.job import ADAPTER_CONFIG, DTYPES, Job, Known, ModelFacts, job_of, read_model, reward_specs
+from onetrunk.plan.job import DTYPES, Job, ModelFacts, job_of, read_model, reward_specs
 from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.search import Ranked, Space, rejected, search, smallest_hardware, why_not
 from onetrunk.plan.timing import PIPELINED, Around, around_times
@@ -26,20 +26,18 @@ from onetrunk.ppo.settings import PPOSettings
 from onetrunk.stages.options.reading import UsageError, read, say
 from onetrunk.stages.options.table import load_options
 from onetrunk.stages.options.words import PlanWords, plan_words
-from onetrunk.utils.files import atomic_write_text, read_json, require_output_dir
+from onetrunk.utils.files import atomic_write_text, require_output_dir
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is planned: a job, the devices for it, and what the launch files name."""
+    """What is planned: a job, the devices for it, what may be varied, and the reward model that may be served."""
 
     job: Job
     pools: tuple[Pool, ...]
     catalog: Catalog
     space: Space
     around: Around
-    model: str
-    base: str
     reward: str | None
 
 
@@ -94,12 +92,17 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
     name = own["model"] or values["model_name_or_path"]
     if not name:
         raise UsageError("the recipe names no model; give --model")
-    model, adapter = read_model(name), Path(name).expanduser() / ADAPTER_CONFIG
+    model = read_model(name)
     reward, reward_name = _reward_of(own, values)
-    known = Known(
-        own["prompt_tokens"], own["completion_tokens"], own["length_spread"], adapter.is_file(),
+    job = job_of(
+        values,
+        model,
+        reward,
+        prompt_tokens=own["prompt_tokens"],
+        completion_tokens=own["completion_tokens"],
+        spread=own["length_spread"],
         on_cpu=all(pool.device.is_cpu for pool in pools),
-    )  # fmt: skip
+    )
     space = Space(
         schedules=tuple(own["schedules"]),
         **_stages_of(own, values, pools, model),
@@ -111,8 +114,7 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         own["label_prompts"] or 0, own["label_completions"], _shape_of(own["judge_model"]), own["reward_pairs"] or 0,
         own["distill_rows"] or 0, _shape_of(own["student_model"]),
     )  # fmt: skip
-    base = read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else name
-    return Request(job_of(values, model, reward, known), pools, catalog, space, around, name, base, reward_name)
+    return Request(job, pools, catalog, space, around, reward_name)
 
 
 def _shape_of(name: str | None) -> ModelShape | None:
@@ -183,8 +185,8 @@ def _plan(own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         folder = require_output_dir(own["write"])
         is_overridden = own["model"] not in (None, values["model_name_or_path"])
         launch = Launch(
-            job, best, request.catalog, own["config"] or "YOUR_RECIPE.yaml", request.model, request.base, str(folder),
-            market, is_overridden, request.reward,
+            job, best, request.catalog, own["config"] or "YOUR_RECIPE.yaml", str(folder), market, is_overridden,
+            request.reward,
         )  # fmt: skip
         atomic_write_text(folder / "plan.json", numbers + "\n")
         for path in (*write_files(launch), folder / "plan.json"):

@@ -14,7 +14,6 @@ from onetrunk.plan.check import GOALS, Checked
 from onetrunk.plan.evaluate import Cost, Plan, host_gib
 from onetrunk.plan.hardware import GIB, Pool
 from onetrunk.plan.job import ALLOCATOR, MARGIN, Job
-from onetrunk.plan.memory import role_layouts
 from onetrunk.plan.search import MANY_ROWS, Ranked
 from onetrunk.plan.timing import PhaseTime, TrainLayout, band, most_rows_of, split_of
 from onetrunk.utils.redaction import table_console
@@ -68,7 +67,6 @@ def plan_parts(
         "\nthe run",
         *cost_lines(job, best, cost, own["market"]),
         ranking_table(ranking, own["market"]),
-        role_table(job, best),
         *([] if best.train.device.is_cpu else ["", GPU_NOTE + (EXPERTS_NOTE if job.shape.num_experts else "")]),
     ]
 
@@ -196,14 +194,6 @@ def ranking_table(ranking: Sequence[Ranked], market: str) -> Table:
         where = (plan.schedule, plan.sample.engine + stages, devices, layout_text(plan.train))
         rows.append((*where, f"{plan.iteration_s:.2f}", f"{usd:.4f}", why))
     return table_of("plans, best of each family", headers, rows, (*headers[:4], headers[-1]))
-
-
-def role_table(job: Job, plan: Plan) -> Table:
-    """Return the layouts of the roles side by side."""
-    rows = max(1, job.rows // plan.train.data)
-    layouts = role_layouts(job.shape, job.lora_rank, job.reward or job.shape, rows, job.lengths.width)
-    title = "the roles on one device: weights, gradients, optimizer and cache (no activations)"
-    return table_of(title, ("roles", "GiB"), [(name, f"{value / GIB:.1f}") for name, value in layouts.items()])
 
 
 def check_parts(folder: Path, checked: Checked) -> list[RenderableType]:
