@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from onetrunk.utils.options import option, reject_deepspeed
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+
+# Words of report_to that are not the name of a package.
+WITHOUT_PACKAGE = ("all", "none", "", "azure_ml", "dagshub", "flyte", "kubeflow")
 
 
 @dataclass(repr=False)
@@ -40,16 +45,11 @@ class CheckpointConfig:
         _check_trackers(self.report_to)
 
 
-def _check_trackers(names: Sequence[str]) -> None:
-    from transformers.integrations import get_available_reporting_integrations
-
-    usable = {*get_available_reporting_integrations(), "flyte"}  # Flyte is there only inside its own tasks.
-    for name in names:
-        if name not in usable:
-            raise ValueError(
-                f"report_to names {name}, which is not installed; pip install {name}, or use one of"
-                f" {', '.join(sorted(usable))}"
-            )
+def _check_trackers(report_to: Sequence[str] | str | None) -> None:
+    """Raise ValueError if `report_to` names a tracker whose package is missing."""
+    for name in [report_to] if isinstance(report_to, str) else report_to or ():
+        if name not in WITHOUT_PACKAGE and find_spec(name) is None:
+            raise ValueError(f"report_to names {name}, which is not installed; pip install {name}, or set tensorboard")
 
 
 def _check_intervals(args: TrainingArguments) -> None:
