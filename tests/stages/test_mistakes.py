@@ -44,6 +44,8 @@ MISTAKES = [
     (OK, "load_in_4bit: true\n", "set dtype to bfloat16", 2),
     (OK, "kl_estimator: k3\n", "use k1, or set kl_in_loss", 2),
     (OK, "judge: rubric\n", "judge is set, and reward_funcs names neither judge", 2),
+    (OK, "num_train_epochs: 0\n", "num_train_epochs is 0: no step would be trained", 2),
+    (OK, "checkpoint_mirror: out\n", "checkpoint_mirror is the output_dir out", 1),
     (OK, "report_to: swanlab\n", "report_to names swanlab, which is not installed; pip install swanlab", 2),
     (OK, "eval_size: 0.1\neval_dataset_split: test\n", "keep one of them", 2),
     (f"{OK} --resume out/checkpoint-7", "", "there is no folder out/checkpoint-7", 1),

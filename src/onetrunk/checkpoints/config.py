@@ -42,6 +42,8 @@ class CheckpointConfig:
         reject_deepspeed()  # TrainingArguments would ask for its package first.
         _check_intervals(self)
         super().__post_init__()
+        if not (self.num_train_epochs > 0 or self.max_steps > 0 or getattr(self, "num_rollouts", None) is not None):
+            raise ValueError(f"num_train_epochs is {self.num_train_epochs}: no step would be trained; set it above 0")
         _check_trackers(self.report_to)
 
 

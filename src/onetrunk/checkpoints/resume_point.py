@@ -59,11 +59,14 @@ def open_mirror(args: TrainingArguments) -> Mirror | None:
     """Return the mirror of a run after checking it; None without `checkpoint_mirror` or if this process saves nothing.
 
     Raises:
+        ValueError: the mirror is the output folder.
         RuntimeError: the mirror cannot be written to or read.
     """
     url = getattr(args, "checkpoint_mirror", None)
     if not url or not args.should_save:
         return None
+    if Path(url).resolve() == Path(args.output_dir).resolve():
+        raise ValueError(f"checkpoint_mirror is the output_dir {url}; name another folder, or a store")
     from onetrunk.checkpoints.mirror import Mirror
 
     mirror = Mirror(url, args.save_total_limit, logger.warning)
