@@ -11,8 +11,6 @@ from onetrunk import cli
 from tests.ppo.support import base_model, sft_model
 from tests.tiny import tiny_tokenizer
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def there(tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from onetrunk.stages.options.table import load_options, shown_options
 from tests.stages.recipes import PARSERS, ROOT
 
 NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
-NEEDED_OF = {"judge": ["--dataset_name", "d", "--output_dir", "o", "--judge", "rubric"]}
 MORE = {"ppo": ["--reward_funcs", "r.f"], "distill": ["--teacher", "t"]}
 
 

@@ -15,6 +15,7 @@ from onetrunk import cli
 from onetrunk.stages.pipeline import PipelineState, files_of, load_pipeline
 from tests.feedback.runs import answers_in
 from tests.rollouts.stub_vllm import wait_until
+from tests.stages.small_runs import write_rows
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
 # Appends to a log of calls, then writes what it was told to make of its input.
@@ -192,15 +193,18 @@ def long(completions, **columns):
 """
 
 
+def make_base():
+    tiny_model("llama", initializer_range=0.1, eos_token_id=1).save_pretrained("base")
+    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained("base")
+    words = [WORDS[i : i + 4] for i in range(12)]
+    write_rows(Path("rows.jsonl"), [{"prompt": f"{w[0]} {w[1]}", "completion": f" {w[2]} {w[3]}"} for w in words])
+
+
 @pytest.fixture
 def real(tmp_path, monkeypatch):
     """A chain of real verbs on a tiny model: supervised fine-tuning, preferences, a reward model."""
     monkeypatch.chdir(tmp_path)
-    tiny_model("llama", initializer_range=0.1, eos_token_id=1).save_pretrained("base")
-    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained("base")
-    words = [WORDS[i : i + 4] for i in range(12)]
-    rows = [{"prompt": f"{w[0]} {w[1]}", "completion": f" {w[2]} {w[3]}"} for w in words]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_base()
     rules = {"name": "rules", "principles": [{"text": "Which is longer?", "tags": ["long"]}]}
     Path("rules.yaml").write_text(json.dumps(rules))
     Path("rules.py").write_text(GRAMMAR)
@@ -234,10 +238,7 @@ def finished(tmp_path_factory):
     place = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        tiny_model("llama", initializer_range=0.1, eos_token_id=1).save_pretrained("base")
-        tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained("base")
-        rows = [{"prompt": " ".join(WORDS[i : i + 2]), "completion": f" {WORDS[i + 2]}"} for i in range(8)]
-        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        make_base()
         Path("pipeline.yaml").write_text("output_dir: state\nstages: {sft: {config: sft.yaml}}\n")
         Path("sft.yaml").write_text(json.dumps(SFT))
         assert run() == 0

@@ -19,6 +19,7 @@ from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
 from tests.models.reward_adapters import saved_base
 from tests.stages.recipes import ROOT
+from tests.stages.small_runs import write_rows
 
 NOUNS = "cat dog bird fish tree house river stone".split()
 TRAIN = "--use_cpu true --report_to none --activation_checkpointing false --learning_rate 1e-2 --max_steps 6".split()
@@ -36,11 +37,6 @@ def pairs(n, **columns):
     return rows
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def there(tmp_path_factory):
     """A folder with a base, rows, a reward model, a reward adapter, and a student of the reward model."""
@@ -49,10 +45,10 @@ def there(tmp_path_factory):
         patch.chdir(folder)
         saved_base(folder / "base")
         saved_base(folder / "small", num_hidden_layers=1)
-        write(folder / "train.jsonl", pairs(24))
-        write(folder / "held_out.jsonl", pairs(8, label=[1.0, 1.0, 1.0, 0.0]))
-        write(folder / "judged.jsonl", pairs(16, probability=[0.9, 0.2, 0.7], margin=[1.0]))
-        write(folder / "single.jsonl", [{"prompt": r["prompt"], "completion": r["chosen"]} for r in pairs(5)])
+        write_rows(folder / "train.jsonl", pairs(24))
+        write_rows(folder / "held_out.jsonl", pairs(8, label=[1.0, 1.0, 1.0, 0.0]))
+        write_rows(folder / "judged.jsonl", pairs(16, probability=[0.9, 0.2, 0.7], margin=[1.0]))
+        write_rows(folder / "single.jsonl", [{"prompt": r["prompt"], "completion": r["chosen"]} for r in pairs(5)])
         assert reward("--output_dir", "rm") == 0
         assert (
             reward("--output_dir", "adapter", "--use_peft", "true", "--lora_r", "4", "--adapter_layers", "top-2") == 0
@@ -175,7 +171,7 @@ def test_two_processes_with_half_the_rows_each_end_where_one_does(there):
     assert answers_in(there / "ddp-1/teacher_scores.db") == answers_in(there / "ddp-2/teacher_scores.db")
 
 
-def test_a_judges_probabilities_teach_and_are_split_by_prompt(there, caplog):
+def test_a_judges_probabilities_teach_and_are_split_by_prompt(there):
     options = ["--dataset_name", "judged.jsonl", "--eval_size", "2", "--model_name_or_path", "small", *TRAIN]
     assert cli.main(["distill", *options, "--output_dir", "judged"]) == 0
     figures = metrics(there / "judged")
@@ -212,7 +208,7 @@ def test_without_held_out_rows_nothing_is_measured_and_that_is_said(there, capsy
     ],
 )
 def test_what_cannot_be_learned_is_rejected(there, capsys, stage, options, message):
-    write(there / "bad.jsonl", pairs(8, probability=[0.5, 1.5]))
+    write_rows(there / "bad.jsonl", pairs(8, probability=[0.5, 1.5]))
     assert stage("--output_dir", "new", *options) == 1
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error

@@ -1,7 +1,6 @@
 """Real runs with canaries for secrets: no byte that a run leaves or says holds one, plain or packed."""
 
 import gzip
-import json
 import logging
 import os
 import subprocess
@@ -15,6 +14,7 @@ from datasets import Dataset
 from onetrunk import PPOConfig, PPOTrainer, cli
 from tests.judges.stub_server import StubServer
 from tests.stages.recipes import ROOT
+from tests.stages.small_runs import write_rows
 from tests.tiny import tiny_model, tiny_tokenizer
 
 # No shape of a known key: only their names and places make them secrets.
@@ -87,16 +87,11 @@ def base(tmp_path_factory):
     for name in ("base", "rival"):
         tiny_tokenizer().save_pretrained(folder / name)
     nouns = ("cat", "dog", "bird", "fish")
-    write(folder / "rows.jsonl", [{"prompt": f"the {w}", "completion": " runs fast"} for w in nouns])
-    write(folder / "prompts.jsonl", [{"prompt": f"the {w}"} for w in nouns])
-    write(folder / "pairs.jsonl", [{"prompt": f"the {w}", "chosen": " runs", "rejected": " no no"} for w in nouns])
+    write_rows(folder / "rows.jsonl", [{"prompt": f"the {w}", "completion": " runs fast"} for w in nouns])
+    write_rows(folder / "prompts.jsonl", [{"prompt": f"the {w}"} for w in nouns])
     (folder / "reward.py").write_text(REWARD)
     (folder / "constitution.yaml").write_text("name: c\nprinciples:\n  - text: Which answer is better?\n")
     return folder
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`onetrunk sft`, `reward` and `distill` on two processes, through the shipped accelerate configs: the run of one."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.places import launcher
 from tests.stages.recipes import ROOT
+from tests.stages.small_runs import write_rows
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -36,20 +36,16 @@ STREAMED += "--reward_funcs reward.py:short --beta 0.1 --num_rollouts 6 --rollou
 STREAMED += ["--num_minibatches", "2", "--learning_rate", "0.001"]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture(scope="module")
 def there(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     saved_base(folder / "base")
     rows = [(NOUNS[i % 8], NOUNS[(i + 3) % 8], i) for i in range(36)]
     # Equally long completions: the mean over the tokens of two processes is then the mean over all.
-    write(folder / "texts.jsonl", [{"prompt": f"the {n} ", "completion": f"runs {o} fast ."} for n, o, _ in rows])
+    write_rows(folder / "texts.jsonl", [{"prompt": f"the {n} ", "completion": f"runs {o} fast ."} for n, o, _ in rows])
     pairs = [{"prompt": f"the {n} ", "chosen": f"runs {n} .", "rejected": f"no {o}", "probability": 0.6 + i % 3 / 10}
              for n, o, i in rows]  # fmt: skip
-    write(folder / "pairs.jsonl", pairs)
+    write_rows(folder / "pairs.jsonl", pairs)
     lines = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
     (folder / "files-of-texts").mkdir()
     for number, part in enumerate((lines[:15], lines[15:])):

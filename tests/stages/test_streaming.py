@@ -11,6 +11,7 @@ from onetrunk import cli
 from onetrunk.stages.pipeline import paths_in
 from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
+from tests.stages.small_runs import write_rows
 from tests.tiny import tiny_tokenizer
 
 NOUNS = "cat dog bird fish tree house river stone".split()
@@ -49,9 +50,8 @@ def there(tmp_path_factory):
     for kind, rows in kinds.items():
         (folder / kind).mkdir()
         for number, (first, last) in enumerate([(0, 11), (11, 13), (13, 30)]):
-            lines = "".join(json.dumps(row) + "\n" for row in rows[first:last])
-            (folder / kind / f"{number}.jsonl").write_text(lines)
-        (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(folder / kind / f"{number}.jsonl", rows[first:last])
+        write_rows(folder / f"{kind}.jsonl", rows)
     (folder / "reward.py").write_text(
         "def short(completions, **kwargs):\n    return [-float(len(c)) for c in completions]\n"
     )
@@ -138,7 +138,7 @@ def test_rows_that_changed_do_not_resume(there, whole, tmp_path, capfd, monkeypa
     assert run("sft", str(output), *options) == 1
     assert "rows 30 rows in 1 files, sha256 " in capfd.readouterr().err
     repaired = [{"prompt": "the dog ", "completion": "is repaired"}, {"prompt": "the cat ", "completion": "runs ."}]
-    (tmp_path / "sft" / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in repaired))
+    write_rows(tmp_path / "sft" / "1.jsonl", repaired)
     assert run("sft", str(output), *options) == 1
     assert "settings have changed since: row_contents" in capfd.readouterr().err
     assert run("sft", str(output), *options, "--allow_config_change", "true") == 0
@@ -148,13 +148,13 @@ def test_a_longer_row_is_replaced_and_a_bad_one_ends_the_run(there, tmp_path, ca
     rows = [{"prompt": "the cat ", "chosen": "runs .", "rejected": "no", "probability": 0.8} for _ in range(12)]
     rows[5]["chosen"] = "runs " * 60
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     options = ["--dataset_name", str(path), *STREAMED, "--max_length", "24"]
     assert run("reward", str(tmp_path / "out"), *options) == 0
     assert "pairs.jsonl, row 5 is left out" in caplog.text
     assert f"streaming {path}: files 1, rows 12\n" in capfd.readouterr().out
     rows[7]["rejected"] = rows[7]["chosen"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     assert run("reward", str(tmp_path / "bad"), *options) == 1
     assert "pairs.jsonl, row 7: chosen and rejected are identical" in capfd.readouterr().err
 

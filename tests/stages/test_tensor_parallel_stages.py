@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.models.reward_adapters import saved_base
 from tests.places import CPU, REPEATED, launch_environment, launcher, on_gpus, places
+from tests.stages.small_runs import write_rows
 
 WORKER = str(Path(__file__).with_name("stages_worker.py"))
 NOUNS = "cat dog bird fish tree house river stone".split()
@@ -49,20 +50,16 @@ def words_of(name, output, processes=1):
 BASE = ["--model_name_or_path", "base"]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def make_material(folder):
     saved_base(folder / "base")
     saved_base(folder / "tied", "qwen2")
     rows = [(NOUNS[i % 8], NOUNS[(i + 3) % 8], i) for i in range(37)]
     # Of different lengths: the groups have different numbers of tokens.
     texts = [{"prompt": f"the {n} ", "completion": f"runs {o} fast ." + " the dog" * (i % 3)} for n, o, i in rows]
-    write(folder / "texts.jsonl", texts)
+    write_rows(folder / "texts.jsonl", texts)
     pairs = [{"prompt": f"the {n} ", "chosen": f"runs {n} .", "rejected": f"no {o}", "probability": 0.6 + i % 3 / 10}
              for n, o, i in rows]  # fmt: skip
-    write(folder / "pairs.jsonl", pairs)
+    write_rows(folder / "pairs.jsonl", pairs)
 
 
 def launch(folder, place, processes, cases, name, config="tensor_parallel"):
