@@ -14,10 +14,6 @@ from tests.models.branches import FEW, IDS, logits
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 
-def lora(model, **settings):
-    return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.5, target_modules="all-linear", **settings))
-
-
 @pytest.mark.parametrize("family", FEW)
 def test_a_saved_base_loads_bitwise(family, tmp_path):
     model = tiny_model(family)
