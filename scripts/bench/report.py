@@ -22,8 +22,9 @@ Median CPU seconds of one iteration with one thread (wall seconds on CUDA), and 
 seconds over ours, memory is ours over TRL's. Roofline is the fewest seconds that the arithmetic allows at this
 machine's measured speed, over our seconds in each phase. Differences under 10% are noise.
 
-Both run on the same weights, prompts and forced completion lengths, with the same LoRA rank, epochs and limit on padded
-tokens per forward. TRL also trains a full value model, always scores with the full reward model, and computes padding.
+Both run on the same weights, prompts and forced completion lengths, with the same LoRA rank, epochs and limit on
+padded tokens per forward. TRL also trains a full value model, always scores with the full reward model, and computes
+padding.
 """
 
 
