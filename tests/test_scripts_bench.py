@@ -8,8 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2Config
 
 ROOT = Path(__file__).resolve().parents[1]
+# A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
+SMALL = Qwen2Config(
+    vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2,
+    num_key_value_heads=1,
+)  # fmt: skip
 
 
 def run(script: str, *options: str, cache: Path) -> subprocess.CompletedProcess:
@@ -132,15 +138,9 @@ def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory(monk
 def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
     from roofline import Ceilings, Iteration, least_seconds
-    from transformers import Qwen2Config
 
-    # A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
-    config = Qwen2Config(
-        vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
     # Two rows of 3 + 1 tokens: nothing is decoded after the prompt, since its pass gives the first token.
-    work = Iteration(config, config, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4)
+    work = Iteration(SMALL, SMALL, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4)
     least = least_seconds(work, Ceilings(flops=1.0, bandwidth=1.0))
     # Attention: 4 * context * 8 per token and layer; context is half a row.
     assert least["generate"] == 6 * 2 * (2 * 576 + 4 * 1.5 * 8)
@@ -148,11 +148,23 @@ def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(
     assert least["score"] == 8 * 2 * (2 * 576 + 4 * 2 * 8) + 2 * branch
     assert least["update"] == 4 * 2 * branch
     # A reward adapter runs the trained layer alone, as does a value adapter; the latter trains too.
-    branches = Iteration(config, None, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4, value_adapter=True)
+    branches = Iteration(SMALL, None, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4, value_adapter=True)
     layer = 8 * (2 * 576 + 4 * 2 * 8)
     least = least_seconds(branches, Ceilings(flops=1.0, bandwidth=1.0))
     assert least["score"] == 2 * layer + 2 * branch
     assert least["update"] == 4 * 2 * (branch + layer)
+
+
+def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    from roofline import Ceilings, decode_seconds
+
+    slow_memory, slow_products = Ceilings(flops=1e9, bandwidth=1.0), Ceilings(flops=1.0, bandwidth=1e9)
+    assert decode_seconds(SMALL, 3, 2, slow_memory) == 2 * (2 * 576 + 80)
+    # In 4 bit the head keeps 16; in float32 it has 32.
+    assert decode_seconds(SMALL, 3, 0.5, slow_memory) == 0.5 * 2 * 576 + 2 * 80
+    assert decode_seconds(SMALL, 3, 4, slow_memory) == 4 * (2 * 576 + 80)
+    assert decode_seconds(SMALL, 3, 2, slow_products) == 3 * 2 * (2 * 576 + 80)
 
 
 @pytest.mark.multi_process

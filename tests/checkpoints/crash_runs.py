@@ -411,15 +411,3 @@ def forked(target: Callable[..., None], *args: Any) -> None:
     # The same under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     target(*args)
-
-
-def command_killed_at(folder: Path, out: str, words: list[str], fatal: int) -> None:
-    """Run a command in `folder`, counting what it does to its output folder, and die at event number `fatal`; write
-    all of them down where there is none."""
-    os.chdir(folder)
-    events = FileEvents(folder / out, fatal)
-    events.is_on = True
-    code = cli.main(words)
-    events.is_on = False
-    (folder / f"{out}.json").write_text(json.dumps(events.seen))
-    sys.exit(code)

@@ -132,9 +132,7 @@ TAG_PIECES = [
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.sampled_from(TAG_PIECES), max_size=20).map("".join) | st.sampled_from([a.completion for a in ATTACKS])
-)
+@given(st.lists(st.sampled_from(TAG_PIECES), max_size=20).map("".join) | st.sampled_from(ATTACKS))
 def test_no_author_can_write_or_close_a_tag(text):
     pair = Pair(PROMPT, text, GOOD)
     code = nonce_of(pair, PRINCIPLE)

@@ -57,13 +57,6 @@ def test_padding_and_batches_do_not_change_a_score(pad_token_id):
     assert model.config.pad_token_id == pad_token_id
 
 
-def test_without_a_pad_token_the_end_token_is_read_and_not_taken_for_padding():
-    model, tokenizer = scorer(), tiny_tokenizer()
-    rows = [tokenizer.convert_tokens_to_ids(words.split()) for words in ("no <eos>", "no", "a big red bird")]
-    with_end, without, _ = score_token_ids(model, rows, batch_size=3).tolist()
-    assert abs(with_end - without) > 1e-3
-
-
 def test_an_encoder_scores_the_same_padded():
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     with torch.random.fork_rng(devices=[]):

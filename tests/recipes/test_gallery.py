@@ -28,14 +28,3 @@ def test_the_gallery_says_what_was_not_run_as_the_files_do(name):
     marked = [NOT_RUN in path.read_text(encoding="utf-8").lower() for path in files]
     assert len(set(marked)) == 1, "some files of the recipe say that they were not run, others do not"
     assert (NOT_RUN in rows()[name]) == marked[0] == (f"{NOT_RUN} on hardware" in readme.lower())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_says_command_time_memory_and_what_to_expect(name):
-    readme = (FOLDER / name / "README.md").read_text(encoding="utf-8")
-    assert all(f"**{word}" in readme for word in ("Time", "Memory", "Expected result")) or (
-        "**Time and memory.**" in readme and "**Expected result.**" in readme
-    )
-    assert "\nonetrunk ppo --config" in readme or "\nonetrunk run" in readme
-    for path in (path for path in RECIPES if path.parent.name == name):
-        assert f"({path.name})" in readme or f"/{path.name}" in readme, f"{path.name} is not mentioned"

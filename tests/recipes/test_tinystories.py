@@ -45,18 +45,14 @@ def test_the_converted_model_gives_the_logits_of_a_naive_reading(tmp_path, vocab
     assert model.config.tie_word_embeddings == (vocab > 0)
 
 
-def check_tokenizer(path: Path, texts: list[str]) -> None:
+def test_the_converted_tokenizer_merges_as_llama2_c_does(files):
+    _, path = files
     tokenizer = prepare.convert_tokenizer(path, 64)
-    for text in texts:
+    others = ["cat", " two  spaces", "Ben's caf\u00e9, \u65e5 and\na line", "THE END!", "aaaaaaa nnnn"]
+    for text in [*TEXTS, *others]:
         ids = tokenizer(text).input_ids
         assert ids == encode(path, text), text
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-def test_the_converted_tokenizer_merges_as_llama2_c_does(files):
-    _, path = files
-    others = ["cat", " two  spaces", "Ben's caf\u00e9, \u65e5 and\na line", "THE END!", "aaaaaaa nnnn"]
-    check_tokenizer(path, [*TEXTS, *others])
 
 
 def test_the_rewards_by_hand():

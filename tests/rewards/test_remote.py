@@ -1,7 +1,5 @@
 """A reward model behind HTTP: the three kinds of server, faults, bad addresses, and PPO's own sum of rewards."""
 
-from dataclasses import replace
-
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -97,12 +95,10 @@ def test_with_its_tokenizer_a_remote_model_reads_what_it_reads_here(tmp_path, co
         assert call(remote, prompts, completions) == pytest.approx(local(prompts, completions), abs=1e-6)
 
 
-@pytest.mark.parametrize("fault", ["500", "hang"])
-def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice(fault):
-    prompts, completions = rows(16 if fault == "hang" else 60)
-    policy = replace(PATIENT, call_timeout_s=0.3) if fault == "hang" else PATIENT
-    with StubServer(routes=ROUTES, fault=fault, rate=0.5) as stub:
-        reward = RemoteReward(f"{stub.root}/classify", model="judge-1", batch_size=2, policy=policy)
+def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice():
+    prompts, completions = rows(60)
+    with StubServer(routes=ROUTES, fault="500", rate=0.5) as stub:
+        reward = RemoteReward(f"{stub.root}/classify", model="judge-1", batch_size=2, policy=PATIENT)
         found = call(reward, prompts, completions)
     assert found == pytest.approx([draw(p + c) - 0.5 for p, c in zip(prompts, completions, strict=True)])
     assert set(stub.sold.values()) == {1} and len(stub.sold) == len(prompts) / 2

@@ -1,32 +1,14 @@
 """What can fail late is refused before a model loads: no model lies where these commands name one."""
 
-import shutil
-
 import pytest
 
-from onetrunk import cli
-from tests.stages.small_runs import OWN, make_material, run, words_of, write_rows
+from tests.stages.small_runs import OWN, run, write_rows
 from tests.tiny import tiny_model, tiny_tokenizer
 
 NOWHERE = ["--model_name_or_path", "./nowhere"]
 STAGES = tuple(OWN)
+pytestmark = pytest.mark.usefixtures("in_folder")
 USER, SAID = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "runs"}
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("material")
-    make_material(folder)
-    shutil.copytree(folder / "base", folder / "unloadable")
-    (folder / "unloadable" / "model.safetensors").write_bytes(b"these are no weights")
-    (folder / "nowhere").mkdir()  # A path that is missing would be named first.
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def in_folder(material, monkeypatch, tmp_path):
-    monkeypatch.chdir(material)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def error(capsys):
@@ -74,23 +56,13 @@ def test_a_bad_row_is_named_before_anything_is_loaded(tmp_path, capsys, verb):
     assert f"row 1: {reason}" in said
 
 
-@pytest.mark.parametrize("verb", ["reward"])
-def test_the_number_of_a_row_is_that_of_the_file_where_a_part_is_held_out(tmp_path, capsys, verb):
-    rows = [{**good_row(verb), "prompt": f"the cat {i}"} for i in range(10)]
+def test_the_number_of_a_row_is_that_of_the_file_where_a_part_is_held_out(tmp_path, capsys):
+    rows = [{**good_row("reward"), "prompt": f"the cat {i}"} for i in range(10)]
     rows[7]["prompt"] = ""
     write_rows(tmp_path / "rows.jsonl", rows)
     options = ["--dataset_name", tmp_path / "rows.jsonl", "--eval_size", "5", "--output_dir", tmp_path / "out"]
-    assert run(verb, *NOWHERE, *options) == 1
+    assert run("reward", *NOWHERE, *options) == 1
     assert "row 7: prompt is empty" in error(capsys)
-
-
-@pytest.mark.parametrize("verb", ["ppo"])
-def test_bad_rows_that_are_held_out_are_said_to_be_of_that_part(tmp_path, capsys, verb):
-    write_rows(tmp_path / "good.jsonl", [good_row(verb)])
-    write_rows(tmp_path / "bad.jsonl", [{**good_row(verb), "prompt": ""}])
-    options = ["--dataset_name", tmp_path / "good.jsonl", "--eval_dataset_name", tmp_path / "bad.jsonl"]
-    assert run(verb, *NOWHERE, *options, "--output_dir", tmp_path / "out") == 1
-    assert "error: held-out rows: row 0: prompt is empty" in error(capsys)
 
 
 # --- lengths and tokenizers: the model is there, its weights cannot be loaded ----------------------------------------
@@ -137,19 +109,8 @@ def test_a_reward_model_without_a_tokenizer_is_refused_before_its_weights_are_re
 
 # --- judges ----------------------------------------------------------------------------------------------------------
 
-SERVER = "http://127.0.0.1:9/v1#model=x"
-JUDGED = {
-    "prefs": ["--judge", SERVER],
-    "ppo, watched": ["--monitor_judge", SERVER, "--monitor_constitution", "principles.yaml"],
-}
 
-
-@pytest.mark.parametrize("kind", JUDGED)
-def test_a_judge_that_does_not_answer_is_said_before_the_weights_are_read(tmp_path, capsys, kind):
-    verb = kind.split(",")[0]
-    words = words_of(verb, "--model_name_or_path", "unloadable", "--output_dir", tmp_path / "out", *JUDGED[kind])
-    # The material's judge is a rubric.
-    words = words[: words.index("--rubric")] + words[words.index("--rubric") + 2 :] if "--rubric" in words else words
-    assert cli.main(words) == 1
-    said = error(capsys)
+def test_a_judge_that_does_not_answer_is_said_before_the_weights_are_read(tmp_path, capsys):
+    judge = ["--monitor_judge", "http://127.0.0.1:9/v1#model=x", "--monitor_constitution", "principles.yaml"]
+    said = refused_tokens("ppo", capsys, tmp_path, *judge)
     assert "127.0.0.1:9" in said and "the connection failed" in said and "or correct its address" in said

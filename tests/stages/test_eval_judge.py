@@ -178,25 +178,15 @@ def test_two_processes_compare_what_one_does(evaluate, inputs, tmp_path):
 PAIRS = [Pair(f"prompt {i}", f"first {'x' * i}", f"second {'y' * (3 * i % 7)}") for i in range(9)]
 
 
-class SlotJudge(Judge):
-    """Likes what it reads first, by as much whatever it is."""
+class LengthJudge(Judge):
+    """Likes the longer one, whatever it reads first."""
 
-    name = "slot"
-    identity = {"judge": "slot"}
+    name = "length"
+    identity = {"judge": "length"}
 
     def _answer(self, items, principle, keep):
         for index, pair in enumerate(items):
-            keep(index, self.verdict(pair))
-
-    def verdict(self, pair):
-        return Verdict(0.8)
-
-
-class LengthJudge(SlotJudge):
-    """Likes the longer one, whatever it reads first."""
-
-    def verdict(self, pair):
-        return Verdict((1 + (len(pair.first) > len(pair.second)) - (len(pair.first) < len(pair.second))) / 2)
+            keep(index, Verdict((1 + (len(pair.first) > len(pair.second)) - (len(pair.first) < len(pair.second))) / 2))
 
 
 @pytest.fixture
@@ -208,16 +198,6 @@ def contest(inputs, tmp_path):
         return hold_contest(args, judge, constitution, pairs, "reference")
 
     return hold
-
-
-def test_a_judge_that_likes_a_slot_is_found_and_decides_nothing(contest):
-    found = contest(SlotJudge())
-    assert (found.rates.wins, found.rates.ties, found.rates.losses) == (0, len(PAIRS), 0)
-    assert found.rates.win_rate.value == pytest.approx(0.5)
-    position = found.metrics["position"]
-    assert position["position_consistency"] == 0 and position["first_slot_probability"] == pytest.approx(0.8)
-    principles = found.metrics["principles"]
-    assert principles == {f"Which reply is {word}?": pytest.approx(0.5) for word in ("warmer", "shorter")}
 
 
 def test_a_win_rate_that_is_length_alone_is_gone_at_equal_length(contest):

@@ -1,9 +1,5 @@
 """The commands before the first run: `ppo --dry_run`, `doctor` and `python -m onetrunk`."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from onetrunk import cli
@@ -11,37 +7,15 @@ from onetrunk.models.build import build_trunk
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.tools import doctor
 from onetrunk.stages.tools.dry_run import model_size
-from tests.stages.recipes import ROOT
-from tests.stages.small_runs import make_material, run, words_of
+from tests.stages.small_runs import run, words_of
 
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("material")
-    make_material(folder)
-    return folder
-
-
-@pytest.fixture
-def in_folder(material, monkeypatch, tmp_path):
-    monkeypatch.chdir(material)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return material
-
-
-BATCHES = {
-    "rollout_batch_size": 4, "num_generations": 2, "num_minibatches": 2, "num_ppo_epochs": 3, "num_rollouts": 5,
-    "max_completion_length": 8, "per_device_train_batch_size": 3,
-}  # fmt: skip
-
-
-def dry_words(**settings):
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+BATCHES = "--rollout_batch_size 4 --num_generations 2 --num_minibatches 2 --num_ppo_epochs 3 --num_rollouts 5"
+BATCHES += " --max_completion_length 8 --per_device_train_batch_size 3 --save_strategy steps --save_steps 6"
 
 
 def test_a_dry_run_says_what_a_run_would_do_and_writes_nothing(in_folder, capsys):
     before = sorted(in_folder.rglob("*"))
-    assert run("ppo", "--dry_run", "--save_strategy", "steps", "--save_steps", 6, *dry_words(**BATCHES)) == 0
+    assert run("ppo", "--dry_run", *BATCHES.split()) == 0
     out = capsys.readouterr().out
     assert sorted(in_folder.rglob("*")) == before
     # 4 prompts x 2 completions on one process; 3 epochs x 2 minibatches; 5 rollouts of 6 steps and 8 completions.
@@ -108,10 +82,3 @@ def test_doctor_finds_a_package_that_is_missing_or_too_old(monkeypatch):
     findings = list(doctor.packages())[:2]
     assert [finding[:2] for finding in findings] == [("fault", "absent-package"), ("fault", "pyyaml")]
     assert "pip install 'absent-package>=1'" in findings[0][2] and "pip install 'pyyaml>=999'" in findings[1][2]
-
-
-def test_the_module_is_the_command():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "onetrunk", "--version"]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0 and process.stdout.startswith("onetrunk ")

@@ -55,14 +55,6 @@ def test_accuracy_consistency_and_one_order_by_hand():
     assert metrics["rows"] == 5 and metrics["equal_for_people"] == 1 and metrics["ties"] == 1
 
 
-def test_calibration_by_hand():
-    # Nine pairs at .9, of which six are right, and one at .6 that is right: |.9 - 6/9| * .9 + |.6 - 1| * .1.
-    rows = [row((0.9, 0.9))] * 6 + [row((0.1, 0.1))] * 3 + [row((0.6, 0.6))]
-    metrics = judge_metrics(rows, [1.0])
-    assert metrics["calibration_error"] == pytest.approx(abs(0.9 - 6 / 9) * 0.9 + 0.4 * 0.1, abs=1e-6)
-    assert metrics["loss"] == pytest.approx(-(6 * math.log(0.9) + 3 * math.log(0.1) + math.log(0.6)) / 10, abs=1e-6)
-
-
 def test_the_best_of_four_is_right_only_above_all_others_and_shares_a_tie():
     group = Group("p", ("best", "x", "y", "z"), 1)
     right = Judged(group, (label(0.9, 0.9), label(0.6, 0.6), label(0.7, 0.7)))

@@ -43,7 +43,6 @@ MISTAKES = [
     (OK, "dtype: bf16\n", "expected one of auto, bfloat16, float16, float32", 2),
     (OK, "load_in_4bit: true\n", "set dtype to bfloat16", 2),
     (OK, "kl_estimator: k3\n", "use k1, or set kl_in_loss", 2),
-    (OK, "judge: rubric\n", "judge is set, and reward_funcs names neither judge", 2),
     (OK, "num_train_epochs: 0\n", "num_train_epochs is 0: no step would be trained", 2),
     (OK, "checkpoint_mirror: out\n", "checkpoint_mirror is the output_dir out", 1),
     (OK, "report_to: swanlab\n", "report_to names swanlab, which is not installed; pip install swanlab", 2),
@@ -53,8 +52,6 @@ MISTAKES = [
     (f"{OK} --model_name_or_path ./model", "", "the model './model' cannot be loaded: there is no such folder", 1),
     (f"{OK} --reward_funcs reward.py:score", "", "there is no file reward.py (working folder", 1),
     (f"{OK} --reward_funcs rewards.py:scores", "", "rewards.py has no 'scores'; did you mean score?", 1),
-    (f"{OK} --output_dir used", "", "used holds a run already (checkpoint-3)", 1),
-    (f"{OK} --output_dir rows.jsonl", "", "is a file; name a folder", 1),
     (f"{OK} --adapter_layers half", "", "adapter_layers is 'half'; it must be 'all', or 'top-k'", 2),
     (OK, "top_p: 90\n", "top_p is 90; set it above 0 and at most 1", 2),
     (f"{OK} -lr 3", "", "lr: here learning_rate", 2),
@@ -65,8 +62,6 @@ MISTAKES = [
     ("eval --config good.yaml --top_k -1", "", "top_k is -1; set a whole number of tokens", 2),
     (OK, "vllm_server_base_url: localhost:8000\nuse_vllm: true\n", "write it with its scheme", 2),
     ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
-    ("judge --dataset_name rows.jsonl --output_dir out", "", "judge is not set; name who is measured", 2),
-    ("eval --config good.yaml", "tie_margin: 3\n", "tie_margin is 3; set it from 0 to below 0.5", 2),
 ]
 
 
@@ -75,7 +70,6 @@ def in_folder(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "good.yaml").write_text(GOOD)
-    (tmp_path / "used" / "checkpoint-3").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -90,21 +84,10 @@ def test_a_mistake_is_answered_by_one_message(in_folder, capsys, typed, lines, m
     assert len(errors) == 1
 
 
-@pytest.mark.parametrize("verb", ["sft", "ppo"])
-def test_a_launch_with_deepspeed_is_rejected_before_its_package_is_looked_for(in_folder, monkeypatch, capsys, verb):
+def test_a_launch_with_deepspeed_is_rejected_before_its_package_is_looked_for(in_folder, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    (in_folder / "good.yaml").write_text(
-        GOOD if verb == "ppo" else GOOD.replace("reward_funcs: [rewards.py:score]", "")
-    )
-    assert cli.main([verb, "--config", "good.yaml"]) == 2
+    assert cli.main(OK.split()) == 2
     assert "DeepSpeed ZeRO is not supported: it takes an optimizer step" in capsys.readouterr().err
-
-
-def test_a_command_without_a_mistake_reaches_its_stage(in_folder, monkeypatch):
-    reached = []
-    monkeypatch.setattr(cli, "import_module", lambda name: type("Stage", (), {"main": reached.append}))
-    cli.main(OK.split())
-    assert reached == [["--config", "good.yaml"]]
 
 
 def test_all_unknown_keys_of_a_file_and_of_the_command_line_are_named_at_once(in_folder, capsys):

@@ -11,45 +11,21 @@ import pytest
 from onetrunk import cli
 from onetrunk.utils.locks import WriterLock
 from tests.stages.recipes import ROOT
-from tests.stages.small_runs import OWN, make_material, run, words_of
+from tests.stages.small_runs import OWN, run, words_of
 
 NOWHERE = ["--model_name_or_path", "./nowhere"]
 STAGES = tuple(OWN)
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("material")
-    make_material(folder)
-    (folder / "nowhere").mkdir()  # A path that is missing would be named first.
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def in_folder(material, monkeypatch):
-    monkeypatch.chdir(material)
-
-
-def odd_folder(kind, folder):
-    (folder / "file").write_text("")
-    (folder / "dangling").symlink_to(folder / "gone" / "further")
-    return {
-        "a file": folder / "file",
-        "below a file": folder / "file" / "out",
-        "a mount that takes no files": "/proc/onetrunk",
-        "a link to nothing": folder / "dangling",
-        "very long": "x" * 5000,
-        "the root": "/../",
-    }[kind]
-
-
-SAID = {
-    "a file": "is a file; name a folder, or move the file away",
-    "below a file": "cannot be written (Not a directory)",
-    "a mount that takes no files": "cannot be written (",
-    "a link to nothing": "cannot be written (",
-    "very long": "cannot be written (File name too long)",
-    "the root": "name a folder of the run's own",
+# What is odd -> the name below a folder with a file and a dangling link, or a path; what is said.
+ODD = {
+    "a file": ("file", "is a file; name a folder, or move the file away"),
+    "below a file": ("file/out", "cannot be written (Not a directory)"),
+    "a mount that takes no files": ("/proc/onetrunk", "cannot be written ("),
+    "a link to nothing": ("dangling", "cannot be written ("),
+    "very long": ("x" * 5000, "cannot be written (File name too long)"),
+    "the root": ("/../", "name a folder of the run's own"),
 }
 
 
@@ -61,10 +37,13 @@ def sentence(capsys):
     return line
 
 
-@pytest.mark.parametrize(("kind", "verb"), zip(SAID, STAGES, strict=True))
+@pytest.mark.parametrize(("kind", "verb"), zip(ODD, STAGES, strict=True))
 def test_an_odd_output_folder_is_refused_before_anything_else(tmp_path, capsys, kind, verb):
-    assert run(verb, *NOWHERE, "--output_dir", odd_folder(kind, tmp_path)) == 1
-    assert SAID[kind] in sentence(capsys)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "further")
+    name, said = ODD[kind]
+    assert run(verb, *NOWHERE, "--output_dir", tmp_path / name) == 1
+    assert said in sentence(capsys)
 
 
 def test_so_is_that_of_a_pipeline(tmp_path, capsys):

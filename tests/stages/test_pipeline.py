@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from onetrunk import cli
 from onetrunk.stages.pipeline import PipelineState, files_of, load_pipeline
 from tests.feedback.runs import answers_in
+from tests.rollouts.stub_vllm import wait_until
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
 # Appends to a log of calls, then writes what it was told to make of its input.
@@ -61,17 +61,6 @@ def run(*words):
     return cli.main(["run", "pipeline.yaml", *words])
 
 
-def start(**settings):
-    """Start the chain in a process of its own, and return it once stage b runs."""
-    process = subprocess.Popen([sys.executable, "-m", "onetrunk.cli", "run", "pipeline.yaml"], **settings)
-    deadline = time.monotonic() + 250
-    while time.monotonic() < deadline:
-        if Path("calls.log").exists() and "b" in Path("calls.log").read_text():
-            return process
-        time.sleep(0.05)
-    raise TimeoutError("stage b has not begun")
-
-
 def calls():
     """Return the stages that ran since the last look."""
     log = Path("calls.log")
@@ -80,32 +69,22 @@ def calls():
     return names
 
 
-def test_a_chain_runs_in_order_and_then_not_again(folder, capfd):
+def test_a_chain_runs_in_order_and_then_only_what_changed_and_what_rests_on_it(folder, capfd):
     assert run() == 0 and calls() == ["a", "b", "c"]
     assert Path("out/c").read_text() == "123"
     assert run() == 0 and calls() == []
     assert capfd.readouterr().out.count("skipped") == 3
-
-
-def test_a_changed_option_runs_its_stage_and_what_rests_on_it(folder):
-    assert run() == 0 and calls() == ["a", "b", "c"]
+    # Forced, it makes the same; changed, something else.
+    assert run("--force", "b") == 0 and calls() == ["b"]
     write(b={"word": "x"})
     assert run() == 0 and calls() == ["b", "c"]
     assert Path("out/c").read_text() == "1x3"
-
-
-def test_an_output_that_is_gone_is_made_again_and_one_that_was_edited_is_read(folder):
-    assert run() == 0 and calls() == ["a", "b", "c"]
+    # What is gone is made again, and what was edited is read.
     Path("out/b").unlink()
     assert run() == 0 and calls() == ["b"]
     Path("out/a").write_text("7")
     assert run() == 0 and calls() == ["b", "c"]
-    assert Path("out/c").read_text() == "723"
-
-
-def test_a_forced_stage_runs_again_and_what_rests_on_it_only_if_it_makes_something_else(folder):
-    assert run() == 0 and calls() == ["a", "b", "c"]
-    assert run("--force", "b") == 0 and calls() == ["b"]
+    assert Path("out/c").read_text() == "7x3"
 
 
 def test_a_failed_stage_ends_the_chain_with_its_code_and_goes_on_there(folder, capfd):
@@ -143,7 +122,9 @@ def test_a_dry_run_shows_what_would_run_and_writes_nothing(folder, capfd):
 @pytest.mark.slow
 def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
     write(b={"wait": 3600})
-    process = start(stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "onetrunk.cli", "run", "pipeline.yaml"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    wait_until(lambda: Path("calls.log").exists() and "b" in Path("calls.log").read_text(), 250)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=1500)
     assert process.returncode == 143

@@ -10,7 +10,6 @@ import yaml
 
 from onetrunk import cli
 from onetrunk.plan.hardware import load_catalog
-from onetrunk.stages.plan import parse_plan
 from tests.stages.recipes import ROOT
 
 MODEL = ["--model", "Qwen/Qwen2.5-7B"]
@@ -48,12 +47,7 @@ def test_a_plan_of_a_recipe_names_memory_time_and_cost(capsys):
     words = ["--config", "llama-3.1-8b/ppo", "--model", "meta-llama/Llama-3.1-8B", "--hardware", "8xH100-80GB"]
     assert plan(*words, "--label_prompts", 1000, "--reward_pairs", 5000, "--distill_rows", 5000) == 0
     out = capsys.readouterr().out
-    for part in (
-        "best plan (time)", "generate", "score", "update", "bound by", "weights", "adapters", "optimizer",
-        "activations",
-        "kv_cache", "usable", "on_demand $", "spot $", "reserved $", "storage:", "system memory", "label:",
-        "reward training:", "distillation:", "why it is not the first", "idle:", "assumed",
-    ):  # fmt: skip
+    for part in ("best plan (time)", "bound by", "kv_cache", "usable", "spot $", "label:", "distillation:", "idle:"):
         assert part in out, part
 
 
@@ -127,11 +121,9 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
     ("words", "code", "parts"),
     [
         (["--hardware", "8xV100", *MODEL], 1, ["unknown GPU 'V100'", "did you mean", "--hardware_file"]),
-        (["--hardware", "8xH10", *MODEL], 1, ["unknown GPU 'H10'", "did you mean H100-80GB"]),
         (["--hardware", "8xA100", *MODEL], 1, ["A100-40GB or A100-80GB"]),
         (["--hardware", "H100", "--model", "Qwen/Qwen2.5-8B"], 1, ["no config.json", "Qwen/Qwen2.5-"]),
         (["--hardware", "H100", "--model", "./absent"], 1, ["no config.json", "./absent"]),
-        (["--hardware", "H100", "--config", "tiny/ppo", "--model", "/"], 1, ["no config.json"]),
         (["--hardware", "T4", "--model", "Qwen/Qwen2.5-7B", "--dtype", "bfloat16"], 1,
          ["nothing fits 1xT4-16GB", "of which weights", "mallest hardware on which it fits is 1x", "--dtypes nf4"]),
         (["--hardware", "H100", *MODEL, "--budget", "0.01"], 1, ["the budget is $0.01", "--market spot"]),
@@ -143,7 +135,6 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
         (MODEL, 2, ["--hardware is missing"]),
         (["--hardware", "H100", *MODEL, "--rollout_backend", "pipelined"], 2, ["two or more devices"]),
         (["--hardware", "H100", *MODEL, "--nodes", "0"], 2, ["--nodes: 0 is not above 0"]),
-        (["--hardware", "H100", *MODEL, "--length_spread", "9"], 2, ["--length_spread is 9"]),
         (["--hardware", "H100", *MODEL, "--label_prompts", "9" * 400], 2, ["--label_prompts: 999"]),
         (["--hardware", "H100", *MODEL, "--objective", "speed"], 2, ["--objective"]),
         (["--check", "absent"], 1, ["absent is no folder"]),
@@ -189,33 +180,6 @@ def test_a_hardware_file_adds_devices_and_changes_prices(tmp_path, capsys):
     load_catalog.cache_clear()
 
 
-def test_write_leaves_files_and_numbers(tmp_path, capsys):
-    folder = tmp_path / "plans"
-    assert (
-        plan("--config", "qwen2.5-0.5b/ppo", "--model", "Qwen/Qwen2.5-0.5B", "--hardware", "2xH100", "--write", folder)
-        == 0
-    )
-    names = {path.name for path in folder.iterdir()}
-    assert {"launch.sh", "accelerate.yaml", "job.sbatch", "skypilot.yaml", "trainjob.yaml", "plan.json"} <= names
-    assert json.loads((folder / "plan.json").read_text())["model"] == "Qwen/Qwen2.5-0.5B"
-    assert yaml.safe_load((folder / "accelerate.yaml").read_text())["machine_rank"] == 0
-
-
-@pytest.mark.usefixtures("growing_segments")
-def test_a_plan_shows_and_writes_a_pipeline_of_the_trainers_processes(tmp_path, capsys):
-    words = ["--model", "Qwen/Qwen2.5-14B", "--hardware", "4xRTX4090", "--engines", "local", "pipelined"]
-    assert plan(*words, "--max_rollout_rows", 8, "--write", tmp_path / "plan") == 0
-    out = capsys.readouterr().out
-    assert "1 x 4 stages of a pipeline, at most 32 rows at once" in out and "stages of 12 + 13 + 13 + 10 layers" in out
-    script = (tmp_path / "plan" / "launch.sh").read_text()
-    assert "--rollout_backend pipelined --pipeline_stages 4 --pipeline_split 12 13 13 10" in script
-    # A recipe that says so samples so in every plan, with its own stages.
-    recipe = ["--rollout_backend", "pipelined", "--pipeline_stages", "2"]
-    assert plan(*MODEL, "--hardware", "4xH100", *recipe, "--json") == 0
-    ranking = json.loads(capsys.readouterr().out)["ranking"]
-    assert ranking and {entry["engine"] for entry in ranking} == {"pipelined"}
-
-
 @pytest.mark.usefixtures("growing_segments")
 def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
     # Two cards in each of four machines: nothing else holds the 66 GB of weights.
@@ -227,6 +191,9 @@ def test_a_plan_shows_and_writes_training_stages(tmp_path, capsys):
         " score and update", "buffers", "pipelined pp4", "8 shards (RTX4090-24GB): generate needs",
     ):  # fmt: skip
         assert part in out, part
+    names = {path.name for path in (tmp_path / "plan").iterdir()}
+    assert {"launch.sh", "accelerate.yaml", "job.sbatch", "skypilot.yaml", "trainjob.yaml", "plan.json"} <= names
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["model"] == "Qwen/Qwen2.5-32B"
     script = (tmp_path / "plan" / "launch.sh").read_text()
     assert "--rollout_backend pipelined --pipeline_stages 4 --pipeline_split 16 16 17 15" in script
     assert "--pipeline_training true" in script and "--activation_offloading false --schedule sync" in script
@@ -256,21 +223,6 @@ def test_the_table_of_the_readme_is_what_plans_say(capsys):
 STAGED = ["--rollout_backend", "pipelined", "--pipeline_training", "true"]
 
 
-def test_a_recipe_that_trains_in_stages_is_planned_so(capsys):
-    words = [*MODEL, "--hardware", "4xH100", "--json", *STAGED]
-
-    def trained(*more):
-        assert plan(*words, *more) == 0
-        return {
-            (entry["devices"]["H100-80GB"], entry["training"])
-            for entry in json.loads(capsys.readouterr().out)["ranking"]
-        }
-
-    assert trained() == {(4, "2 x 2 stages")}
-    assert trained("--pipeline_stages", "4") == {(4, "1 x 4 stages")}
-    assert trained("--pipeline_split", "10", "18") == {(4, "2 x 2 stages")}
-
-
 @pytest.mark.parametrize(
     ("words", "code", "parts"),
     [
@@ -287,24 +239,6 @@ def test_a_recipe_that_cannot_train_in_stages_says_why(words, code, parts, capsy
     assert all(part in error for part in parts), error
 
 
-def test_a_setting_of_the_recipe_that_excludes_training_stages_is_named(small, tmp_path, capsys):
-    (tmp_path / "reward").mkdir()
-    (tmp_path / "reward" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(small)}))
-    for setting, reason in (
-        (
-            ["--reward_funcs", str(tmp_path / "reward")],
-            f"the reward {tmp_path / 'reward'} is an adapter on the policy",
-        ),
-        (["--trunk_cache", "cpu"], "trunk_cache cpu keeps the output of layers"),
-        (["--capture_trunk_states", "true"], "capture_trunk_states keeps states"),
-        (["--load_in_4bit", "true"], "a quantised base loads on one device as a whole"),
-    ):
-        assert plan(*MODEL, "--hardware", "2xH100", *setting) == 0
-        out = capsys.readouterr().out
-        assert "what does not fit at its best, or is not tried" in out
-        assert f"training in pipeline stages is not tried: {reason}" in out
-
-
 def test_the_answer_imports_neither_torch_nor_transformers():
     code = (
         "import sys; from onetrunk import cli; code = cli.main(['plan', '--model', 'Qwen/Qwen2.5-7B', '--hardware',"
@@ -314,31 +248,21 @@ def test_the_answer_imports_neither_torch_nor_transformers():
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
-def test_help_explains_every_option(capsys):
-    assert plan("--help") == 0
-    out = capsys.readouterr().out
-    for option in ("--hardware", "--objective", "--write", "--calibrate", "--check", "--budget"):
-        assert option in out
-    words, values = parse_plan([*MODEL, "--hardware", "H100", "--beta", "0.3"])
-    assert values["beta"] == 0.3 and words.settings == ["--beta", "0.3"]
-
-
 @pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("kind", ["staged", pytest.param("one", marks=pytest.mark.soak)])
-def test_the_files_of_a_cpu_plan_really_train(kind, tmp_path):
+def test_the_files_of_a_cpu_plan_really_train(tmp_path):
     """Plan the tiny recipe for CPU processes, run the launch script, and check the run against the plan."""
     python = sys.executable
     subprocess.run([python, "recipes/tiny/make_data.py"], check=True, timeout=600)
     model = ["--model", "runs/tiny/base", "--config", "recipes/tiny/ppo.yaml"]
     short = ["--num_rollouts", "2", "--rollout_batch_size", "16", "--num_ppo_epochs", "1"]
     folder, output = tmp_path / "plan", tmp_path / "run"
-    where = ["--hardware", "1xCPU"] if kind == "one" else ["--hardware", "2xCPU", *STAGED]
+    where = ["--hardware", "2xCPU", *STAGED]
     command = [python, "-m", "onetrunk", "plan", *model, *short, *where, "--write", str(folder)]
     subprocess.run(command, check=True, timeout=600)
     script = (folder / "launch.sh").read_text().replace("exec onetrunk", f"exec {python} -m onetrunk")
     script = script.replace("exec accelerate launch", f"exec {python} -m accelerate.commands.launch")
-    assert ("--pipeline_stages 2" in script and "--pipeline_training true" in script) == (kind == "staged")
+    assert "--pipeline_stages 2" in script and "--pipeline_training true" in script
     script = script.replace(" --resume auto", f" {' '.join(short)} --output_dir {output} --eval_strategy no"
                             " --reward_funcs recipes/tiny/rewards.py:polite --resume auto")  # fmt: skip
     (folder / "launch.sh").write_text(script)

@@ -181,38 +181,33 @@ def test_without_held_out_rows_the_monitor_looks_at_training_prompts_and_they_ha
     assert judges.monitor.num_left_out == 0
 
 
+RATED = ["--model_name_or_path", "no-model", "--reward_funcs", "judge"]
+
+
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "code", "sentence"),
     [
-        (["--reward_funcs", "judge"], "reward_funcs names judge, and judge is not set"),
-        (["--reward_funcs", "pairwise", *JUDGE[:2]], "judge is set and constitution is not"),
-        (["--reward_funcs", "checks.py:even", *JUDGE], "reward_funcs names neither judge (its rating) nor pairwise"),
-        (["--reward_funcs", "checks.py:even", "--monitor_every", "2"], "set and monitor_judge is not"),
-        (["--reward_funcs", "checks.py:even", *MONITOR[:2]], "neither monitor_constitution nor constitution"),
-        (["--reward_funcs", "judge", *JUDGE, *MONITOR[:2]], "is what the reward is made of, and would see no gap"),
+        (["--reward_funcs", "judge"], 2, "reward_funcs names judge, and judge is not set"),
+        (["--reward_funcs", "pairwise", *JUDGE[:2]], 2, "judge is set and constitution is not"),
         (
-            ["--reward_funcs", "base", "--constitution", "long.yaml", "--monitor_judge", "reward:base"],
-            "would see no gap",
+            ["--reward_funcs", "checks.py:even", *JUDGE],
+            2,
+            "reward_funcs names neither judge (its rating) nor",
         ),
+        (["--reward_funcs", "checks.py:even", "--monitor_every", "2"], 2, "set and monitor_judge is not"),
+        (["--reward_funcs", "checks.py:even", *MONITOR[:2]], 2, "neither monitor_constitution nor constitution"),
+        (["--reward_funcs", "judge", *JUDGE, *MONITOR[:2]], 2, "is what the reward is made of, and would see no gap"),
+        (["--reward_funcs", "base", "--constitution", "long.yaml", "--monitor_judge", "reward:base"], 2, "see no gap"),
+        ([*RATED, *JUDGE[:3], "absent.yaml", *JUDGE[4:]], 1, "the constitution absent.yaml does not exist"),
+        ([*RATED, "--judge", "nowhere", "--constitution", "long.yaml"], 1, "nowhere"),
+        ([*RATED, *JUDGE[:4], "--rubric", '{"long": "checks.py:lang"}'], 1, "did you mean long?"),
+        ([*RATED, *JUDGE, *MONITOR[:4], "--monitor_rubric", '{"long": "checks.py:long"}'], 1, "no check for the"),
     ],
 )
-def test_settings_that_contradict_each_other_are_one_sentence_before_anything_runs(there, capsys, options, sentence):
-    assert ppo("refused", *options) == 2
-    err = capsys.readouterr().err
-    assert sentence in err and "Traceback" not in err
-    assert not (there / "refused").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ([*JUDGE[:3], "absent.yaml", *JUDGE[4:]], "the constitution absent.yaml does not exist"),
-        (["--judge", "nowhere", "--constitution", "long.yaml"], "nowhere"),
-        ([*JUDGE[:4], "--rubric", '{"long": "checks.py:lang"}'], "did you mean long?"),
-        ([*JUDGE, *MONITOR[:4], "--monitor_rubric", '{"long": "checks.py:long"}'], "no check for the principle"),
-    ],
-)
-def test_a_judge_that_is_not_there_is_one_sentence_before_the_model_loads(there, capsys, options, sentence):
-    assert ppo("absent", "--model_name_or_path", "no-model", "--reward_funcs", "judge", *options) == 1
+def test_settings_and_judges_that_cannot_be_are_one_sentence_before_anything_loads(
+    there, capsys, options, code, sentence
+):
+    assert ppo("refused", *options) == code
     err = capsys.readouterr().err
     assert sentence in err and "no-model" not in err and "Traceback" not in err
+    assert code == 1 or not (there / "refused").exists()

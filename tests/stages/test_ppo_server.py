@@ -8,20 +8,9 @@ from transformers import AutoModelForCausalLM
 from onetrunk import cli
 from tests.ppo.support import base_model
 from tests.rollouts.stub_vllm import StubVLLM
-from tests.stages.small_runs import make_material, run, words_of
+from tests.stages.small_runs import run, words_of
 
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served")
-    make_material(folder)
-    return folder
-
-
-@pytest.fixture
-def there(material, monkeypatch):
-    monkeypatch.chdir(material)
-    return material
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 def served(**settings):
@@ -47,7 +36,7 @@ def rejected(capsys, output, *options, without=()):
     return " ".join(said.split())
 
 
-def test_a_run_on_a_server_with_a_key_trains_and_writes_the_key_nowhere(there, tmp_path, monkeypatch):
+def test_a_run_on_a_server_with_a_key_trains_and_writes_the_key_nowhere(tmp_path, monkeypatch):
     key = "abc123def456ghi789"
     monkeypatch.setenv("SERVER_KEY", key)
     with served(key=key) as server:
@@ -57,7 +46,7 @@ def test_a_run_on_a_server_with_a_key_trains_and_writes_the_key_nowhere(there, t
     assert not any(key.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_server_that_is_down_is_named_with_the_command_that_starts_it(there, tmp_path, capsys):
+def test_a_server_that_is_down_is_named_with_the_command_that_starts_it(tmp_path, capsys):
     options = ("--vllm_server_timeout", 0.2)
     said = rejected(capsys, tmp_path, *on("http://127.0.0.1:9"), *options)
     assert "vLLM server http://127.0.0.1:9: not ready after 0 s" in said and "onetrunk serve MODEL --port" in said
@@ -74,13 +63,13 @@ def test_a_server_that_is_down_is_named_with_the_command_that_starts_it(there, t
     ],
     ids=["no adapters", "raw logprobs", "rank", "positions", "dora"],
 )
-def test_a_server_or_an_adapter_that_cannot_be_used_is_told(settings, options, message, there, tmp_path, capsys):
+def test_a_server_or_an_adapter_that_cannot_be_used_is_told(settings, options, message, tmp_path, capsys):
     with served(**settings) as server:
         assert message in rejected(capsys, tmp_path, *on(server.url), *options)
         assert not any("-policy-" in name for _, name in server.events)
 
 
-def test_another_base_model_on_the_server_is_told(there, tmp_path, capsys):
+def test_another_base_model_on_the_server_is_told(tmp_path, capsys):
     with StubVLLM(base_model(seed=1)) as server:
         said = rejected(capsys, tmp_path, *on(server.url))
         assert "serves another base model: its logprobs of" in said and "it loaded /models/base" in said

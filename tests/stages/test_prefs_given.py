@@ -6,7 +6,6 @@ import pytest
 
 from onetrunk import cli
 from onetrunk.feedback.shards import read_rows
-from onetrunk.utils.files import digest
 from tests.judges.stub_server import StubServer
 
 CHECKS = """
@@ -16,14 +15,6 @@ def longer(prompts, completions, **columns):
 """
 CONSTITUTION = "name: t\nprinciples:\n  - {text: 'Which is longer?', tags: [longer]}\n"
 PAIRS = [{"prompt": f"prompt {i}", "chosen": "short", "rejected": "much longer " + "x" * (i % 5)} for i in range(12)]
-GROUPS = [
-    {
-        "prompt": f"prompt {i}",
-        "completions": [{"model": "m1", "text": "a"}, {"model": "m2", "text": "bbbb"}, {"model": "m3", "text": "cc"}],
-        "subset": ("even", "odd")[i % 2],
-    }
-    for i in range(6)
-]
 USER = {"role": "user", "content": "Name a bird."}
 
 
@@ -86,19 +77,6 @@ def test_ties_are_dropped_or_kept_within_a_margin(prefs, tmp_path):
     # One character more of twenty is a difference of 0.05: P = logistic(0.05 / 0.2) = 0.562.
     assert prefs(rows, "--tie_margin", "0.07", "--keep_ties", "true", out="margin") == 0
     assert statistics(tmp_path / "margin")["counts"]["ties"] == 3
-
-
-def test_the_shards_of_a_job_array_are_the_unsharded_rows(prefs, tmp_path):
-    words = ["--output_format", "parquet"]
-    assert prefs(GROUPS, *words, out="whole") == 0
-    for index in (1, 0):
-        assert prefs(GROUPS, *words, "--shard", f"{index}/2", out="parts") == 0
-    assert prefs(GROUPS, *words, "--merge_shards", 2, out="parts") == 0
-    whole = list(read_rows(tmp_path / "whole/data/preferences.parquet"))
-    parts = [row for path in sorted((tmp_path / "parts/data").iterdir()) for row in read_rows(path)]
-    assert sorted(map(digest, parts)) == sorted(map(digest, whole))
-    one, other = statistics(tmp_path / "whole"), statistics(tmp_path / "parts")
-    assert one["rows"] == other["rows"] and one["counts"] == other["counts"]
 
 
 def test_a_stream_gives_the_same_bytes(prefs, tmp_path):

@@ -60,16 +60,6 @@ def test_a_server_that_wrote_no_verdicts_stops_the_run_and_is_asked_again_when_i
     assert judged(tmp_path / "out")["counts"]["abstained"] == 0
 
 
-def test_a_judge_that_abstains_contradicts_itself_or_likes_a_slot_is_warned_of(prefs, tmp_path, capsys):
-    with StubServer(bias=0.45) as stub:
-        assert prefs(stub) == 0
-    said = capsys.readouterr().out
-    assert "The judge contradicts itself in " in said
-    assert "The judge prefers the completion shown first in " in said
-    card = (tmp_path / "out/README.md").read_text()
-    assert "The judge contradicts itself in " in card
-
-
 def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs, sound, tmp_path, capsys):
     # All pairs of the prompt are in one chunk: a quarter of the first questions.
     with StubServer() as stub:
@@ -80,6 +70,7 @@ def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs
         assert statistics["judge"]["refused"] == statistics["judge"]["errors"] == 12
         assert statistics["counts"]["unjudged"] == 3 and statistics["counts"]["abstained"] == 0
         assert "The judge refused 12 questions" in said and "3 pairs have no verdict yet" in said
+        assert "The judge refused 12 questions" in (tmp_path / "out/README.md").read_text()
         stub.status_instead = lambda body: 200
         assert prefs(stub) == 0
     assert rows(tmp_path / "out") == rows(sound)

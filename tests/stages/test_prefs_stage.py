@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-import signal
 
 import pytest
 from datasets import load_dataset
@@ -15,17 +13,8 @@ from onetrunk.feedback.shards import read_rows
 from onetrunk.utils.files import digest
 from tests.feedback import runs
 from tests.stages.stand_in_ray import StandInRay
+from tests.stages.test_eval_judge import CHECKS
 
-CHECKS = '''
-def warm(prompts, completions, **columns):
-    """Score the share of words that begin with a letter of the first half."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [sum(word[0] < "n" for word in text.split()) / max(1, len(text.split())) for text in texts]
-
-
-def concise(prompts, completions, **columns):
-    return [1 / (1 + len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
-'''
 FIELDS = ["prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "votes"]
 FIELDS += ["consistent"]
 
@@ -146,9 +135,10 @@ def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path):
 def test_a_folder_of_other_settings_is_refused_with_the_differences_and_overwritten_on_demand(prefs, tmp_path, capsys):
     assert prefs() == 0
     before = (tmp_path / "out/data/preferences.jsonl").read_bytes()
-    assert prefs("--temperature", 0.7, "--num_generations", 2) == 1
+    assert prefs("--temperature", 0.7, "--num_generations", 2, "--top_p", 0.9) == 1
     said = capsys.readouterr().err
     assert "num_generations: 3 there, 2 here" in said and "temperature: 1.0 there, 0.7 here" in said
+    assert "top_p: 1.0 there, 0.9 here" in said
     assert "overwrite_output_dir" in said and (tmp_path / "out/data/preferences.jsonl").read_bytes() == before
     # How the work is cut up decides nothing.
     assert prefs("--max_waiting_chunks", 1) == 0
@@ -197,27 +187,6 @@ def test_several_processes_are_told_about_shards(prefs, monkeypatch, capsys):
     assert "--shard 0/2" in capsys.readouterr().err
 
 
-def test_sigterm_ends_with_a_sentence_and_the_same_command_goes_on(prefs, tmp_path, capfd):
-    assert prefs(out="whole") == 0
-    slow = ["--max_completion_length", 100]
-
-    def work():
-        # Enough to be in the middle of when the signal comes
-        os._exit(prefs("--num_generations", 64, *slow))
-
-    ledger = tmp_path / "out/ledger/ledger.db-wal"
-
-    def begun():
-        # More than its empty tables.
-        return ledger.exists() and ledger.stat().st_size > 50_000
-
-    assert runs.in_a_process(work, number=signal.SIGTERM, when=begun) == 143
-    said = capfd.readouterr().err
-    assert "terminated" in said and "run the same command again to resume" in said and "Traceback" not in said
-    assert prefs("--overwrite_output_dir", "true") == 0
-    assert runs.files_of(tmp_path / "out") == runs.files_of(tmp_path / "whole")
-
-
 @pytest.mark.slow
 def test_ray_samples_the_same_bytes_as_the_local_engine(prefs, tmp_path):
     ray = pytest.importorskip("ray")
@@ -235,6 +204,6 @@ def test_a_worker_that_fails_loses_nothing_that_others_have_drawn(prefs, tmp_pat
     assert "Ray failed while it sampled (ValueError: the worker is out of memory)" in capsys.readouterr().err
     cluster = StandInRay().install(monkeypatch)
     assert prefs("--engine", "ray", out="ray") == 0
-    assert len(cluster.drawn) == 2  # The other two chunks are in the ledger.
+    assert cluster.drawn == 2  # The other two chunks are in the ledger.
     assert prefs(out="local") == 0
     assert_same_rows(tmp_path / "local", tmp_path / "ray")

@@ -33,21 +33,15 @@ def made(folder):
     return load_rows(folder / "out/data")
 
 
-def saved_model(folder):
-    """Return a model that TRL can load once more, as its reference."""
-    tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
-    return AutoModelForCausalLM.from_pretrained(folder / "base")
-
-
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    tiny_model("llama", num_hidden_layers=2).save_pretrained("base")
 
 
 def test_a_reward_trainer_of_trl_finds_no_margin(tmp_path):
     rows = made(tmp_path)
-    tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "base")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained("base", num_labels=1)
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
     model.config.pad_token_id = tokenizer.pad_token_id
     args = RewardConfig(output_dir=str(tmp_path / "rm"), **SETTINGS)
@@ -66,6 +60,7 @@ def test_a_dpo_trainer_of_trl_trains_on_the_rows(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
     pairs = made(tmp_path)
     args = DPOConfig(output_dir=str(tmp_path / "dpo"), **SETTINGS)
-    trainer = DPOTrainer(saved_model(tmp_path), args=args, train_dataset=pairs, processing_class=tokenizer)
+    model = AutoModelForCausalLM.from_pretrained("base")
+    trainer = DPOTrainer(model, args=args, train_dataset=pairs, processing_class=tokenizer)
     # Policy and reference are equal before the first step: -log sigmoid(0).
     assert trainer.train().training_loss == pytest.approx(math.log(2), abs=1e-4)

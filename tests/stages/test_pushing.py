@@ -8,24 +8,11 @@ from huggingface_hub import DatasetCard, constants
 from onetrunk import cli
 from onetrunk.checkpoints import hub as pushing
 from tests.checkpoints.hub_stub import stand_in
-from tests.stages.small_runs import TRAINING, make_material, run
+from tests.stages.small_runs import TRAINING, run
 
 PUSH = ["--push_to_hub", "true", "--hub_model_id", "someone/out"]
 NOWHERE = ["--model_name_or_path", "./nowhere"]
-RESULT = {
-    "sft": "adapter_model.safetensors",
-    "reward": "adapter_model.safetensors",
-    "distill": "model.safetensors",
-    "ppo": "adapter_model.safetensors",
-}
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("material")
-    make_material(folder)
-    (folder / "nowhere").mkdir()  # A path that is missing would be named first.
-    return folder
+RESULT = "adapter_model.safetensors"
 
 
 @pytest.fixture
@@ -52,8 +39,8 @@ def test_what_was_trained_is_pushed_when_asked(hub, tmp_path, verb):
     more = {"ppo": {"value_head.safetensors", "metrics.json"}}.get(verb, set())
     held_out = ["--eval_dataset_name", "prompts.jsonl"] if verb == "ppo" else []
     assert run(verb, *PUSH, *held_out, *new(tmp_path)) == 0
-    assert {RESULT[verb], "README.md", "tokenizer.json", *more} <= set(hub.files)
-    assert hub.files[RESULT[verb]] == (tmp_path / "out" / RESULT[verb]).read_bytes()
+    assert {RESULT, "README.md", "tokenizer.json", *more} <= set(hub.files)
+    assert hub.files[RESULT] == (tmp_path / "out" / RESULT).read_bytes()
 
 
 REFUSALS = {
@@ -110,7 +97,7 @@ def test_a_checkpoint_that_is_not_pushed_stops_no_training(hub, tmp_path, caplog
     saves = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save", "--num_rollouts", "3"]
     with caplog.at_level(logging.WARNING):
         assert run("ppo", *PUSH, *saves, "--hub_always_push", "true", *new(tmp_path)) == 1
-    assert (tmp_path / "out" / RESULT["ppo"]).is_file()
+    assert (tmp_path / "out" / RESULT).is_file()
     assert "a checkpoint was not pushed: HTTP 403" in caplog.text and "Training continues" in caplog.text
 
 

@@ -1,6 +1,5 @@
 """How a stage ends that does not end well, and where a run may begin: exit codes, signals, folders that are taken."""
 
-import json
 import os
 import re
 import signal
@@ -10,14 +9,12 @@ import sys
 import pytest
 import torch
 
-from onetrunk import cli
 from onetrunk.checkpoints.folders import write_manifest
 from onetrunk.checkpoints.signals import Stopped
 from onetrunk.stages.arguments import SFTArguments
-from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.run_context import explain, run_stage
 from tests.stages.recipes import ROOT
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.stages.small_runs import make_material, run
 
 
 def ending_with(error, folder=None):
@@ -80,12 +77,6 @@ def test_a_training_that_saved_ends_with_0_but_after_ctrl_c_with_130(tmp_path, c
     assert f"stopped ({name}); everything is saved in out/checkpoint-2" in capsys.readouterr().err
 
 
-def test_a_usage_error_is_exit_code_2_and_two_lines(capsys):
-    assert run_stage("ppo", parse_ppo, print, ["--learning_ra", "1"]) == 2
-    error, options = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and options == "all options: onetrunk ppo --help"
-
-
 WAITING = """
 import signal, sys, time
 from onetrunk.stages.run_context import run_stage
@@ -114,60 +105,25 @@ def test_a_signal_ends_a_stage_with_a_sentence_and_its_exit_code(number, code, w
 # --- where a run may begin ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
-    rows = [{"prompt": f"the {w}", "completion": " runs fast"} for w in ("cat", "dog", "bird", "fish")]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text("def short(completions, **kwargs):\n    return [-len(c) for c in completions]\n")
-    return folder
-
-
-def stage(base, verb, out, *options):
-    words = ["--model_name_or_path", base / "base", "--dataset_name", base / "rows.jsonl", "--output_dir", out]
-    words += ["--use_cpu", "true", "--save_strategy", "steps", "--save_steps", "2", "--report_to", "none"]
-    words += ["--disable_tqdm", "true"]
-    if verb == "ppo":
-        words += ["--reward_funcs", f"{base}/reward.py:short", "--rollout_batch_size", "4", "--num_ppo_epochs", "2"]
-        words += ["--max_completion_length", "4", "--lora_r", "2"]
-    return cli.main([verb, *map(str, words), *options])
-
-
-PLANS = {"sft": ["--max_steps", "2"], "ppo": ["--num_rollouts", "1"]}
-LONGER = {"sft": ["--max_steps", "4"], "ppo": ["--num_rollouts", "2"]}
-
-
-def test_a_folder_that_holds_a_run_is_not_begun_anew_unless_told(tmp_path, base, capsys):
-    verb = "sft"
-    assert stage(base, verb, tmp_path, *LONGER[verb], "--save_total_limit", "1") == 0
-    before = (tmp_path / "checkpoint-4/trainer_state.json").read_bytes()
+def test_a_folder_that_holds_a_run_is_not_begun_anew_unless_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_material(tmp_path)
+    words = "--save_strategy steps --save_steps 2 --save_total_limit 1 --output_dir out".split()
+    out = tmp_path / "out"
+    assert run("sft", *words, "--max_steps", 4) == 0
+    before = (out / "checkpoint-4/trainer_state.json").read_bytes()
     capsys.readouterr()
     # Before anything is read: the model is not there.
-    assert stage(base, verb, tmp_path, *PLANS[verb], "--model_name_or_path", "nowhere") == 1
+    assert run("sft", *words, "--model_name_or_path", "nowhere") == 1
     err = capsys.readouterr().err
     assert re.search(r"holds a run already \(checkpoint-2, checkpoint-4, \w+\.json\)", err)
     assert "resume_from_checkpoint" in err and "overwrite_output_dir" in err
-    assert (tmp_path / "checkpoint-4/trainer_state.json").read_bytes() == before
+    assert (out / "checkpoint-4/trainer_state.json").read_bytes() == before
     # A run that fails before it trains has deleted nothing.
     overwrite = ["--overwrite_output_dir", "true"]
-    assert stage(base, verb, tmp_path, *overwrite, "--model_name_or_path", "nowhere") == 1
-    assert (tmp_path / "checkpoint-4/trainer_state.json").read_bytes() == before
-    (tmp_path / "reference").mkdir()
-    assert stage(base, verb, tmp_path, *PLANS[verb], *overwrite, "--save_total_limit", "1") == 0
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2"}
-    assert not (tmp_path / "reference").exists()
-
-
-def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(tmp_path, base, capsys, caplog):
-    verb = "ppo"
-    assert stage(base, verb, tmp_path, *PLANS[verb]) == 0
-    capsys.readouterr()
-    resume = ["--resume_from_checkpoint", "true"]
-    assert stage(base, verb, tmp_path, *PLANS[verb], *resume) == 0
-    said = capsys.readouterr().out + caplog.text
-    assert "nothing is left to train" in said and "is finished at step 2" in said and "to train on" in said
-    assert not (tmp_path / "checkpoint-3").exists()
-    assert stage(base, verb, tmp_path, *LONGER[verb], *resume, "--overwrite_output_dir", "true") == 0
-    assert (tmp_path / "checkpoint-2").is_dir() and (tmp_path / "checkpoint-4").is_dir()
+    assert run("sft", *words, *overwrite, "--model_name_or_path", "nowhere") == 1
+    assert (out / "checkpoint-4/trainer_state.json").read_bytes() == before
+    (out / "reference").mkdir()
+    assert run("sft", *words, *overwrite) == 0
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2"}
+    assert not (out / "reference").exists()

@@ -79,16 +79,6 @@ def leaks(folder):
     return found
 
 
-def test_the_search_finds_a_canary_wherever_it_is(tmp_path):
-    canary = CANARIES["HF_TOKEN"].encode()
-    (tmp_path / "plain").write_bytes(b"x" + canary)
-    (tmp_path / "packed.gz").write_bytes(gzip.compress(b"x" * 99 + canary))
-    with zipfile.ZipFile(tmp_path / "training_args.bin", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("data.pkl", canary * 3)
-    (tmp_path / "none").write_bytes(b"kanari")
-    assert leaks(tmp_path) == {name: {"HF_TOKEN"} for name in ("plain", "packed.gz", "training_args.bin")}
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
@@ -180,21 +170,11 @@ def test_a_server_that_repeats_its_headers_puts_the_key_into_no_file(base, place
 
 
 def test_a_token_given_in_python_is_in_no_checkpoint_event_file_or_card(base, place, capfd, caplog):
-    args = PPOConfig(
-        output_dir="out",
-        use_cpu=True,
-        hub_token=CANARIES["hub_token"],
-        run_name=f"run-{CANARIES['url']}-https://anna:{CANARIES['url']}@host/",
-        project=f"https://anna:{CANARIES['url']}@host/project",
-        report_to="tensorboard",
-        save_steps=1,
-        rollout_batch_size=4,
-        num_rollouts=1,
-        num_minibatches=2,
-        max_completion_length=4,
-        log_completions=True,
-        disable_tqdm=True,
-    )
+    names = {"run_name": f"run-{CANARIES['url']}-https://anna:{CANARIES['url']}@host/"}
+    names |= {"project": f"https://anna:{CANARIES['url']}@host/project", "hub_token": CANARIES["hub_token"]}
+    sizes = {"rollout_batch_size": 4, "num_rollouts": 1, "num_minibatches": 2, "max_completion_length": 4}
+    logs = {"report_to": "tensorboard", "save_steps": 1, "log_completions": True, "disable_tqdm": True}
+    args = PPOConfig(output_dir="out", use_cpu=True, **names, **sizes, **logs)
     os.environ["RUN_PASSWORD"] = CANARIES["url"]
     try:
         rows = Dataset.from_list([{"prompt": f"the {w}"} for w in ("cat", "dog", "bird", "fish")])

@@ -31,10 +31,9 @@ VERBS = {
 HELD_OUT = ["--eval_size", "4"]
 # Files whose rows are read while it trains, for more than a pass; such rows are not held out.
 STREAMED = ["--streaming", "true", "--shuffle_window", "20"]
-STREAMS = {
-    "ppo": "--dataset_name files-of-texts --max_prompt_length 8 --max_completion_length 4 --num_ppo_epochs 1"
-    " --reward_funcs reward.py:short --beta 0.1 --num_rollouts 6 --rollout_batch_size 8 --num_minibatches 2".split(),
-}
+STREAMED += "--dataset_name files-of-texts --max_prompt_length 8 --max_completion_length 4 --num_ppo_epochs 1".split()
+STREAMED += "--reward_funcs reward.py:short --beta 0.1 --num_rollouts 6 --rollout_batch_size 8".split()
+STREAMED += ["--num_minibatches", "2", "--learning_rate", "0.001"]
 
 
 def write(path, rows):
@@ -116,14 +115,12 @@ def test_two_processes_end_with_the_adapter_of_one(there, alone, verb, config):
     require_the_adapter_of_one(adapter(there / output), alone[verb])
 
 
-@pytest.mark.parametrize("verb", ["ppo"])
-def test_two_processes_read_the_rows_of_one_from_a_stream(there, verb):
-    data = [*STREAMS[verb], *STREAMED, "--learning_rate", "0.001"]
-    run_alone(verb, data, f"{verb}-streamed-alone")
-    output = f"{verb}-streamed"
-    done = launched("fsdp2", verb, "--per_device_train_batch_size", "2", "--output_dir", output, data=data)
+def test_two_processes_read_the_rows_of_one_from_a_stream(there):
+    run_alone("ppo", STREAMED, "streamed-alone")
+    options = ["--per_device_train_batch_size", "2", "--output_dir", "streamed"]
+    done = launched("fsdp2", "ppo", *options, data=STREAMED)
     assert done.returncode == 0, done.stderr[-3000:]
-    require_the_adapter_of_one(adapter(there / output), adapter(there / f"{verb}-streamed-alone"))
+    require_the_adapter_of_one(adapter(there / "streamed"), adapter(there / "streamed-alone"))
 
 
 def test_a_sharded_run_resumes_bit_for_bit(there):
@@ -148,7 +145,7 @@ def test_a_model_whose_weights_all_train_is_rejected_by_name(there):
 
 
 def test_a_base_in_4_bit_is_sharded_through_fsdp2_qlora(there):
-    data = [*STREAMS["ppo"], *STREAMED, "--load_in_4bit", "true", "--dtype", "bfloat16", "--learning_rate", "0.001"]
+    data = [*STREAMED, "--load_in_4bit", "true", "--dtype", "bfloat16"]
     run_alone("ppo", data, "qlora-alone")
     done = launched("fsdp2_qlora", "ppo", "--per_device_train_batch_size", "2", "--output_dir", "qlora", data=data)
     assert done.returncode == 0, done.stderr[-3000:]

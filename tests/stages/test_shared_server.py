@@ -8,10 +8,8 @@ from transformers import AutoModelForCausalLM
 from onetrunk import cli
 from onetrunk.rollouts.vllm_requests import PROBE_PROMPTS
 from tests.feedback import runs
-from tests.judges.stub_server import completion
 from tests.ppo.support import base_model
 from tests.rollouts.stub_vllm import BASE, StubVLLM
-from tests.servers.stub_http import send
 from tests.stages.test_eval_judge import CHECKS, lines, metrics, save_adapter
 
 NUM_PROMPTS = 6
@@ -131,42 +129,11 @@ def test_an_evaluation_and_preferences_have_the_key_of_the_server(stub, inputs, 
     assert written and not any(stub.key.encode() in path.read_bytes() for path in written)
 
 
-class JudgingStub(StubVLLM):
-    """Also answers chat questions, with the model's name as the judge: the first label, a little more likely."""
-
-    num_judged = 0
-
-    async def _answer(self, method, path, headers, body, writer):
-        if path != "/v1/chat/completions":
-            await super()._answer(method, path, headers, body, writer)
-            return
-        self.num_judged += 1
-        entries = [{"token": label, "logprob": value} for label, value in (("A", -0.4), ("B", -1.2))]
-        position = {**entries[0], "top_logprobs": entries}
-        await send(writer, 200, completion(body["model"], "A", [position]))
-
-
-@pytest.mark.slow
-def test_one_server_samples_and_judges(inputs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = json.loads((inputs / "prefs.yaml").read_text())
-    config.pop("rubric")
-    with JudgingStub(AutoModelForCausalLM.from_pretrained(inputs / "model")) as stub:
-        config |= {"judge": [f"{stub.url}/v1"], "judge_model": BASE, "model_name_or_path": str(inputs / "adapter")}
-        (tmp_path / "shared.yaml").write_text(json.dumps({**config, "keep_ties": True}))
-        assert cli.main(["prefs", "--config", "shared.yaml", "--output_dir", "out", *on(stub)]) == 0
-        assert stub.num_judged > 10 and published(stub)[1] == ["policy-v1"] and stub.adapters == {}
-        judge = ["--judge", f"{stub.url}/v1", "--judge_model", BASE, "--constitution", inputs / "constitution.yaml"]
-        assert evaluate(inputs, *judge, *on(stub), out="eval") == 0
-    about = json.loads((tmp_path / "out/statistics.json").read_text())["about"]
-    assert (about["judge"], about["sampled by"]) == (BASE, "vLLM 0.32.0")
-    assert metrics(tmp_path / "eval")["win_rate"]["position"]["first_slot_probability"] > 0.6
-
-
-def test_a_signal_to_prefs_unloads_its_adapter(stub, inputs, monkeypatch):
+def test_a_signal_to_prefs_unloads_its_adapter_and_says_how_to_go_on(stub, inputs, monkeypatch, capsys):
     def interrupt(*_words):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("onetrunk.stages.prefs.stage._write_rows", interrupt)
     assert runs.prefs(inputs, "--model_name_or_path", inputs / "adapter", *on(stub)) == 130
     assert published(stub)[1] == ["policy-v1"] and stub.adapters == {}
+    assert "run the same command again to resume" in capsys.readouterr().err

@@ -78,16 +78,9 @@ def test_a_copied_folder_is_the_recipe_and_nothing_is_overwritten_silently(empty
     assert copied.read_bytes() == source["ppo.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [
-        ("recipes/tiny/ppo.yaml", ["recipes/tiny/ppo.yaml"]),
-        ("launch/ray_job.sh", ["recipes/launch/ray_job.sh"]),
-    ],
-)
-def test_one_file_is_copied_to_its_place(empty_folder, name, written):
-    assert cli.main(["recipes", "copy", name, "--to", "there"]) == 0
-    assert [p.relative_to("there").as_posix() for p in Path("there").rglob("*") if p.is_file()] == written
+def test_one_file_is_copied_to_its_place(empty_folder):
+    assert cli.main(["recipes", "copy", "launch/ray_job.sh", "--to", "there"]) == 0
+    assert [str(path) for path in Path("there").rglob("*") if path.is_file()] == ["there/recipes/launch/ray_job.sh"]
 
 
 @pytest.mark.parametrize(
