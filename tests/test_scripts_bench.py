@@ -1,4 +1,4 @@
-"""scripts/bench.py and bench_ops.py from start to end on a tiny shape, and whether they time the work that they name."""
+"""scripts/bench.py and bench_ops.py from start to end on a tiny shape, and whether what is timed is what is named."""
 
 import json
 import os
