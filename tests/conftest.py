@@ -18,7 +18,6 @@ from onetrunk.utils.startup import freeze_loaded
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    spread_sampled_cases(items)
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         marker = item.get_closest_marker("gpu")
@@ -32,28 +31,3 @@ def pytest_collection_finish() -> None:
     gc.collect()
     freeze_loaded()
     gc.enable()
-
-
-def spread_sampled_cases(items: list[pytest.Item]) -> None:
-    """Mark all but N evenly spaced cases of a test with `sampled(N)` as slow; with `sampled(N, slow=M)` all but M of
-    the others as soak tests.
-    """
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("soak"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for test in cases.values():
-        mark = test[0].get_closest_marker("sampled")
-        if mark.args[0] and test[0].get_closest_marker("slow"):
-            continue
-        kept = spaced(len(test), mark.args[0] + mark.kwargs.get("slow", len(test)))
-        fast = {kept[i] for i in spaced(len(kept), mark.args[0])}
-        for i, item in enumerate(test):
-            if i not in fast:
-                item.add_marker(pytest.mark.slow if i in kept else pytest.mark.soak)
-
-
-def spaced(total: int, count: int) -> list[int]:
-    """Return `count` evenly spaced numbers below `total`, or all of them."""
-    count = min(count, total)
-    return [i * total // count for i in range(count)]

@@ -85,12 +85,7 @@ class CopyBackend:
 
     @torch.no_grad()
     def generate_as(
-        self,
-        role: str,
-        version: int,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
+        self, role: str, version: int, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]
     ) -> Rollout:
         with self._lock:
             self.calls.append((role, version, list(keys)))

@@ -160,21 +160,3 @@ def test_speeds_are_tokens_over_seconds_and_an_update_counts_each_epoch(report):
     assert compared["ratio"] == {"generate": 1.5, "score": 2.0, "update": 4.0, "total": 3.08}
     assert compared["memory_share"] == 0.25
     assert "trl" not in report.measurements({"trl": ran["trl"]})
-
-
-def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    from roofline import Ceilings, decode_seconds
-    from transformers import Qwen2Config
-
-    # As in test_scripts_bench: a layer has 576 weights, the head 80.
-    config = Qwen2Config(
-        vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
-    slow_memory, slow_products = Ceilings(flops=1e9, bandwidth=1.0), Ceilings(flops=1.0, bandwidth=1e9)
-    assert decode_seconds(config, 3, 2, slow_memory) == 2 * (2 * 576 + 80)
-    # In 4 bit the head keeps 16; in float32 it has 32.
-    assert decode_seconds(config, 3, 0.5, slow_memory) == 0.5 * 2 * 576 + 2 * 80
-    assert decode_seconds(config, 3, 4, slow_memory) == 4 * (2 * 576 + 80)
-    assert decode_seconds(config, 3, 2, slow_products) == 3 * 2 * (2 * 576 + 80)

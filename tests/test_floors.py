@@ -157,14 +157,11 @@ GOOD = '"""One room."""\n'
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("onetrunk.ops.losses", "from onetrunk.models.base_model import load_base"),
         ("onetrunk.ops.losses", "from ..models import base"),
         ("onetrunk.types", "from onetrunk.utils.files import read_json"),
-        ("onetrunk.models.adapters", "from onetrunk.rollouts.local import LocalSampler"),
         ("onetrunk.ppo.trainer", "from onetrunk.stages.ppo import main"),
         ("onetrunk.stages.ppo", "from onetrunk.cli import main"),
         ("onetrunk.stages.ppo", "from onetrunk import PPOTrainer"),
-        ("onetrunk.stages.ppo", "import onetrunk"),
     ],
 )
 def test_an_import_from_a_floor_above_or_the_same_floor_is_caught(module, line):
@@ -175,12 +172,11 @@ def test_an_import_from_a_floor_above_or_the_same_floor_is_caught(module, line):
     ("module", "line"),
     [
         ("onetrunk.ops.losses", "from onetrunk.types import Pack"),
-        ("onetrunk.ops.losses", "from .masking import masked_mean"),
         ("onetrunk.ops.losses", "from torch.utils._pytree import tree_map"),
         ("onetrunk.ppo.trainer", "from onetrunk.models import base"),
         ("onetrunk.ppo.trainer", "from transformers import Trainer\nimport trl\ntrl.SFTTrainer"),
         ("onetrunk.cli", "from onetrunk.stages import ppo\nprint(1)"),
-        ("onetrunk.stages.ppo", "print(1)"),
+        ("onetrunk.ops.losses", "def f():\n" + "    x = 1\n" * 59),
     ],
 )
 def test_what_is_allowed_passes(module, line):
@@ -209,10 +205,6 @@ def test_relative_imports_in_a_package_are_resolved_from_the_package():
 )
 def test_each_other_rule_catches_its_violation(module, source):
     assert len(problems(source, module)) == 1
-
-
-def test_sizes_at_the_limit_pass():
-    assert problems(GOOD + "def f():\n" + "    x = 1\n" * 59, "onetrunk.ops.losses") == []
 
 
 def imported_modules() -> dict[str, set[str]]:

@@ -97,6 +97,6 @@ def test_the_tiny_chain_runs_from_an_empty_folder(fresh, tmp_path):
     run(fresh / "onetrunk", "run", "chain.yaml", cwd=tmp_path)
     assert (tmp_path / "runs/tiny/ppo/adapter_model.safetensors").is_file()
     assert (tmp_path / "runs/tiny/eval/metrics.json").is_file()
-    assert list((tmp_path / "runs/tiny/eval").glob("*.png"))
+    assert (tmp_path / "runs/tiny/eval/_report/report.html").is_file()
     # Everything was read from the wheel: the working folder has what was written, and the chain.
     assert {path.name for path in tmp_path.iterdir()} == {"chain.yaml", "runs"}

@@ -155,19 +155,16 @@ def test_code_of_a_repository_does_not_run_and_nobody_is_asked(remote, monkeypat
     assert not (remote / "ran").exists()
 
 
-@pytest.mark.parametrize("revision", [None, "main", COMMIT[:12], COMMIT.upper()])
-def test_code_of_a_repository_needs_a_full_commit(remote, revision):
+@pytest.mark.parametrize("revision", [None, "main", COMMIT[:39], COMMIT + "0", COMMIT.upper()])
+@pytest.mark.parametrize("load", [load_base, load_tokenizer])
+def test_code_of_a_repository_needs_a_full_commit(remote, load, revision):
     with pytest.raises(ValueError, match="40-digit commit"):
-        load_base(str(remote), revision=revision, trust_remote_code=True)
+        load(str(remote), revision=revision, trust_remote_code=True)
     assert not (remote / "ran").exists()
 
 
 def test_a_pinned_commit_pins_the_code_too():
-    assert pinned_source(COMMIT, True) == {
-        "revision": COMMIT,
-        "code_revision": COMMIT,
-        "trust_remote_code": True,
-    }
+    assert pinned_source(COMMIT, True) == {"revision": COMMIT, "code_revision": COMMIT, "trust_remote_code": True}
     assert pinned_source(None, None) == {"revision": "main", "trust_remote_code": False}
 
 
@@ -183,13 +180,7 @@ TRUST = ["--trust_remote_code", "true"]
 NESTED = ["--model_init_kwargs", '{"trust_remote_code": true}']
 
 
-@pytest.mark.parametrize(
-    ("verb", "options"),
-    [
-        ("sft", TRUST),
-        ("ppo", NESTED),
-    ],
-)
+@pytest.mark.parametrize(("verb", "options"), [("sft", TRUST), ("ppo", NESTED)])
 def test_a_stage_rejects_remote_code_without_a_pinned_commit(remote, capsys, verb, options):
     more = ["--reward_funcs", f"{remote}/short.py:short"] if verb == "ppo" else []
     (remote / "short.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")

@@ -1,15 +1,22 @@
-"""scripts/bench.py from start to end on a tiny shape, and whether it times the work that it names."""
+"""scripts/bench.py and bench_ops.py from start to end on a tiny shape, and whether what is timed is what is named."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2Config
 
 ROOT = Path(__file__).resolve().parents[1]
+# A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
+SMALL = Qwen2Config(
+    vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2,
+    num_key_value_heads=1,
+)  # fmt: skip
 
 
 def run(script: str, *options: str, cache: Path) -> subprocess.CompletedProcess:
@@ -132,15 +139,9 @@ def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory(monk
 def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
     from roofline import Ceilings, Iteration, least_seconds
-    from transformers import Qwen2Config
 
-    # A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
-    config = Qwen2Config(
-        vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
     # Two rows of 3 + 1 tokens: nothing is decoded after the prompt, since its pass gives the first token.
-    work = Iteration(config, config, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4)
+    work = Iteration(SMALL, SMALL, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4)
     least = least_seconds(work, Ceilings(flops=1.0, bandwidth=1.0))
     # Attention: 4 * context * 8 per token and layer; context is half a row.
     assert least["generate"] == 6 * 2 * (2 * 576 + 4 * 1.5 * 8)
@@ -148,11 +149,23 @@ def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(
     assert least["score"] == 8 * 2 * (2 * 576 + 4 * 2 * 8) + 2 * branch
     assert least["update"] == 4 * 2 * branch
     # A reward adapter runs the trained layer alone, as does a value adapter; the latter trains too.
-    branches = Iteration(config, None, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4, value_adapter=True)
+    branches = Iteration(SMALL, None, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4, value_adapter=True)
     layer = 8 * (2 * 576 + 4 * 2 * 8)
     least = least_seconds(branches, Ceilings(flops=1.0, bandwidth=1.0))
     assert least["score"] == 2 * layer + 2 * branch
     assert least["update"] == 4 * 2 * (branch + layer)
+
+
+def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    from roofline import Ceilings, decode_seconds
+
+    slow_memory, slow_products = Ceilings(flops=1e9, bandwidth=1.0), Ceilings(flops=1.0, bandwidth=1e9)
+    assert decode_seconds(SMALL, 3, 2, slow_memory) == 2 * (2 * 576 + 80)
+    # In 4 bit the head keeps 16; in float32 it has 32.
+    assert decode_seconds(SMALL, 3, 0.5, slow_memory) == 0.5 * 2 * 576 + 2 * 80
+    assert decode_seconds(SMALL, 3, 4, slow_memory) == 4 * (2 * 576 + 80)
+    assert decode_seconds(SMALL, 3, 2, slow_products) == 3 * 2 * (2 * 576 + 80)
 
 
 @pytest.mark.multi_process
@@ -171,3 +184,26 @@ def test_independent_batches_keep_the_stages_of_a_pipeline_busy(tmp_path):
     # A batch cut into two parts gains nothing: both of its parts pass a stage for every token.
     assert found["seconds"]["microbatched"] == pytest.approx((2 * 40 * 2 + 1) * 0.06)
     assert found["speedup"]["interleaved"] >= 1.75
+
+
+TINY = "--tokens 8 --hidden 8 --vocab 32 --prompts 2 --completion 4 --repeats 1".split()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_parts_prints_a_ratio_for_each_and_the_memory_of_the_logprobs(tmp_path):
+    done = run("bench_ops.py", *TINY, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(part in done.stdout for part in ("logprobs, fused", "GAE, vectorised", "decode loop against generate"))
+    # Training and scoring, three shapes of GAE, the decode loop
+    assert len(re.findall(r"\d\.\d\dx", done.stdout)) == 2 + 3 + 1
+    assert len(re.findall(r"logprobs, (?:forward and backward|scoring), vocabulary 32 ", done.stdout)) == 2
+
+
+@pytest.mark.slow
+def test_the_fused_logprobs_take_a_small_part_of_the_memory_of_the_naive_ones(tmp_path):
+    # Naive: several [512, 20000] float32 tensors of 39 MiB; fused: tiles of 4 MiB
+    options = "--tokens 512 --hidden 32 --vocab 20000 --only memory".split()
+    done = run("bench_ops.py", *options, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", done.stdout)]
+    assert len(shares) == 2 and max(shares) < 25, done.stdout

@@ -41,14 +41,12 @@ def written(folder: Path, weight: float = 0.25, rows: list = ROWS, names: tuple 
         ({"rows": ROWS[::-1]}, 0.0, True),
         ({"weight": 0.25 + 2**-25}, 0.0, False),
         ({"weight": 0.25 + 2**-25}, 1e-6, True),
-        ({"weight": 0.25 + 2**-16}, 1e-6, False),
         ({"weight": np.nan}, 1e-6, False),
         ({"loss": 0.5001}, 1e-6, False),
         ({"kl/ref": 2.000001}, 1e-6, True),
         ({"new": 1.0}, 1e-6, False),
         ({"rows": [ROWS[0], ROWS[1] | {"ids": [5, 7, 1]}]}, 1e-6, False),
         ({"names": ("adapter",)}, 1e-6, False),
-        ({"names": ("adapter", "head", "more")}, 1e-6, False),
     ],
 )
 def test_only_what_a_case_computes_must_be_equal(comparing, tmp_path, changed, tolerance, is_equal):

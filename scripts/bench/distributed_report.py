@@ -195,7 +195,7 @@ the peak of each phase.
 """,
     "traffic": """\
 Calls and MiB of one iteration; in brackets the formula (`costs.gathers`; for gradients the optimizer steps and the
-trained bytes). Of gathered weights a process receives all but its own share.
+trained bytes).
 """,
     "loading": """\
 MiB of one of two processes beyond its imports, adapters included: anonymous memory plus its share of mapped files. In
@@ -206,6 +206,11 @@ Seconds of an iteration with as many rows on each process (weak scaling), each o
 the time of one process over the time of two in the same round: the median and the range.
 """,
 }
+
+
+def without_cpu(cells: Sequence[str]) -> tuple[str, ...]:
+    """Return a line of the table of scaling without processor time, which the JSON file has."""
+    return tuple(cell for column, cell in zip(SCALING_COLUMNS, cells, strict=True) if "CPU" not in column)
 
 
 def chapter(
@@ -236,5 +241,6 @@ def chapter(
         found = results["scaling"]["results"]
         verdict = "meets" if found["meets_floor"] else "is below"
         floor = f"DDP {verdict} the required {found['floor']:.0%}."
-        add("scaling", "One process to two", SCALING_COLUMNS, scaling_lines(found, LABELS), floor, busy_line(found))
+        columns, lines = without_cpu(SCALING_COLUMNS), [without_cpu(line) for line in scaling_lines(found, LABELS)]
+        add("scaling", "One process to two", columns, lines, floor, busy_line(found))
     return "\n".join(parts)

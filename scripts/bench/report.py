@@ -16,16 +16,15 @@ from bench.rows import MEMORY_FLOOR, MEMORY_TARGET, Row
 
 PHASES = ("generate", "score", "update", "total")
 COLUMNS = ("row", "", *(f"{phase} s" for phase in PHASES), "peak MB")
-README_COLUMNS = ("row", "TRL 1.12", "ours", "ratio", "of it generate, score, update", "memory", "roofline")
+README_COLUMNS = ("row", "TRL 1.12", "ours", "ratio (generate, score, update)", "memory", "roofline")
 NOTES = """\
-TRL and ours: median CPU seconds of one iteration with one thread (wall seconds on CUDA), and peak resident MB. Then
-TRL's seconds over ours in each phase, our memory over TRL's, and our share of the roofline in each phase: the fewest
-seconds that the arithmetic allows at this machine's measured speed, over the measured seconds. Differences under 10%
-are noise.
+Median CPU seconds of one iteration with one thread (wall seconds on CUDA), and peak resident MB. The ratio is TRL's
+seconds over ours, memory is ours over TRL's. Roofline is the fewest seconds that the arithmetic allows at this
+machine's measured speed, over our seconds in each phase. Differences under 10% are noise.
 
-Both run in turn on the same weights, prompts and forced completion lengths, with the same LoRA rank, epochs and limit
-on padded tokens per forward. TRL trains a full value model next to its LoRA policy, always scores with the full reward
-model, and computes padding where lengths are mixed.
+Both run on the same weights, prompts and forced completion lengths, with the same LoRA rank, epochs and limit on
+padded tokens per forward. TRL also trains a full value model, always scores with the full reward model, and computes
+padding.
 """
 
 
@@ -87,8 +86,8 @@ def table(rows: dict[str, dict[str, Any]], title: str) -> Table:
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    first, *others = ("| " + " | ".join(row) + " |" for row in [header, *lines])
+    return "\n".join([first, "|---" * len(header) + "|", *others]) + "\n"
 
 
 def commands(row: Row) -> list[str]:
@@ -100,23 +99,43 @@ def commands(row: Row) -> list[str]:
 def write_readme(folder: Path) -> None:
     """Write the README of a folder of results from the JSON files in it."""
     writers = "`scripts/bench.py`, `scripts/bench_distributed.py` and `scripts/check_gpu.py`"
-    parts = ["# Results\n", f"Written by {writers}; the JSON files hold all values, commands and the machine.\n"]
+    parts = ["# Results\n", f"Written by {writers}; the JSON files hold all values, commands and machines.\n"]
     chapters = {
         "results.json": _results_chapter,
         "growth.json": _growth_chapter,
-        "distributed.json": _several_processes,
-        "check.json": _gpu_check,
+        "distributed.json": _several_processes_chapter,
+        "check.json": _gpu_chapter,
     }
+    machine_line = _MachineLine()
     for name, chapter in chapters.items():
         if (folder / name).exists():
-            parts.append(chapter(json.loads((folder / name).read_text())))
+            parts.append(chapter(json.loads((folder / name).read_text()), machine_line))
     (folder / "README.md").write_text("\n".join(parts))
 
 
-def _results_chapter(results: dict[str, Any]) -> str:
+class _MachineLine:
+    """Describes when and where a part was measured; names machine and versions only where they change."""
+
+    def __init__(self) -> None:
+        self.machine = ""
+
+    def __call__(self, results: dict[str, Any]) -> str:
+        m = results["machine"]
+        versions = (f"{name} {version}" for name, version in sorted(results["versions"].items()) if name != "onetrunk")
+        machine = f"{m['processor']}, {m['cores']} cores, {m['memory_gib']} GiB; {', '.join(versions)}"
+        parts = [] if machine == self.machine else [machine]
+        self.machine = machine
+        if results.get("commit"):
+            parts.append(f"commit {results['commit']}")
+        rounds = f", rounds: {results['rounds']}" if "rounds" in results else ""
+        line = "; ".join([*parts, f"{results['date']}{rounds}", f"load {results['load']}"])
+        return f"{line[0].upper()}{line[1:]}."
+
+
+def _results_chapter(results: dict[str, Any], machine_line: _MachineLine) -> str:
     return "\n".join(
         [
-            f"## One iteration\n\n{_machine_line(results)}\n\n{NOTES}",
+            f"## One iteration\n\n{machine_line(results)}\n\n{NOTES}",
             markdown(README_COLUMNS, [_readme_line(values) for values in results["rows"].values()]),
             f"`{results['command']}`; results.json has the command of each row.\n",
         ]
@@ -129,42 +148,28 @@ def _readme_line(values: dict[str, Any]) -> tuple[str, ...]:
 
     roofline = ", ".join(f"{share:.0%}" for phase, share in values["roofline"].items() if phase in PHASES[:3])
     if "baseline" not in values:
-        return (values["label"], "", cell(values["ours"]), *[""] * 3, roofline)
+        return (values["label"], "", cell(values["ours"]), "", "", roofline)
     ratios = ", ".join(f"{values['ratio'][phase]:.1f}x" for phase in PHASES[:3])
     return (
         values["label"],
         cell(values["baseline"]),
         cell(values["ours"]),
-        f"{values['ratio']['total']:.2f}x",
-        ratios,
+        f"{values['ratio']['total']:.2f}x ({ratios})",
         f"{values['memory_share']:.0%}",
         roofline,
     )
 
 
-def _growth_chapter(results: dict[str, Any]) -> str:
+def _growth_chapter(results: dict[str, Any], machine_line: _MachineLine) -> str:
     return (
-        f"## Growth\n\n{_machine_line(results)} `{results['command']}`: one process each, mixed lengths,"
+        f"## Growth\n\n{machine_line(results)} `{results['command']}`: one process each, mixed lengths,"
         f" `{results['base']}`.\n\n![CPU seconds and memory over size](growth.png)\n"
     )
 
 
-def _several_processes(results: dict[str, Any]) -> str:
-    return distributed_report.chapter(results, markdown, _machine_line)
+def _several_processes_chapter(results: dict[str, Any], machine_line: _MachineLine) -> str:
+    return distributed_report.chapter(results, markdown, machine_line)
 
 
-def _gpu_check(results: dict[str, Any]) -> str:
-    return gpu_report.chapter(results, markdown, _machine_line)
-
-
-def _machine_line(results: dict[str, Any]) -> str:
-    m = results["machine"]
-    versions = ", ".join(
-        f"{name} {version}" for name, version in sorted(results["versions"].items()) if name != "onetrunk"
-    )
-    rounds = f", rounds: {results['rounds']}" if "rounds" in results else ""
-    commit = f" (commit {results['commit']})" if results.get("commit") else ""
-    return (
-        f"{m['processor']}, {m['cores']} cores, {m['memory_gib']} GiB; {versions}{commit}; {results['date']}{rounds};"
-        f" load {results['load']}."
-    )
+def _gpu_chapter(results: dict[str, Any], machine_line: _MachineLine) -> str:
+    return gpu_report.chapter(results, markdown, machine_line)

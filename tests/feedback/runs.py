@@ -138,16 +138,12 @@ def questions_asked(log: Path) -> Counter[str]:
 
 
 def in_a_process(
-    work: Callable[[], object],
-    after_s: float | None = None,
-    number: int = signal.SIGKILL,
-    when: Callable[[], bool] | None = None,
+    work: Callable[[], object], number: int = signal.SIGKILL, when: Callable[[], bool] | None = None
 ) -> int:
     """Run `work` in a fork of this process (whose imports are warm); return its exit code, negative for a signal.
 
     Args:
-        after_s: send the signal `number` then.
-        when: send it as soon as this is true.
+        number: a signal that it gets as soon as `when` is true.
     """
     child = os.fork()
     if child == 0:
@@ -161,9 +157,7 @@ def in_a_process(
         if os.waitpid(child, os.WNOHANG)[0]:
             raise AssertionError("the process ended before the signal was due")
         time.sleep(0.01)
-    if after_s is not None:
-        time.sleep(after_s)
-    if when is not None or after_s is not None:
+    if when is not None:
         os.kill(child, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

@@ -47,18 +47,10 @@ def item(prompt="Why?"):
     return PromptItem(prompt, prompt_key(prompt), [1])
 
 
-def both(heavy, light, heavy_flipped=None, light_flipped=None):
+def both(heavy, light, heavy_flipped=None):
     """Answers on the pair a, b: that a is better; flipped ones as shown (b first)."""
-    flips = (
-        1 - heavy if heavy_flipped is None else heavy_flipped,
-        1 - light if light_flipped is None else light_flipped,
-    )
-    return {
-        ("heavy", "a", "b"): heavy,
-        ("heavy", "b", "a"): flips[0],
-        ("light", "a", "b"): light,
-        ("light", "b", "a"): flips[1],
-    }
+    answers = {("heavy", "a", "b"): heavy, ("light", "a", "b"): light, ("light", "b", "a"): 1 - light}
+    return {**answers, ("heavy", "b", "a"): 1 - heavy if heavy_flipped is None else heavy_flipped}
 
 
 @pytest.mark.parametrize("prompt", ["Why?", [{"role": "user", "content": "Why?"}]])

@@ -84,18 +84,3 @@ def test_a_judge_that_is_down_stops_the_run_in_time_and_the_run_goes_on_when_it_
         runs.run(inputs, out, CountingJudge(log, fails=lambda n: True))
     runs.run(inputs, out, CountingJudge(log))
     assert files_of(out) == files_of(whole[0])
-
-
-@pytest.mark.slow
-def test_revisions_survive_a_kill_too(inputs, tmp_path):
-    settings = {"mode": "revise", "num_generations": 1, "max_critique_length": 6, "num_revisions": 2}
-
-    def dying():
-        DyingBackend.dies_at = 7
-        prefs_sampler.LocalBackend = DyingBackend
-        runs.run(inputs, tmp_path / "out", None, **settings)
-
-    assert in_a_process(dying) == -signal.SIGKILL
-    runs.run(inputs, tmp_path / "out", None, **settings)
-    made = runs.run(inputs, tmp_path / "sound", None, **settings)
-    assert made.num_rows > 5 and files_of(tmp_path / "out") == files_of(tmp_path / "sound")

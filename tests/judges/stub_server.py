@@ -22,7 +22,7 @@ class StubServer(StubHTTP):
         model: its only model.
         fault: of FAULTY, or "other_model", "no_logprobs"; None for a server that is well.
         rate: share of the calls that go wrong while `faulty`.
-        logprobs: whether it returns log probabilities when asked; "top5" refuses more than 5 candidates.
+        logprobs: whether it returns log probabilities when asked.
         redirect_to: where redirects lead.
         key: bearer token that it insists on.
         bias: added to the probability of the first label.
@@ -39,7 +39,7 @@ class StubServer(StubHTTP):
         fault: str | None = None,
         rate: float = 1.0,
         *,
-        logprobs: bool | str = True,
+        logprobs: bool = True,
         redirect_to: str = "http://127.0.0.1:9/",
         key: str | None = None,
         bias: float = 0.0,
@@ -124,8 +124,6 @@ class StubServer(StubHTTP):
             return 200, instead
         if body["model"] != self.model:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
-        if self.logprobs == "top5" and body.get("top_logprobs", 0) > 5:
-            return 422, {"error": "top_logprobs must be at most 5"}
         seed = body.get("seed")
         if self.thinks and body.get("chat_template_kwargs", {}).get("enable_thinking", True):
             return 200, self._think(body, seed)

@@ -76,19 +76,14 @@ def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
 
 
 SHORT, MILD = Principle("Which is shorter?", tags=("short",)), Principle("Which is milder?", tags=("kind", "mild"))
-TURNS = [{"role": "user", "content": "Say it."}]
-
-
-def texts(completions):
-    return [c if isinstance(c, str) else c[0]["content"] for c in completions]
 
 
 def short(completions, **columns):
-    return [1 / (1 + len(text)) for text in texts(completions)]
+    return [1 / (1 + len(text)) for text in completions]
 
 
 def mild(completions, **columns):
-    return [None if not text else float("!" not in text) for text in texts(completions)]
+    return [None if not text else float("!" not in text) for text in completions]
 
 
 JUDGE = RubricJudge({"short": short, "mild": mild}, temperature=0.5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onetrunk.judges.judge import Pair, Principle
+from onetrunk.judges.judge import Principle
 from onetrunk.utils.files import digest
 
 
@@ -19,8 +19,3 @@ def test_what_is_no_json_value_has_no_digest():
 def test_the_weight_of_a_principle_buys_nothing_anew():
     assert Principle("Be kind.", weight=2.0).key == Principle("Be kind.").key
     assert Principle("Be kind.", tags=("kind",)).key != Principle("Be kind.").key
-
-
-def test_a_pair_flipped_twice_is_the_pair():
-    pair = Pair("Say hello.", "hello", "hi")
-    assert pair.flipped() == Pair("Say hello.", "hi", "hello") and pair.flipped().flipped() == pair

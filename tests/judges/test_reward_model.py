@@ -13,7 +13,7 @@ from onetrunk.judges.reward_model import RewardModelJudge, load_reward_judge
 from onetrunk.models.reward_model import ScoreScale
 from onetrunk.rewards.model import ModelReward
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 PRINCIPLE = Principle("Which is better?")
 TEXTS = ["the cat sings .", "a dog runs", "no", "the old house sees the red river and the moon"]
@@ -81,12 +81,3 @@ def test_a_score_that_is_not_finite_is_an_abstention(folder):
     verdict = broken.compare([Pair("the ", "cat", "dog")], PRINCIPLE)[0]
     assert (verdict.probability, verdict.error, verdict.reason) == (None, None, "a score is not finite")
     assert broken.rate(["the "], ["cat"], PRINCIPLE)[0].score is None
-
-
-def test_what_is_no_reward_model_is_one_error_message(folder, tmp_path):
-    with pytest.raises(RuntimeError, match="absent' cannot be loaded: there is no such folder"):
-        load_reward_judge(str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match="newly initialised"):
-        load_reward_judge(str(folder / "base"))
-    with pytest.raises(ValueError, match="labels; expected a sequence-classification model with 1"):
-        RewardModelJudge(tiny_model("llama"), tiny_tokenizer())

@@ -169,25 +169,16 @@ def test_with_room_for_the_reasoning_the_verdict_behind_it_is_read_as_a_vote_and
         assert len(thoughts) == 30 and all("let me see" in thought for thought in thoughts)
 
 
-def cut(text, **message):
-    reply = completion("judge-1", text)
-    reply["choices"][0]["message"] |= message
+def test_a_question_without_room_for_its_verdict_is_an_error_that_names_the_setting():
+    reply = completion("judge-1", "Okay, the user wants")
     reply["choices"][0]["finish_reason"] = "length"
-    return reply
-
-
-@pytest.mark.parametrize(
-    ("reply", "problem"),
-    [
-        (cut("Okay, the user wants"), 'it reached the token limit and begins "Okay, the user'),
-    ],
-)
-def test_a_question_without_room_for_its_verdict_is_an_error_that_names_the_setting(reply, problem):
     with StubServer(thinks="reasoning_content") as stub:
         judge = judge_of(stub, verdict_tokens=THOUGHT_TOKENS + 1)
         judge.check()
         stub.replies_instead = lambda body: reply if "> prompt 1" in str(body["messages"]) else None
         verdicts = judge.compare(pairs(4), KIND)
     assert [v.error_kind for v in verdicts if v.error] == ["unread"] and verdicts[1].probability is None
-    assert f"5 of 5 replies are no label (one: {problem}" in verdicts[1].error
+    assert (
+        '5 of 5 replies are no label (one: it reached the token limit and begins "Okay, the user' in verdicts[1].error
+    )
     assert "raise judge_verdict_tokens" in verdicts[1].error

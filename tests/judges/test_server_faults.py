@@ -13,24 +13,21 @@ from onetrunk.feedback.asking import Asker, FailureLimit
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Pair, Principle
+from onetrunk.judges.judge import Principle
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.server import ServerJudge
 from onetrunk.servers.errors import ServerUnavailable
 from onetrunk.servers.fleet import RetryPolicy
 from tests.judges.stub_server import StubServer
+from tests.judges.test_server import KIND, pairs
 
-KIND, BRIEF = Principle("Which completion is kinder?"), Principle("Which completion is briefer?")
+BRIEF = Principle("Which completion is briefer?")
 # A deadline that only a server that hangs can miss: a busy machine answers late.
 PATIENT = RetryPolicy(
     max_calls=20, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=60.0, patience_s=300.0, max_timeouts=20
 )
 HANGS = replace(PATIENT, call_timeout_s=0.5)
-
-
-def pairs(count):
-    return [Pair(f"prompt {i}", f"first {i}", f"second {i}") for i in range(count)]
 
 
 def questions(stub):

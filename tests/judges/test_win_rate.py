@@ -80,13 +80,6 @@ def test_the_standard_error_counts_pairs_of_a_prompt_once():
     assert math.isnan(win_rate(labels, [0] * 4, torch.zeros(4), num_resamples=10).standard_error)
 
 
-def length_lover(count, bias, seed=0):
-    """Labels of a judge for which only length counts, of a side that is `bias` longer on average."""
-    generator = torch.Generator().manual_seed(seed)
-    differences = bias + 50 * torch.randn(count, generator=generator)
-    return torch.bernoulli(torch.sigmoid(0.05 * differences), generator=generator), differences
-
-
 def test_the_interval_covers_as_often_as_it_says():
     covered = 0
     for seed in range(200):

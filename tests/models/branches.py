@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, REFERENCE, VALUE, adapter_parameters
@@ -19,6 +19,7 @@ FEW = ("llama", "gemma2", "gpt2")
 ALL_ROLES = ("policy", "value", "reference", "trunk")
 # Longer than the sliding windows (8), of unequal lengths on both sides, one completion of a single token.
 PROMPTS = [[4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [30], [17, 40, 41, 42, 43]]
+IDS = torch.arange(3, 43).reshape(2, 20)
 COMPLETIONS = [[14, 15, 16, 17, 18, 1], [23, 1], [31, 32, 33, 34, 35, 36, 37], [44]]
 
 
@@ -48,6 +49,18 @@ def a_trunk(family: str = "llama", *, config: LoraConfig | None = None, dtype=to
     trunk = TrunkModel(base.to(dtype), config or lora(), **settings)
     move(trunk)
     return trunk
+
+
+def an_sft_model(base=None, **config):
+    """Return a PEFT model whose adapter is far from zero, as after supervised training."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return get_peft_model(base or tiny_model("llama"), lora(init_lora_weights=False, **config)).eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
 
 
 def loss_of(output: PackOutput) -> Tensor:

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerBase,
+)
 
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.reward_model import ScoreAdapter, read_score_adapter
@@ -18,6 +23,18 @@ from tests.models.branches import a_trunk
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "phi3": ["qkv_proj", "down_proj"]}
+
+
+def scorer_config(**overrides: Any) -> LlamaConfig:
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaConfig(initializer_range=0.25, **{"vocab_size": 64, "num_labels": 1, **fields, **overrides})
+
+
+def a_scorer(**overrides: Any) -> LlamaForSequenceClassification:
+    """Return a reward model with the same weights every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForSequenceClassification(scorer_config(**overrides)).eval()
 
 
 def saved_base(folder: Path, family: str = "llama", **overrides: Any) -> Path:

@@ -17,7 +17,9 @@ from tests.models.branches import (
     FEW,
     a_pack,
     a_trunk,
+    an_sft_model,
     base_weights,
+    logits,
     lora,
     loss_of,
     move,
@@ -26,24 +28,11 @@ from tests.models.branches import (
 )
 from tests.tiny import tiny_model
 
-IDS = torch.arange(3, 43).reshape(2, 20)
 BOTH = ("policy", "reference")
 
 
 def flags(model):
     return {name: p.requires_grad for name, p in model.named_parameters()}
-
-
-@torch.no_grad()
-def logits(model):
-    return model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
-
-
-def an_sft_model(family="llama", **config):
-    """Return a PEFT model whose adapter is far from zero, as after supervised training."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return get_peft_model(tiny_model(family), lora(init_lora_weights=False, **config)).eval()
 
 
 @pytest.mark.parametrize("family", FEW)

@@ -10,20 +10,8 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, BitsAndByt
 from transformers import T5ForConditionalGeneration as T5
 
 from onetrunk.models import base_model as bb
-from tests.models.branches import FEW
+from tests.models.branches import FEW, IDS, logits
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-IDS = torch.arange(4, 44).reshape(2, 20)
-
-
-def logits(model, ids=IDS):
-    with torch.no_grad():
-        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-
-
-def lora(model, **settings):
-    return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.5, target_modules="all-linear", **settings))
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -109,13 +97,6 @@ def test_two_lists_of_layers_are_refused():
     model.model.more = nn.ModuleList(nn.Identity() for _ in range(4))
     with pytest.raises(ValueError, match="2 lists of 4"):
         bb.decoder_layers(model)
-
-
-@pytest.mark.parametrize("revision", [None, "main", COMMIT[:39], COMMIT + "0"])
-@pytest.mark.parametrize("load", [bb.load_base, bb.load_tokenizer])
-def test_remote_code_needs_a_pinned_commit(load, revision):
-    with pytest.raises(ValueError, match="40-digit commit hash"):
-        load("some/model", trust_remote_code=True, revision=revision)
 
 
 def test_a_checkpoint_of_pickles_is_refused(tmp_path):

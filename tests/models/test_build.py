@@ -17,22 +17,19 @@ from onetrunk.models.build import (
     train_tokenizer,
 )
 from onetrunk.models.trunk import TrunkModel
-from tests.models.branches import FEW, a_pack, a_trunk, lora, loss_of, move, same, step_gradients
+from tests.models.branches import (
+    FEW,
+    a_pack,
+    a_trunk,
+    an_sft_model,
+    logits,
+    lora,
+    loss_of,
+    move,
+    same,
+    step_gradients,
+)
 from tests.tiny import tiny_model
-
-IDS = torch.arange(3, 43).reshape(2, 20)
-
-
-@torch.no_grad()
-def logits(model):
-    return model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
-
-
-def an_sft_model(base=None, **config):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = get_peft_model(base or tiny_model("llama"), lora(init_lora_weights=False, **config))
-    return model.eval()
 
 
 def branches(trunk):

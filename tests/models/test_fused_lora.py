@@ -59,14 +59,14 @@ def test_a_copy_of_a_trunk_runs_on_its_own_weights():
         assert not torch.equal(trunk(pack=a_pack()).logprobs, before)
 
 
-def tensors(shape, inputs=5, outputs=7, rank=3, dtype=torch.float64, has_bias=True):
+def tensors(shape, has_bias):
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*size):
-        return torch.randn(size, generator=generator, dtype=dtype)
+        return torch.randn(size, generator=generator, dtype=torch.float64)
 
-    weight, bias = drawn(outputs, inputs), drawn(outputs) if has_bias else None
-    x, lora_a, lora_b = drawn(*shape, inputs), drawn(rank, inputs), drawn(outputs, rank)
+    weight, bias = drawn(7, 5), drawn(7) if has_bias else None
+    x, lora_a, lora_b = drawn(*shape, 5), drawn(3, 5), drawn(7, 3)
     return x.requires_grad_(), weight, bias, lora_a.requires_grad_(), lora_b.requires_grad_()
 
 
@@ -82,7 +82,7 @@ def test_by_hand():
 def test_it_is_its_naive_twin_with_all_gradients(shape, has_bias):
     results = []
     for function in (lora_linear, lora_linear_reference):
-        x, weight, bias, lora_a, lora_b = tensors(shape, has_bias=has_bias)
+        x, weight, bias, lora_a, lora_b = tensors(shape, has_bias)
         y = function(x, weight, bias, lora_a, lora_b, 1.5)
         (y**2 * torch.linspace(1, 2, y.shape[-1], dtype=y.dtype)).sum().backward()
         results.append((y.detach(), x.grad, lora_a.grad, lora_b.grad))

@@ -11,9 +11,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
-    LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
 )
 
 from onetrunk.models.adapters import REWARD, adapter_parameters, role
@@ -24,21 +22,17 @@ from onetrunk.models.reward_model import _batches, encode_texts, load_scorer, re
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, lora, move, same, step_gradients, weights_of
-from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter, scores_of_a_separate_model
+from tests.models.reward_adapters import (
+    a_reward_trunk,
+    a_scorer,
+    saved_base,
+    saved_reward_adapter,
+    scorer_config,
+    scores_of_a_separate_model,
+)
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TEXTS = ["the cat runs fast", "dog", "a big red bird sings in the old tree", "no <eos>", "the cat runs fast"]
-
-
-def config(**overrides):
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaConfig(initializer_range=0.25, **{"vocab_size": 64, "num_labels": 1, **fields, **overrides})
-
-
-def scorer(**overrides):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForSequenceClassification(config(**overrides)).eval()
 
 
 def one_by_one(model, tokenizer, texts):
@@ -49,19 +43,12 @@ def one_by_one(model, tokenizer, texts):
 
 @pytest.mark.parametrize("pad_token_id", [0, 1, None], ids=["own pad", "pad is eos", "no pad"])
 def test_padding_and_batches_do_not_change_a_score(pad_token_id):
-    model, tokenizer = scorer(pad_token_id=pad_token_id), tiny_tokenizer()
+    model, tokenizer = a_scorer(pad_token_id=pad_token_id), tiny_tokenizer()
     scores = score_token_ids(model, encode_texts(tokenizer, TEXTS, None)[0], 2)
     # float32: another padded width sums in another order.
     torch.testing.assert_close(scores, one_by_one(model, tokenizer, TEXTS), atol=1e-5, rtol=0)
     assert len(set(scores.tolist())) >= 4
     assert model.config.pad_token_id == pad_token_id
-
-
-def test_without_a_pad_token_the_end_token_is_read_and_not_taken_for_padding():
-    model, tokenizer = scorer(), tiny_tokenizer()
-    rows = [tokenizer.convert_tokens_to_ids(words.split()) for words in ("no <eos>", "no", "a big red bird")]
-    with_end, without, _ = score_token_ids(model, rows, batch_size=3).tolist()
-    assert abs(with_end - without) > 1e-3
 
 
 def test_an_encoder_scores_the_same_padded():
@@ -90,15 +77,15 @@ def test_a_long_text_keeps_its_first_special_token_and_its_end():
 
 
 def test_a_checkpoint_whose_head_would_be_random_is_refused_with_the_missing_keys(tmp_path):
-    LlamaForCausalLM(config()).save_pretrained(tmp_path / "language_model")
-    LlamaForCausalLM(config(num_labels=2)).save_pretrained(tmp_path / "default_labels")
+    LlamaForCausalLM(scorer_config()).save_pretrained(tmp_path / "language_model")
+    LlamaForCausalLM(scorer_config(num_labels=2)).save_pretrained(tmp_path / "default_labels")
     for name in ("language_model", "default_labels"):
         with pytest.raises(ValueError, match=f"{name}: its checkpoint lacks score.weight, .*newly initialised"):
             load_scorer(tmp_path / name)
 
 
 def test_what_is_no_scalar_reward_model_is_refused(tmp_path):
-    scorer(num_labels=3).save_pretrained(tmp_path / "classes")
+    a_scorer(num_labels=3).save_pretrained(tmp_path / "classes")
     with pytest.raises(ValueError, match="classes has 3 labels; expected a sequence-classification model with 1"):
         load_scorer(tmp_path / "classes")
     (tmp_path / "adapter").mkdir()

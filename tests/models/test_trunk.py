@@ -13,7 +13,7 @@ from onetrunk.models.adapters import ValueHead, adapter_parameters
 from onetrunk.models.base_model import backbone
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
-from tests.models.branches import COMPLETIONS, FEW, PROMPTS, a_pack, a_trunk, gradients, lora, same, step_gradients
+from tests.models.branches import COMPLETIONS, PROMPTS, a_pack, a_trunk, gradients, lora, same, step_gradients
 from tests.tiny import FAMILIES, tiny_model
 
 # fp32, logits of up to 10, and another width of the row: sums in another order.
@@ -57,16 +57,6 @@ def test_variants_of_lora_give_the_logprobs_of_the_plain_model(config):
     check_against_plain(trunk, plain_twin(trunk, "llama", lora(**config)), 1.0)
     fresh = TrunkModel(tiny_model("llama"), lora(**config))(pack=a_pack(), roles=("policy", "reference"))
     assert same(fresh.logprobs, fresh.ref_logprobs)
-
-
-@pytest.mark.parametrize("family", FEW)
-def test_what_stands_in_the_padding_changes_nothing(family):
-    # 1 is the stop token, and the last token of two completions: masks come from lengths.
-    trunk = a_trunk(family, value_head="adapter")
-    roles = ("policy", "value", "reference")
-    with torch.no_grad():
-        zero, eos = (trunk(pack=a_pack(pad_id), roles=roles) for pad_id in (0, 1))
-    assert same(zero, eos)
 
 
 MODES = {

@@ -33,7 +33,6 @@ SHAPE = {
     "vocab_size": 4096,
 }
 M_MMAP_THRESHOLD = -3  # malloc.h
-LAYOUTS = {"fsdp2": Layout(), "tensor_parallel": Layout(1, 1, tensor=2)}
 
 
 def private_bytes() -> int:
@@ -60,7 +59,7 @@ def highest() -> Iterator[list[int]]:
         watcher.join()
 
 
-def measure(name: str, kind: str, block: Any) -> dict[str, Any]:
+def measure(name: str, block: Any) -> dict[str, Any]:
     """Load and share a base; return private bytes in shares of the whole base, and a digest of a share."""
     gc.collect()
     before = private_bytes()
@@ -70,19 +69,19 @@ def measure(name: str, kind: str, block: Any) -> dict[str, Any]:
         whole = local_bytes(base)
         torch.manual_seed(0)
         model = get_peft_model(base, lora(task_type="CAUSAL_LM", r=1, target_modules=["q_proj"]))
-        distribute_frozen(model, LAYOUTS[kind], torch.device(CPU))
+        distribute_frozen(model, Layout(), torch.device(CPU))
     gc.collect()
     end = private_bytes() - before
     shares = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in model.named_parameters()}
     return {"peak": (peak[0] - before) / whole, "end": end / whole, "weights": tensors_digest(shares)}
 
 
-def work(rank: int, folder: str, name: str, kind: str) -> None:
+def work(rank: int, folder: str, name: str) -> None:
     """Write what this process has measured into `folder`."""
     # Matrices of large models are returned to the system when they are freed; so are those of this small one.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
     join_group(CPU, folder, rank, 2)
-    measure(name, kind, contextlib.nullcontext())  # Buffers that are allocated once.
-    results = {"late": measure(name, kind, casting_later()), "at once": measure(name, kind, contextlib.nullcontext())}
+    measure(name, contextlib.nullcontext())  # Buffers that are allocated once.
+    results = {"late": measure(name, casting_later()), "at once": measure(name, contextlib.nullcontext())}
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -7,7 +7,7 @@ import ctypes
 import gc
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,16 +200,11 @@ def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
 
 def work_on_memory(rank: int, folder: str, name: str) -> None:
     """Write what this process needs for a stage of a trunk, and for a whole one, into `folder`."""
-    compare_memory(rank, folder, partial(measure, name))
-
-
-def compare_memory(rank: int, folder: str, measured: Callable[[LayerSplit | None], dict[str, float]]) -> None:
-    """Write what is measured for the stages of a split, and without one, into `folder`."""
     # Matrices of large models are returned to the system when they are freed; so are those of this small one.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
     join_group(CPU, folder, rank, 2)
     split = LayerSplit((5, 5))
-    measured(split)  # Buffers that are allocated once.
-    results = {"stage": measured(split), "whole": measured(None)}
+    measure(name, split)  # Buffers that are allocated once.
+    results = {"stage": measure(name, split), "whole": measure(name, None)}
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

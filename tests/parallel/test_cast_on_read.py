@@ -91,10 +91,9 @@ def test_transformers_reads_weights_through_the_function_that_is_replaced():
 
 @pytest.mark.slow
 @pytest.mark.multi_process
-@pytest.mark.parametrize("kind", ["fsdp2"])
-def test_no_process_holds_the_whole_base_in_another_precision_than_its_file(kind, tmp_path):
+def test_no_process_holds_the_whole_base_in_another_precision_than_its_file(tmp_path):
     name = saved(tmp_path / "base", "mistral", **cast_on_read_worker.SHAPE)
-    torch.multiprocessing.spawn(cast_on_read_worker.work, args=(str(tmp_path), name, kind), nprocs=2)
+    torch.multiprocessing.spawn(cast_on_read_worker.work, args=(str(tmp_path), name), nprocs=2)
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         # Private bytes above those before, in shares of the base in float32: half of it stays. In between come one

@@ -12,32 +12,10 @@ from tempfile import mkdtemp
 import pytest
 
 from onetrunk.parallel.heartbeat import read_beat
-from tests.stages.small_runs import make_material
+from tests.checkpoints.test_elastic_restart import OPTIONS, prepared
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
-# Two rollouts follow the first checkpoint, so the run has a rollout to lose.
-OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:dying"
-OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 4"
-OPTIONS += " --lora_r 2 --save_steps 2 --use_cpu true --report_to none --disable_tqdm true --resume auto"
-# Rank 1 kills itself if the file `fate` exists, once, while it scores the third rollout.
-REWARD = """
-import os, signal
-from pathlib import Path
-
-def dying(completions, trainer_state, **kwargs):
-    fate = Path("fate")
-    if os.environ["RANK"] == "1" and trainer_state.global_step == 2 and fate.exists():
-        fate.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return [-float(len(c)) for c in completions]
-"""
-
-
-def prepared(folder: Path) -> Path:
-    make_material(folder)
-    (folder / "reward.py").write_text(REWARD)
-    return folder
 
 
 def started(folder: Path) -> list[subprocess.Popen]:
@@ -70,7 +48,7 @@ def uninterrupted() -> Path:
 
 def test_the_other_process_lists_the_lost_one_and_the_run_resumes(tmp_path):
     folder = prepared(tmp_path)
-    (folder / "fate").touch()
+    (folder / "kill").touch()
     first, second = started(folder)
     try:
         assert first.wait() == 1

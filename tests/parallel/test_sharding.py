@@ -66,10 +66,7 @@ def test_the_accelerate_config_decides_the_layout(launch_env, monkeypatch):
         ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward: false keeps"),
         ({**GROUPS, "WORLD_SIZE": "4", **FSDP}, "tp_size is 2 and the config also shards"),
         ({**GROUPS, "WORLD_SIZE": "3"}, "groups of 2 processes.*and 3 processes"),
-        (
-            {**GROUPS, "WORLD_SIZE": "8", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
-            "groups of 2 .*and 8",
-        ),
+        ({**GROUPS, "WORLD_SIZE": "8", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "groups of 2 .*and 8"),
         ({**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "parallelism_config_cp_size is 2; only 1"),
     ],
 )

@@ -5,7 +5,6 @@ from dataclasses import replace
 from onetrunk.costs import ModelShape
 from onetrunk.plan.hardware import Device, Pool
 from onetrunk.plan.job import Job, Lengths, ModelFacts, read_model
-from onetrunk.plan.timing import LOCAL, SampleLayout, TrainLayout
 
 SMALL = ModelShape(1000, 64, 4, 128, 4, 2, 16)
 LENGTHS = Lengths(100, 100, 200, 150)
@@ -38,9 +37,3 @@ def device(**changes) -> Device:
 def pool(count: int, **changes) -> Pool:
     """Return GPUs of round numbers, 8 to a machine."""
     return Pool(device(**changes), count, min(count, 8))
-
-
-def layouts(count: int = 1, **changes) -> tuple[TrainLayout, SampleLayout]:
-    """Return the layouts of a plain data parallel run with its own sampler."""
-    own = device(**changes)
-    return TrainLayout(own, count), SampleLayout(own, LOCAL, count)

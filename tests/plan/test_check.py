@@ -110,11 +110,7 @@ def test_a_run_that_trained_in_stages_is_planned_so(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"verb": "sft"}, "run of sft"),
-        ({"slots_per_rollout": 6}, "fewer than 2 rollouts"),
-    ],
+    ("change", "message"), [({"verb": "sft"}, "run of sft"), ({"slots_per_rollout": 6}, "fewer than 2 rollouts")]
 )
 def test_a_run_that_cannot_be_compared_says_why(run_dir, change, message):
     path = run_dir / "_report" / "run.json"

@@ -21,9 +21,17 @@ from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.tools.serve import parse_serve
 from tests.plan.support import SMALL, job_7b
 from tests.stages.recipes import ROOT, commands_of
-from tests.test_launch_files import SBATCH_OPTIONS, SLURM, check_elastic, launched, run_shell, sbatch_options
+from tests.test_launch_files import (
+    SBATCH_OPTIONS,
+    SLURM,
+    at_the_root,
+    check_elastic,
+    launched,
+    run_shell,
+    sbatch_options,
+)
 
-__all__ = ["run_shell"]  # A fixture.
+__all__ = ["at_the_root", "run_shell"]  # Fixtures.
 
 DEVICE = load_catalog().devices["H100-80GB"]
 CONFIG = "recipes/qwen2.5-0.5b/ppo.yaml"
@@ -39,11 +47,6 @@ PLANS = {
     "stages": (TrainLayout(DEVICE, 4, shards=4), SampleLayout(DEVICE, PIPELINED, 2, 1, 2, 16), "sync"),
 }
 FAST = ("servers", "hybrid", "staged")
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 def launch_of(name: str, folder) -> Launch:

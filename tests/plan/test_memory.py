@@ -22,14 +22,7 @@ from onetrunk.plan.memory import (
 )
 from onetrunk.plan.timing import PIPELINED, SERVER, SampleLayout, TrainLayout
 from scripts.plan.errors import WITHIN, cross_checked
-from scripts.plan.measurements import (
-    fit_constants,
-    halves,
-    measured_rows,
-    peak_bytes,
-    peak_ratios,
-    relative_errors,
-)
+from scripts.plan.measurements import fit_constants, halves, measured_rows, peak_bytes, peak_ratios, relative_errors
 from tests.plan.support import LENGTHS, SMALL, device, job, job_7b
 
 

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from onetrunk.rewards import ModelReward
+from tests.models.reward_adapters import a_scorer
 from tests.tiny import tiny_tokenizer
 
 TEMPLATE = (
@@ -16,11 +16,7 @@ USER = {"role": "user", "content": "the cat runs"}
 
 
 def scorer(**overrides):
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    fields |= {"vocab_size": 64, "num_labels": 1, "pad_token_id": 0, "max_position_embeddings": 32, **overrides}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForSequenceClassification(LlamaConfig(initializer_range=0.25, **fields)).eval()
+    return a_scorer(**{"pad_token_id": 0, "max_position_embeddings": 32, **overrides})
 
 
 def read(model, tokenizer, words):
@@ -91,8 +87,6 @@ def test_the_limit_is_the_models_own_unless_given():
 
 
 def test_pieces_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification has 2 labels; expected"):
-        ModelReward(scorer(num_labels=2), tiny_tokenizer())
     with pytest.raises(ValueError, match="needs its tokenizer; give tokenizer="):
         ModelReward(scorer())
     with pytest.raises(ValueError, match="batch_size 0 and max_length None must be at least 1"):

@@ -85,13 +85,6 @@ def test_what_is_logged_says_how_often_the_reference_is_beaten_and_whether_the_j
     assert logged["score/pairwise_consistency"] == 0.0
 
 
-class Kept(dict):
-    """A memory as a ledger is one, without the file."""
-
-    def put(self, key, value):
-        return self.setdefault(key, value)
-
-
 def test_the_rating_is_the_weighted_mean_of_the_principles_by_hand():
     # 3 words of 10 count three times, 1.0 once: (3 * .3 + 1) / 4.
     reward = JudgeReward(word_judge(undecided=["what"], down=["fails"]), TWO)

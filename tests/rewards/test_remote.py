@@ -1,14 +1,12 @@
 """A reward model behind HTTP: the three kinds of server, faults, bad addresses, and PPO's own sum of rewards."""
 
-from dataclasses import replace
-
 import pytest
-from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from onetrunk.rewards import ModelReward, RemoteReward, resolve_reward
 from onetrunk.rewards.remote import remote_reward
 from onetrunk.servers.fleet import RetryPolicy, run_async
 from tests.judges.stub_server import StubServer, draw
+from tests.models.reward_adapters import a_scorer
 from tests.ppo.support import logged, make_trainer, trained
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -73,12 +71,7 @@ def test_conversations_go_as_messages_to_the_template_of_the_server():
 
 @pytest.mark.parametrize("conversational", [False, True])
 def test_with_its_tokenizer_a_remote_model_reads_what_it_reads_here(tmp_path, conversational):
-    config = AutoConfig.for_model(
-        "llama", vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=16, num_labels=1, pad_token_id=0, reads_end_token=True,
-    )  # fmt: skip
-    model = AutoModelForSequenceClassification.from_config(config)
-    model.save_pretrained(tmp_path)
+    a_scorer(max_position_embeddings=16, pad_token_id=0, reads_end_token=True).save_pretrained(tmp_path)
     tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(tmp_path)
     local = ModelReward(tmp_path)
 
@@ -97,12 +90,10 @@ def test_with_its_tokenizer_a_remote_model_reads_what_it_reads_here(tmp_path, co
         assert call(remote, prompts, completions) == pytest.approx(local(prompts, completions), abs=1e-6)
 
 
-@pytest.mark.parametrize("fault", ["500", "hang"])
-def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice(fault):
-    prompts, completions = rows(16 if fault == "hang" else 60)
-    policy = replace(PATIENT, call_timeout_s=0.3) if fault == "hang" else PATIENT
-    with StubServer(routes=ROUTES, fault=fault, rate=0.5) as stub:
-        reward = RemoteReward(f"{stub.root}/classify", model="judge-1", batch_size=2, policy=policy)
+def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice():
+    prompts, completions = rows(60)
+    with StubServer(routes=ROUTES, fault="500", rate=0.5) as stub:
+        reward = RemoteReward(f"{stub.root}/classify", model="judge-1", batch_size=2, policy=PATIENT)
         found = call(reward, prompts, completions)
     assert found == pytest.approx([draw(p + c) - 0.5 for p, c in zip(prompts, completions, strict=True)])
     assert set(stub.sold.values()) == {1} and len(stub.sold) == len(prompts) / 2

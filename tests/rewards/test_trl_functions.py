@@ -28,11 +28,7 @@ def asked(number):
 def test_formats_and_lengths_are_scored_together():
     functions = [think_format_reward, get_soft_overlong_punishment(100, 20), get_repetition_penalty_reward(2, -1.0)]
     rewards = RewardSet(functions, weights=[1.0, 2.0, 1.0])
-    assert rewards.names == [
-        "think_format_reward",
-        "soft_overlong_punishment_reward",
-        "repetition_penalty_reward",
-    ]
+    assert rewards.names == ["think_format_reward", "soft_overlong_punishment_reward", "repetition_penalty_reward"]
     completions = answered("<think>\nold\n</think>\ntwo", "<think>\ntwo")
     scores = rewards.score(asked(2), completions, [list(range(90)), [5, 5, 5, 5, 5]], {})
     assert scores.by_function["think_format_reward"].tolist() == [1.0, 0.0]

@@ -108,14 +108,7 @@ def test_a_failure_says_what_came_and_whether_it_may_be_paid(fault, message, may
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [
-        (429, "again"),
-        (500, "again"),
-        (503, "again"),
-        (400, "refused"),
-        (422, "refused"),
-        (404, "stop"),
-    ],
+    [(429, "again"), (500, "again"), (503, "again"), (400, "refused"), (422, "refused"), (404, "stop")],
 )
 def test_each_status_is_for_again_for_this_question_or_for_all(status, kind):
     with answering(status, {"detail": "no"}) as stub, pytest.raises(CallError, match=f"HTTP {status}: no") as error:

@@ -107,15 +107,6 @@ def test_an_output_folder_is_made_and_left_empty(tmp_path):
     assert files.require_output_dir(folder) == folder
 
 
-def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path):
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(ValueError, match="is a file"):
-        files.require_output_dir(tmp_path / "out")
-    with pytest.raises(RuntimeError, match="cannot be written"):
-        files.require_output_dir(tmp_path / "out" / "inner")
-    assert (tmp_path / "out").read_text() == "mine"
-
-
 def test_only_temporary_files_of_killed_writers_are_deleted(tmp_path):
     names = [".a.json.0123456789abcdef.tmp", ".b[1].txt.fedcba9876543210.tmp", "a.json", ".a.json.tmp", ".b.tmp"]
     for name in names:
