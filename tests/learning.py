@@ -215,6 +215,11 @@ def task_optimum(task: Task, seed: int) -> Optimum:
     return optimum(ref_logprobs, all_scores(task), task.beta)
 
 
+def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> float:
+    """Return KL(policy || reference), mean over prompts, of policies given as logprobs [prompts, outcomes]."""
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(1).mean().item()
+
+
 def share_of_good_tokens(task: Task) -> Callable[..., list[float]]:
     """Return the task's reward function."""
 
