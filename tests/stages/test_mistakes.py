@@ -45,6 +45,7 @@ MISTAKES = [
     (OK, "kl_estimator: k3\n", "use k1, or set kl_in_loss", 2),
     (OK, "num_train_epochs: 0\n", "num_train_epochs is 0: no step would be trained", 2),
     (OK, "checkpoint_mirror: out\n", "checkpoint_mirror is the output_dir out", 1),
+    (OK, "shuffle_window: 9\n", "shuffle_window is 9, and only streaming uses it", 2),
     (OK, "report_to: swanlab\n", "report_to names swanlab, which is not installed; pip install swanlab", 2),
     (OK, "eval_size: 0.1\neval_dataset_split: test\n", "keep one of them", 2),
     (f"{OK} --resume out/checkpoint-7", "", "there is no folder out/checkpoint-7", 1),

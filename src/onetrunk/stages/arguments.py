@@ -133,6 +133,8 @@ class TrainingDataArguments(DatasetArguments):
         super().__post_init__()
         if self.shuffle_window < 1:
             raise ValueError(f"shuffle_window is {self.shuffle_window}; set 1 row or more (10000 is common)")
+        if not self.streaming and self.shuffle_window != TrainingDataArguments.shuffle_window:
+            raise ValueError(f"shuffle_window is {self.shuffle_window}, and only streaming uses it; set both or none")
         if self.streaming and self.eval_size is not None:
             raise ValueError(
                 "eval_size holds out rows of a dataset in memory, and streaming keeps none there; name the held-out"
