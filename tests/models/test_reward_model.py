@@ -18,7 +18,16 @@ from onetrunk.models.adapters import REWARD, adapter_parameters, role
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.reward_model import _batches, encode_texts, load_scorer, read_score_adapter, score_token_ids
+from onetrunk.models.reward_model import (
+    SCALE_FILE,
+    ScoreScale,
+    _batches,
+    encode_texts,
+    load_scorer,
+    read_score_adapter,
+    read_score_scale,
+    score_token_ids,
+)
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, lora, move, same, step_gradients, weights_of
@@ -290,3 +299,18 @@ def test_other_kinds_of_adapters_and_several_labels_are_refused(places, tmp_path
     get_peft_model(model, config).save_pretrained(tmp_path / "ada")
     with pytest.raises(ValueError, match=r"ada is of the kind ADALORA \(AdaLoraConfig\), and only LORA is supported"):
         read_score_adapter(str(tmp_path / "ada"))
+
+
+def test_a_scale_reads_back_and_a_damaged_or_flat_one_is_refused(tmp_path):
+    scale = ScoreScale.of(torch.tensor([1.0, 3.0]))
+    assert (scale.mean, scale.std) == (2.0, pytest.approx(2**0.5))
+    scores = torch.tensor([0.5, -4.0])
+    torch.testing.assert_close(scale.restore(scale.standardize(scores)), scores)
+    scale.save(tmp_path)
+    assert read_score_scale(str(tmp_path)) == scale
+    (tmp_path / SCALE_FILE).write_text('{"mean": 1}')
+    with pytest.raises(RuntimeError, match="does not hold the mean and std"):
+        read_score_scale(str(tmp_path))
+    for flat in ([1.0, 1.0], [1.0], [float("nan"), 1.0]):
+        with pytest.raises(ValueError, match="tell nothing apart"):
+            ScoreScale.of(torch.tensor(flat))

@@ -15,13 +15,11 @@ from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.labels import kept_ratings
 from onetrunk.judges.reward_model import load_reward_judge
-from onetrunk.models.reward_model import ScoreScale
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.teacher import Teacher
-from onetrunk.rewards import EnsembleReward, PairwiseReward, RewardSet
-from onetrunk.rewards.judge_reward import JudgeReward, prompt_key
+from onetrunk.rewards import RewardSet
+from onetrunk.rewards.judge_reward import JudgeReward
 from onetrunk.rewards.model import load_reward
-from onetrunk.types import SampledText
 from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -71,7 +69,7 @@ def test_a_reward_adapter_gives_the_same_scores_on_the_trunk_and_as_a_model_of_i
 
 
 def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
-    """Rows of judges, of teachers and of ensembles: the scores are those of the reward model in PPO."""
+    """Rows of judges, alone or several, and of teachers: the scores are those of the reward model in PPO."""
     reward = load_reward(str(adapter))
     expected = reward(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
     judge = load_reward_judge(str(adapter))
@@ -87,13 +85,10 @@ def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
     assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)
     assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)  # Kept.
     other = saved_reward_adapter(tmp_path / "other", base, tokenizer=TOKENIZER, seed=6)
-    for folder in (adapter, other):
-        ScoreScale(0.0, 1.0).save(folder)
-    members = EnsembleReward([adapter, other]).member_scores(PLAIN, TEXTS, STOPPED)
-    assert members[0].tolist() == pytest.approx(expected, abs=1e-5)
-    second = members[1].sigmoid().tolist()
+    scores = load_reward(str(other))(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
+    second = torch.tensor(scores).sigmoid()
     joined = EnsembleJudge([judge, load_reward_judge(str(other))]).rate(PLAIN, TEXTS, PRINCIPLE, stopped=STOPPED)
-    means = [(a.score + b) / 2 for a, b in zip(ratings, second, strict=True)]
+    means = [(a.score + b) / 2 for a, b in zip(ratings, second.tolist(), strict=True)]
     assert [rating.score for rating in joined] == pytest.approx(means, abs=1e-5)
 
 
@@ -103,9 +98,3 @@ def test_judges_in_the_reward_are_told_which_completions_were_cut_off(adapter):
     keywords = {"prompts": PLAIN, "completions": TEXTS, "completion_stopped": STOPPED}
     expected = torch.tensor(scores).sigmoid().tolist()
     assert JudgeReward(judge, CONSTITUTION)(**keywords) == pytest.approx(expected, abs=1e-5)
-    references = {prompt_key(PLAIN[0]): SampledText("sings", stopped=False)}
-    reward = PairwiseReward(judge, CONSTITUTION, floor=1e-6, references=references)
-    (reference,) = load_reward(str(adapter))(prompts=PLAIN[:1], completions=["sings"], completion_stopped=[False])
-    keywords = {name: values[:1] for name, values in keywords.items()}
-    expected = torch.nn.functional.logsigmoid(torch.tensor(scores[0] - reference)).item()
-    assert reward(**keywords) == pytest.approx([expected], abs=1e-5)

@@ -10,8 +10,8 @@ import torch
 import onetrunk.rewards
 from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Principle
-from onetrunk.models.reward_model import ScoreScale, read_score_adapter
-from onetrunk.rewards import EnsembleReward, ModelReward, PairwiseReward, RemoteReward, RewardSet, resolve_reward
+from onetrunk.models.reward_model import read_score_adapter
+from onetrunk.rewards import JudgeReward, ModelReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.model import TrunkReward, load_reward
 from onetrunk.rewards.reward import columns_read, content_of, names_a_model, reward_name
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
@@ -164,23 +164,15 @@ def test_an_adapter_is_known_by_its_weights_on_the_trunk_and_on_a_base_of_its_ow
     one, two = (saved_reward_adapter(tmp_path / f"rm-{seed}", base, seed=seed) for seed in (5, 6))
     for read in (lambda path: TrunkReward(read_score_adapter(str(path))), load_reward):
         assert content_of(read(one)) == content_of(read(one)) != content_of(read(two))
-    for path in (one, two):
-        ScoreScale(0.0, 1.0).save(path)
-    ensemble = content_of(EnsembleReward([one, two]))
-    assert ensemble == content_of(EnsembleReward([one, two])) != content_of(EnsembleReward([one, two], penalty=1.0))
-    ScoreScale(0.0, 2.0).save(two)
-    assert content_of(EnsembleReward([one, two])) != ensemble
 
 
 def test_a_judge_is_known_by_what_it_asks_and_by_the_constitution():
-    def judged(text="Which is longer?", check=None, **settings):
-        principles = (Principle(text, tags=("long",)),)
-        return content_of(
-            PairwiseReward(RubricJudge({"long": check or at_least}), Constitution("rules", principles), **settings)
-        )
+    def judged(text="Which is longer?", check=at_least):
+        constitution = Constitution("rules", (Principle(text, tags=("long",)),))
+        return content_of(JudgeReward(RubricJudge({"long": check}), constitution))
 
-    others = [judged("Which is shorter?"), judged(check=takes_all), judged(beta=2.0), judged(floor=0.1)]
-    assert judged() == judged() and len({judged(), *others}) == 5
+    others = [judged("Which is shorter?"), judged(check=takes_all)]
+    assert judged() == judged() and len({judged(), *others}) == 3
 
 
 def takes_answer(completions, answer): ...

@@ -1,4 +1,4 @@
-"""Judges in `onetrunk ppo`: as a rating, as log P(better than the reference), and as a monitor; on a tiny model."""
+"""Judges in `onetrunk ppo`: as a rating and as a monitor; on a tiny model."""
 
 import json
 import os
@@ -14,9 +14,7 @@ from onetrunk import cli
 from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Principle
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
-from onetrunk.ppo.reference_completions import sample_references
-from onetrunk.rewards.judge_reward import PairwiseReward, prompt_key
-from onetrunk.stages.ppo import RunJudges
+from onetrunk.rewards.judge_reward import JudgeReward
 from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts
@@ -87,25 +85,9 @@ def test_a_judge_rates_and_another_watches(there, capsys):
     assert "'judge/gap'" in capsys.readouterr().out
 
 
-def test_a_pairwise_reward_compares_with_what_the_reference_says_once(there):
-    assert ppo("pairwise", "--reward_funcs", "pairwise", *JUDGE) == 0
-    figures = metrics("pairwise")
-    assert figures["policy"]["score/pairwise"] <= 0
-    # Every planned prompt and every held-out one has a reference completion: 14 training rows, 8 of which are used.
-    kept = answers_in(there / "pairwise/_kept/reference_completions-0.db")
-    assert len(kept) == 8 + 6
-    # Another run in the same folder samples none of them again, and asks the judge nothing anew.
-    asked = len((there / "asked.txt").read_text().splitlines())
-    again = ["--overwrite_output_dir", "true"]
-    assert ppo("pairwise", "--reward_funcs", "pairwise", *JUDGE, *again) == 0
-    assert answers_in(there / "pairwise/_kept/reference_completions-0.db") == kept
-    assert len((there / "asked.txt").read_text().splitlines()) == asked
-    assert metrics("pairwise") == figures
-
-
 @pytest.mark.slow
 def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
-    saving = ["--save_strategy", "steps", "--save_steps", "3", "--reward_funcs", "pairwise", *JUDGE, *MONITOR]
+    saving = ["--save_strategy", "steps", "--save_steps", "3", "--reward_funcs", "judge", *JUDGE, *MONITOR]
     assert ppo("whole", *saving) == 0
     # As after a kill in the middle of the second rollout, with nothing else left.
     shutil.copytree("whole/checkpoint-3", "resumed/checkpoint-3")
@@ -118,8 +100,8 @@ def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_asks_for_the_monitor(there):
-    options = ["--reward_funcs", "pairwise", *JUDGE, *MONITOR]
+def test_of_two_processes_the_first_one_alone_asks_for_the_monitor(there):
+    options = ["--reward_funcs", "judge", *JUDGE, *MONITOR]
     assert ppo("one", *options) == 0
     script = [str(ROOT / "scripts/ppo.py"), *PPO, "--output_dir", "two", *options]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
@@ -127,15 +109,10 @@ def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_
     done = subprocess.run(launch, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
-    def texts(folder, rank):
-        values = answers_in(f"{folder}/_kept/reference_completions-{rank}.db").values()
-        return {json.dumps(value) for value in values}
-
     def ratings(rank):
         answers = answers_in(f"two/_kept/judged-{rank}.db").values()
         return sum("brief" in answer["details"]["scores"] for answer in answers)
 
-    assert texts("two", 0) | texts("two", 1) == texts("one", 0)
     assert ratings(0) > 0 and ratings(1) == 0
     one, two = metrics("one"), metrics("two")
     assert two["num_processes"] == 2
@@ -144,41 +121,16 @@ def test_two_processes_compare_with_the_same_references_and_the_first_one_alone_
     assert two["monitor"]["best"]["judge_score"] == pytest.approx(one["monitor"]["best"]["judge_score"], abs=0.05)
 
 
-def test_a_column_of_reference_completions_is_taken_as_it_is(there):
-    rows = [json.loads(line) | {"reference_completion": "the cat"} for line in open("rows.jsonl")]
-    (there / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--dataset_name", "answered.jsonl", "--reward_funcs", "pairwise", *JUDGE]
-    assert ppo("column", *options) == 0
-    assert answers_in(there / "column/_kept/reference_completions-0.db") == {}
-    assert "the cat" in (there / "asked.txt").read_text().splitlines()
-
-
-def test_references_do_not_depend_on_the_batch_and_follow_the_model(tmp_path):
-    def references(folder, dataset, **settings):
-        trainer = make_trainer(tmp_path / folder, dataset=dataset, rollout_batch_size=4, num_rollouts=2, **settings)
-        return sample_references(trainer)
-
-    all_rows = references("all", prompts(8))
-    assert set(all_rows) == {prompt_key(prompt) for prompt in prompts(8)["prompt"]}
-    few = references("few", prompts(4))
-    assert few == {key: all_rows[key] for key in few}
-    assert references("all", prompts(8)) == all_rows
-    assert references("seed", prompts(8), seed=4) != all_rows
-    assert len(answers_in(tmp_path / "all/_kept/reference_completions-0.db")) == 8
-
-
-def test_without_held_out_rows_the_monitor_looks_at_training_prompts_and_they_have_references_too(tmp_path):
+def test_without_held_out_rows_the_monitor_looks_at_training_prompts(tmp_path):
     judge = RubricJudge({"long": lambda completions, **kwargs: [len(text) / 100 for text in completions]})
     constitution = Constitution("long", (Principle("Which is longer?", tags=("long",)),))
-    reward = PairwiseReward(judge, constitution)
+    reward = JudgeReward(judge, constitution)
     trainer = make_trainer(tmp_path, reward=reward, dataset=prompts(12), num_rollouts=2, rollout_batch_size=4)
-    judges = RunJudges([reward], HackingMonitor(judge, constitution, num_rows=6))
-    judges.begin(trainer)
-    assert judges.monitor.rows["prompt"] == prompts(12)["prompt"][:6]
-    # 8 prompts of two rollouts, and those of the monitor that are not among them.
-    assert 8 < len(reward.references) <= 12
+    monitor = HackingMonitor(judge, constitution, num_rows=6)
+    monitor.attach(trainer)
+    assert monitor.rows["prompt"] == prompts(12)["prompt"][:6]
     trainer.train()
-    assert judges.monitor.num_left_out == 0
+    assert monitor.num_left_out == 0
 
 
 RATED = ["--model_name_or_path", "no-model", "--reward_funcs", "judge"]
@@ -188,11 +140,11 @@ RATED = ["--model_name_or_path", "no-model", "--reward_funcs", "judge"]
     ("options", "code", "sentence"),
     [
         (["--reward_funcs", "judge"], 2, "reward_funcs names judge, and judge is not set"),
-        (["--reward_funcs", "pairwise", *JUDGE[:2]], 2, "judge is set and constitution is not"),
+        (["--reward_funcs", "judge", *JUDGE[:2]], 2, "judge is set and constitution is not"),
         (
             ["--reward_funcs", "checks.py:even", *JUDGE],
             2,
-            "reward_funcs names neither judge (its rating) nor",
+            "reward_funcs does not name judge",
         ),
         (["--reward_funcs", "checks.py:even", "--monitor_every", "2"], 2, "set and monitor_judge is not"),
         (["--reward_funcs", "checks.py:even", *MONITOR[:2]], 2, "neither monitor_constitution nor constitution"),

@@ -1,4 +1,4 @@
-"""Held-out evaluation, tables of samples, and the reference's completions that pairwise rewards compare with.
+"""Held-out evaluation, and tables of samples.
 
 The same prompts get the same random numbers at every evaluation, so that differences come from the policy.
 """

@@ -24,7 +24,7 @@ from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.model import EnsembleReward, ModelReward, TrunkReward
+from onetrunk.rewards.model import ModelReward, TrunkReward
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
@@ -255,7 +255,7 @@ class Sampler:
     @property
     def may_wait(self) -> bool:
         """Whether a reward function may wait for a server. A model of ours would compete for the device instead."""
-        ours = (ModelReward, EnsembleReward, TrunkReward)
+        ours = (ModelReward, TrunkReward)
         return not all(isinstance(function, ours) for function in self.rewards.functions)
 
     def roles(self, *names: str) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.model import ModelReward, ensemble_reward, names_an_ensemble, trunk_reward
+from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.reward import BuiltInReward, RewardFunction, names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
 from onetrunk.rollouts.load import load_backend
@@ -291,9 +291,7 @@ def resolve_rewards(
     resolved: list[RewardFunction | str] = []
     for reward, tokenizer in zip(rewards, tokenizers, strict=True):
         is_model_name = isinstance(reward, str) and names_a_model(reward)
-        if isinstance(reward, str) and names_an_ensemble(reward):
-            reward = ensemble_reward(reward, device=device)
-        elif is_model_name and is_adapter_name(reward):
+        if is_model_name and is_adapter_name(reward):
             reward = trunk_reward(reward, base, base_tokenizer, tokenizer)
         elif is_model_name or isinstance(reward, PreTrainedModel):
             reward = ModelReward(reward, tokenizer, device=device)

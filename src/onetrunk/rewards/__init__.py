@@ -30,10 +30,8 @@ from onetrunk.utils.startup import imported_when_used
 
 _HOMES = {
     "Completion": "reward",
-    "EnsembleReward": "model",
     "JudgeReward": "judge_reward",
     "ModelReward": "model",
-    "PairwiseReward": "judge_reward",
     "RemoteReward": "remote",
     "RewardFunction": "reward",
     "RewardSet": "combine",

@@ -1,4 +1,4 @@
-"""Reward models as reward functions: one (`ModelReward`), several (`EnsembleReward`), or an adapter (`TrunkReward`).
+"""Reward models as reward functions: a model of its own (`ModelReward`), or an adapter on the trunk (`TrunkReward`).
 
 How prompt and completion become token ids, and token ids become scores, is in `models/reward_model.py`.
 """
@@ -6,14 +6,11 @@ How prompt and completion become token ids, and token ids become scores, is in `
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.models.loading import (
@@ -24,9 +21,7 @@ from onetrunk.models.loading import (
     tensors_digest,
 )
 from onetrunk.models.reward_model import (
-    SCALE_FILE,
     ScoreAdapter,
-    ScoreScale,
     adapter_tokenizer,
     check_scorer,
     encode_rows,
@@ -35,12 +30,11 @@ from onetrunk.models.reward_model import (
     load_adapter_scorer,
     load_scorer,
     read_score_adapter,
-    read_score_scale,
     reads_end_token,
     score_token_ids,
     scorer_source,
 )
-from onetrunk.rewards.reward import BuiltInReward, Completion, content_of
+from onetrunk.rewards.reward import BuiltInReward, Completion
 from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
 
@@ -53,7 +47,6 @@ SAMPLE_TEXTS = (
     "na\u00efve \u2013 \u6771\u4eac \U0001f642",
     "{'a': [1.5]}",
 )
-ENSEMBLE = "ensemble:"
 # Keys of an adapter's config that do not change what it computes.
 PASSING_IN_ADAPTERS = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 
@@ -203,104 +196,6 @@ def tokenizer_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenize
         return f"token {tokens[0][0]!r} is in one of them alone"
     texts = [text for text in SAMPLE_TEXTS if one(text)["input_ids"] != other(text)["input_ids"]]
     return f"{texts[0]!r} differs" if texts else None
-
-
-class EnsembleReward(BuiltInReward):
-    """The mean of the members' standardised scores, minus `penalty` times their (population) standard deviation.
-
-    Reward models disagree most on rows unlike those they were trained on. The penalty keeps PPO from exploiting the
-    mistakes of one of them there. In YAML: `reward_funcs: ["ensemble:runs/rm-0,runs/rm-1,penalty=0.5"]`.
-    Source: Coste et al. 2023 (arXiv:2310.02743), who subtract the variance; we subtract the standard deviation, which
-    has the unit of the score.
-
-    Args:
-        paths: folders or Hub names of two reward models or more. Each needs its scale file, which `onetrunk reward`
-            and `onetrunk distill` write: without it, different zero points would look like disagreement.
-        penalty: score units per unit of disagreement; 0 or more.
-        batch_size: texts per forward.
-        device: None: the CPU.
-        name: the name in metrics; the disagreement is logged as `score/<name>_disagreement`.
-
-    Raises:
-        ValueError: fewer than two members, a negative penalty, or a member without a scale or without a head.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[str | Path],
-        penalty: float = 0.0,
-        *,
-        batch_size: int = 16,
-        device: torch.device | str | None = None,
-        name: str = "ensemble",
-    ):
-        if len(paths) < 2 or len(set(map(str, paths))) < len(paths):
-            raise ValueError(
-                f"an ensemble of {', '.join(map(str, paths)) or 'nothing'} has no disagreement; name two different"
-                " reward models or more"
-            )
-        if not (math.isfinite(penalty) and penalty >= 0):
-            raise ValueError(f"the penalty of an ensemble is {penalty}; set a finite number of at least 0")
-        self.scales = [_scale(str(path)) for path in paths]
-        self.members = [load_reward(path, device=device, batch_size=batch_size) for path in paths]
-        self.penalty = penalty
-        self.__name__ = name
-
-    def member_scores(
-        self, prompts: list[Prompt], completions: list[Completion], stopped: list[bool] | None = None
-    ) -> Tensor:
-        """Return the standardised scores [members, n]; `stopped` is False for completions that were cut off."""
-        scores = [torch.tensor(member(prompts, completions, completion_stopped=stopped)) for member in self.members]
-        return torch.stack([scale.standardize(s) for scale, s in zip(self.scales, scores, strict=True)])
-
-    def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[float]:
-        """Return n scores. Of the columns only `completion_stopped` counts."""
-        if not prompts:
-            return []
-        scores = self.member_scores(prompts, completions, columns.get("completion_stopped"))
-        disagreement = scores.std(dim=0, correction=0)
-        if "log_metric" in columns:
-            columns["log_metric"](f"score/{self.__name__}_disagreement", float(disagreement.mean()))
-        return (scores.mean(dim=0) - self.penalty * disagreement).tolist()
-
-    def content(self) -> str:
-        scales = [[scale.mean, scale.std] for scale in self.scales]
-        members = [content_of(member) for member in self.members]
-        return f"ensemble, sha256 {digest([members, scales, self.penalty])[:16]}"
-
-
-def _scale(name: str) -> ScoreScale:
-    scale = read_score_scale(name)
-    if scale is None:
-        raise ValueError(
-            f"reward model {name} has no {SCALE_FILE}, so its scores can't be compared with another model's;"
-            " `onetrunk reward` writes one, or ScoreScale.of(scores).save(folder) with its scores of some rows"
-        )
-    return scale
-
-
-def names_an_ensemble(spec: str) -> bool:
-    """Return whether a text among the reward functions names an ensemble."""
-    return spec.startswith(ENSEMBLE)
-
-
-def ensemble_reward(spec: str, device: torch.device | str | None = None) -> EnsembleReward:
-    """Return the ensemble that "ensemble:PATH,PATH,...,penalty=NUMBER" names; the default penalty is 0.
-
-    Raises:
-        ValueError: the text has another form, or EnsembleReward rejects the settings.
-    """
-    parts = [part.strip() for part in spec.removeprefix(ENSEMBLE).split(",")]
-    settings = dict(part.split("=", 1) for part in parts if "=" in part)
-    paths = [part for part in parts if "=" not in part]
-    form = f"write '{ENSEMBLE}runs/rm-0,runs/rm-1,penalty=0.5'"
-    if set(settings) - {"penalty"} or not all(paths):
-        raise ValueError(f"reward {spec!r} is no list of reward models with a penalty; {form}")
-    try:
-        penalty = float(settings.get("penalty", 0.0))
-    except ValueError as error:
-        raise ValueError(f"reward {spec!r}: the penalty is no number; {form}") from error
-    return EnsembleReward(paths, penalty, device=device)
 
 
 def load_reward(name: str | Path, *, device: torch.device | str | None = None, batch_size: int = 16) -> ModelReward:

@@ -45,9 +45,7 @@ class RewardFunction(Protocol):
 
 
 class BuiltInReward:
-    """A reward class of this package. `columns_read` are the columns of the dataset that it reads."""
-
-    columns_read: tuple[str, ...] = ()
+    """A reward class of this package; it reads no column of the dataset."""
 
     def content(self) -> str:
         """Return what the scores depend on, as a short text."""
@@ -122,7 +120,7 @@ def content_of(reward: Callable[..., Any]) -> str:
 def columns_read(reward: Callable[..., Any], columns: Sequence[str]) -> list[str]:
     """Return the columns of the dataset that a reward function reads: those it names; with `**kwargs`, all of them."""
     if isinstance(reward, BuiltInReward):
-        return [name for name in columns if name in reward.columns_read]
+        return []
     try:
         parameters = inspect.signature(reward).parameters
     except (TypeError, ValueError):

@@ -158,7 +158,7 @@ class PPODataArguments(TrainingDataArguments):
         None,
         "package.module.function, path/to/file.py:function, a reward model's folder or Hub name (an adapter on the"
         " policy's own base is a branch of its trunk), a server's address, http://host:port/classify#model=NAME, or"
-        " with a judge the words judge (its rating) and pairwise (log P of beating the reference); one or several.",
+        " with a judge the word judge, its rating; one or several.",
     )
 
     def __post_init__(self) -> None:

@@ -21,12 +21,10 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
-from onetrunk.ppo.reference_completions import KEPT_FOLDER, sample_references
 from onetrunk.ppo.settings import MONITOR_ACTIONS, check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.combine import resolve_reward
-from onetrunk.rewards.judge_reward import JudgeReward, PairwiseReward
-from onetrunk.rewards.model import names_an_ensemble
+from onetrunk.rewards.judge_reward import JudgeReward
 from onetrunk.rewards.reward import RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.judging import load_judge_parts
@@ -36,8 +34,10 @@ from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 from onetrunk.utils.options import option
 
-# Words in reward_funcs that stand for the judge.
-JUDGE, PAIRWISE = "judge", "pairwise"
+# The word in reward_funcs that stands for the judge.
+JUDGE = "judge"
+# What a resumed run needs from its judges. Trainer pushes no path that begins with an underscore to the Hub.
+KEPT_FOLDER = "_kept"
 
 
 @dataclass
@@ -80,15 +80,15 @@ def check_settings(
         raise ValueError("use_peft is false, but ppo trains a LoRA adapter on a frozen base; leave it out")
     if model_args.lora_dropout:
         raise ValueError("lora_dropout makes the first PPO ratio differ from 1; leave it out")
-    words = [word for word in (JUDGE, PAIRWISE) if word in data.reward_funcs]
-    if words and not settings.judge:
-        raise ValueError(f"reward_funcs names {words[0]}, and judge is not set; name who judges, such as rubric")
-    if settings.judge and not words:
+    is_judged = JUDGE in data.reward_funcs
+    if is_judged and not settings.judge:
+        raise ValueError(f"reward_funcs names {JUDGE}, and judge is not set; name who judges, such as rubric")
+    if settings.judge and not is_judged:
         raise ValueError(
-            f"judge is set, and reward_funcs names neither {JUDGE} (its rating) nor {PAIRWISE} (log P of being better"
-            " than the reference's completion); add one of them, or leave judge out (monitor_judge only watches)"
+            f"judge is set, and reward_funcs does not name {JUDGE}, its rating; add the word, or leave judge out"
+            " (monitor_judge only watches)"
         )
-    if words and not settings.constitution:
+    if is_judged and not settings.constitution:
         raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
     if not judge_args.monitor_judge:
         defaults = ((f.name, f.default) for f in fields(judge_args) if f.name.startswith("monitor_"))
@@ -100,7 +100,7 @@ def check_settings(
     if not monitor.constitution:
         raise ValueError("monitor_judge is set, and neither monitor_constitution nor constitution; name a YAML file")
     is_rewarded = any(spec.removeprefix(REWARD) in data.reward_funcs for spec in judge_args.monitor_judge)
-    if is_rewarded or (words and monitor == settings):
+    if is_rewarded or (is_judged and monitor == settings):
         raise ValueError(
             f"monitor_judge {judge_args.monitor_judge[0]} is what the reward is made of, and would see no gap; name a"
             " judge that PPO does not see"
@@ -122,7 +122,8 @@ def run(
     require_push(args)
     with run_judges(data.reward_funcs, args, judge_settings, judge_args) as judges:
         trainer = make_trainer(judges.reward_funcs, args, model_args, rows, held_out)
-        judges.begin(trainer)
+        if judges.monitor is not None:
+            judges.monitor.attach(trainer)
         reference = trainer.evaluate_reference() if held_out is not None else None
         with recorded(trainer, resume, "ppo", data, model_args, judge_settings, judge_args):
             trainer.train(resume_from_checkpoint=resume)
@@ -135,8 +136,8 @@ def run(
 def require_functions(reward_funcs: Sequence[str]) -> None:
     """Import the reward functions that are named, so that a wrong name is reported before anything loads."""
     for spec in reward_funcs:
-        is_loaded_later = "://" in spec or names_an_ensemble(spec) or names_a_model(spec)
-        if spec not in (JUDGE, PAIRWISE) and not is_loaded_later:
+        is_loaded_later = "://" in spec or names_a_model(spec)
+        if spec != JUDGE and not is_loaded_later:
             resolve_reward(spec)
 
 
@@ -183,18 +184,8 @@ def compare(trainer: PPOTrainer, reference: dict[str, float], model_name: str, m
 class RunJudges:
     """The loaded judges of a run."""
 
-    reward_funcs: list[str | RewardFunction]  # With functions in place of the words judge and pairwise.
+    reward_funcs: list[str | RewardFunction]  # With a function in place of the word judge.
     monitor: HackingMonitor | None
-
-    def begin(self, trainer: PPOTrainer) -> None:
-        """Attach the monitor, and sample the completions that pairwise rewards compare with."""
-        if self.monitor is not None:
-            self.monitor.attach(trainer)
-        pairwise = [reward for reward in self.reward_funcs if isinstance(reward, PairwiseReward)]
-        if pairwise:
-            references = sample_references(trainer, [] if self.monitor is None else [self.monitor.rows])
-            for reward in pairwise:
-                reward.references.update(references)
 
 
 @contextlib.contextmanager
@@ -221,7 +212,6 @@ def run_judges(
         rewards: dict[str, RewardFunction] = {}
         if judging is not None:
             rewards[JUDGE] = JudgeReward(*judging, memory=ledger)
-            rewards[PAIRWISE] = PairwiseReward(*judging, memory=ledger)
         monitor = None
         if watching is not None:
             monitor = HackingMonitor(
