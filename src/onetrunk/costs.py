@@ -106,12 +106,7 @@ class ModelShape:
         return mixed * self.layer_parameters + self.num_dense_layers * dense + self.outer_parameters
 
     def lora_parameters(self, rank: int, layers: int | None = None) -> int:
-        """Return the weights of a LoRA adapter on every matrix: `rank` times inputs plus outputs of each.
-
-        Args:
-            rank: rank of the adapter.
-            layers: number of adapted layers; None: all.
-        """
+        """Return the weights of a LoRA adapter on every matrix: `rank` times inputs plus outputs of each."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
         width = self.expert_size if self.num_experts else self.intermediate_size
@@ -165,11 +160,8 @@ def sampling_bytes(
     """Return the bytes that sampling adds in each stage of a pipeline, by part; a process alone is one stage.
 
     Args:
-        shape: shape of the decoder.
-        sizes: layers of each stage.
         rows: rows that decode at once in the pipeline.
         width: padded tokens of a row at its end.
-        itemsize: bytes of a number in the cache.
         batches: batches in flight; the last stage draws for one of them at a time.
         gathered: bytes of a weight of a sharded base, of which a stage holds its own layers and what is outside of
             all layers; 0: the base is whole on every process already.
@@ -199,10 +191,6 @@ def stage_weights(shape: ModelShape, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the number of frozen weights that each training stage holds; one stage has all of them.
 
     The first stage also has the embedding, and the last one the head: tied weights are on both.
-
-    Args:
-        shape: shape of the decoder.
-        sizes: layers of each stage.
     """
     if len(sizes) == 1:
         return (shape.parameters,)
@@ -268,12 +256,6 @@ def stage_buffers(boundaries: Sequence[Streams], stage: int, packs: int, all_pac
 
     torch.distributed.pipelining has a buffer for what each pack of a schedule receives, forward and backward. It keeps
     what was sent until the pack's backward; in scoring until the end.
-
-    Args:
-        boundaries: `stage_streams`.
-        stage: whose buffers are counted.
-        packs: packs of a minibatch.
-        all_packs: packs of a rollout; SCORED_AT_ONCE of them per stage are scored together.
     """
     stages = len(boundaries) - 1
     before, after = boundaries[stage], boundaries[stage + 1]
@@ -327,10 +309,7 @@ def gathers(
     adapter the first layer above the cut stays from one backward to the other. Holds without activation checkpointing.
 
     Args:
-        shape: shape of the base.
-        cut: number of frozen layers below the adapters.
         packs: packs of one process in one rollout.
-        epochs: passes over the rollout.
         has_value_adapter: the value is a branch of its own above the cut, not a head on the policy.
         has_reference: False where beta is 0.
         lower_layers: when the layers below the cut run: in "sampling" only (the states are captured there), once in
@@ -368,9 +347,6 @@ def balanced_split(
         layer_costs: cost of each layer, measured or modelled, in any unit.
         stages: at least 1 and at most the number of layers; each stage has a layer.
         first, last: extra cost of the first stage (embedding) and of the last one (output head), in the same unit.
-
-    Raises:
-        ValueError: more stages than layers, or none.
     """
     num_layers = len(layer_costs)
     if not 1 <= stages <= num_layers:
@@ -409,12 +385,6 @@ def reuse_saving(shape: ModelShape, cut: int, num_ppo_epochs: int, completion_sh
     Otherwise the frozen layers run once for scoring (policy, value and reference share that pass) and once in every
     epoch. Above them, scoring is one forward of the policy and one of the reference, and an epoch is a forward and the
     gradient with respect to every input (frozen weights need none). The head runs for completion tokens only.
-
-    Args:
-        shape: shape of the decoder.
-        cut: number of frozen layers.
-        num_ppo_epochs: passes over a rollout.
-        completion_share: share of the tokens that are completion tokens.
     """
     above = shape.num_layers - cut
     lower = cut * shape.layer_parameters

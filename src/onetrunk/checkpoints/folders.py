@@ -47,10 +47,6 @@ def write_manifest(folder: str | os.PathLike[str], **about: Any) -> None:
     Args:
         folder: holds no links, because what they point to could change.
         **about: more entries of the manifest ("step"), as JSON values.
-
-    Raises:
-        RuntimeError: there is a link.
-        OSError: for example because the disk is full; there is no manifest then.
     """
     root = Path(folder)
     files: dict[str, dict[str, Any]] = {}
@@ -66,11 +62,7 @@ def write_manifest(folder: str | os.PathLike[str], **about: Any) -> None:
 
 
 def read_manifest(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """Return the manifest of a folder, checked as by `check_manifest`.
-
-    Raises:
-        RuntimeError: the manifest is missing, damaged, of another step, or names files outside the folder.
-    """
+    """Return the manifest of a folder, checked as by `check_manifest`."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise RuntimeError(f"{MANIFEST}: missing, so the folder was not written to its end")
@@ -160,9 +152,6 @@ def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None]) 
     """Return the last checkpoint of a run that matches its manifest; None if there are no checkpoints.
 
     `tell` receives a warning for each damaged checkpoint that is passed over.
-
-    Raises:
-        RuntimeError: there are checkpoints, and all of them are damaged.
     """
     damage: list[str] = []
     for folder in reversed(checkpoint_folders(output_dir)):
@@ -235,12 +224,7 @@ def published_path(folder: Path) -> Path:
 
 
 def publish(source: Path, target: Path) -> None:
-    """Rename a complete folder durably, replacing any folder that has the name.
-
-    Raises:
-        OSError: for example because the disk is full. The folder that had the name keeps it, or is whole next to
-            `source`.
-    """
+    """Rename a complete folder durably, replacing any folder that has the name."""
     replaced = source.with_name(f"{source.name}.replaced")
     if os.path.lexists(target):
         os.rename(target, replaced)
@@ -268,11 +252,7 @@ def install(staged: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Turn a failed write inside the block into one error that names the cause.
-
-    Raises:
-        RuntimeError: names the folder, the reason and the free bytes.
-    """
+    """Turn a failed write inside the block into one error that names the cause."""
     try:
         yield
     except Exception as error:

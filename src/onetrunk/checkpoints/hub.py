@@ -39,9 +39,6 @@ def require_push(args: TrainingArguments, repo_type: str = "model") -> None:
     """Create the repository of a run with push_to_hub; only process 0 asks the Hub, once.
 
     `repo_type` is "model" or "dataset".
-
-    Raises:
-        RuntimeError: no token, one that may not write there, no such revision, or no Hub.
     """
     if not args.push_to_hub or args.process_index:
         return
@@ -72,13 +69,6 @@ def push_folder(
     folder: Path, args: Any, what: str, *, repo_type: str = "model", patterns: Sequence[str] | None = None
 ) -> str:
     """Upload what a folder holds, without internal files (`_*`, `.*`), and return the address of the repository.
-
-    Args:
-        folder: with the result.
-        args: the settings of a push, as in `PushArguments`.
-        what: the result, for the error message.
-        repo_type: "model" or "dataset".
-        patterns: which files are uploaded; None: all.
 
     Raises:
         PushFailed: the Hub does not take it.

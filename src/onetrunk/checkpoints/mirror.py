@@ -108,9 +108,6 @@ class Mirror:
         """Download the last checkpoint that matches its manifest, and return its folder; None if there is none.
 
         The run's `output_dir` receives the whole folder or nothing.
-
-        Raises:
-            RuntimeError: all checkpoints are damaged; the mirror does not answer; `output_dir` cannot be written.
         """
         damage: list[str] = []
         with self._in_store():

@@ -56,12 +56,7 @@ LOOP_FILES = (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, loop_state_fil
 
 
 def open_mirror(args: TrainingArguments) -> Mirror | None:
-    """Return the mirror of a run after checking it; None without `checkpoint_mirror` or if this process saves nothing.
-
-    Raises:
-        ValueError: the mirror is the output folder.
-        RuntimeError: the mirror cannot be written to or read.
-    """
+    """Return the checked mirror of a run; None without `checkpoint_mirror` or if this process saves nothing."""
     url = getattr(args, "checkpoint_mirror", None)
     if not url or not args.should_save:
         return None
@@ -90,10 +85,6 @@ def locate(
         args: the run's settings.
         needed: files that the checkpoint must hold.
         mirror: is searched if output_dir has no whole checkpoint.
-
-    Raises:
-        ValueError: there is no checkpoint, or the one that was named is damaged or lacks a needed file.
-        RuntimeError: there are checkpoints, but all of them are damaged; or the mirror cannot be read.
     """
     with args.main_process_first(local=False, desc="looking for a checkpoint"):
         if not resume_from:
@@ -182,7 +173,6 @@ def end_of(trainer: Trainer, state: Mapping[str, Any]) -> str | None:
 
     Args:
         trainer: the trainer of this run; if its early stopping has more patience now, that did not end the run.
-        state: what `read_loop_state` or `end_state` returned.
     """
     if state.get("ended"):
         return state["ended"]

@@ -71,17 +71,7 @@ def is_free(name: str) -> bool:
 
 
 def require_same(path: Path, saved: dict[str, Any], current: dict[str, Any], names: Iterable[str]) -> None:
-    """Check that the base model, its precision and the settings `names` are the same as in the checkpoint.
-
-    Args:
-        path: the file that `saved` was read from.
-        saved: settings of the run that wrote the checkpoint.
-        current: settings of this run.
-        names: the settings to compare.
-
-    Raises:
-        ValueError: names both base models, or each setting that differs.
-    """
+    """Check that the base model, its precision and the settings `names` are the same as in the checkpoint."""
     if saved.get("base") != current["base"]:
         raise ValueError(
             f"{path} was written on the base model {saved.get('base_name')} ({saved.get('base')}), and this run uses"
@@ -150,11 +140,7 @@ def plain_settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def check_plain_settings(folder: str | Path, current: dict[str, Any], is_allowed: bool) -> None:
-    """Check whether a run with the `plain_settings` `current` may be resumed from a checkpoint.
-
-    Raises:
-        ValueError: names the settings that have changed.
-    """
+    """Check whether a run with the `plain_settings` `current` may be resumed from a checkpoint."""
     path = Path(folder) / SETTINGS_FILE
     saved = read_json(path)
     require_same(path, saved, current, BOUND_SETTINGS)
@@ -183,7 +169,6 @@ def check_streaming(args: TrainingArguments, reads_alone: bool = False) -> None:
     """Raise ValueError for settings under which streamed rows cannot have an exact order.
 
     Args:
-        args: the settings of SFT, a reward model or distillation.
         reads_alone: True if a model reads the rows too, which a worker of the DataLoader does not have.
     """
     faults = {

@@ -68,11 +68,7 @@ class Group:
 
 
 def shape_of(columns: Iterable[str], row: Row) -> str:
-    """Return the name of the shape of rows with these columns, the first of which is `row`.
-
-    Raises:
-        ValueError: none of the shapes.
-    """
+    """Return the name of the shape of rows with these columns, the first of which is `row`."""
     names = set(columns)
     if set(SIDES) <= names:
         is_list = all(isinstance(row[name], list) and row[name] for name in SIDES)
@@ -101,11 +97,7 @@ def _group_of(row: Row, shape: str, subset: str) -> Group:
 
 
 def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) -> Iterator[Group]:
-    """Yield the groups of rows; logs are joined by their prompt, in the order of its first row.
-
-    Raises:
-        ValueError: names the first bad row; logs are checked before the first group.
-    """
+    """Yield the groups of rows; logs are joined by their prompt, in the order of its first row."""
     shape, logs = None, {}
     for index, row in enumerate(rows):
         shape = shape or shape_of(columns, row)
@@ -121,11 +113,7 @@ def read_groups(rows: Iterable[Row], columns: Iterable[str], subset: str = ALL) 
 
 
 def labelled_groups(rows: Iterable[Row], columns: Sequence[str], subset: str = ALL) -> list[Group]:
-    """Return the groups of rows that say which completion is better.
-
-    Raises:
-        ValueError: bad rows, or rows that say nothing.
-    """
+    """Return the groups of rows that say which completion is better."""
     groups = list(read_groups(rows, columns, subset))
     if groups and not groups[0].num_better:
         raise ValueError(

@@ -63,9 +63,6 @@ def prepare_prompts(
         overlong_prompts: "error" rejects a longer prompt, "drop" removes it, "truncate" keeps its last
             `max_prompt_length` tokens (the column `prompt` is unchanged).
         chat_template_kwargs: variables for the template.
-
-    Raises:
-        ValueError: a setting is invalid, or a row is bad.
     """
     if overlong_prompts not in OVERLONG:
         raise ValueError(f"overlong_prompts must be one of {', '.join(OVERLONG)}, got {overlong_prompts!r}")
@@ -106,9 +103,6 @@ def prepare_streamed_prompts(
     """Return sharded rows whose prompts are checked and tokenized when they are read, as by `prepare_prompts`.
 
     A dropped row is replaced by the next one, so that every rollout has the same size.
-
-    Raises:
-        ValueError: a setting is invalid, there is no max_prompt_length, or a row of a sample is bad.
     """
     if max_prompt_length is None:
         raise ValueError(
@@ -137,9 +131,6 @@ def check_prompts(rows: Dataset | ShardedRows) -> bool:
     """Check prompts as far as possible without a tokenizer; return whether they are conversations.
 
     Of sharded rows only a sample is checked.
-
-    Raises:
-        ValueError: there is no column `prompt`, there are no rows, or a prompt is bad.
     """
     _check_columns(rows)
     conversational = is_conversational(rows)
@@ -220,11 +211,7 @@ def _drop_overlong(rows: Dataset, max_prompt_length: int) -> Dataset:
 
 
 def completion_columns(dataset: Dataset | ShardedRows) -> list[str]:
-    """Return the columns that SFT learns from: prompt and completion, or messages, or text.
-
-    Raises:
-        ValueError: there are no such columns.
-    """
+    """Return the columns that SFT learns from: prompt and completion, or messages, or text."""
     kind = next((kind for kind in COMPLETION_KINDS if set(kind) <= set(dataset.column_names)), None)
     if kind is None:
         raise missing_columns(dataset, "prompt and completion, or messages, or text")
@@ -232,11 +219,7 @@ def completion_columns(dataset: Dataset | ShardedRows) -> list[str]:
 
 
 def check_completions(rows: Rows) -> Rows:
-    """Return checked rows for supervised fine-tuning, with only the columns to learn from; see `check_rows`.
-
-    Raises:
-        ValueError: there are no such columns, there are no rows, or one is bad.
-    """
+    """Return checked rows for supervised fine-tuning, with only the columns to learn from; see `check_rows`."""
     rows = rows.select_columns(completion_columns(rows))
     require_rows(rows)
     return check_rows(rows, partial(row_fault, column_checks(is_conversational(rows, rows.column_names[0]))))
@@ -268,10 +251,8 @@ def decode_completion(
     """Return a completion as reward functions read it: text, or one assistant message if the prompt is a conversation.
 
     Args:
-        completion_ids: token ids.
         stopped: whether the last id is a stop token, which is removed even if the tokenizer does not list it among its
             special tokens.
-        prompt: what the completion answers.
     """
     ids = completion_ids[:-1] if stopped else completion_ids
     return as_completion(prompt, tokenizer.decode(ids, skip_special_tokens=True))

@@ -39,15 +39,7 @@ ROLES = (
 
 
 def check_rows(rows: Rows, fault: Fault) -> Rows:
-    """Return checked rows: a Dataset is checked now; of sharded rows a sample now, and each row when it is read.
-
-    Args:
-        rows: at least one.
-        fault: returns what is wrong with a row, or None.
-
-    Raises:
-        ValueError: there are no rows, or one is bad; the message says which and why.
-    """
+    """Return checked rows: a Dataset is checked now; of sharded rows a sample now, and each row when it is read."""
     require_rows(rows)
     if isinstance(rows, ShardedRows):
         rows = rows.then(partial(_checked, fault))
@@ -209,11 +201,7 @@ def completion_fault(completion: object) -> str | None:
 
 
 def check_preferences(rows: Rows) -> Rows:
-    """Return checked rows of preferences; see `check_rows`.
-
-    Raises:
-        ValueError: a column is missing, there are no rows, or one is bad.
-    """
+    """Return checked rows of preferences; see `check_rows`."""
     missing = [name for name in PAIR if name not in rows.column_names]
     if missing:
         raise missing_columns(rows, f"prompt, chosen and rejected, and {', '.join(missing)} is missing")
@@ -231,11 +219,7 @@ def check_preferences(rows: Rows) -> Rows:
 
 
 def check_sides(rows: Rows) -> Rows:
-    """Return rows without a `prompt` column, whose sides both begin with the prompt, with their sides checked.
-
-    Raises:
-        ValueError: there are no rows, or one is bad.
-    """
+    """Return rows without a `prompt` column, whose sides both begin with the prompt, with their sides checked."""
     require_rows(rows)
     check = conversation_fault if is_conversational(rows, "chosen") else text_fault
     return check_rows(rows, lambda row: row_fault(dict.fromkeys(SIDES, check), row))
@@ -253,12 +237,7 @@ def split_rows(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dat
     """Split a dataset at random into a training and an evaluation part.
 
     Args:
-        dataset: both parts keep the order of its rows.
         eval_size: number of rows to hold out as an int, or a share between 0 and 1 as a float.
-        seed: the same seed makes the same split.
-
-    Raises:
-        ValueError: one part would be empty.
     """
     num_eval = num_held_out(eval_size, len(dataset), "rows")
     order = np.random.default_rng(seed).permutation(len(dataset))
@@ -269,12 +248,7 @@ def split_by_prompt(dataset: Dataset, eval_size: int | float, seed: int) -> tupl
     """Split a dataset at random into a training and an evaluation part, with all rows of a prompt in the same part.
 
     Args:
-        dataset: both parts keep the order of its rows.
         eval_size: prompts to hold out, as an int, or as a share of the prompts between 0 and 1.
-        seed: the same seed makes the same split.
-
-    Raises:
-        ValueError: one part would be empty.
     """
     # 16 bytes per row: the prompts themselves are not held.
     digests = b"".join(_prompt_digest(prompt) for prompt in dataset["prompt"])
@@ -293,16 +267,7 @@ def _prompt_digest(prompt: Any) -> bytes:
 
 
 def num_held_out(eval_size: int | float, count: int, unit: str) -> int:
-    """Return how many of `count` items to hold out for evaluation.
-
-    Args:
-        eval_size: a number of items as an int, or a share between 0 and 1 as a float (at least one item).
-        count: items in all.
-        unit: what an item is, for the error message.
-
-    Raises:
-        ValueError: the training part or the evaluation part would be empty.
-    """
+    """Return how many of `count` items to hold out for evaluation."""
     is_share = isinstance(eval_size, float)
     number = max(1, round(eval_size * count)) if is_share else eval_size
     if (is_share and not 0 < eval_size < 1) or not 0 < number < count:

@@ -65,11 +65,7 @@ class Asker:
         self.statistics = JudgeStatistics()
 
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
-        """Return a label per pair; its `errors` count the questions without an answer.
-
-        Raises:
-            RuntimeError: too many questions have no answer.
-        """
+        """Return a label per pair; its `errors` count the questions without an answer."""
         labels: list[PairLabel] = []
         for start in range(0, len(pairs), PAIRS_PER_PART):
             part = pairs[start : start + PAIRS_PER_PART]
@@ -88,9 +84,6 @@ class Asker:
         """Return, per prompt, the rating of each completion, and whether a question about one has no answer.
 
         A rating is the weighted mean over the principles that the judge scored; None: it abstained from all.
-
-        Raises:
-            RuntimeError: too many questions have no answer.
         """
         rows = [
             Single(prompt, sampled.text, sampled.stopped, reference)
@@ -132,11 +125,7 @@ class FailureLimit:
         self._prompts: set[str] = set()
 
     def note(self, error: str | None, kind: ErrorKind = "server", prompt: Prompt = "") -> None:
-        """Count one question about `prompt`, with its error or None.
-
-        Raises:
-            RuntimeError: the limit is passed.
-        """
+        """Count one question about `prompt`, with its error or None."""
         self.asked += 1
         if error is None:
             self._in_a_row = 0

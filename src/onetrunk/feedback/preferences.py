@@ -85,9 +85,6 @@ class PreferenceMaker:
         Args:
             items, completions: the prompts, and the completions of each.
             references: per prompt an answer that is known to be good, if any.
-
-        Raises:
-            RuntimeError: too many questions have no answer.
         """
         references = references or [None] * len(items)
         ratings: list[tuple[list[float | None], bool]] = [([], False)] * len(items)
@@ -169,7 +166,6 @@ def all_pairs(completions: Sequence[str], words: Sequence[int], count: int | Non
     """Return every pair of distinct completions once, or a random `count` of them.
 
     Args:
-        completions: the completions of one prompt.
         words: the seed and the prompt's words, each in [0, 2**32); they decide which of two comes first.
 
     Returns:
@@ -187,7 +183,6 @@ def best_worst_pair(
     """Return the highest and the lowest rated completion as the only pair; no pair if all ratings are equal.
 
     Args:
-        completions: the completions of one prompt.
         ratings: a number per completion; None leaves the completion out. Of equal ratings the first counts.
         words: as in `all_pairs`.
     """

@@ -35,11 +35,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Read "i/n".
-
-        Raises:
-            ValueError: not of that form, or i is not below n.
-        """
+        """Read "i/n"."""
         match = _SHARD.fullmatch(text.strip())
         index, count = (int(match[1]), int(match[2])) if match else (0, 0)
         if not index < count:
@@ -114,11 +110,7 @@ def _parquet(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[[
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file that `rows_file` wrote.
-
-    Raises:
-        RuntimeError: the file is missing or damaged.
-    """
+    """Yield the rows of a file that `rows_file` wrote."""
     try:
         if path.suffix == ".parquet":
             for batch in pq.ParquetFile(path).iter_batches():
@@ -131,11 +123,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def shard_files(path: Path, count: int) -> list[Path]:
-    """Return the files of `count` shards of `path`, in order.
-
-    Raises:
-        RuntimeError: some are missing.
-    """
+    """Return the files of `count` shards of `path`, in order."""
     files = [path.with_name(f"{path.stem}{Shard(i, count).suffix()}{path.suffix}") for i in range(count)]
     missing = [f"{i}/{count}" for i, file in enumerate(files) if not file.is_file()]
     if missing:

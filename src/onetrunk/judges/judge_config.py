@@ -95,12 +95,7 @@ class JudgeConfig:
 
 
 def load_judge(settings: JudgeConfig) -> Judge:
-    """Return the judge that settings mean.
-
-    Raises:
-        ValueError: no judge, a spec that means none, or a missing setting.
-        RuntimeError: a model that cannot be loaded.
-    """
+    """Return the judge that settings mean."""
     specs = settings.judge or []
     if not specs or not all(isinstance(spec, str) and spec.strip() and spec != REWARD for spec in specs):
         raise ValueError(f"judge is {specs}; give {KINDS}")
@@ -163,13 +158,7 @@ def names_a_judge(spec: str) -> bool:
 
 
 def own_judge(spec: str) -> Judge:
-    """Return the Judge of the user's that a text names; a class is called without arguments.
-
-    Raises:
-        ValueError: there is no such file, module or name, or its name or identity is not as `Judge` says.
-        TypeError: the object is no Judge, or its class needs arguments.
-        RuntimeError: importing the module failed.
-    """
+    """Return the Judge of the user's that a text names; a class is called without arguments."""
     judge = find_object(spec, "judge")
     if not _is_judge(judge):
         raise TypeError(

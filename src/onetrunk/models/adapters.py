@@ -86,11 +86,7 @@ def find_tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
 
 @contextlib.contextmanager
 def role(model: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Activate `adapter` (None: adapters off) inside the block; no `requires_grad` flag changes.
-
-    Raises:
-        RuntimeError: another adapter is merged into the weights.
-    """
+    """Activate `adapter` (None: adapters off) inside the block; no `requires_grad` flag changes."""
     layers = getattr(model, "tuner_layers", None) or find_tuner_layers(model)
     before = [(layer.active_adapters, layer.disable_adapters) for layer in layers]
     if all(is_active(layer, adapter) for layer in layers):
@@ -273,11 +269,7 @@ def fit_layers(config: LoraConfig, layers: nn.ModuleList) -> None:
 
 
 def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Return the config and a copy of the weights of the active adapter, for a policy to continue.
-
-    Raises:
-        ValueError: several adapters are active, the adapter is merged, or `check_adapter_config` rejects it.
-    """
+    """Return the config and a copy of the weights of the active adapter, for a policy to continue."""
     names = model.active_adapters
     if len(names) != 1:
         raise ValueError(f"adapters {names} are active together; call model.set_adapter with the one to continue")
@@ -347,11 +339,7 @@ def set_adapter_weights(model: PeftModel, weights: dict[str, Tensor], adapter: s
 
 
 def read_branches(model: PeftModel, folder: str | Path) -> dict[str, dict[str, Tensor]]:
-    """Return adapter name -> tensors from a folder with the branches of `model`, except the reward adapter.
-
-    Raises:
-        ValueError: a file is missing, unexpected, or does not fit.
-    """
+    """Return adapter name -> tensors from a folder with the branches of `model`, except the reward adapter."""
     folder = Path(folder)
     for adapter in {VALUE, REFERENCE} - set(model.peft_config):
         if (folder / adapter / ADAPTER_FILE).is_file():

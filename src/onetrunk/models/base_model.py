@@ -54,10 +54,6 @@ def load_base(
     Args:
         dtype: None: the checkpoint's.
         revision: branch, tag or commit; with `trust_remote_code` a full commit hash.
-
-    Raises:
-        ValueError: remote code without a pinned commit; an encoder-decoder; weights missing from the checkpoint.
-        RuntimeError: nothing loadable at `name_or_path`.
     """
     source = pinned_source(revision, trust_remote_code)
     name_or_path = str(name_or_path)
@@ -119,9 +115,6 @@ def repair_padding(
     Args:
         model_config: if given, a padding token outside the model's vocabulary counts as unusable (the embedding would
             fail on it), and the config's `pad_token_id` is set to the tokenizer's.
-
-    Raises:
-        ValueError: no end-of-sequence token, or one outside the model's vocabulary: completions could not end.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -221,10 +214,6 @@ def verify_head(model: nn.Module) -> None:
 
     The largest difference may be .1% of the largest logit, or four roundings of a half-precision model: a missing
     scale or soft-cap is far above both.
-
-    Raises:
-        ValueError: the model's logits differ from our formula of the body's last hidden state.
-        RuntimeError: its weights are NaN or infinite.
     """
     base, head = _base(model), output_head(model)
     kept: list[Tensor] = []
@@ -271,9 +260,6 @@ def keep_train_kernels(model: nn.Module) -> None:
     """Set the quantised layers to train mode, where their arithmetic is always the same; they contain no dropout.
 
     Call it before the first forward, and after every `eval()`.
-
-    Raises:
-        ValueError: the weights are repacked already, which bitsandbytes cannot undo.
     """
     for module in model.modules():
         if not type(module).__module__.startswith("bitsandbytes"):

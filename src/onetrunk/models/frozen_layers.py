@@ -90,11 +90,7 @@ def only_between(layers: nn.ModuleList, first: int, end: int, received: Tensor |
 
 @torch.no_grad()
 def verify_cut(model: nn.Module, cut: int) -> None:
-    """Prove with 8 tokens that the layers above `cut`, run from kept states, compute what a full forward does.
-
-    Raises:
-        ValueError: they don't: layers that share keys and values, return tuples, or pass on more than their states.
-    """
+    """Prove with 8 tokens that the layers above `cut`, run from kept states, compute what a full forward does."""
     body, layers = backbone(model), decoder_layers(model)
     config = body.config.get_text_config()
     shared = getattr(config, "num_kv_shared_layers", None)
@@ -153,11 +149,7 @@ class TrunkCache:
     folder: str | Path = "."
 
     def keep(self, states: Tensor) -> Tensor:
-        """Return the states [N, H] at the cache's place; they stay there as long as the returned tensor.
-
-        Raises:
-            RuntimeError: the disk has no room for them.
-        """
+        """Return the states [N, H] at the cache's place; they stay there as long as the returned tensor."""
         if self.place == "device" or (self.place == "cpu" and states.device.type == "cpu"):
             return states
         if self.place == "cpu":

@@ -138,9 +138,6 @@ def pinned_source(revision: str | None, trust_remote_code: bool | None) -> dict[
 
     They always include `trust_remote_code`: without it transformers asks at the terminal, and a "y" would run code
     that nobody has read.
-
-    Raises:
-        ValueError: remote code without a full commit hash as the revision.
     """
     if not trust_remote_code:
         return {"revision": revision or "main", "trust_remote_code": False}
@@ -209,12 +206,7 @@ def is_adapter(name: str, revision: str | None = None) -> bool:
 
 
 def adapter_base(name: str, revision: str | None = None) -> str | None:
-    """Return the name of the base model of the adapter at `name`; None if `name` is a model.
-
-    Raises:
-        RuntimeError: `name`, or the base that its config names, leads nowhere.
-        ValueError: its config names no base, its weights are pickled, or it is not a LoRA adapter.
-    """
+    """Return the name of the base model of the adapter at `name`; None if `name` is a model."""
     if not is_adapter(name, revision):
         return None
     require_safetensors(name, revision)
@@ -236,9 +228,6 @@ def require_safetensors(name: str, revision: str | None = None, folder: str = ""
     """Reject an adapter whose weights are pickled (`adapter_model.bin`): PEFT would pass them to `torch.load`.
 
     Every adapter is checked here before it is loaded. `folder` is the subfolder that holds it, if any.
-
-    Raises:
-        ValueError: it has no adapter_model.safetensors.
     """
     files = [f"{folder}/{file}" if folder else file for file in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)]
     if has_file(name, files[0], revision=revision):
@@ -285,12 +274,7 @@ def load_config(name: str, revision: str | None = None, trust_remote_code: bool 
 def load_weights(
     auto_class: Any, kind: str, name: str, *, trust_remote_code: bool, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a model with transformers' loading report; every weight is finite.
-
-    Args:
-        auto_class: of transformers, with `from_pretrained`; `read_config` has read the config.
-        **kwargs: for `from_pretrained`.
-    """
+    """Return a model with transformers' loading report; every weight is finite."""
     revision = kwargs.get("revision")
     kwargs |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with reading(kind, name, revision):
@@ -365,11 +349,7 @@ def read_adapter_weights(name: str, revision: str | None = None) -> dict[str, Te
 
 
 def put_adapter_on(base: PreTrainedModel, name: str, revision: str | None = None, **kwargs: Any) -> PeftModel:
-    """Return `base` with the adapter at `name` on it.
-
-    Raises:
-        ValueError: the adapter was trained on another base.
-    """
+    """Return `base` with the adapter at `name` on it."""
     read_adapter_config(name, revision)
     read_adapter_weights(name, revision)
     check_base_marks(base, name, revision)
@@ -419,15 +399,7 @@ def write_base_marks(base: PreTrainedModel, folder: str | Path) -> None:
 
 
 def check_base_marks(base: PreTrainedModel, source: str, revision: str | None = None) -> None:
-    """Reject an adapter on a base that it was not trained on; an adapter without marks passes.
-
-    Args:
-        base: the model that will carry the adapter, with or without adapters.
-        source: folder or Hub name of the adapter.
-
-    Raises:
-        ValueError: the weights differ (names both bases), or the file of marks is damaged.
-    """
+    """Reject an adapter on a base that it was not trained on; an adapter without marks passes."""
     path = source_file(source, BASE_FILE, revision)
     if path is None:
         return

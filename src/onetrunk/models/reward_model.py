@@ -77,16 +77,7 @@ def load_scorer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> PreTrainedModel:
-    """Load a sequence-classification model for scoring: every weight from the checkpoint, eval mode, frozen.
-
-    Args:
-        device: None leaves it on the CPU.
-        dtype: None for the checkpoint's own.
-
-    Raises:
-        RuntimeError, ValueError: as `scorer_source`; or nothing loadable there, several labels, or weights missing
-            from the checkpoint.
-    """
+    """Load a sequence-classification model for scoring: every weight from the checkpoint, eval mode, frozen."""
     name = scorer_source(path)
     source = {"revision": revision, "trust_remote_code": False}
     model, missing_keys = _load("reward model", name, source, {} if dtype is None else {"dtype": dtype})
@@ -100,12 +91,7 @@ def load_scorer(
 
 
 def scorer_source(path: str | Path) -> str:
-    """Return the folder or Hub name of a reward model, without reading any of its files.
-
-    Raises:
-        RuntimeError: a path that does not exist, a file, or a folder without a model.
-        ValueError: an adapter.
-    """
+    """Return the folder or Hub name of a reward model, without reading any of its files."""
     name = expand(path)
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(f"reward model {name} is an adapter; merge it into its base model and give that folder")
@@ -143,11 +129,6 @@ def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
     """Load a model to train as a reward model; a language model gets a new score head, a reward model keeps its head.
 
     A new head is drawn from torch's global random state: seed it first. `settings` are for `from_pretrained`.
-
-    Raises:
-        RuntimeError: nothing loadable there.
-        ValueError: several labels, weights below the head missing from the checkpoint, or remote code without a
-            pinned commit.
     """
     source = pinned_source(settings.pop("revision", None), settings.pop("trust_remote_code", False))
     settings.pop("code_revision", None)
@@ -225,12 +206,7 @@ def is_adapter_name(name: str) -> bool:
 
 
 def read_score_adapter(name: str) -> ScoreAdapter:
-    """Read the reward adapter at `name`, a folder or a name on the Hub, without its pad token.
-
-    Raises:
-        ValueError: not LoRA, a variant that the trunk can't carry, no score head, or one with several labels.
-        RuntimeError: its base model is missing.
-    """
+    """Read the reward adapter at `name`, a folder or a name on the Hub, without its pad token."""
     source = expand(name)
     base, config = adapter_base(source), _checked_config(name, read_adapter_config(source))
     weights = read_adapter_weights(source)
@@ -257,9 +233,6 @@ def load_adapter_scorer(
     """Load a reward adapter on a base model of its own, for scoring (in eval mode, frozen), with its tokenizer.
 
     Its rows end with the end token, as the completions that the trunk scores do. Raises as `read_score_adapter`.
-
-    Args:
-        device: None leaves it on the CPU.
     """
     adapter, source = read_score_adapter(name), expand(name)
     base = load_with_new_head(adapter.base)
@@ -374,13 +347,7 @@ def encode_rows(
     adapter on the policy's trunk.
 
     Args:
-        prompts: n texts or n conversations.
-        completions: n texts, or n lists that end with an assistant message.
         max_length, end_token, stopped: as for `encode_texts`.
-        name: of the reward model, for errors.
-
-    Raises:
-        ValueError: conversations and a tokenizer without a chat template, or a text without tokens.
     """
     stopped = [True] * len(prompts) if stopped is None else stopped
     rows = list(zip(prompts, completions, stopped, strict=True))
@@ -441,9 +408,6 @@ def encode_texts(
 
     Returns:
         n lists of token ids, and how many of them were shortened.
-
-    Raises:
-        ValueError: a text without tokens.
     """
     # Not verbose: texts that are too long are shortened here, and counted.
     rows = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"] if texts else []

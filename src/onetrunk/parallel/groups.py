@@ -191,9 +191,6 @@ def once_per_group(compute: Callable[[], T]) -> T:
     """Return what `compute` returns on the first process of each group that divides the base, on all of the group.
 
     For what must be the same on them and may not be when it is computed twice, such as rewards.
-
-    Raises:
-        RuntimeError: on the other processes, if it raises an error on the first.
     """
     if group_size() == 1:
         return compute()
@@ -250,7 +247,6 @@ def pack_outputs(
     """Yield the outputs of `roles` over each pack, without gradients, whether or not the model is in stages.
 
     Args:
-        model: wrapped or not.
         packs: run one after another; the stages of a pipeline run them together.
         roles, temperature: as TrunkModel takes them.
         states: [N, H] of each pack at the cut, where they are known.

@@ -151,9 +151,6 @@ class Heartbeat(TrainerCallback):
     def running(self, world_size: int) -> Iterator[None]:
         """Write heartbeats inside the block. The end of the outermost block deletes the file.
 
-        Args:
-            world_size: number of processes.
-
         Raises:
             LostRanks: instead of an error of the connection to another process; it lists their last signs.
         """

@@ -61,11 +61,7 @@ class Layout:
     tensor: int = 1
 
     def sizes(self, world_size: int) -> tuple[int, int]:
-        """Return (replicas, shards) for a number of processes.
-
-        Raises:
-            ValueError: they do not multiply to that number.
-        """
+        """Return (replicas, shards) for a number of processes."""
         shards = world_size // self.replicas if self.shards is None else self.shards
         if shards * self.replicas != world_size:
             raise ValueError(
@@ -81,9 +77,6 @@ def launch_layout() -> Layout | None:
 
     The request is taken over from accelerate, which would otherwise wrap the model itself: call this before a model
     is loaded and before an Accelerator exists. The answer holds for the whole process.
-
-    Raises:
-        ValueError: the config asks for something that does not work here; the message names the config to use.
     """
     reject_deepspeed()
     sizes = _parallelism_sizes()
@@ -118,18 +111,7 @@ def training_stages() -> int:
 
 
 def check_stage_launch(what: str, stages: int | None, world_size: int, script: str, otherwise: str) -> None:
-    """Check that the processes of a launch form pipelines.
-
-    Args:
-        what: the setting that asks for them.
-        stages: processes of a pipeline; None: all.
-        world_size: number of processes.
-        script: that is launched.
-        otherwise: how to do without.
-
-    Raises:
-        ValueError: there is one process, or no multiple of the stages.
-    """
+    """Check that the processes of a launch form pipelines."""
     stages = stages or world_size
     if world_size == 1 or world_size % stages:
         raise ValueError(
@@ -207,15 +189,6 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     Every layer becomes one FSDP2 unit and the rest another, moved to the device unit by unit: a GPU never holds the
     whole base. Call it on all processes, after everything that reads base weights (the base's marks and fingerprint
     are taken here) and before the trainer wraps the model.
-
-    Args:
-        model: with the adapters that it will train.
-        layout: None leaves the model as it is.
-        device: of this process.
-
-    Raises:
-        ValueError: all weights train, the base is in 8 bit, or the layout does not fit the number of processes.
-        RuntimeError: the processes loaded different bases.
     """
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if layout is None or world_size == 1 or is_sharded(model) or is_divided(model):
@@ -256,11 +229,7 @@ def require_adapters(model: nn.Module, what: str) -> None:
 
 
 def begin_sharing(model: PeftModel) -> int:
-    """Keep a base's identity and size while every process has all of it; return the bytes of the model's weights.
-
-    Raises:
-        RuntimeError: the processes loaded different bases.
-    """
+    """Keep a base's identity and size while every process has all of it; return the bytes of the model's weights."""
     base = model.get_base_model()
     keep_identity(base)
     vars(base)[WHOLE_SIZE] = whole_size(base)

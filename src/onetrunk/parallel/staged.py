@@ -56,14 +56,6 @@ def keep_stage(model: PeftModel, split: LayerSplit, device: torch.device) -> str
 
     Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
     here) and before the trainer wraps the model.
-
-    Args:
-        model: a TrunkModel whose split has passed `verify_split`, or a reward adapter.
-        split: which layers each stage keeps.
-
-    Raises:
-        ValueError: the model cannot be trained in stages; the message says why.
-        RuntimeError: the processes loaded different bases.
     """
     obstacle = training_obstacle(model)
     if obstacle is not None:
@@ -194,7 +186,6 @@ class Stage:
         """Run microbatches through all stages; return the outputs of each, without gradients, on every stage.
 
         Args:
-            batches: the microbatches.
             loss_of: called once per microbatch, and backwards run; None: forwards only. Each process adds the
                 gradients of its own layers, the last one also those of the head, to `.grad`. The other stages call it
                 after the backwards on the outputs of the last stage, so that all stages have loss and metrics.
@@ -347,7 +338,6 @@ class StagedTrunk(Stage):
         """Run forward and backward over the packs; return their outputs, without gradients, on every stage.
 
         Args:
-            packs: the microbatches of the schedule.
             roles: "policy", "value" or both.
             loss_of: as in `run`.
             temperature, entropy_grad: as TrunkModel takes them.
@@ -431,7 +421,6 @@ class StagedScorer(Stage):
         """Run forward and backward over blocks of rows; return their outputs, without gradients, on every stage.
 
         Args:
-            blocks: the microbatches of the schedule.
             loss_of: as in `run`; it calls the model once, on the block.
         """
         self._updating = _Blocks(self, blocks, has_gradients=True)
@@ -498,7 +487,6 @@ class LayerForward:
 
         Args:
             states: of the layer before the first one; None if they begin at layer 0.
-            inputs: of the model.
         """
         with only_between(self.every, self.layers.start, self.layers.stop, states) as run, self._embedded(states):
             output = self.whole(**inputs)
@@ -526,11 +514,7 @@ def lowest_trained_layer(model: PeftModel) -> int:
 
 @torch.no_grad()
 def verify_stages(model: PeftModel, split: LayerSplit) -> None:
-    """Prove with 8 tokens that the stages of a split, one after the other, score as the whole model does.
-
-    Raises:
-        ValueError: they don't.
-    """
+    """Prove with 8 tokens that the stages of a split, one after the other, score as the whole model does."""
     ids = probe_inputs(model)["input_ids"]
     mask = torch.ones(2, ids.shape[1], dtype=torch.long)
     mask[1, -3:] = 0

@@ -48,11 +48,7 @@ class LayerSplit:
 
     @classmethod
     def of(cls, model: nn.Module, stages: int, sizes: Sequence[int] | None = None) -> LayerSplit:
-        """Return the split of a model into stages: the given sizes, or those that are modelled to be equally fast.
-
-        Raises:
-            ValueError: the sizes do not fit the model, or there are more stages than layers.
-        """
+        """Return the split of a model into stages: the given sizes, or those that are modelled to be equally fast."""
         num_layers = len(decoder_layers(model))
         if sizes is None:
             config = backbone(model).config.get_text_config()
@@ -67,11 +63,7 @@ class LayerSplit:
 
     @classmethod
     def even(cls, model: nn.Module, stages: int, sizes: Sequence[int] | None = None) -> LayerSplit:
-        """Return the given sizes, or stages with equally many layers, the first ones with one more if need be.
-
-        Raises:
-            ValueError: as `of`.
-        """
+        """Return the given sizes, or stages with equally many layers, the first ones with one more if need be."""
         num_layers = len(decoder_layers(model))
         if sizes is None and stages > num_layers:
             raise ValueError(f"{num_layers} layers cannot be divided into {stages} stages; launch fewer processes")
@@ -171,9 +163,6 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
     """Prove with 8 tokens that the stages of a split, one after the other, decode as the whole model does.
 
     Call it before the base is sharded.
-
-    Raises:
-        ValueError: they don't.
     """
     obstacle = stage_obstacle(model)
     if obstacle is not None:

@@ -74,15 +74,6 @@ def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str
 
     Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
     here) and before the trainer wraps the model.
-
-    Args:
-        model: with the adapters that it will train.
-        layout: `layout.tensor` processes form a group.
-        device: of this process.
-
-    Raises:
-        ValueError: the model cannot be divided like this; the message says why.
-        RuntimeError: the processes loaded different bases.
     """
     require_adapters(model, "tensor parallelism divides")
     base, size = model.get_base_model(), layout.tensor
@@ -301,9 +292,7 @@ def label_logprobs(base: PreTrainedModel, *args: Any, labels: Tensor, **kwargs: 
     """Return the logprobs of the labels, each predicted from the tokens before it.
 
     Args:
-        base: with a divided head.
         labels: [B, T]; -100 where a token is not learnt.
-        *args, **kwargs: of the decoder.
     """
     hidden = backbone(base)(*args, **{**kwargs, "use_cache": False}).last_hidden_state[:, :-1]
     targets = labels[:, 1:].to(hidden.device)

@@ -57,13 +57,8 @@ def check_run(folder: Path, defaults: Mapping[str, Any], catalog: Catalog, own: 
     """Return the prediction for a run and what it logged.
 
     Args:
-        folder: output_dir of a finished or running PPO run.
         defaults: of every setting of `onetrunk ppo`.
-        catalog: of the devices.
         own: options hardware, model, reward_model and prompt_tokens, which replace what the record says.
-
-    Raises:
-        ValueError: no record, a stage other than ppo, too few rollouts, or a device that is not known.
     """
     record, log = _record(folder), _log(folder)
     settings = {**defaults, **{k: v for k, v in record["settings"].items() if k in defaults}}

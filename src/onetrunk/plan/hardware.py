@@ -143,11 +143,7 @@ class Catalog:
 
 @functools.cache
 def load_catalog(user_file: str | None = None) -> Catalog:
-    """Return the known devices, with those of a user's file added or changed.
-
-    Raises:
-        ValueError: a file or an entry in it cannot be used; the message names both.
-    """
+    """Return the known devices, with those of a user's file added or changed."""
     content, devices = _content(FILE), {}
     user = {} if user_file is None else _content(Path(user_file).expanduser())
     for path, values in ((FILE, content), (user_file, user)):
@@ -193,11 +189,7 @@ def _numbers(kind: type, values: Any, place: str) -> dict[str, Any]:
 
 
 def find_device(name: str, catalog: Catalog) -> Device:
-    """Return a device by its name, in any spelling that only one has: h100, H100-80GB, RTX 4090.
-
-    Raises:
-        ValueError: no device, or several; the message names them.
-    """
+    """Return a device by its name, in any spelling that only one has: h100, H100-80GB, RTX 4090."""
 
     def plain(text: str) -> str:
         return re.sub(r"nvidia|rtx|[^a-z0-9]", "", text.lower())
@@ -226,12 +218,7 @@ def parse_pools(text: str, nodes: int | None, catalog: Catalog) -> tuple[Pool, .
     """Return the pools in a text such as "8xH100-80GB+4xL40S".
 
     Args:
-        text: counts and names, joined by a plus sign; without a count: one.
         nodes: machines that each have these counts; None: the counts are of all machines, eight devices to each.
-        catalog: of the devices.
-
-    Raises:
-        ValueError: a count or a name that cannot be used, or a device that is named twice.
     """
     pools: list[Pool] = []
     for part in text.split("+"):

@@ -70,11 +70,7 @@ class ModelFacts:
 
 
 def read_model(name: str) -> ModelFacts:
-    """Return the facts of a model: a folder, a config.json, a name in the Hub's cache, or one of models.yaml.
-
-    Raises:
-        ValueError: there is no config, or it is not one of a decoder; the message says what to give instead.
-    """
+    """Return the facts of a model: a folder, a config.json, a name in the Hub's cache, or one of models.yaml."""
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
@@ -125,11 +121,7 @@ def known_shapes() -> Mapping[str, ModelShape]:
 
 
 def shape_of_config(config: Mapping[str, Any], place: str) -> ModelShape:
-    """Return the shape in the content of a config.json; of a multimodal model, that of its text model.
-
-    Raises:
-        ValueError: it is not the config of a decoder.
-    """
+    """Return the shape in the content of a config.json; of a multimodal model, that of its text model."""
     values = {"model_type": "", **config, **(config.get("text_config") or {})}
     # Names of GPT-2 and its relatives.
     for old, new in (("n_embd", "hidden_size"), ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads")):
@@ -305,15 +297,10 @@ def job_of(
     """Return the job that the values of a PPO recipe describe.
 
     Args:
-        values: every setting of `onetrunk ppo` by name.
         model: the base, or the adapter that the policy continues; a frozen copy of it is the reference then.
         reward: a reward model that the trainer loads; None: none.
         prompt_tokens, completion_tokens: mean lengths; None: assumed.
-        spread: standard deviation of the logarithm of completion lengths.
         on_cpu: activations have the precision of the base.
-
-    Raises:
-        ValueError: settings that contradict each other or the model; the message names them.
     """
     assumed: list[str] = []
     lengths = _lengths(values, prompt_tokens, completion_tokens, spread, assumed)

@@ -201,11 +201,6 @@ def sample_memory(
     """Return the bytes of a device while it samples; "server" where the sampler has devices of its own.
 
     Of a pipeline of the trainer's processes it is the stage that needs most.
-
-    Args:
-        job: that is run.
-        train, sample: how both sides run.
-        trainer: bytes by part in scoring, of which weights and what belongs to them stay.
     """
     if sample.engine == SERVER:
         return {"server": dict(engine_parts(job, sample))}

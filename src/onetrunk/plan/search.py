@@ -242,11 +242,7 @@ def search(
     A family is a schedule, an engine, and a way to hold the base. The first is the best of all plans.
 
     Args:
-        job: that is run.
-        pools: devices that may be used.
-        space: what may be varied.
         objective: what the best plan has least of, one of OBJECTIVES.
-        market: whose prices count.
         most: plans that are returned.
     """
     best: dict[tuple, tuple[tuple[float, ...], Plan]] = {}

@@ -193,15 +193,7 @@ def product_seconds(
     attention_flops: float = 0.0,
     tokens: float,
 ) -> float:
-    """Return the seconds of products on one device.
-
-    Args:
-        shape: of the model.
-        device: that runs them.
-        itemsize: bytes of an activation.
-        matrix_flops, attention_flops: operations of the matrices, and of attention.
-        tokens: of one forward, on which the reached share depends.
-    """
+    """Return the seconds of products on one device."""
     rates = device.rates
     share = rates.matmul * rates.saturation(shape.hidden_size, tokens)
     return (matrix_flops / share + attention_flops / rates.attention) / (peak(device, itemsize) * device.kernels)
@@ -233,14 +225,7 @@ def _is_pipeline_inside(layout: TrainLayout | SampleLayout) -> bool:
 
 
 def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> dict[str, float]:
-    """Return the seconds of one decoded token of `rows` rows, on all stages of a replica, by what they are spent on.
-
-    Args:
-        job: that is run.
-        layout: of the samplers.
-        rows: that decode together.
-        context: mean tokens that each of them has.
-    """
+    """Return the seconds of one decoded token of `rows` rows, on all stages of a replica, by part."""
     shape, device, rates = job.shape, layout.device, layout.device.rates
     is_local, divided = layout.engine in OWN_LOOP, layout.tensor
     base_bytes, itemsize = (job.base_bytes, job.itemsize) if is_local else (min(2.0, job.base_bytes), 2.0)
@@ -295,12 +280,6 @@ def decode_seconds(
 
     While rows wait, `most_rows` decode; then their number falls as completions end, and the last ones decode almost
     alone, which is the tail.
-
-    Args:
-        step: seconds of one token by part, for a number of rows and a mean context.
-        rows: of the replica.
-        most_rows: that decode together.
-        lengths: of completions.
     """
     together, middle = min(rows, most_rows), lengths.prompt + lengths.completion / 2
     full = step(together, middle)

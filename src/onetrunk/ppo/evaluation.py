@@ -53,14 +53,9 @@ def evaluate_prompts(
     """Return the metrics of one completion per prompt, and this process's scored rollout.
 
     Args:
-        model: the trunk; `role` samples.
-        sampler: backend, reward functions, tokenizer, sampling parameters.
         dataset: rows with `prompt` and `prompt_ids`, dealt to the processes in turn.
-        accelerator: processes, device and autocast.
-        args: the settings of the run or of the evaluation.
         role: "policy", or "reference" for the metrics before training (its KL to itself is not reported).
         version: optimizer steps that the policy has seen.
-        **extras: keywords for the reward functions.
     """
     ranks = DataParallel(accelerator)
     process, num_processes = ranks.process_index, ranks.num_processes
@@ -125,11 +120,7 @@ class SampleLog:
 
 
 def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: dict[str, list[Any]]) -> Path:
-    """Write every row of a scored rollout as JSON lines into `folder`/`name`.jsonl; return the path.
-
-    Raises:
-        ValueError: the name could lead out of the folder.
-    """
+    """Write every row of a scored rollout as JSON lines into `folder`/`name`.jsonl; return the path."""
     require_name(name, "the name of the samples")
     path = Path(folder) / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

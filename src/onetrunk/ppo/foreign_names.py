@@ -70,13 +70,7 @@ _REASONS = {
 
 
 def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> str:
-    """Return the name here of a key from elsewhere, a reason why there is none, or the most similar known key.
-
-    Args:
-        key: not among the known ones.
-        known: the options of the stage.
-        owners: other verbs that have an option of that name.
-    """
+    """Return the name here of a key from elsewhere, a reason why there is none, or the most similar known key."""
     name = _RENAMES.get(key)
     if name in known:
         return f"{key}: here {name}"

@@ -81,7 +81,6 @@ class Forward:
 
         Args:
             packs: all or none with captured states; without them the frozen lower layers make the states.
-            roles: the names of the roles that TrunkModel runs.
 
         Raises:
             FloatingPointError: a logprob or a value is not finite.

@@ -38,10 +38,7 @@ def sampled_bytes(
 
     Args:
         args: the settings of the run; in a pipeline the result is for the stage that needs most.
-        shape: the sizes of the decoder.
         rows: that decode at once, per process; a pipeline that trains counts as one process.
-        width: padded tokens of a row at its end.
-        itemsize: bytes of a number in the cache.
         gathered: bytes of a gathered weight; 0: the base is whole on every process already.
     """
     is_pipeline = args.rollout_backend == "pipelined"

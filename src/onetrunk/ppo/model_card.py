@@ -91,8 +91,6 @@ def write_card(
     """Write the model card of a trainer's policy into a folder; only process 0 writes.
 
     Args:
-        trainer: trained or not.
-        folder: where the policy is saved.
         model_name: the heading; None: the Hub name, or the name of output_dir.
         base: Hub name of the base model; None: the name it was loaded from.
         tags: further tags; every card has lora, onetrunk and ppo.

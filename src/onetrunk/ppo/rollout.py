@@ -209,11 +209,8 @@ def rollout_packs(
     """Return the packs of a rollout on `device`, with the trunk states that the sampler captured.
 
     Args:
-        rollout: n rows.
         minibatches: the rows of each minibatch; a pack holds rows of one minibatch only.
         limits: the most rows and tokens that a pack may have.
-        pad_id: fills the padding.
-        device: where the packs go.
         agree: maps the number of packs of each minibatch to the number that it must have (`equal_counts`).
     """
     prompts, completions, states = rollout.prompt_ids, rollout.completion_ids, rollout.states
@@ -291,9 +288,7 @@ class Sampler:
         """Return one completion per row; RuntimeError if the backend breaks its contract.
 
         Args:
-            batch: the prompts.
             role, version: what a versioned backend samples from; any other samples from what it was last synced with.
-            options: further keywords of the backend's `generate`.
         """
         if self.is_versioned:
             return self.generate_as(role, version, batch.prompt_ids, batch.keys)

@@ -99,11 +99,7 @@ def load_state(
     score_moments: RunningMoments,
     allow_changes: bool = False,
 ) -> StreamState:
-    """Read `experience_stream.json`; restores the controllers too.
-
-    Raises:
-        ValueError: the file is missing or not one of ours, or `check_settings` rejects its settings.
-    """
+    """Read `experience_stream.json`; restores the controllers too."""
     path = Path(folder) / STATE_FILE
     if not path.is_file():
         raise ValueError(
@@ -136,9 +132,6 @@ def load_buffer(folder: str | Path, rank: int, num_processes: int) -> list[Exper
 
     Another number of processes than the one that wrote the checkpoint deals the packs anew. The rows of a minibatch
     stay together and keep their width, so that its gradient changes only in the order of sums.
-
-    Raises:
-        ValueError: a file is missing.
     """
     written = num_writers(folder)
     if written == num_processes:
@@ -261,18 +254,7 @@ def reward_path(function: Callable[..., Any]) -> str:
 def check_settings(
     path: Path, written: dict[str, Any], current: dict[str, Any], in_rollout: bool, is_allowed: bool = False
 ) -> None:
-    """Check the `run_settings` of a resumed run against its checkpoint, by the table `SETTINGS`.
-
-    Args:
-        path: the file that `written` comes from.
-        written: the settings of the run that wrote the checkpoint.
-        current: the settings of the resumed run.
-        in_rollout: True if the checkpoint was saved in the middle of a rollout.
-        is_allowed: `allow_config_change`.
-
-    Raises:
-        ValueError: names every setting that must stay as it was.
-    """
+    """Check the `run_settings` of a resumed run against its checkpoint, by the table `SETTINGS`."""
     changeable = {"base_name", "steering", "num_processes", "training_stages", *SETTINGS["optimizer"]}
     between = [] if in_rollout else list(SETTINGS["rollout"])
     if current["kl_target"] is not None and not in_rollout:

@@ -40,10 +40,6 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
         folders: output folders of stages or pipelines.
         target: folder to write to; None: `_report` in the run's folder, of several runs in the folder around them.
         price: price of a GPU-hour; None: the page says no cost.
-
-    Raises:
-        ValueError: a folder holds no run, or two runs have the same name.
-        RuntimeError: a file of a run is damaged; the message names it.
     """
     runs = [read_run(folder) for folder in folders]
     # Each run has its own page in its folder, which a comparison must not replace.

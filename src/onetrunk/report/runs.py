@@ -106,12 +106,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Return what is known of the run in a folder.
-
-    Raises:
-        ValueError: the folder holds no run.
-        RuntimeError: a file of the run is damaged; the message names it.
-    """
+    """Return what is known of the run in a folder."""
     folder = Path(folder)
     about = _json_if_there(folder / FOLDER / RUN_FILE)
     entries = read_lines(folder / FOLDER / LOG_FILE) or _log_of_checkpoints(folder)

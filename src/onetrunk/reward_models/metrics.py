@@ -143,7 +143,6 @@ def fidelity_metrics(student: ScoredPairs, probabilities: Tensor, teacher: Score
     """Return how well a student reproduces its teacher on the same rows.
 
     Args:
-        student: its scores.
         probabilities: [n] that the teacher gives to `chosen`.
         teacher: its scores; None for a judge, which has none.
 
@@ -249,12 +248,7 @@ def expected_calibration_error(bins: list[Bin]) -> float:
 
 
 def by_margin(leads: Tensor, labels: Tensor, num_bins: int = 5) -> list[Bin]:
-    """Return the pairs in equal shares by |lead|, the smallest first: accuracy should rise with it.
-
-    Args:
-        leads, labels: [n], as in `accuracy`.
-        num_bins: number of shares; fewer if there are fewer pairs.
-    """
+    """Return the pairs in equal shares by |lead|, the smallest first: accuracy should rise with it."""
     sizes = leads.double().abs()
     confidences, observed = _preferred(leads, labels)
     shares = [share for share in torch.tensor_split(torch.argsort(sizes, stable=True), num_bins) if len(share)]
@@ -267,10 +261,7 @@ def accuracy_interval(
     """Return the 95% interval of the accuracy, bootstrapped over groups: pairs of one prompt are not independent.
 
     Args:
-        leads, labels: [n], as in `accuracy`.
         groups: n names, equal for pairs of one prompt.
-        resamples: number of bootstrap samples.
-        seed: decides the draws.
 
     Returns:
         The 2.5th and the 97.5th percentile; NaN without decided pairs.

@@ -138,8 +138,6 @@ def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None)
     """Centre the teacher, and return the labelled training rows.
 
     Args:
-        teacher: labels the rows.
-        pairs: preference rows.
         singles: rows with `prompt` and `completion`, which become pairs without a rejected side; or None.
     """
     prompts, completions = [*pairs["prompt"], *pairs["prompt"]], [*pairs["chosen"], *pairs["rejected"]]

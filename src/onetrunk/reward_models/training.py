@@ -226,15 +226,7 @@ class PairEncoder:
     labels: tuple[str, ...] = ()
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], places: Sequence[int]) -> dict[str, list[Any]]:
-        """Return chosen_ids, rejected_ids and labels of rows, given as columns.
-
-        Args:
-            batch: the columns of the rows.
-            places: the numbers of the rows, for errors.
-
-        Raises:
-            ValueError: the tokenizer or its chat template rejects a row.
-        """
+        """Return chosen_ids, rejected_ids and labels of rows, given as columns."""
         try:
             columns = {f"{side}_ids": self._side(batch, side, len(places)) for side in SIDES}
         except ValueError as error:
@@ -473,9 +465,6 @@ def join_pipeline(args: RewardModelConfig, has_adapter: bool, script: str = "scr
     """Let the processes of a launch count as pipelines from now on, if they train as their stages.
 
     Call it before the model is loaded: each process then loads what it keeps.
-
-    Raises:
-        ValueError: the launch does not fit, or all weights train.
     """
     if not args.pipeline_training:
         train_in_stages(1)
@@ -522,11 +511,7 @@ def check_length(args: RewardModelConfig, model: Any, tokenizer: PreTrainedToken
 
 
 def drop_overlong(rows: Dataset, max_length: int | None, kind: str) -> Dataset:
-    """Return the rows in which neither completion, with its prompt, exceeds max_length tokens; warn of dropped rows.
-
-    Raises:
-        ValueError: no row is left.
-    """
+    """Return the rows whose completions, with their prompt, fit max_length tokens; warn of dropped rows."""
     if max_length is None:
         return rows
     lengths = np.concatenate(

@@ -99,11 +99,7 @@ class ColocatedBackend:
     # --- checks before training --------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check what needs no model: vLLM is installed, one process trains, and sleep mode has a GPU.
-
-        Raises:
-            ValueError: what is missing, and what to set instead.
-        """
+        """Check what needs no model: vLLM is installed, one process trains, and sleep mode has a GPU."""
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
                 "vllm_mode is 'colocate', and vLLM is not installed here. It asks for another transformers than"
@@ -120,12 +116,7 @@ class ColocatedBackend:
             raise ValueError("vllm_enable_sleep_mode needs a GPU, and there is none; leave it out")
 
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
-        """Start the engine on the base of `model`, and check that it can sample from it.
-
-        Raises:
-            ValueError: an adapter or a base that vLLM does not serve in this process.
-            RuntimeError: the engine does not start, has another base, or too few positions.
-        """
+        """Start the engine on the base of `model`, and check that it can sample from it."""
         self.check()
         if self._llm is None:
             ranks = [model.peft_config[adapter].r for adapter in servable_adapters(model).values()]
@@ -246,12 +237,7 @@ class ColocatedBackend:
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
-        """Return one completion per prompt, from the role and version of the last `sync`.
-
-        Raises:
-            ValueError: an empty prompt, or rows without a key.
-            RuntimeError: nothing was synced, too few positions, or an answer that breaks a check.
-        """
+        """Return one completion per prompt, from the role and version of the last `sync`."""
         if not self._is_synced:
             raise RuntimeError("nothing is published yet; call sync(model, version) first")
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)

@@ -63,7 +63,6 @@ def row_uniforms(key: RowKey, count: int) -> np.ndarray:
 
     Args:
         key: non-negative integers below 2**32. Keys of one length never collide; (1, 2) and (1, 2, 0) do.
-        count: tokens.
     """
     return generator_of(key).random(count)
 

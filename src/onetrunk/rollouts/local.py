@@ -99,10 +99,6 @@ class LocalBackend:
         Returns:
             n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0), processors and
             truncation.
-
-        Raises:
-            ValueError: an empty prompt, a missing or repeated key, or a prompt too long for the model's context.
-            RuntimeError: no model yet, a model that keeps no cache, or logits that are not finite.
         """
         model = require_inputs(self.model, prompt_ids, params, keys)
         done: dict[int, Completion] = {}

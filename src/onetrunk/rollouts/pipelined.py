@@ -141,10 +141,6 @@ class PipelinedBackend:
 
         Returns:
             n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0) and truncation.
-
-        Raises:
-            ValueError: rows that LocalBackend rejects, on any stage, or other settings than on another stage.
-            RuntimeError: no model, logits that are not finite, or a stage that has gone.
         """
         if self.links is None or self.links.num_stages != self.num_stages:
             self.links = StageLinks(self.num_stages)
@@ -345,7 +341,6 @@ class _StageRun:
         """Apply a turn to its batch and run it; return its states, flat, or of the last stage its logits [b, V].
 
         Args:
-            turn: the batch to run, which rows stay and which join.
             dtype: the type of the states that the stage before sends; None on the first stage.
         """
         if self.backend.poll is not None:

@@ -151,11 +151,7 @@ def policy_adapter(model: nn.Module) -> str | None:
 
 
 def servable_adapters(model: nn.Module, roles: Sequence[str] = ROLES) -> dict[str, str]:
-    """Return the adapter of each role; a role that the bare base plays has none.
-
-    Raises:
-        ValueError: vLLM does not serve an adapter, or would serve it as another one.
-    """
+    """Return the adapter of each role; a role that the bare base plays has none."""
     by_role = {"policy": policy_adapter(model), "reference": reference_adapter(model)}
     adapters = {role: by_role[role] for role in roles if by_role[role] is not None}
     for adapter in adapters.values():

@@ -223,11 +223,7 @@ class VLLMBackend:
     # --- checks before training --------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Wait for the servers, and unload what killed processes of this run have left on them. Runs once.
-
-        Raises:
-            RuntimeError: what is wrong with which server, and how to start it instead.
-        """
+        """Wait for the servers, and unload what killed processes of this run have left on them. Runs once."""
         if not self._is_checked:
             on_first_process(self._check_servers)
             self._bases = self._on_each(served_base)
@@ -268,10 +264,6 @@ class VLLMBackend:
         """Check that the servers can sample from `model`: its adapter, its base by its logprobs, its lengths.
 
         Called by every process together. Runs once, before the first rollout at the latest.
-
-        Raises:
-            ValueError: an adapter that vLLM does not serve.
-            RuntimeError: another base, raw logprobs, or too few positions.
         """
         self.check()
         self._check_length(longest_row)
@@ -308,9 +300,6 @@ class VLLMBackend:
 
         The first process publishes, the others wait. The same version with the same weights is published once. A model
         without adapters samples from the servers' base.
-
-        Raises:
-            ValueError, RuntimeError: as `check` and `check_policy`; a server does not load the adapter.
         """
         self.check_policy(model)
         self._role, adapters = role_of(active_adapter(model)), servable_adapters(model, self.roles)
@@ -394,10 +383,6 @@ class VLLMBackend:
         """Return one completion per prompt, sampled by a role at a version (see `VersionedBackend.generate_as`).
 
         It depends on nothing that a later `sync` changes, so it may run in a thread while one publishes.
-
-        Raises:
-            ValueError: an empty prompt, rows without a key, or more tokens than the servers have positions.
-            RuntimeError: the version is not published, no server is left, or a row gets no valid answer.
         """
         adapter = self._adapter_of(role, version)
         name = None if adapter is None else adapter.name

@@ -161,17 +161,7 @@ def probe_requests(model: nn.Module, positions: int) -> list[Request]:
 def require_same_base(
     model: nn.Module, engine: str, root: str, requests: Sequence[Request], completed: Sequence[Completion]
 ) -> None:
-    """Compare an engine's logprobs with the model's own forward, adapters off.
-
-    Args:
-        model: the policy, unwrapped. Its forward is collective if the base is sharded, or divided into stages.
-        engine: its name in messages.
-        root: what it has loaded, for messages.
-        requests, completed: what its base was asked (`probe_requests`) and what it sampled.
-
-    Raises:
-        RuntimeError: another base model, or logprobs before temperature.
-    """
+    """Compare an engine's logprobs with the model's own forward, adapters off."""
     ids = torch.tensor([r.prompt_ids + c.token_ids for r, c in zip(requests, completed, strict=True)])
     length = len(requests[0].prompt_ids)
     quantised = getattr(model.config, "quantization_config", None) is not None

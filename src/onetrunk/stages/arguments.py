@@ -220,11 +220,7 @@ class ModelArguments(ModelConfig):
         return {key: value for key, value in kwargs.items() if value is not None}
 
     def base_kwargs(self, args: SFTConfig | RewardTrainingArguments, what: str) -> dict[str, Any]:
-        """Return the keyword arguments to load a base model with, and move `model_init_kwargs` out of the settings.
-
-        Raises:
-            ValueError: the model is an adapter; `what` names the training in the message.
-        """
+        """Return the keyword arguments to load a base model with, and move `model_init_kwargs` out of the settings."""
         name = self.model_name_or_path
         if name and is_adapter(name, self.model_revision):
             raise ValueError(f"{name} is an adapter; {what} starts from a base model: give that")
@@ -304,9 +300,6 @@ def parse(
     """Return one instance of each dataclass, from the YAML file after --config and the options in `argv`.
 
     Args:
-        argv: the words after the verb.
-        verb: name of the stage.
-        dataclass_types: its settings classes, whose fields are the options.
         check: raises ValueError if the instances, its arguments, do not fit together.
 
     Raises:

@@ -178,12 +178,7 @@ def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArgum
 
 
 def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: bool) -> str | None:
-    """Return the opponent: "reference", the name of a model, or None without one. Loads no weights.
-
-    Raises:
-        ValueError: a base model has no reference; the opponent is the model itself, or has another tokenizer.
-        RuntimeError: the opponent's name leads to no model.
-    """
+    """Return the opponent: "reference", the name of a model, or None without one. Loads no weights."""
     name, opponent = model_args.model_name_or_path, args.opponent or (REFERENCE if has_judge else None)
     has_reference = adapter_base(name, model_args.model_revision) is not None
     if opponent == REFERENCE and not has_reference:
@@ -365,11 +360,7 @@ def pairs_of(policy: Answers, opponent: Answers) -> list[Pair]:
 def hold_contest(
     args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair], opponent: str
 ) -> Contest:
-    """Ask the judge about all pairs in both orders. Its answers are kept in a ledger in `output_dir`.
-
-    Raises:
-        RuntimeError: the judge failed too often, decided no pair, or the ledger cannot be used.
-    """
+    """Ask the judge about all pairs in both orders. Its answers are kept in a ledger in `output_dir`."""
     different = [i for i, pair in enumerate(pairs) if pair.first != pair.second]
     total = 2 * len(different) * len(constitution.principles)
     bar = tqdm(total=total, desc="judge", unit="question", dynamic_ncols=True, smoothing=0.05)

@@ -131,11 +131,7 @@ class Measured:
 
 
 def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None:
-    """Measure the judges; write metrics.json, pairs.jsonl and the report, and print a summary.
-
-    Raises:
-        ValueError: a launcher has started several processes, rows without preferences, or a judge that is not valid.
-    """
+    """Measure the judges; write metrics.json, pairs.jsonl and the report, and print a summary."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("judge runs in one process, and a launcher has started several; call onetrunk judge itself")
     require_push(args, "dataset")
@@ -186,11 +182,7 @@ def measure(
     ledger: Ledger,
     costs: Costs,
 ) -> Measured:
-    """Ask a judge about all pairs; answers that the ledger holds are not asked again.
-
-    Raises:
-        RuntimeError: the judge failed too often, or the budget is spent.
-    """
+    """Ask a judge about all pairs; answers that the ledger holds are not asked again."""
     pairs = pairs_of(groups)
     total = 2 * len(pairs) * len(constitution.principles)
     bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)

@@ -16,11 +16,7 @@ from onetrunk.types import Prompt
 
 
 def load_judge_parts(settings: JudgeConfig, asks: bool = True) -> tuple[Judge | None, Constitution]:
-    """Return the judge, its servers checked, and its constitution; without `asks` None in place of the judge.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: a constitution or a judge is not valid.
-    """
+    """Return the judge, its servers checked, and its constitution; without `asks` None in place of the judge."""
     constitution = load_constitution(settings.constitution)
     if not asks:
         return None, constitution

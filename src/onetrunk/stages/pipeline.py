@@ -143,11 +143,7 @@ class Pipeline:
 
 
 def load_pipeline(path: str | Path) -> Pipeline:
-    """Read and check a pipeline file and the configs that it names.
-
-    Raises:
-        UsageError: names the file, the stage and the key, and says what to write instead.
-    """
+    """Read and check a pipeline file and the configs that it names."""
     path = find_config(str(path))
     if not path.is_file():
         raise UsageError(f"the pipeline {path} does not exist (working folder {Path.cwd()}); give a YAML file")

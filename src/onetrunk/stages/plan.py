@@ -82,11 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
-    """Return what the options ask for.
-
-    Raises:
-        ValueError: unknown devices, a model without a config, or settings that fit neither model nor lengths.
-    """
+    """Return what the options ask for."""
     catalog = load_catalog(own["hardware_file"])
     pools = parse_pools(own["hardware"], own["nodes"], catalog)
     name = own["model"] or values["model_name_or_path"]
@@ -200,11 +196,7 @@ def _plan(own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _within_budget(request: Request, own: Mapping[str, Any], ranking: list[Ranked]) -> list[Ranked]:
-    """Return the plans that the budget allows, the best first; the cheapest of all if it allows no other.
-
-    Raises:
-        ValueError: even the cheapest plan costs more.
-    """
+    """Return the plans that the budget allows, the best first; the cheapest of all if it allows no other."""
     market, budget = own["market"], own["budget"]
     if budget is None:
         return ranking

@@ -192,12 +192,7 @@ class RunJudges:
 def run_judges(
     reward_funcs: Sequence[str], args: PPOArguments, settings: JudgeConfig, arguments: PPOJudgeArguments
 ) -> Iterator[RunJudges]:
-    """Load the judges before any other model, and yield them.
-
-    Raises:
-        ValueError: a constitution or a judge is not valid.
-        RuntimeError: another process uses the ledger.
-    """
+    """Load the judges before any other model, and yield them."""
     if not settings.judge and not arguments.monitor_judge:
         yield RunJudges(list(reward_funcs), None)
         return

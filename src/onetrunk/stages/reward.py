@@ -87,12 +87,7 @@ def load_kwargs(args: RewardTrainingArguments, model_args: ModelArguments, what:
 def score_peft_config(
     args: RewardTrainingArguments, model_args: ModelArguments, model: PreTrainedModel
 ) -> LoraConfig | None:
-    """Return the LoRA config of a reward adapter on a sequence-classification model; None where all weights train.
-
-    Raises:
-        ValueError: the model does not have the layers of adapter_layers or a module of lora_target_modules, or
-            adapter_layers is set without use_peft.
-    """
+    """Return the LoRA config of a reward adapter on a sequence-classification model; None where all weights train."""
     if not model_args.use_peft:
         if args.adapter_layers != "all":
             raise ValueError(f"adapter_layers is {args.adapter_layers!r} and all weights train; set use_peft: true")

@@ -38,13 +38,8 @@ def load_training_rows(
     Every row is checked; of streamed rows a sample now, and each row when it is read. Held-out rows are in memory.
 
     Args:
-        args: names the rows.
-        seed: seed of the split that `eval_size` makes.
         check: returns the rows, changed or not; it sees them in the order of the file.
         split: takes rows, `eval_size` and the seed.
-
-    Raises:
-        ValueError: bad rows; with two datasets the message says in which.
     """
     train = stream_training_rows(args) if args.streaming else load_dataset_rows(args)
     if args.eval_size is not None:
@@ -121,14 +116,7 @@ def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[Dataset], vocab_size: int) -> None:
-    """Check that a tokenizer has a chat template if the rows need one, and that the model has its token ids.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        name: folder or Hub name of the tokenizer, for messages.
-        rows: with texts and conversations in any of TEXT_COLUMNS.
-        vocab_size: entries of the model's embedding.
-    """
+    """Check that a tokenizer has a chat template if the rows need one, and that the model has its token ids."""
     columns = [dataset[column] for dataset in rows for column in TEXT_COLUMNS if column in dataset.column_names]
     if any(isinstance(values[0], list) for values in columns) and not tokenizer.chat_template:
         raise ValueError(

@@ -85,10 +85,7 @@ def run_stage(
     """Run a stage and return its exit code. Raises only errors that are bugs.
 
     Args:
-        verb: name of the stage.
         parse: turns the words after the verb into the arguments of `work`.
-        work: the stage itself.
-        argv: the words after the verb; None: the arguments of this process.
         is_dry: the work writes nothing, so the output folder is not locked.
     """
     # Deprecated names that PEFT and transformers use of each other: no user of a stage can act on them.
@@ -149,11 +146,7 @@ def signals_as_exception() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _output_folder(parsed: Sequence[Any]) -> Iterator[None]:
-    """Lock the output folder of a training or an evaluation, and write the heartbeat of a training. Rank 0 locks.
-
-    Raises:
-        ValueError, RuntimeError: the folder cannot be written to, or another process writes there.
-    """
+    """Lock the output folder of a training or an evaluation, and write the heartbeat of a training. Rank 0 locks."""
     args = next((part for part in parsed if any(hasattr(part, name) for name in LOCKING_FIELDS)), None)
     rank = int(os.environ.get("RANK", "0"))
     with contextlib.ExitStack() as stack:
@@ -296,9 +289,6 @@ def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None
     """Return whether the run in `output_dir` is finished already, and the checkpoint to resume from.
 
     `verb` names the stage. `needed` are the files that this trainer needs; None: those that every trainer needs.
-
-    Raises:
-        ValueError, FileNotFoundError: the folder holds another run, or no checkpoint to resume from.
     """
     message = _finished(args)
     if message is not None:

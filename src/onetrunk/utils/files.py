@@ -40,11 +40,7 @@ def atomic_path(path: str | os.PathLike[str], is_durable: bool = True) -> Iterat
     The temporary name is random, and a link at `path` is replaced itself, so nothing is written through a link.
 
     Args:
-        path: the file to write.
         is_durable: False: do not sync it to the disk, if it has no value after a crash of the machine.
-
-    Raises:
-        OSError: for example because the disk is full; `path` is then unchanged.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,11 +105,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        RuntimeError: the file is missing, unreadable or damaged; the message names it.
-    """
+    """Return the content of a JSON file."""
     with _reading(path, "JSON", ValueError):
         return parse_json(Path(path).read_bytes())
 
@@ -122,9 +114,6 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text, for files and answers that others write.
 
     An integer beyond the range of a float is infinite, as 1e400 is, so that no number overflows where it is used.
-
-    Raises:
-        ValueError: it is not JSON, or nests so deep that Python's parser gives up.
     """
     try:
         return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
@@ -149,12 +138,7 @@ def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]
     """Return the content of a YAML file and the line number of each top-level key.
 
     Args:
-        path: an existing file.
         place: the name of the file in error messages; None for its path.
-
-    Raises:
-        ValueError: the file is not YAML or not UTF-8; a key is given twice; a top-level key is not text. The message
-            names the file and the line.
     """
     place = str(path) if place is None else place
     try:
@@ -210,12 +194,7 @@ def _reading(path: str | os.PathLike[str], kind: str, *damage: type[Exception]) 
 
 
 def require_output_dir(path: str | os.PathLike[str]) -> Path:
-    """Return `path` as a folder that exists and can be written to; create it if it is missing.
-
-    Raises:
-        ValueError: the path is a file, or the root of the file system.
-        RuntimeError: the folder cannot be created or written to.
-    """
+    """Return `path` as a folder that exists and can be written to; create it if it is missing."""
     folder = Path(path)
     if not os.fspath(path) or os.path.abspath(folder) == "/":
         raise ValueError(f"the output folder is {os.fspath(path)!r}; name a folder of the run's own")
@@ -237,9 +216,6 @@ def require_name(name: str, what: str) -> str:
     """Return a name after checking that it can safely become one part of a path.
 
     `what` names the setting in the error message.
-
-    Raises:
-        ValueError: it is not 1 to 96 letters, digits and `._-`, or is a dot, or begins with two dots.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name) or name == "." or name.startswith(".."):
         shown = name[:100] if isinstance(name, str) else name

@@ -52,10 +52,6 @@ def held_folder(folder: str | os.PathLike[str], part: str = "") -> Iterator[None
     Args:
         folder: an existing folder.
         part: name of the part of the folder that this process writes, if several processes share it.
-
-    Raises:
-        RuntimeError: another process holds the lock.
-        OSError: the folder cannot be written to.
     """
     # A name with an underscore is not uploaded to the Hub.
     path = Path(folder).resolve() / f"_run{part}"

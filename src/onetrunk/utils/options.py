@@ -64,11 +64,7 @@ def is_whole(value: Any) -> bool:
 
 
 def require_split(settings: Any) -> None:
-    """Check `pipeline_split` of settings, and set `pipeline_stages` to its length if that is None.
-
-    Raises:
-        ValueError: it is no list of numbers of layers, or not one number per stage.
-    """
+    """Check `pipeline_split` of settings, and set `pipeline_stages` to its length if that is None."""
     split, stages = settings.pipeline_split, settings.pipeline_stages
     if split is None:
         return

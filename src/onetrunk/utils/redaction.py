@@ -60,7 +60,6 @@ def add_secret(value: str | None, name: str) -> None:
 
     Args:
         value: the secret; None and values of less than LEAST_LENGTH characters are ignored.
-        name: name of the secret in the mark that replaces it.
     """
     if value and len(value.strip()) >= LEAST_LENGTH:
         _added[value.strip()] = re.sub(r"[^A-Za-z0-9_.-]", "_", name)

@@ -36,12 +36,7 @@ def freeze_loaded() -> None:
 
 
 def imported_when_used(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package whose names are imported when they are first used.
-
-    Args:
-        package: its dotted name.
-        homes: the module of each name, within the package.
-    """
+    """Return the `__getattr__` of a package whose names are imported when they are first used."""
 
     def get(name: str) -> Any:
         if name not in homes:

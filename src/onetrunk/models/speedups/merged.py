@@ -78,7 +78,6 @@ def merged_policy(model: nn.Module, parts: Iterable[nn.Module] | None = None) ->
     """Let `model` compute its policy from merged weights inside the block if `can_merge`, else change nothing.
 
     Args:
-        model: what samples.
         parts: merge in these modules only; None: everywhere.
     """
     with _merged(_trained_layers(model, parts)) if can_merge(model) else contextlib.nullcontext():

@@ -148,7 +148,6 @@ def limits_in_use(
     """Return the limit of every alarm, None for one that is off.
 
     Args:
-        limits: those that the user has set.
         truncates: whether rollouts are sampled from a part of the vocabulary.
         samples_ahead: whether a completion may have tokens of an older policy.
     """
@@ -157,11 +156,7 @@ def limits_in_use(
 
 
 def stopping_alarms(setting: str | Sequence[str] | None, limits: Mapping[str, float | None]) -> list[str] | None:
-    """Return the names of the alarms that end a run, or None; `setting` may be a name, or names.
-
-    Raises:
-        ValueError: an unknown name, or an alarm without a limit.
-    """
+    """Return the names of the alarms that end a run, or None; `setting` may be a name, or names."""
     words = [setting] if isinstance(setting, str) else list(setting or ())
     if words in ([], ["null"], ["none"], ["None"]):
         return None

@@ -41,8 +41,6 @@ def find_breach(
     """Return the value of an alarm's metric and the bound that it is beyond; None if it is not, or is missing.
 
     Args:
-        name, limit: the alarm, and the limit in use.
-        metrics: metrics of a rollout with `num_rows` completions.
         first: means over the first rollouts; empty until they are over.
     """
     rule, bound = RULES[name], limit

@@ -215,9 +215,7 @@ def rollout_metrics(
     samples is the share of the vocabulary that was left, which belongs to the KL.
 
     Args:
-        scored: n rows of this process.
         packs: their packs with policy and reference outputs, as far as they are wanted.
-        accelerator: gathers over the processes, which have n rows each.
         counted: [n] bool, False for rows that another process counts too; None: all count.
     """
     device = accelerator.device
@@ -258,12 +256,7 @@ def rollout_metrics(
 
 
 def importance_metrics(packs: Sequence[RolloutPack], accelerator: Accelerator) -> dict[str, float]:
-    """Return the effective sample size and the clipped weights as shares of the tokens that train, all processes.
-
-    Args:
-        packs: this process's packs of a rollout, with importance weights and loss masks; every process has some.
-        accelerator: reduces over the processes.
-    """
+    """Return the effective sample size and the clipped weights as shares of the tokens that train, all processes."""
     local = torch.stack([importance_sums(item.importance, item.loss_mask).sum(1) for item in packs]).sum(0)
     weights, squares, clipped, num_tokens = DataParallel(accelerator).sum(local).unbind()
     return {

@@ -65,9 +65,6 @@ def help_text(verb: str, topic: str = "") -> str:
 
     Args:
         topic: all, an option, or a part of the names of options; "": the overview.
-
-    Raises:
-        UsageError: no option has `topic` in its name.
     """
     shown = shown_options(verb)
     topic = topic.removeprefix("--").replace("-", "_")

@@ -116,15 +116,7 @@ def _read_mapping_text(text: str) -> dict[str, Any]:
 
 
 def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the options that a user set, in the YAML file or in the words; set the variables of the file's env block.
-
-    Args:
-        verb: one of SETTINGS_MODULES.
-        argv: the words after it.
-
-    Raises:
-        UsageError: names the file and line, or the option, and what to write instead. All unknown keys are named.
-    """
+    """Return the options that a user set, in the YAML file or the words after `verb`; set the file's env block."""
     options = load_options(verb)
     explain = partial(_explained, verb=verb)
     reason = secret_in_words(argv)
@@ -177,11 +169,7 @@ def _unknown_words(unknown: Sequence[str], options: Mapping[str, Option], explai
 
 
 def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the mapping in a YAML file, and the line of each of its top-level keys.
-
-    Raises:
-        UsageError: the file is not a readable YAML mapping.
-    """
+    """Return the mapping in a YAML file, and the line of each of its top-level keys."""
     try:
         value, lines = read_yaml(path)
     except ValueError as error:
@@ -232,11 +220,7 @@ def _set_environment(variables: Any) -> None:
 
 
 def yaml_value(option: Option, value: Any) -> Any:
-    """Return a value of a YAML file as the option takes it. A number may be written as a text, such as 1e-3.
-
-    Raises:
-        ValueError: it has another type, or is none of the choices.
-    """
+    """Return a value of a YAML file as the option takes it. A number may be written as a text, such as 1e-3."""
     name, kinds = option.name, option.kinds
     if value is None and "NoneType" not in kinds:
         raise ValueError(f"{name} is empty; give a value or remove the line")

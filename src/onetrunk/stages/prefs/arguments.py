@@ -127,11 +127,7 @@ class PrefsArguments(SamplingArguments, PushArguments):
 
 
 def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | None) -> None:
-    """Check the settings of the pairing.
-
-    Raises:
-        ValueError: no prompt could have a pair, or the settings contradict each other.
-    """
+    """Check the settings of the pairing."""
     if pairing not in PAIRINGS:
         raise ValueError(f"pairing is {pairing!r}; set one of {', '.join(PAIRINGS)}")
     if num_completions < 2:

@@ -63,9 +63,6 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
         settings: everything that decides the rows, as JSON values. Without the key "model", which is known only after
             the model is loaded, the others are compared and nothing is written.
         overwrite: replace the results of other settings.
-
-    Raises:
-        ValueError: the folder belongs to other settings, or holds other files.
     """
     path, settings = folder / SETTINGS, json.loads(json.dumps(redact_all(settings)))
     there = read_json(path) if path.is_file() else {}

@@ -336,11 +336,7 @@ class RaySampling:
     sampler: TextSampler
 
     def __call__(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, list[list[SampledText]]]]:
-        """Yield the chunks with their completions, in order. Chunks in the ledger are not sent to a worker.
-
-        Raises:
-            RuntimeError: a worker or the cluster failed.
-        """
+        """Yield the chunks with their completions, in order. Chunks in the ledger are not sent to a worker."""
         number = self.args.num_generations
         size = CHUNKS_PER_WORKER * self.args.ray_workers
         while window := list(islice(chunks, size)):

@@ -81,11 +81,7 @@ class Result:
 def run(
     args: PrefsArguments, judge_settings: JudgeConfig, prices: CostConfig, model_args: OptionalModelArguments
 ) -> None:
-    """Make the rows of a run (or merge finished shards), and print a summary.
-
-    Raises:
-        ValueError: a launcher has started several processes, each of which would sample every prompt.
-    """
+    """Make the rows of a run (or merge finished shards), and print a summary."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"prefs runs in one process, and a launcher has started {os.environ['WORLD_SIZE']}; start one command per"
@@ -146,11 +142,6 @@ def make_rows(
         judge: None for revisions.
         costs: counts what the judge uses; None: nothing does.
         source: the items to label; None: opened here.
-
-    Raises:
-        ValueError: prompts, model and settings do not fit, or the folder belongs to other settings.
-        RuntimeError: another process writes there, the judge fails too often, the budget is spent, or no row came
-            out.
     """
     stop, source = StopFlag(), source or open_source(args, model_args)
     with Ledger(ledger_path(folder, args.part)) as ledger, sampling_servers(args, stop) as servers:
@@ -337,12 +328,7 @@ def _about(
 
 
 def merge_shards(args: PrefsArguments, folder: Path) -> Result:
-    """Add up the statistics of finished shards, and write statistics and card of the whole; the rows are not moved.
-
-    Raises:
-        RuntimeError: a shard is missing.
-        ValueError: the folder holds shards of other settings.
-    """
+    """Add up the statistics of finished shards, and write statistics and card of the whole; the rows are not moved."""
     count = args.merge_shards
     claim_folder(folder, args.deciding(), overwrite=False)
     files = shard_files(rows_path(folder, args.mode, args.output_format, Shard()), count)

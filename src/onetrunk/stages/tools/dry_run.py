@@ -53,11 +53,7 @@ class ModelSize:
 
 
 def dry_run(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, *judges: Any) -> None:
-    """Print what a run with these settings would do; `judges` are the settings of judges, which are not loaded.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError: what would stop the run at its start.
-    """
+    """Print what a run with these settings would do; `judges` are the settings of judges, which are not loaded."""
     name = model_args.model_name_or_path
     if args.resume_from_checkpoint is None:
         require_free(args.output_dir, args.overwrite_output_dir)

@@ -70,12 +70,7 @@ class MergeArguments(PushArguments):
 
 
 def check(args: MergeArguments) -> str:
-    """Return the name of the base model; everything is checked here that can fail before weights load.
-
-    Raises:
-        ValueError: not an adapter of a language model, a quantised base, or an output folder that is in use.
-        RuntimeError: nothing at one of the names, or a Hub that cannot be pushed to.
-    """
+    """Return the name of the base model; everything is checked here that can fail before weights load."""
     base = adapter_base(args.adapter, args.revision)
     if base is None:
         raise ValueError(f"{args.adapter} is a model already, and not an adapter; there is nothing to merge")

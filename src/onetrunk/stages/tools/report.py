@@ -26,11 +26,7 @@ def parse_report(argv: Sequence[str]) -> tuple[dict[str, Any]]:
 
 
 def run(words: dict[str, Any]) -> None:
-    """Write the report and print where it is.
-
-    Raises:
-        ValueError: a folder is missing or holds no run.
-    """
+    """Write the report and print where it is."""
     for folder in words["runs"]:
         if not Path(folder).is_dir():
             raise ValueError(f"{folder} is no folder (working folder {Path.cwd()}); give the output_dir of a run")

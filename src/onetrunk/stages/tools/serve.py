@@ -77,14 +77,7 @@ class ServeArguments:
 
 
 def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> list[str]:
-    """Return the arguments of vLLM's server, after the module.
-
-    Args:
-        args: the options of `onetrunk serve`.
-        base: name or folder of the base model.
-        dtype: precision of its weights.
-        on_cpu: leave out what is for GPUs.
-    """
+    """Return the arguments of vLLM's server, after the module."""
     rank = served_rank(args.max_lora_rank)
     words = ["--model", base, "--host", args.host, "--port", str(args.port), "--dtype", dtype]
     words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(args.max_loras)]
@@ -102,12 +95,7 @@ def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> l
 
 
 def serve(args: ServeArguments) -> None:
-    """Start the server and wait for its end, or print the command.
-
-    Raises:
-        ValueError: no vLLM in this environment, or no interpreter at `python`.
-        RuntimeError: the server ended.
-    """
+    """Start the server and wait for its end, or print the command."""
     base = adapter_base(args.model, args.revision) or args.model
     on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
     revision = args.revision if base == args.model else None
