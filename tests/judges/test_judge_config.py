@@ -71,8 +71,8 @@ def test_anything_else_is_a_causal_model():
     (message,) = question_messages(Pair("p", "a", "b"), SHORT, "c0ffee")
     tiny_model("llama", vocab_size=512, max_position_embeddings=1024).save_pretrained("causal")
     train_tokenizer([message["content"]], 400, ()).save_pretrained("causal")
-    judge = load_judge(JudgeConfig(judge=["causal"], judge_device="cpu", judge_reasoning_tokens=4))
-    assert isinstance(judge, CausalJudge) and judge.reasoning_tokens == 4
+    judge = load_judge(JudgeConfig(judge=["causal"], judge_device="cpu"))
+    assert isinstance(judge, CausalJudge)
     assert "label mass" in judge.compare([Pair("p", "a", "b")], SHORT)[0].reason  # An untrained model.
 
 

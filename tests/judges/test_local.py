@@ -89,17 +89,6 @@ def test_a_model_that_does_not_answer_abstains_and_says_how_little_it_meant_the_
     assert "is below 0.9" in verdict.reason and 0 < verdict.details["label_mass"] < 0.9
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, None], ids=["chat", "plain"])
-def test_reasoning_comes_first_and_is_read_before_the_answer(tokenizer, template):
-    judge = make_judge(tokenizer, template=template, reasoning_tokens=12)
-    verdicts = judge.compare(PAIRS, PRINCIPLE)
-    assert all(verdict.reason for verdict in verdicts)
-    assert judge.compare(PAIRS, PRINCIPLE) == verdicts
-    without = make_judge(tokenizer, template=template)
-    assert without.compare(PAIRS, PRINCIPLE)[0].probability != verdicts[0].probability
-    assert judge.identity != without.identity
-
-
 def test_long_texts_are_cut_alike_until_the_question_fits(tokenizer):
     judge = make_judge(tokenizer, positions=768)
     pair = Pair("p", "a" * 5000, "b" * 5000)

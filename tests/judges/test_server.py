@@ -6,7 +6,7 @@ import pytest
 
 from onetrunk.judges.judge import Judge, Pair, Principle
 from onetrunk.judges.server import ServerJudge
-from onetrunk.judges.template import LABELS, RATINGS
+from onetrunk.judges.template import RATINGS
 from onetrunk.servers.fleet import RetryPolicy
 from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, candidates, completion, first_probability
 
@@ -76,26 +76,6 @@ def test_a_rating_is_the_mean_mark_from_0_to_1():
         told = []
         ratings = judge.rate(["p", "q"], ["c", "d"], KIND, lambda i, rating: told.append((i, rating)))
     assert [rating.score for rating in ratings] == pytest.approx([0.75, 0.75]) and len(told) == 2
-
-
-def test_reasoning_comes_first_and_is_shown_with_the_verdict():
-    def answer(body):
-        has_reason = len(body["messages"]) > 1 and body["messages"][-2]["role"] == "assistant"
-        if not has_reason:
-            return 200, completion("thinker", "The first one is kinder.")
-        shares = {"A": 0.8, "B": 0.2}
-        return 200, completion("thinker", "A", [candidates("A", shares)])
-
-    with StubServer("thinker", routes={"/v1/chat/completions": answer}) as stub:
-        judge = ServerJudge(stub.url, "thinker", reasoning_tokens=64, samples=1, policy=QUICK)
-        judge.check()
-        stub.bodies.clear()
-        verdict = judge.compare(pairs(1), KIND)[0]
-    assert verdict.probability == pytest.approx(0.8) and verdict.reason == "The first one is kinder."
-    first, second = stub.bodies
-    assert first["max_tokens"] == 64 and second["messages"][: len(first["messages"])] == first["messages"]
-    assert second["messages"][-2]["content"] == "The first one is kinder."
-    assert all(label in second["messages"][-1]["content"] for label in LABELS)
 
 
 def test_who_a_judge_is_does_not_depend_on_where_it_is():

@@ -57,8 +57,6 @@ class JudgeConfig:
     # models in this process
     judge_batch_size: int = option(8, "Questions, or texts of a reward model, per forward.")
     judge_device: str | None = option(None, "Such as cuda:1 or cpu; None: the accelerator, if there is one.")
-    # models that write, here or on a server
-    judge_reasoning_tokens: int = option(0, "Longest reasoning before each answer, tokens; 0: none.")
     # servers
     judge_model: str | None = option(None, "Name of the model on the server.")
     judge_api_key_env: str | None = option(None, "Environment variable that holds the server's key; None: no key.")
@@ -85,8 +83,6 @@ class JudgeConfig:
         for name in ("judge_batch_size", "judge_max_concurrency", "judge_samples", "judge_verdict_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
-        if self.judge_reasoning_tokens < 0:
-            raise ValueError(f"judge_reasoning_tokens is {self.judge_reasoning_tokens}; set it to 0 or more")
         if not 0 < self.judge_timeout_s < math.inf:
             raise ValueError(f"judge_timeout_s is {self.judge_timeout_s}; set a finite number above 0")
         for name in sorted(SENT.keys() & (self.judge_extra_body or {})):
@@ -144,7 +140,6 @@ def _judge(specs: Sequence[str], settings: JudgeConfig) -> Judge:
         spec,
         device=device,
         batch_size=settings.judge_batch_size,
-        reasoning_tokens=settings.judge_reasoning_tokens,
     )
 
 
@@ -226,7 +221,6 @@ def _server(specs: Sequence[str], settings: JudgeConfig) -> Judge:
         api_key_env=settings.judge_api_key_env,
         max_concurrency=settings.judge_max_concurrency,
         samples=settings.judge_samples,
-        reasoning_tokens=settings.judge_reasoning_tokens,
         policy=RetryPolicy(call_timeout_s=settings.judge_timeout_s),
         verdict_tokens=settings.judge_verdict_tokens,
         extra_body=settings.judge_extra_body,

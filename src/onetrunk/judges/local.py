@@ -1,8 +1,7 @@
 """Any causal language model in this process as a judge: the probability of each label from one forward.
 
 The label tokens after the question are compared by a softmax over them alone. Their share of the whole probability
-(label mass) shows whether the model was answering at all; below a threshold the judge abstains. The model may write
-reasons first.
+(label mass) shows whether the model was answering at all; below a threshold the judge abstains.
 """
 
 from __future__ import annotations
@@ -20,30 +19,22 @@ from onetrunk.judges.judge import Done, Items, Judge, Pair, Principle, Single, m
 from onetrunk.judges.template import (
     LABELS,
     MAX_CHARACTERS,
-    NO_REASONS,
     PAIRWISE,
     RATING,
-    REASON_FIRST,
-    VERDICT_NOW,
     Opinion,
     form_of,
     longest_text,
     nonce_of,
     question_messages,
-    sanitized,
-    with_reasons_asked,
-    with_reasons_given,
 )
-from onetrunk.models.base_model import load_base, load_tokenizer, repair_padding, stop_token_ids
+from onetrunk.models.base_model import load_base, load_tokenizer, repair_padding
 from onetrunk.models.loading import adapter_base, base_fingerprint, base_of, put_adapter_on, reading
 from onetrunk.models.reward_model import length_limit
-from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import Message
 from onetrunk.utils.files import digest
 from onetrunk.utils.startup import peft_calls
 
-ANSWER, REASONS = "Answer:", "Reasons:"
+ANSWER = "Answer:"
 # A label may have a space before it or not; what a model prefers depends on its tokenizer.
 FORMS = ("{}", " {}")
 # Read by the templates of models that think before they answer; others ignore it.
@@ -60,9 +51,8 @@ LabelIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A question, its token ids, and what a report says of them."""
+    """The token ids of a question, and what a report says of it."""
 
-    messages: list[Message]
     ids: list[int]
     details: dict[str, Any]
 
@@ -75,7 +65,6 @@ class CausalJudge(Judge):
         tokenizer: the model's, with or without a chat template.
         name: the judge's name in reports; None takes the last part of the model's path.
         batch_size: questions per forward.
-        reasoning_tokens: longest reasoning before each answer, decoded greedily; 0 for none.
         min_label_mass: from 0 to 1; with less probability on the labels together the judge abstains.
 
     Raises:
@@ -89,31 +78,30 @@ class CausalJudge(Judge):
         *,
         name: str | None = None,
         batch_size: int = 8,
-        reasoning_tokens: int = 0,
         min_label_mass: float = MIN_LABEL_MASS,
     ):
         self.model, self.tokenizer = model.eval(), repair_padding(tokenizer)
-        self.batch_size, self.reasoning_tokens, self.min_label_mass = batch_size, reasoning_tokens, min_label_mass
+        self.batch_size, self.min_label_mass = batch_size, min_label_mass
         self.reader = Reader(tokenizer)
         self.control_words, self.control_ids = control_tokens(tokenizer)
         self.max_length = length_limit(model, tokenizer)
+        self.room = float("inf") if self.max_length is None else self.max_length
         self.name = model_name(name or model.name_or_path) or type(model).__name__
         example = Principle("Which completion is kinder?")
         pairwise, rating = (question_messages(form.blank, example, ANY_CODE) for form in (PAIRWISE, RATING))
         pairwise_ids, rating_ids = self.reader.ids(pairwise), self.reader.ids(rating)
         # An error for a tokenizer in which the labels are not single tokens.
-        self.reader.label_ids(self._before_answer(pairwise, LABELS), LABELS)
-        if self._room(pairwise, LABELS) < len(pairwise_ids):
+        self.reader.label_ids(pairwise, LABELS)
+        if self.room < len(pairwise_ids):
             raise ValueError(
                 f"judge {self.name} reads {self.max_length} tokens, too few for a question of {len(pairwise_ids)}"
-                f" without its texts and for reasoning_tokens {reasoning_tokens}; take a model with more positions"
+                " without its texts; take a model with more positions"
             )
         self.identity: dict[str, Any] = {
             "kind": "causal",
             "model": base_fingerprint(model),
             # As token ids: they change with the wording, the chat template and the tokenizer.
-            "template": digest([pairwise_ids, rating_ids, REASON_FIRST, VERDICT_NOW])[:16],
-            "reasoning_tokens": reasoning_tokens,
+            "template": digest([pairwise_ids, rating_ids])[:16],
             "min_label_mass": min_label_mass,
             "max_length": self.max_length,
         }
@@ -122,13 +110,13 @@ class CausalJudge(Judge):
         """Answer too long questions first, then the others from long to short."""
         form = form_of(items[0])
         blank = question_messages(form.blank, principle, ANY_CODE)
-        label_ids = self.reader.label_ids(self._before_answer(blank, form.labels), form.labels)
-        controls, room = self._num_controls(self.reader.ids(blank)), self._room(blank, form.labels)
+        label_ids = self.reader.label_ids(blank, form.labels)
+        controls = self._num_controls(self.reader.ids(blank))
         fitted: dict[int, _Fitted] = {}
         for index, item in enumerate(items):
-            question = self._fit(item, principle, room)
-            if len(question.ids) > room:
-                problem = f"the question has {len(question.ids)} tokens, at most {room} are read"
+            question = self._fit(item, principle)
+            if len(question.ids) > self.room:
+                problem = f"the question has {len(question.ids)} tokens, at most {self.room} are read"
             elif self._num_controls(question.ids) != controls:
                 problem = "the texts bring control tokens of the judge along"
             else:
@@ -142,24 +130,19 @@ class CausalJudge(Judge):
             for index, opinion in zip(batch, opinions, strict=True):
                 keep(index, form.answer(opinion))
 
-    def _fit(self, item: Pair | Single, principle: Principle, room: float) -> _Fitted:
+    def _fit(self, item: Pair | Single, principle: Principle) -> _Fitted:
         """Shorten the texts until the question fits, or they have LEAST_CHARACTERS."""
         longest, nonce = longest_text(item), nonce_of(item, principle)
         size = min(longest, MAX_CHARACTERS)
         while True:
-            messages = question_messages(item, principle, nonce, self.control_words, size)
-            ids = self.reader.ids(messages)
-            if len(ids) <= room or size <= LEAST_CHARACTERS:
+            ids = self.reader.ids(question_messages(item, principle, nonce, self.control_words, size))
+            if len(ids) <= self.room or size <= LEAST_CHARACTERS:
                 cut = {"cut_to_characters": size} if size < longest else {}
-                return _Fitted(messages, ids, {"tokens": len(ids), **cut})
-            size = max(LEAST_CHARACTERS, int(0.9 * size * room / len(ids)))
+                return _Fitted(ids, {"tokens": len(ids), **cut})
+            size = max(LEAST_CHARACTERS, int(0.9 * size * self.room / len(ids)))
 
     def _opinions(self, questions: Sequence[_Fitted], labels: Sequence[str], label_ids: LabelIds) -> list[Opinion]:
-        reasons = self._reasons(questions) if self.reasoning_tokens else [None] * len(questions)
-        rows = [
-            self.reader.ids(self._before_answer(question.messages, labels, reason))
-            for question, reason in zip(questions, reasons, strict=True)
-        ]
+        rows = [question.ids for question in questions]
         self.usage.prompt_tokens += sum(map(len, rows))
         logits = last_logits(self.model, rows, self.tokenizer.pad_token_id)
         if not logits.isfinite().all():
@@ -168,41 +151,13 @@ class CausalJudge(Judge):
             )
         shares, masses = (values.tolist() for values in label_shares(logits, label_ids))
         opinions = []
-        for question, reason, share, mass in zip(questions, reasons, shares, masses, strict=True):
+        for question, share, mass in zip(questions, shares, masses, strict=True):
             details = question.details | {"label_mass": mass}
             if mass < self.min_label_mass:
                 opinions.append(Opinion(None, f"label mass {mass:.3g} is below {self.min_label_mass:g}", details))
             else:
-                opinions.append(Opinion(dict(zip(labels, share, strict=True)), reason, details))
+                opinions.append(Opinion(dict(zip(labels, share, strict=True)), None, details))
         return opinions
-
-    def _reasons(self, questions: Sequence[_Fitted]) -> list[str]:
-        """Return the model's reasons, without control tokens: it may quote what it read."""
-        params = SamplingParams(
-            max_completion_length=self.reasoning_tokens,
-            temperature=0.0,
-            stop_token_ids=stop_token_ids(self.tokenizer, self.model.generation_config),
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-        rows = [self.reader.ids(with_reasons_asked(question.messages), REASONS) for question in questions]
-        rollout = LocalBackend(self.model).generate(rows, params, [(0, index) for index in range(len(rows))])
-        self.usage.prompt_tokens += sum(map(len, rows))
-        self.usage.completion_tokens += sum(map(len, rollout.completion_ids))
-        texts = self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
-        return [sanitized(text, self.control_words, None).strip() or NO_REASONS for text in texts]
-
-    def _before_answer(
-        self, messages: list[Message], labels: Sequence[str], reasons: str | None = NO_REASONS
-    ) -> list[Message]:
-        return with_reasons_given(messages, reasons, labels) if self.reasoning_tokens else messages
-
-    def _room(self, blank: list[Message], labels: Sequence[str]) -> float:
-        """Return how many tokens a question may have, so that reasons and the last turn fit after it."""
-        if self.max_length is None:
-            return float("inf")
-        after = len(self.reader.ids(self._before_answer(blank, labels))) - len(self.reader.ids(blank))
-        # Reasons that are decoded and encoded again can have a few tokens more.
-        return self.max_length - after - self.reasoning_tokens - self.reasoning_tokens // 8
 
     def _num_controls(self, ids: Sequence[int]) -> int:
         return sum(token in self.control_ids for token in ids)
@@ -261,17 +216,17 @@ class Reader:
         has_bos = tokenizer.bos_token_id is not None and begins_with == [tokenizer.bos_token_id]
         self._prefix = begins_with if has_bos and not tokenizer.chat_template else []
 
-    def text(self, messages: Sequence[Message], cue: str = ANSWER) -> str:
-        """Return messages as text that ends where the model's answer begins: with `cue` without a chat template."""
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return messages as text that ends where the model's answer begins."""
         if not self.tokenizer.chat_template:
-            return "\n\n".join([*(message["content"] for message in messages), cue])
+            return "\n\n".join([*(message["content"] for message in messages), ANSWER])
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **NO_THINKING)
         # A space at the end would be a separate token, but models learned it as a part of their first word.
         return text.rstrip(" ")
 
-    def ids(self, messages: Sequence[Message], cue: str = ANSWER) -> list[int]:
+    def ids(self, messages: Sequence[Message]) -> list[int]:
         """Return `text` as token ids."""
-        return self._prefix + self._encoded(self.text(messages, cue))
+        return self._prefix + self._encoded(self.text(messages))
 
     def label_ids(self, messages: Sequence[Message], labels: Sequence[str]) -> LabelIds:
         """Return the tokens that mean the labels as an answer to messages, or raise ValueError if one has none."""

@@ -142,12 +142,12 @@ class Vote:
     problem: str | None = None
 
 
-def read_vote(reply: Reply, labels: Sequence[str], reasoning: str | None = None) -> Vote:
+def read_vote(reply: Reply, labels: Sequence[str]) -> Vote:
     """Return the vote that a reply is."""
     label = read_label(reply.text, labels)
     # The first token of an empty reply is its end, so its probabilities are no measurement.
     probabilities = label_probabilities(reply, labels) if reply.text.strip() else None
-    thought = (reasoning or reply.thought or "").strip()
+    thought = reply.thought.strip()
     return Vote(label, probabilities, thought[:LONGEST_THOUGHT] or None, _problem_of(reply) if label is None else None)
 
 

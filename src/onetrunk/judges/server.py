@@ -28,16 +28,11 @@ from onetrunk.judges.replies import (
 from onetrunk.judges.template import (
     LABELS,
     RATINGS,
-    REASON_FIRST,
-    VERDICT_NOW,
     VERDICT_TOKENS,
     Form,
     form_of,
     nonce_of,
     question_messages,
-    sanitized,
-    with_reasons_asked,
-    with_reasons_given,
 )
 from onetrunk.servers.client import Connection, Server, checked_url
 from onetrunk.servers.errors import CallError
@@ -67,8 +62,6 @@ class ChatQuestion:
     places: list[int] = field(default_factory=list)
     votes: list[Vote] = field(default_factory=list)
     error: CallError | None = None
-    # Reasoning by the number of its vote; it is kept for a verdict that fails.
-    reasons: dict[int, str] = field(default_factory=dict)
 
     @cached_property
     def key(self) -> str:
@@ -92,10 +85,10 @@ class ChatQuestion:
 class ServerJudge(Judge):
     """A judge by HTTP (see `Judge`).
 
-    A verdict takes one call with log probabilities, and `samples` calls without; with reasoning, twice as many. Calls
-    run concurrently and are made again after temporary errors. A question without an answer gets a verdict with an
-    error, never a label. When the servers are given up (`ServerUnavailable`), `done` has received every verdict until
-    then. `usage` counts calls, and tokens as the server reports them, or the most that a call may have used.
+    A verdict takes one call with log probabilities, and `samples` calls without. Calls run concurrently and are made
+    again after temporary errors. A question without an answer gets a verdict with an error, never a label. When the
+    servers are given up (`ServerUnavailable`), `done` has received every verdict until then. `usage` counts calls, and
+    tokens as the server reports them, or the most that a call may have used.
 
     Args:
         url: the address of the API, such as "http://127.0.0.1:8000/v1", or a list for servers of the same model.
@@ -117,7 +110,6 @@ class ServerJudge(Judge):
         api_key_env: str | None = None,
         max_concurrency: int = 8,
         samples: int = 5,
-        reasoning_tokens: int = 0,
         policy: RetryPolicy | None = None,
         verdict_tokens: int = VERDICT_TOKENS,
         extra_body: dict[str, Any] | None = None,
@@ -127,7 +119,7 @@ class ServerJudge(Judge):
         if not model or not model.strip():
             raise ValueError(f"judge_model is not set; name the model that {self.servers[0]} should answer with")
         self.model, self.policy, self.max_concurrency = model, policy or RetryPolicy(), max_concurrency
-        self.samples, self.reasoning_tokens, self.verdict_tokens = samples, reasoning_tokens, verdict_tokens
+        self.samples, self.verdict_tokens = samples, verdict_tokens
         self.extra_body = extra_body or {}
         self.name = model_name(model)
         # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
@@ -136,7 +128,6 @@ class ServerJudge(Judge):
             "kind": "server",
             "model": model,
             "samples": samples,
-            "reasoning_tokens": reasoning_tokens,
             "extra_body": self.extra_body,
             "template": _template_digest(),
         }
@@ -233,16 +224,8 @@ class ServerJudge(Judge):
     async def _vote(self, to: Connection, chat: ChatQuestion, number: int) -> Vote:
         # A different seed for every vote and every question, and the same one for a repeated call.
         seed = int(digest([chat.key, number])[:7], 16)
-        messages = chat.messages
-        if self.reasoning_tokens:
-            if number not in chat.reasons:
-                reply = await self._reply(to, with_reasons_asked(messages), self.reasoning_tokens, seed)
-                # The reasoning becomes a part of the conversation and may quote what the model read, so it must hold
-                # no marks either.
-                chat.reasons[number] = sanitized(reply.text).strip()
-            messages = with_reasons_given(messages, chat.reasons[number], chat.form.labels)
-        reply = await self._reply(to, messages, self.verdict_tokens, seed, self.top_logprobs)
-        return read_vote(reply, chat.form.labels, chat.reasons.get(number))
+        reply = await self._reply(to, chat.messages, self.verdict_tokens, seed, self.top_logprobs)
+        return read_vote(reply, chat.form.labels)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -324,4 +307,4 @@ def _template_digest() -> str:
     """Return a hash of the wording of the questions."""
     items = Pair("prompt", "first", "second"), Single("prompt", "first")
     questions = [question_messages(item, Principle("principle"), "nonce") for item in items]
-    return digest([questions, LABELS, RATINGS, REASON_FIRST, VERDICT_NOW])[:16]
+    return digest([questions, LABELS, RATINGS])[:16]

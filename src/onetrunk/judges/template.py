@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +84,6 @@ Principle: {principle}
 
 By the principle above, how good is the completion, from 1 (bad) to 5 (very good)? Answer with one digit, 1, 2, 3, 4 \
 or 5, and nothing else."""
-REASON_FIRST = "\n\nFirst explain in a few sentences what speaks for and against; give no verdict yet."
-VERDICT_NOW = "Now give your verdict: {labels}, and nothing else."
-# Stands for empty reasons: templates reject an empty message.
-NO_REASONS = "(no reasons)"
 # Longest verdict of a server: enough for a label in quotes or in JSON, too little for an essay.
 VERDICT_TOKENS = 16
 
@@ -164,21 +160,6 @@ def nonce_of(item: Pair | Single, principle: Principle) -> str:
     return digest([vars(item), principle.key])[:12]
 
 
-def with_reasons_asked(messages: Sequence[Message]) -> list[Message]:
-    """Return a question that asks for reasons first."""
-    # In the last message, because many templates reject two user messages in a row.
-    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + REASON_FIRST}]
-
-
-def with_reasons_given(messages: Sequence[Message], reasons: str, labels: Sequence[str]) -> list[Message]:
-    """Return a question, the judge's reasons, and the request for a verdict."""
-    return [
-        *with_reasons_asked(messages),
-        {"role": "assistant", "content": reasons or NO_REASONS},
-        {"role": "user", "content": VERDICT_NOW.format(labels=" or ".join(labels))},
-    ]
-
-
 def _parts(item: Pair | Single) -> list[tuple[str, Prompt]]:
     known = [] if item.reference is None else [(REFERENCE, item.reference)]
     if isinstance(item, Pair):
@@ -200,11 +181,11 @@ def _quoted(text: Prompt, forbidden: Collection[str], max_characters: int) -> st
     return "\n".join(f"> {line}" for line in clean.split("\n"))
 
 
-def sanitized(text: str, forbidden: Collection[str] = (), max_characters: int | None = MAX_CHARACTERS) -> str:
+def sanitized(text: str, forbidden: Collection[str] = (), max_characters: int = MAX_CHARACTERS) -> str:
     """Return the text without invisible characters, marks of turns and forbidden words.
 
     A word that only looks like a mark gets a space after its bracket. Forbidden words are removed in upper and lower
-    case. The middle of a text longer than `max_characters` is left out; None: no limit.
+    case. The middle of a text longer than `max_characters` is left out.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\u2028", "\n").replace("\u2029", "\n")
     # Category C: controls, formats (zero width, direction, tags), private use, surrogates, unassigned.
@@ -221,7 +202,7 @@ def sanitized(text: str, forbidden: Collection[str] = (), max_characters: int | 
         if text == before:
             # Last, because a space would separate the halves of a mark that should be removed whole.
             text = MARK_SHAPES.sub(r"\g<0> ", text)
-    if max_characters is None or len(text) <= max_characters:
+    if len(text) <= max_characters:
         return text
     half = max_characters // 2
     return f"{text[:half]}\n[{len(text) - max_characters} characters are left out here]\n{text[len(text) - half :]}"
