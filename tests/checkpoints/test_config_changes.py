@@ -29,7 +29,7 @@ OTHERS: dict[str, Any] = {
     "target_kl": 0.1, "trunk_cache": "off", "truncated_completions": "mask", "value_head": "detached",
     "value_learning_rate": 0.1, "warmup_steps": 1, "weight_decay": 0.1, "rollout_batch_size": 8,
     "chat_template_kwargs": {"x": 1}, "capture_trunk_states": False, "save_strategy": "steps", "report_to": ["none"],
-    "logging_strategy": "epoch", "max_grad_norm": 0.5, "kl_estimator": "k3", "value_head_init": "nowhere",
+    "logging_strategy": "epoch", "max_grad_norm": 0.5, "kl_estimator": "k3",
     "eval_strategy": "epoch", "hub_strategy": "end", "max_unscored_fraction": 0.5, "epsilon": 0.4,
     "alarm_limits": {"kl": 5.0}, "stop_on_alarm": ["kl"],
     "schedule": "one_step", "max_staleness": 2, "vllm_server_base_url": ["http://b"],

@@ -2,16 +2,13 @@
 
 import json
 
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onetrunk.feedback import shards
-from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
+from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files
 from onetrunk.judges.judge import prompt_key
 
-COLUMNS = {"prompt": list, "chosen": list, "probability": float, "consistent": bool, "votes": str}
 message = st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=5)})
 prompts = st.lists(st.text(max_size=5) | st.lists(message, min_size=1, max_size=2), max_size=30)
 
@@ -44,28 +41,21 @@ def rows(count, conversational):
 
 
 @pytest.mark.parametrize("conversational", [False, True])
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_rows_come_back_as_they_went_and_the_bytes_are_the_same_however_they_came(
-    tmp_path, monkeypatch, suffix, conversational
-):
-    monkeypatch.setattr(shards, "ROWS_PER_GROUP", 4)
+def test_rows_come_back_as_they_went_and_the_bytes_are_the_same_however_they_came(tmp_path, conversational):
     expected = rows(11, conversational)
     for name, size in (("a", 1), ("b", 5), ("c", 11)):
-        with rows_file(tmp_path / f"{name}.{suffix}", lambda: table_schema(COLUMNS, conversational)) as write:
+        with rows_file(tmp_path / f"{name}.jsonl") as write:
             for start in range(0, 11, size):
                 write(expected[start : start + size])
-    assert list(read_rows(tmp_path / f"a.{suffix}")) == expected
-    assert len({(tmp_path / f"{name}.{suffix}").read_bytes() for name in "abc"}) == 1
-    if suffix == "parquet":
-        assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 3
+    assert list(read_rows(tmp_path / "a.jsonl")) == expected
+    assert len({(tmp_path / f"{name}.jsonl").read_bytes() for name in "abc"}) == 1
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_writer_that_fails_leaves_the_old_file_and_a_killed_one_is_swept_up(tmp_path, suffix):
-    path = tmp_path / f"a.{suffix}"
+def test_a_writer_that_fails_leaves_the_old_file_and_a_killed_one_is_swept_up(tmp_path):
+    path = tmp_path / "a.jsonl"
     path.write_text("old")
     (tmp_path / f".{path.name}.0123456789abcdef.tmp").write_text("killed")
-    with pytest.raises(KeyError), rows_file(path, lambda: table_schema(COLUMNS, False)) as write:
+    with pytest.raises(KeyError), rows_file(path) as write:
         write(rows(3, False))
         raise KeyError
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoConfig
 
 from onetrunk.models.adapters import ADAPTER_FILE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.base_model import load_base, load_tokenizer, stop_token_ids
@@ -12,7 +12,6 @@ from onetrunk.models.build import (
     BaseShape,
     build_trunk,
     default_peft_config,
-    init_value_head,
     make_base,
     train_tokenizer,
 )
@@ -78,21 +77,6 @@ def test_the_value_goes_on_from_a_folder_that_has_it(value_head, tmp_path):
     assert same(before.values, after.values) and same(before.logprobs, after.logprobs)
     assert same(after.ref_logprobs, after.logprobs)  # a new run is compared with what it starts from
     assert before.values.abs().sum() > 0
-
-
-def test_the_value_head_starts_as_the_score_head_of_a_reward_model(tmp_path):
-    scorer = LlamaForSequenceClassification(
-        LlamaConfig(**{**tiny_model("llama").config.to_dict(), "num_labels": 1, "architectures": None})
-    )
-    scorer.save_pretrained(tmp_path / "reward")
-    trunk = build_trunk(tiny_model("llama"), lora())
-    init_value_head(trunk, str(tmp_path / "reward"))
-    assert same(trunk.value_head.linear.weight.detach(), scorer.score.weight.detach())
-    wide = build_trunk(tiny_model("llama", hidden_size=64), lora())
-    with pytest.raises(
-        ValueError, match=r"has one of \[1, 32\] as its head `score`, and the value head needs \[1, 64\]"
-    ):
-        init_value_head(wide, str(tmp_path / "reward"))
 
 
 def test_a_merged_or_doubly_active_adapter_is_refused():

@@ -119,7 +119,7 @@ class ReadingTrainer(PPOTrainer):
 def test_advantages_of_ones_own_read_real_next_values_also_where_states_are_captured(tmp_path):
     seen = []
     for captures in (True, False):
-        settings = {"adapter_layers": "top-1", "value_head_init": None, "capture_trunk_states": captures}
+        settings = {"adapter_layers": "top-1", "capture_trunk_states": captures}
         trainer = make_trainer(tmp_path / str(captures), trainer_class=ReadingTrainer, **settings)
         with torch.no_grad():
             weight = trainer.model.value_head.linear.weight

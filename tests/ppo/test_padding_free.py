@@ -35,7 +35,7 @@ def run(folder, **settings):
     return trainer
 
 
-@pytest.mark.parametrize("settings", [{**TOP, "trunk_cache": "disk", "activation_checkpointing": True}])
+@pytest.mark.parametrize("settings", [{**TOP, "trunk_cache": "cpu", "activation_checkpointing": True}])
 def test_a_run_without_padding_trains_the_same_in_fewer_forwards(tmp_path, settings):
     # Prompts of 1 and 24 words: a long row and a short one fit 40 tokens, padded ones do not.
     texts = [" ".join(WORDS[i : i + (24 if i % 2 else 1)]) for i in range(16)]

@@ -42,7 +42,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 CASES = {
     "shared": {},
     "adapter": {"value_head": "adapter", "value_pretraining_rollouts": 1, "kl_target": 0.1, "normalize_scores": True},
-    "kept": {"adapter_layers": "top-1", "trunk_cache": "disk", "value_head": "adapter"},
+    "kept": {"adapter_layers": "top-1", "trunk_cache": "cpu", "value_head": "adapter"},
     "judged": {"adapter_layers": "top-1", "trunk_cache": "cpu", "value_head": "adapter"},
     "packed": {
         "padding_free": True,
@@ -50,7 +50,7 @@ CASES = {
         "microbatch_tokens": 23,
         "per_device_train_batch_size": 8,
         "adapter_layers": "top-1",
-        "trunk_cache": "disk",
+        "trunk_cache": "cpu",
         "value_head": "adapter",
     },
     "stopped": {"target_kl": 1e-9, "num_ppo_epochs": 3},

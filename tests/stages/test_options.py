@@ -132,7 +132,7 @@ def test_ppo_config_takes_the_old_name_and_has_a_signature_and_a_line_per_field(
     ("line", "expected"),
     [
         ("onetrunk pp", {"ppo"}),
-        ("onetrunk ppo --value_h", {"--value_head", "--value_head_init"}),
+        ("onetrunk ppo --value_h", {"--value_head"}),
         ("onetrunk run --unt", {"--until"}),
     ],
 )

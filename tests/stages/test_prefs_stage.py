@@ -75,8 +75,8 @@ def test_prompts_become_rows_that_a_reward_model_takes_with_statistics_and_a_car
     assert load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache")).column_names == FIELDS
 
 
-def test_conversations_go_into_parquet_and_come_back_as_messages(prefs, inputs, tmp_path):
-    options = ["--dataset_name", inputs / "turns.jsonl", "--output_format", "parquet", "--pairing", "best_worst"]
+def test_conversations_come_back_as_messages(prefs, inputs, tmp_path):
+    options = ["--dataset_name", inputs / "turns.jsonl", "--pairing", "best_worst"]
     assert prefs(*options) == 0
     rows = load_rows(tmp_path / "out/data")
     check_preferences(rows)
@@ -86,7 +86,7 @@ def test_conversations_go_into_parquet_and_come_back_as_messages(prefs, inputs, 
 
 def test_a_shard_without_prompts_is_an_empty_file_that_the_others_can_be_read_with(prefs, inputs, tmp_path):
     (tmp_path / "few.jsonl").write_text("".join((inputs / "turns.jsonl").read_text().splitlines(keepends=True)[:2]))
-    options = ["--dataset_name", "few.jsonl", "--output_format", "parquet"]
+    options = ["--dataset_name", "few.jsonl"]
     for i in range(4):
         assert prefs(*options, "--shard", f"{i}/4") == 0
     parts = [list(read_rows(path)) for path in sorted((tmp_path / "out/data").iterdir())]
@@ -143,8 +143,6 @@ def test_a_folder_of_other_settings_is_refused_with_the_differences_and_overwrit
     # How the work is cut up decides nothing.
     assert prefs("--max_waiting_chunks", 1) == 0
     assert (tmp_path / "out/data/preferences.jsonl").read_bytes() == before
-    assert prefs("--output_format", "parquet", "--overwrite_output_dir", "true") == 0
-    assert [path.name for path in (tmp_path / "out/data").iterdir()] == ["preferences.parquet"]
 
 
 def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inputs, tmp_path, capsys):

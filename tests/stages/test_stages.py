@@ -152,7 +152,7 @@ def test_sft_takes_texts_and_messages_and_leaves_other_columns_alone(there, rows
         ("sft", ["--model_name_or_path", "runs/tiny/ppo"], "is an adapter; sft starts from a base model"),
         ("sft", ["--model_name_or_path", "runs/nothing"], "the tokenizer 'runs/nothing' cannot be loaded"),
         ("sft", ["--load_in_8bit", "true"], "a quantised model cannot be trained whole; set use_peft: true"),
-        ("sft", ["--max_length", "6"], "max_length is 6 and the shortest prompt has"),
+        ("sft", ["--max_length", "6"], "max_length is 6, and no row keeps a token of its completion"),
         ("ppo", ["--reward_weights", "1"], "1 reward weights for 4 reward functions"),
         ("ppo", ["--resume_from_checkpoint", "runs/tiny/base"], "manifest.json: missing"),
         ("eval", ["--max_completion_length", "500"], "the model has 160 positions"),

@@ -48,7 +48,7 @@ FREE_SETTINGS = frozenset(
     " do_predict load_best_model_at_end metric_for_best_model greater_is_better model_init_kwargs debug tpu_num_cores"
     " activation_checkpointing gradient_checkpointing gradient_checkpointing_kwargs enable_jit_checkpoint"
     " restore_callback_states_from_checkpoint skip_memory_metrics max_unscored_fraction"
-    " value_head_init local_rank torch_empty_cache_steps activation_checkpointing_kwargs parallelism_config"
+    " local_rank torch_empty_cache_steps activation_checkpointing_kwargs parallelism_config"
     " activation_offloading check_memory include_for_metrics dataset_num_proc eos_token pad_token"
     " trust_remote_code trace_rollouts vllm_server_base_url"
     " write_report vllm_server_timeout vllm_request_timeout vllm_api_key_env vllm_gpu_memory_utilization"

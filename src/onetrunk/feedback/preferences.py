@@ -25,16 +25,6 @@ from onetrunk.types import SampledText, as_completion
 from onetrunk.types import as_text as plain
 from onetrunk.utils.randomness import PAIRING_STREAM, generator_of
 
-COLUMNS: dict[str, type] = {
-    "prompt": list,
-    "chosen": list,
-    "rejected": list,
-    "chosen_stopped": bool,
-    "rejected_stopped": bool,
-    "probability": float,
-    "votes": str,
-    "consistent": bool,
-}
 COUNTS = (
     "prompts",
     "repeated_prompts",

@@ -29,7 +29,6 @@ from onetrunk.types import Prompt, SampledText, as_completion
 from onetrunk.utils.files import digest
 from onetrunk.utils.randomness import PRINCIPLE_STREAM, generator_of
 
-REVISION_COLUMNS: dict[str, type] = {"prompt": list, "completion": list, "original": str, "trail": str}
 CRITIQUE_TURN = (
     "Read your last reply once more, with one rule in mind.\nRule: {principle}\n"
     "Say in a few sentences where the reply falls short of this rule and what should be different. If nothing should,"

@@ -14,14 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from onetrunk.judges.judge import prompt_key as prompt_key
 from onetrunk.utils.files import atomic_path, delete_temporaries
 
-FORMATS = ("jsonl", "parquet")
-ROWS_PER_GROUP = 1000
 Rows = Sequence[dict[str, Any]]
 _SHARD = re.compile(r"(\d+)/(\d+)")
 
@@ -58,67 +53,23 @@ def prompt_words(key: str) -> tuple[int, int]:
     return int(key[:8], 16), int(key[8:16], 16)
 
 
-def table_schema(columns: dict[str, type], conversational: bool) -> pa.Schema:
-    """Return the Parquet columns; `list` is a column of texts or, if `conversational`, of lists of messages."""
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    texts = pa.list_(message) if conversational else pa.string()
-    kinds = {str: pa.string(), float: pa.float64(), bool: pa.bool_(), list: texts}
-    return pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
-
-
 @contextlib.contextmanager
-def rows_file(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[[Rows], None]]:
-    """Yield a function that appends rows; `path` appears when the block ends without an error.
+def rows_file(path: Path) -> Iterator[Callable[[Rows], None]]:
+    """Yield a function that appends rows as JSON lines; `path` appears when the block ends without an error.
 
     First deletes the temporary files of a killed writer: the caller holds the folder's lock.
-
-    Args:
-        path: ends in .jsonl or .parquet.
-        schema: returns the columns, for Parquet only; called with the first rows, or at the end.
     """
     delete_temporaries(path.parent, path.name)
-    with atomic_path(path) as temporary:
-        if path.suffix == ".parquet":
-            with _parquet(temporary, schema) as write:
-                yield write
-            return
-        with open(temporary, "w", encoding="utf-8") as file:
-            yield lambda rows: file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-@contextlib.contextmanager
-def _parquet(path: Path, schema: Callable[[], pa.Schema]) -> Iterator[Callable[[Rows], None]]:
-    pending: list[dict[str, Any]] = []
-    writer: pq.ParquetWriter | None = None
-
-    def write(rows: Rows, fewest: int | None = None) -> None:
-        nonlocal writer
-        pending.extend(rows)
-        while len(pending) >= (fewest or ROWS_PER_GROUP):
-            writer = writer or pq.ParquetWriter(path, schema())
-            writer.write_table(pa.Table.from_pylist(pending[:ROWS_PER_GROUP], writer.schema))
-            del pending[:ROWS_PER_GROUP]
-
-    try:
-        yield write
-        write([], fewest=1)
-        # An empty file gets no row group: datasets cannot read an empty one.
-        writer = writer or pq.ParquetWriter(path, schema())
-    finally:
-        if writer is not None:
-            writer.close()
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        yield lambda rows: file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file that `rows_file` wrote."""
     try:
-        if path.suffix == ".parquet":
-            for batch in pq.ParquetFile(path).iter_batches():
-                yield from batch.to_pylist()
-            return
         with open(path, encoding="utf-8") as file:
             yield from (json.loads(line) for line in file)
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except (OSError, ValueError) as error:
         raise RuntimeError(f"{path} cannot be read ({error}); delete it and make it again") from error
 
 

@@ -52,7 +52,7 @@ from onetrunk.models.loading import (
     put_adapter_on,
     read_adapter_weights,
 )
-from onetrunk.models.reward_model import ScoreAdapter, ScoreBranch, load_scorer
+from onetrunk.models.reward_model import ScoreAdapter, ScoreBranch
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.utils.files import require_output_dir
 
@@ -163,26 +163,6 @@ def lowest_layer(trunk: PeftModel, adapter: str) -> int:
     """Return the lowest decoder layer that an adapter changes; 0 for weights outside the layers."""
     layers = list_name(trunk, decoder_layers(trunk.get_base_model()))
     return min((layer_index(name, layers) or 0 for name in adapter_parameters(trunk, adapter)), default=0)
-
-
-def init_value_head(trunk: TrunkModel, scorer: str, revision: str | None = None) -> None:
-    """Initialise the value head with the score head of a reward model at the name or path `scorer`.
-
-    Raises:
-        ValueError: the reward model has another width, or no linear score head.
-    """
-    head = getattr(load_scorer(scorer, revision=revision), "score", None)
-    weight, expected = getattr(head, "weight", None), trunk.value_head.linear.weight
-    if weight is None or weight.shape != expected.shape:
-        shape = "none" if weight is None else f"one of {list(weight.shape)}"
-        raise ValueError(
-            f"value_head_init {scorer} has {shape} as its head `score`, and the value head needs"
-            f" {list(expected.shape)}; take a reward model of the trunk's own architecture and size, or leave it out"
-        )
-    with torch.no_grad():
-        expected.copy_(weight)
-        if getattr(head, "bias", None) is not None:
-            trunk.value_head.linear.bias.copy_(head.bias)
 
 
 def _restore_value(trunk: TrunkModel, adapter: str, revision: str | None) -> None:

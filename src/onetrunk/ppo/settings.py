@@ -312,14 +312,10 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
     # Trunk
     value_head: str = option("shared", "shared, detached (stop-gradient) or adapter (a LoRA of its own).")
     adapter_layers: str = option("all", "'all', or 'top-k': adapt and train only the last k layers.")
-    value_head_init: str | None = option(
-        None,
-        "Reward model (folder or Hub name, same hidden size) whose score head starts the value head; None: zeros.",
-    )
     trunk_cache: str = option(
         "auto",
         "Where the output of the frozen lower layers is kept for the epochs of a rollout: device, cpu (pinned memory),"
-        " disk (a file in output_dir), off (computed in every forward) or auto (the first of them with room).",
+        " off (computed in every forward) or auto (the device if it has room).",
     )
     capture_trunk_states: bool | None = option(
         None,

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from onetrunk.models.build import (
     attach_score_adapter,
     build_trunk,
     check_model_type,
-    init_value_head,
 )
 from onetrunk.models.frozen_layers import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
@@ -165,8 +163,6 @@ def load_sampled_model(
         )
     if rewards.trunk_reward is not None:
         attach_score_adapter(trunk, rewards.trunk_reward.adapter)
-    if args.value_head_init is not None:
-        init_value_head(trunk, args.value_head_init)
     trunk.use_padding_free(args.padding_free)
     repair_padding(tokenizer, trunk.get_base_model().config)
     for line in divide(trunk, args, backend):
@@ -329,7 +325,7 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
     elif branch is not None:
         reward = f"\nreward: the adapter {branch.name} runs through all layers: {branch.obstacle}"
     if not trunk.cut:
-        if args.trunk_cache in ("device", "cpu", "disk"):
+        if args.trunk_cache in ("device", "cpu"):
             raise ValueError(
                 f"trunk_cache {args.trunk_cache!r} has nothing to keep: layer 0 carries an adapter that trains; set"
                 " adapter_layers to top-k with k below the number of layers, or trunk_cache to 'auto'"
@@ -347,14 +343,14 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
     num_bytes = trunk_states_bytes(shape, rows * row_tokens, base.dtype.itemsize)
     place = choose_place(args.trunk_cache, num_bytes, args.device)
     saving = reuse_saving(shape, trunk.cut, args.num_ppo_epochs, args.max_completion_length / row_tokens)
-    where = {"device": f"on {args.device}", "cpu": "in this machine's memory", "disk": f"on disk ({args.output_dir})"}
+    where = f"on {args.device}" if place == "device" else "in this machine's memory"
     report = (
         f"{lower} and run once per rollout: {saving:.0%} less work in scoring and update, for at most"
-        f" {num_bytes / 2**20:,.1f} MiB of states {where[place]}{', computed while sampling' if captures else ''}"
+        f" {num_bytes / 2**20:,.1f} MiB of states {where}{', computed while sampling' if captures else ''}"
         f"{reward}"
     )
     reads_last = args.truncated_completions == "bootstrap" or (branch is not None and branch.from_states)
-    return TrunkPlan(TrunkCache(place, Path(args.output_dir)), report, captures, captures and reads_last)
+    return TrunkPlan(TrunkCache(place), report, captures, captures and reads_last)
 
 
 def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> bool:

@@ -65,7 +65,7 @@ from onetrunk.utils.shipped import find_config, with_shipped_files
 STAGE_VERBS = ("sft", "judge", "prefs", "reward", "distill", "ppo", "eval")
 # A trainer may ignore these names, because it compares what they lead to (the base model, the rows, the folder). A
 # pipeline only sees the names.
-COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "value_head_init", "eos_token", "pad_token", "output_dir"))
+COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "eos_token", "pad_token", "output_dir"))
 KEYS = {"output_dir": str, "stages": dict}
 STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launcher": str, "outputs": list}
 # Where `prefs` writes its rows, which it replaces if the settings that decide them change.

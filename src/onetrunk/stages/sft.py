@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
@@ -59,13 +58,11 @@ def make_trainer(
     if args.chat_template_path is None:
         vocab_size = load_config(name, revision, kwargs["trust_remote_code"]).vocab_size
         check_tokenizer(tokenizer, name, datasets, vocab_size)
-    for rows in datasets:
-        check_room(rows, tokenizer, args)
     with cast_when_sharded(quantization):
         model = load_base(name, quantization_config=quantization, **kwargs)
     if model_args.use_peft:
         check_targets(model_args.peft_config(), model)
-    return ResumableSFTTrainer(
+    trainer = ResumableSFTTrainer(
         model=model,
         args=args,
         train_dataset=train,
@@ -73,33 +70,9 @@ def make_trainer(
         processing_class=tokenizer,
         peft_config=model_args.peft_config() if model_args.use_peft else None,
     )
-
-
-def check_room(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTArguments) -> None:
-    """Raise ValueError if max_length leaves no completion token in any row; TRL would drop all rows and fail later."""
-    joins_rows = args.packing and args.packing_strategy != "bfd"
-    if (
-        args.max_length is None
-        or joins_rows
-        or "prompt" not in rows.column_names
-        or args.completion_only_loss is False
-    ):
-        return
-    is_conversational = isinstance(rows[0]["prompt"], list)
-    if is_conversational and (args.chat_template_path or not tokenizer.chat_template):
-        return  # TRL supplies the template.
-    encode = tokenizer
-    if is_conversational:
-        encode = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=True)
-    lengths = []
-    for prompt in rows["prompt"]:
-        lengths.append(len(encode(prompt)["input_ids"]))
-        if lengths[-1] < args.max_length:
-            return
-    raise ValueError(
-        f"max_length is {args.max_length} and the shortest prompt has {min(lengths)} tokens: no row keeps a token of"
-        " its completion; raise max_length, or set completion_only_loss to false to learn the prompts too"
-    )
+    if len(trainer.train_dataset) == 0:
+        raise ValueError(f"max_length is {args.max_length}, and no row keeps a token of its completion; raise it")
+    return trainer
 
 
 parse_sft = partial(parse, verb="sft", dataclass_types=(TrainingDataArguments, SFTArguments, ModelArguments))

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=type)
 SEED_LIMIT = 2**32
 # The words that settings accept, where two rooms know them.
 VALUE_HEADS = ("shared", "detached", "adapter")
-TRUNK_CACHES = ("auto", "off", "device", "cpu", "disk")
+TRUNK_CACHES = ("auto", "off", "device", "cpu")
 IMPORTANCE_MODES = ("token_truncate", "token_mask")
 # The ranks of LoRA that vLLM reserves memory for.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

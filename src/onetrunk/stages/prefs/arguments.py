@@ -6,7 +6,7 @@ One field is one YAML key and one command line option. The settings of judges ar
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from onetrunk.feedback.shards import FORMATS, Shard
+from onetrunk.feedback.shards import Shard
 from onetrunk.stages.arguments import PushArguments, SamplingArguments, require_set
 from onetrunk.utils.options import option
 
@@ -20,7 +20,7 @@ DECIDING = (
     "mode dataset_name dataset_config dataset_split dataset_columns num_generations pairing pairs_per_prompt"
     " both_orders keep_ties tie_margin completions"
     " num_revisions max_critique_length seed max_prompt_length overlong_prompts"
-    " max_completion_length temperature top_p top_k stop_tokens chat_template_kwargs output_format"
+    " max_completion_length temperature top_p top_k stop_tokens chat_template_kwargs"
 ).split()
 
 
@@ -38,7 +38,6 @@ class PrefsArguments(SamplingArguments, PushArguments):
     overwrite_output_dir: bool = option(
         False, "Replace the rows of other settings in output_dir. Its ledger is kept and used."
     )
-    output_format: str = option("jsonl", "File format of the rows.", FORMATS)
     # Pairs
     completions: str = option(
         "sampled",

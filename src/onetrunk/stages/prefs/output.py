@@ -39,8 +39,8 @@ ABOUT = {
 TAGS = {"pairs": "preference", "revise": "sft"}
 
 
-def rows_path(folder: Path, kind: str, suffix: str, part: Shard) -> Path:
-    return folder / "data" / f"{NAMES[kind]}{part.suffix()}.{suffix}"
+def rows_path(folder: Path, kind: str, part: Shard) -> Path:
+    return folder / "data" / f"{NAMES[kind]}{part.suffix()}.jsonl"
 
 
 def pushed_files(kind: str) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def claim_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Non
 def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Path, about: dict[str, Any]) -> Path:
     """Write statistics.json and, unless `part` is one of several shards, the card; return the path of the former.
 
-    The card takes its examples from the file `rows`; `about` are its facts, including `mode` and `format`.
+    The card takes its examples from the file `rows`; `about` are its facts, including `mode`.
     """
     about = redact_all(about)
     path = statistics_path(folder, part)
@@ -103,10 +103,10 @@ def write_report(folder: Path, part: Shard, statistics: dict[str, Any], rows: Pa
 
 
 def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[str, Any]]) -> str:
-    mode, suffix = about["mode"], about["format"]
+    mode = about["mode"]
     metadata = DatasetCardData(
         tags=["onetrunk", "trl", TAGS[mode], "synthetic"],
-        configs=[{"config_name": "default", "data_files": f"data/{NAMES[mode]}*.{suffix}"}],
+        configs=[{"config_name": "default", "data_files": f"data/{NAMES[mode]}*.jsonl"}],
     )
     orders = " and both orders" if about.get("both_orders") else ""
     parts = [
@@ -114,7 +114,7 @@ def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[
         f"# {NAMES[mode].capitalize().replace('_', ' ')}",
         ABOUT[mode].format(orders=orders) + f" Made with onetrunk {sys.modules['onetrunk'].__version__}.",
         "## How",
-        markdown_table({"": {name: value for name, value in about.items() if name not in ("mode", "format")}}),
+        markdown_table({"": {name: value for name, value in about.items() if name != "mode"}}),
         "## What they are like",
         *warnings_of(statistics),
         markdown_table({"": dict(flat(statistics))}),

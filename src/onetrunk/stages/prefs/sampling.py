@@ -151,12 +151,9 @@ class Source(ABC):
     Attributes:
         counts: items, and repeated ones that were left out.
         total: number of items; None if it is not known.
-        conversational: whether prompts are conversations; for a stream it is known after the first rows, for an empty
-            shard too, whose file has the columns of the others.
     """
 
     total: int | None = None
-    conversational = False
     longest_prompt = 0
 
     def __init__(self, args: PrefsArguments):
@@ -230,7 +227,6 @@ class PromptSource(Source):
             overlong_prompts=args.overlong_prompts,
             chat_template_kwargs=args.chat_template_kwargs,
         )
-        self.conversational = not isinstance(rows[0]["prompt"], str)
         longest = max(map(len, rows["prompt_ids"]), default=0)
         if self.limit is not None and longest > self.limit:
             raise ValueError(
@@ -279,7 +275,6 @@ class GivenSource(Source):
                 " streaming out, or give groups: prompt and completions"
             )
         for group in self._groups():
-            self.conversational = isinstance(group.prompt, list)
             if is_stream:
                 break
             # All rows are checked before a judge is asked.

@@ -25,14 +25,13 @@ from onetrunk.feedback.asking import Asker, FailureLimit, StopFlag, chunked, ove
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import (
-    COLUMNS,
     PreferenceMaker,
     PreferenceStatistics,
     counts_of,
     merged_judge_statistics,
 )
-from onetrunk.feedback.sampling import REVISION_COLUMNS, PromptItem, Reviser, TextSampler
-from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files, table_schema
+from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
+from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.judge import Judge
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
@@ -183,7 +182,6 @@ class Flow(ABC):
     `sampler` is None where the rows bring the completions.
     """
 
-    columns: dict[str, type]
     remote: RaySampling | None = None  # None: completions are sampled in this process.
 
     def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler | None):
@@ -216,7 +214,6 @@ class PairFlow(Flow):
 
     def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler | None, asker: Asker):
         super().__init__(args, counts, sampler)
-        self.columns = COLUMNS
         self.asker = asker
         self.maker = PreferenceMaker(
             asker,
@@ -245,8 +242,6 @@ class PairFlow(Flow):
 class RevisionFlow(Flow):
     """Completions are criticised and revised by the model that wrote them, all in the sampling thread."""
 
-    columns = REVISION_COLUMNS
-
     def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler, constitution: Constitution):
         super().__init__(args, counts, sampler)
         critic = replace(sampler, params=replace(sampler.params, max_completion_length=args.max_critique_length))
@@ -271,10 +266,10 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
     `stop` is set if the run ends early, so that sampling ends too; `about` are facts for the card.
     """
     args, num_rows = flow.args, 0
-    path = rows_path(folder, args.mode, args.output_format, args.part)
+    path = rows_path(folder, args.mode, args.part)
     total = source.total if args.limit is None or source.total is None else min(args.limit, source.total)
     bar = tqdm(total=total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
-    with bar, rows_file(path, lambda: table_schema(flow.columns, source.conversational)) as write:
+    with bar, rows_file(path) as write:
 
         def consume(product: Product) -> None:
             nonlocal num_rows
@@ -309,7 +304,7 @@ def _about(
     def name(path: str) -> str:
         return path.rstrip("/").split("/")[-1] if Path(path).exists() else path
 
-    facts: dict[str, Any] = {"mode": args.mode, "format": args.output_format}
+    facts: dict[str, Any] = {"mode": args.mode}
     if args.completions == "given":
         facts |= {"completions": f"given by {name(args.dataset_name)}"}
     else:
@@ -331,7 +326,7 @@ def merge_shards(args: PrefsArguments, folder: Path) -> Result:
     """Add up the statistics of finished shards, and write statistics and card of the whole; the rows are not moved."""
     count = args.merge_shards
     claim_folder(folder, args.deciding(), overwrite=False)
-    files = shard_files(rows_path(folder, args.mode, args.output_format, Shard()), count)
+    files = shard_files(rows_path(folder, args.mode, Shard()), count)
     parts = [read_json(statistics_path(folder, Shard(i, count))) for i in range(count)]
     counts = sum((Counter(part["counts"]) for part in parts), Counter())
     statistics: dict[str, Any] = {"counts": counts_of(counts)}
