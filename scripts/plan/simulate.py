@@ -12,9 +12,9 @@ import random
 from dataclasses import dataclass, field
 
 from onetrunk.costs import slowest_stage
-from onetrunk.plan.evaluate import Plan
 from onetrunk.plan.job import Job, Lengths
 from onetrunk.plan.memory import ASYNC_STALENESS
+from onetrunk.plan.search import Plan
 from onetrunk.plan.timing import most_rows_of, split_of, step_parts
 
 STALENESS = {"sync": 0, "one_step": 1, "async": ASYNC_STALENESS}

@@ -35,7 +35,7 @@ from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
 from onetrunk.stages.arguments import SFTArguments
-from onetrunk.utils.locks import held_folder
+from onetrunk.utils.files import held_folder
 from tests.ppo.support import make_trainer, prompts, without_wall_clock
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
-from onetrunk.utils.locks import held_folder
+from onetrunk.utils.files import held_folder
 from tests.checkpoints import crash_runs
 from tests.checkpoints.killing import (
     digest_of,

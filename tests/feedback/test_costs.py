@@ -11,8 +11,7 @@ import threading
 import pytest
 
 from onetrunk.feedback.asking import Asker, FailureLimit
-from onetrunk.feedback.costs import BudgetReached, CostConfig, Costs, read_costs
-from onetrunk.feedback.ledger import Ledger
+from onetrunk.feedback.ledger import BudgetReached, CostConfig, Costs, Ledger, read_costs
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair, Principle, Usage, Verdict

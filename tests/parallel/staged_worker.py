@@ -25,9 +25,8 @@ from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.packing import make_pack
 from onetrunk.parallel import staged as staged_module
-from onetrunk.parallel.cast_on_read import casting_later
 from onetrunk.parallel.groups import pack_outputs, staged
-from onetrunk.parallel.sharding import local_bytes
+from onetrunk.parallel.sharding import casting_later, local_bytes
 from onetrunk.parallel.staged import keep_stage, reduce_gradients
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.types import Experience, LossCoefficients, Pack, to_device

@@ -12,8 +12,7 @@ from transformers import core_model_loading
 from onetrunk.models.base_model import load_base
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, base_marks
-from onetrunk.parallel.cast_on_read import READER, LateCast, cast_now, casting_later
-from onetrunk.parallel.sharding import cast_when_sharded, launch_layout
+from onetrunk.parallel.sharding import READER, LateCast, cast_now, cast_when_sharded, casting_later, launch_layout
 from tests.parallel import cast_on_read_worker
 from tests.tiny import tiny_model
 

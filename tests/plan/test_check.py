@@ -6,8 +6,7 @@ import statistics
 import pytest
 import yaml
 
-from onetrunk.plan.calibrate import Observation, descend, fit_rates, hardware_text, predicted
-from onetrunk.plan.check import check_run
+from onetrunk.plan.calibrate import Observation, check_run, descend, fit_rates, hardware_text, predicted
 from onetrunk.plan.hardware import Rates, load_catalog
 from onetrunk.stages.options.table import load_options
 from tests.plan.support import LENGTHS, device, job

@@ -10,12 +10,11 @@ import pytest
 import yaml
 
 from onetrunk.costs import decode_split
-from onetrunk.plan.evaluate import evaluate
 from onetrunk.plan.hardware import GIB, Pool, load_catalog
 from onetrunk.plan.job import read_model
 from onetrunk.plan.launch import PORT, Launch, launch_files, settings_of, write_files
 from onetrunk.plan.memory import engine_parts
-from onetrunk.plan.search import Space, search
+from onetrunk.plan.search import Space, evaluate, search
 from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, SampleLayout, TrainLayout
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.tools.serve import parse_serve

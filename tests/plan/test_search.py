@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from onetrunk.plan.evaluate import evaluate
 from onetrunk.plan.hardware import load_catalog
 from onetrunk.plan.search import (
     OBJECTIVES,
     Space,
+    evaluate,
     inner_layouts,
     rejected,
     search,

@@ -2,9 +2,8 @@
 
 import pytest
 
-from onetrunk.plan.evaluate import evaluate
 from onetrunk.plan.job import Lengths
-from onetrunk.plan.search import Space, search
+from onetrunk.plan.search import Space, evaluate, search
 from onetrunk.plan.timing import COLOCATED, LOCAL, SERVER, SampleLayout, TrainLayout
 from scripts.plan.simulate import simulate
 from tests.plan.support import device, job_7b, pool

@@ -3,7 +3,7 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from onetrunk.ppo.monitoring.tensorboard import COUNT
+from onetrunk.ppo.monitoring.progress import COUNT
 from tests.ppo.support import logged, make_trainer, prompts
 
 SETTINGS = {

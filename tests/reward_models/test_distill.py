@@ -8,8 +8,7 @@ from datasets import Dataset
 
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.models.reward_model import load_with_new_head
-from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
-from onetrunk.reward_models.teacher import Teacher, label_rows
+from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, Teacher, label_rows
 from onetrunk.reward_models.training import PairCollator
 from onetrunk.rewards import ModelReward
 from onetrunk.utils.files import load_tensors

@@ -5,7 +5,7 @@ import pytest
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle
 from onetrunk.rewards import RewardSet
-from onetrunk.rewards.judge_reward import JudgeReward
+from onetrunk.rewards.reward import JudgeReward
 from tests.judges.fakes import ToldJudge
 
 TWO = Constitution(

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from onetrunk.models.build import build_trunk
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.setup import load_backend
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, RolloutBackend, SamplingParams, VersionedBackend
-from onetrunk.rollouts.load import load_backend
 from tests.ppo.support import base_model, logged, lora, make_trainer, prompts
 from tests.rollouts.small import PROMPTS
 from tests.rollouts.stub_engine import install

@@ -8,9 +8,8 @@ import yaml
 
 from onetrunk import rollouts
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.setup import check_parts, check_schedule
+from onetrunk.ppo.setup import check_parts, check_schedule, load_backend
 from onetrunk.rollouts.base import VersionedBackend
-from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.fakes import CannedBackend
 

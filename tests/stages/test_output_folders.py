@@ -9,7 +9,7 @@ import time
 import pytest
 
 from onetrunk import cli
-from onetrunk.utils.locks import WriterLock
+from onetrunk.utils.files import WriterLock
 from tests.stages.recipes import ROOT
 from tests.stages.small_runs import OWN, run, words_of
 

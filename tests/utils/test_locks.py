@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from onetrunk.utils.locks import WriterLock, held_folder
+from onetrunk.utils.files import WriterLock, held_folder
 
-HOLD = "import sys; from onetrunk.utils.locks import WriterLock; lock = WriterLock(sys.argv[1]); print(); input()"
+HOLD = "import sys; from onetrunk.utils.files import WriterLock; lock = WriterLock(sys.argv[1]); print(); input()"
 
 
 def test_a_second_writer_is_rejected_and_let_in_after_a_release(tmp_path):

@@ -84,8 +84,7 @@ from onetrunk.parallel.sharding import (
     train_in_stages,
     training_stages,
 )
-from onetrunk.utils.files import atomic_write_json, atomic_write_text
-from onetrunk.utils.locks import held_folder
+from onetrunk.utils.files import atomic_write_json, atomic_write_text, held_folder
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
 from onetrunk.utils.redaction import redact, without_secrets
 

@@ -458,7 +458,7 @@ def _fingerprint(base: PreTrainedModel, without: str) -> str:
         # PEFT moves a layer that it adapts to `base_layer`.
         digest.update(f"{name.replace('.base_layer.', '.')} {parameter.dtype} {list(parameter.shape)}".encode())
         flat = parameter.data.reshape(-1)
-        # A copy: a view would keep the whole weight where it is cast when it is read (cast_on_read.py).
+        # A copy: a view would keep the whole weight where it is cast when it is read (`LateCast`).
         parts.append(flat[:: max(1, -(-flat.numel() // FINGERPRINT_SAMPLES))].clone())
     for dtype in sorted({part.dtype for part in parts}, key=str):
         # One transfer per dtype: one per weight would wait for the GPU each time.

@@ -30,9 +30,8 @@ from onetrunk.models.frozen_layers import only_between
 from onetrunk.models.reward_model import score_layer
 from onetrunk.models.speedups.token_grid import token_grid
 from onetrunk.models.trunk import PackOutput, StageInput, TrunkModel
-from onetrunk.parallel.cast_on_read import cast_now
 from onetrunk.parallel.groups import STAGED, process_mesh, staged
-from onetrunk.parallel.sharding import begin_sharing, ignore_frozen, mark_divided, share_line
+from onetrunk.parallel.sharding import begin_sharing, cast_now, ignore_frozen, mark_divided, share_line
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.types import Pack
 

@@ -34,11 +34,11 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from onetrunk.models.adapters import find_tuner_layers
 from onetrunk.models.base_model import active_dropout, backbone, output_head
 from onetrunk.ops.logprobs import fused_logprobs_and_top1
-from onetrunk.parallel.cast_on_read import cast_now
 from onetrunk.parallel.groups import process_mesh
 from onetrunk.parallel.sharding import (
     Layout,
     begin_sharing,
+    cast_now,
     ignore_frozen,
     is_divided,
     mark_divided,

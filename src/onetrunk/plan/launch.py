@@ -11,11 +11,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from onetrunk.plan.evaluate import Plan, cost_of, host_gib
 from onetrunk.plan.hardware import GIB, Catalog
 from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, Job
 from onetrunk.plan.memory import ASYNC_STALENESS, engine_parts
-from onetrunk.plan.search import MANY_ROWS
+from onetrunk.plan.search import MANY_ROWS, Plan, cost_of, host_gib
 from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER, split_of
 from onetrunk.utils.files import atomic_write_text
 

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +55,6 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.reward import BuiltInReward, RewardFunction, names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
-from onetrunk.rollouts.load import load_backend
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
@@ -127,6 +127,39 @@ def prepare_run(
         plan,
         MemoryCheck(longest_prompt, states_stay),
     )
+
+
+def load_backend(config: PPOConfig, **hooks: Callable[..., None]) -> RolloutBackend:
+    """Return the backend that samples the rollouts of a run: by vLLM, in a pipeline of processes, or in this process.
+
+    `hooks` are `progress` and `poll`. vLLM is checked before their trainer is built, and gets them then.
+    """
+    if config.rollout_backend == "pipelined":
+        from onetrunk.rollouts.pipelined import PipelinedBackend
+
+        return PipelinedBackend(
+            stages=config.pipeline_stages,
+            batches=config.pipeline_batches,
+            split=config.pipeline_split,
+            max_rows=config.max_rollout_rows,
+            shares_rows=config.pipeline_training,
+            **hooks,
+        )
+    if not config.use_vllm:
+        return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
+    if config.is_colocated:
+        from onetrunk.rollouts.colocate import ColocatedBackend
+        from onetrunk.rollouts.publishing import ADAPTERS_FOLDER
+
+        return ColocatedBackend(
+            Path(config.output_dir) / ADAPTERS_FOLDER,
+            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+            sleeps=config.vllm_enable_sleep_mode,
+            max_rows=config.max_rollout_rows,
+        )
+    from onetrunk.rollouts.vllm import load_servers
+
+    return load_servers(config, keep_versions=max(2, config.versions_in_use))
 
 
 def load_sampled_model(

@@ -45,7 +45,7 @@ from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, to_device
 
 if TYPE_CHECKING:
-    from onetrunk.ppo.monitoring.tensorboard import PPOTensorBoard
+    from onetrunk.ppo.monitoring.progress import PPOTensorBoard
 
 
 class PPOTrainer(ResumableTrainer):
@@ -180,7 +180,7 @@ class PPOTrainer(ResumableTrainer):
 
     def make_tensorboard(self) -> PPOTensorBoard:
         """Return the callback that writes for TensorBoard; only the first process has something to show there."""
-        from onetrunk.ppo.monitoring.tensorboard import PPOTensorBoard
+        from onetrunk.ppo.monitoring.progress import PPOTensorBoard
 
         board = PPOTensorBoard(self)
         self.tensorboard = board if self.is_world_process_zero() else None

@@ -20,7 +20,7 @@ from torch import Tensor
 from onetrunk.data.rows import SIDES, stopped_column
 from onetrunk.models.speedups.memory_use import peak_bytes
 from onetrunk.parallel.sharding import whole_size
-from onetrunk.reward_models.teacher import Teacher
+from onetrunk.reward_models.distill import Teacher
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt

@@ -30,7 +30,7 @@ from onetrunk.utils.startup import imported_when_used
 
 _HOMES = {
     "Completion": "reward",
-    "JudgeReward": "judge_reward",
+    "JudgeReward": "reward",
     "ModelReward": "model",
     "RemoteReward": "remote",
     "RewardFunction": "reward",

@@ -22,7 +22,14 @@ from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
 from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
-from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
+from onetrunk.reward_models.distill import (
+    SCORES_FILE,
+    RewardDistillationConfig,
+    RewardDistillationTrainer,
+    Teacher,
+    label_rows,
+    label_streamed,
+)
 from onetrunk.reward_models.metrics import (
     ScoredPairs,
     compared_costs,
@@ -32,7 +39,6 @@ from onetrunk.reward_models.metrics import (
     teacher_labels,
     true_labels,
 )
-from onetrunk.reward_models.teacher import SCORES_FILE, Teacher, label_rows, label_streamed
 from onetrunk.reward_models.training import join_pipeline
 from onetrunk.stages.arguments import OptionalModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_reliability, plot_scores, show_columns, write_values

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
-from onetrunk.feedback.asking import Asker
+from onetrunk.feedback.asking import Asker, ShownLimit, load_judge_parts
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import plain
 from onetrunk.judges.constitution import Constitution
@@ -47,7 +47,6 @@ from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments, parse
-from onetrunk.stages.judging import ShownLimit, load_judge_parts
 from onetrunk.stages.results import compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where

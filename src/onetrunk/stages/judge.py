@@ -29,26 +29,22 @@ from tqdm.auto import tqdm
 
 from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.data.groups import ALL, Group, labelled_groups
-from onetrunk.feedback.asking import Asker
-from onetrunk.feedback.costs import CostConfig, Costs
-from onetrunk.feedback.ledger import Ledger
+from onetrunk.feedback.asking import Asker, ShownLimit, check_judges
+from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
 from onetrunk.judges.win_rate import CONFIDENCE
-from onetrunk.report.judges import PAIRS, card_of
-from onetrunk.report.report import write_report_of
+from onetrunk.report.report import PAIRS, card_of, write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
 from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_set
-from onetrunk.stages.judging import ShownLimit, check_judges
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
-from onetrunk.utils.files import atomic_write_text, require_output_dir, unique_names
-from onetrunk.utils.locks import held_folder
+from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable, redact
 

@@ -38,7 +38,7 @@ from rich.table import Table
 from onetrunk.checkpoints.folders import left_by_a_run
 from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.data.files import BUILDERS
-from onetrunk.feedback.costs import CostConfig
+from onetrunk.feedback.ledger import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
 from onetrunk.report.report import write_report_of
 from onetrunk.stages.arguments import PushArguments
@@ -56,8 +56,7 @@ from onetrunk.stages.run_context import (
     run_stage,
     say_where,
 )
-from onetrunk.utils.files import atomic_write_json, read_json, require_name, require_output_dir
-from onetrunk.utils.locks import WriterLock
+from onetrunk.utils.files import WriterLock, atomic_write_json, read_json, require_name, require_output_dir
 from onetrunk.utils.redaction import redact, redact_all, table_console
 from onetrunk.utils.shipped import find_config, with_shipped_files
 

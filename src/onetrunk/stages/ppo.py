@@ -17,6 +17,7 @@ from datasets import Dataset
 from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
+from onetrunk.feedback.asking import load_judge_parts
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
@@ -24,10 +25,8 @@ from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.settings import MONITOR_ACTIONS, check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.combine import resolve_reward
-from onetrunk.rewards.judge_reward import JudgeReward
-from onetrunk.rewards.reward import RewardFunction, names_a_model
+from onetrunk.rewards.reward import JudgeReward, RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
-from onetrunk.stages.judging import load_judge_parts
 from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows

@@ -40,8 +40,7 @@ from onetrunk.parallel.sharding import launch_layout
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.stages.options.reading import UsageError, say
-from onetrunk.utils.files import atomic_write_json, delete_temporaries, read_json, require_output_dir
-from onetrunk.utils.locks import held_folder
+from onetrunk.utils.files import atomic_write_json, delete_temporaries, held_folder, read_json, require_output_dir
 from onetrunk.utils.redaction import add_stored_token, print_any_text, printable, shown
 
 if TYPE_CHECKING:

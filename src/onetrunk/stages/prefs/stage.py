@@ -21,9 +21,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from onetrunk.checkpoints.hub import push_folder, require_push
-from onetrunk.feedback.asking import Asker, FailureLimit, StopFlag, chunked, overlapped
-from onetrunk.feedback.costs import CostConfig, Costs
-from onetrunk.feedback.ledger import Ledger
+from onetrunk.feedback.asking import Asker, FailureLimit, StopFlag, check_judges, chunked, overlapped
+from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
 from onetrunk.feedback.preferences import (
     PreferenceMaker,
     PreferenceStatistics,
@@ -37,7 +36,6 @@ from onetrunk.judges.judge import Judge
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.report.report import write_report_of
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
-from onetrunk.stages.judging import check_judges
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.output import (
     claim_folder,
@@ -57,8 +55,7 @@ from onetrunk.stages.prefs.sampling import (
     sampling_servers,
 )
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
-from onetrunk.utils.files import delete_temporaries, read_json, require_output_dir
-from onetrunk.utils.locks import held_folder
+from onetrunk.utils.files import delete_temporaries, held_folder, read_json, require_output_dir
 
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
 # last answer of a few questions.

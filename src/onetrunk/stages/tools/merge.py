@@ -27,8 +27,7 @@ from onetrunk.models.loading import (
 from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.stages.arguments import DTYPES, PushArguments, parse
 from onetrunk.stages.run_context import run_stage
-from onetrunk.utils.files import atomic_write_text, require_output_dir
-from onetrunk.utils.locks import held_folder
+from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import markdown_text, redact
 
