@@ -12,12 +12,7 @@ import pytest
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.stages.run_context import has_result
 from tests.checkpoints import crash_runs
-from tests.checkpoints.killing import (
-    copied,
-    exit_code,
-    resumed_equals_uninterrupted,
-    uninterrupted,
-)
+from tests.checkpoints.killing import copied, exit_code, resumed_equals_uninterrupted, uninterrupted
 
 # Dozens of processes in a test: how long that takes is the machine's to say.
 pytestmark = pytest.mark.timeout(3600)

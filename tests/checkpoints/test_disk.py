@@ -10,13 +10,7 @@ import pytest
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.utils.files import held_folder
 from tests.checkpoints import crash_runs
-from tests.checkpoints.killing import (
-    digest_of,
-    exit_code,
-    resumed_equals_uninterrupted,
-    started,
-    uninterrupted,
-)
+from tests.checkpoints.killing import digest_of, exit_code, resumed_equals_uninterrupted, started, uninterrupted
 from tests.places import FORKED
 from tests.ppo.support import make_trainer, prompts
 from tests.stages.small_runs import make_material, words_of

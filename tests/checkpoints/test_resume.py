@@ -14,15 +14,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from tests.checkpoints.checkpoints import change_json
 from tests.fakes import CannedBackend
-from tests.ppo.support import (
-    StopAt,
-    assert_same,
-    logged,
-    make_trainer,
-    prompts,
-    trained_weights,
-    without_wall_clock,
-)
+from tests.ppo.support import StopAt, assert_same, logged, make_trainer, prompts, trained_weights, without_wall_clock
 
 # 6 prompts in rollouts of 4: two rollouts a pass, the second one filled up. 4 steps a rollout, 12 in all.
 SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}

@@ -7,12 +7,7 @@ from datasets import Dataset, disable_progress_bars
 from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data.files import load_rows
-from onetrunk.data.prompts import (
-    check_completions,
-    decode_completion,
-    prepare_prompts,
-    without_written_bos,
-)
+from onetrunk.data.prompts import check_completions, decode_completion, prepare_prompts, without_written_bos
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 disable_progress_bars()

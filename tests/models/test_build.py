@@ -8,26 +8,9 @@ from transformers import AutoConfig
 
 from onetrunk.models.adapters import ADAPTER_FILE, VALUE_HEAD_FILE, adapter_parameters
 from onetrunk.models.base_model import load_base, load_tokenizer, stop_token_ids
-from onetrunk.models.build import (
-    BaseShape,
-    build_trunk,
-    default_peft_config,
-    make_base,
-    train_tokenizer,
-)
+from onetrunk.models.build import BaseShape, build_trunk, default_peft_config, make_base, train_tokenizer
 from onetrunk.models.trunk import TrunkModel
-from tests.models.branches import (
-    FEW,
-    a_pack,
-    a_trunk,
-    an_sft_model,
-    logits,
-    lora,
-    loss_of,
-    move,
-    same,
-    step_gradients,
-)
+from tests.models.branches import FEW, a_pack, a_trunk, an_sft_model, logits, lora, loss_of, move, same, step_gradients
 from tests.tiny import tiny_model
 
 

@@ -10,15 +10,7 @@ from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, find_breach
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
-from tests.ppo.support import (
-    StopAt,
-    assert_same,
-    logged,
-    make_trainer,
-    trained,
-    trained_weights,
-    without_wall_clock,
-)
+from tests.ppo.support import StopAt, assert_same, logged, make_trainer, trained, trained_weights, without_wall_clock
 
 LOGGER = "onetrunk.ppo.monitoring.alarms"
 LONG, SHORT, CUT, REPEATS = [5, 6, 7, 8, 9, 1], [5, 1], [5, 6, 7, 8, 9, 10], [5, 5, 5, 5, 5, 1]

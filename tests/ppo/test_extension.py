@@ -11,15 +11,7 @@ from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts.base import RolloutBackend
 from tests.fakes import CannedBackend
-from tests.ppo.support import (
-    Recorder,
-    differ,
-    even_share,
-    logged,
-    make_trainer,
-    trained,
-    trained_weights,
-)
+from tests.ppo.support import Recorder, differ, even_share, logged, make_trainer, trained, trained_weights
 
 
 def test_a_backend_of_ones_own_is_synced_before_every_rollout_and_its_tokens_are_trained_on(tmp_path):

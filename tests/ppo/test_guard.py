@@ -7,14 +7,7 @@ import torch
 
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.fakes import CannedBackend
-from tests.ppo.support import (
-    Recorder,
-    assert_same,
-    differ,
-    logged,
-    make_trainer,
-    trained_weights,
-)
+from tests.ppo.support import Recorder, assert_same, differ, logged, make_trainer, trained_weights
 
 
 def changed_steps(recorder, first):

@@ -9,12 +9,7 @@ import torch
 from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Judge, Principle, Rating, Single
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
-from tests.ppo.support import (
-    StopAt,
-    logged,
-    make_trainer,
-    prompts,
-)
+from tests.ppo.support import StopAt, logged, make_trainer, prompts
 from tests.tiny import WORDS
 
 CONSTITUTION = Constitution("brief", (Principle("Is the reply brief?", tags=("brief",)),))

@@ -10,16 +10,7 @@ from accelerate import Accelerator
 
 from onetrunk.ppo.monitoring.alarms import RULES
 from onetrunk.ppo.monitoring.metrics import MetricLog
-from tests.ppo.support import (
-    assert_same,
-    differ,
-    even_share,
-    logged,
-    make_trainer,
-    prompts,
-    trained,
-    trained_weights,
-)
+from tests.ppo.support import assert_same, differ, even_share, logged, make_trainer, prompts, trained, trained_weights
 
 STEP = """loss grad_norm learning_rate policy/loss policy/clip_fraction kl/approx policy/entropy policy/ratio_max
 value/loss value/clip_fraction value/explained_variance time/update_s memory/peak_gib epoch step""".split()

@@ -6,15 +6,7 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.merged import can_merge
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.fakes import CannedBackend
-from tests.ppo.support import (
-    Recorder,
-    StopAt,
-    assert_same,
-    make_trainer,
-    trained,
-    trained_weights,
-    without_wall_clock,
-)
+from tests.ppo.support import Recorder, StopAt, assert_same, make_trainer, trained, trained_weights, without_wall_clock
 from tests.tiny import tiny_model
 
 TOP = {

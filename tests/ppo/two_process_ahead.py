@@ -21,15 +21,7 @@ from onetrunk.models.trunk import TrunkModel  # noqa: E402
 from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
 from onetrunk.utils.startup import freeze_loaded  # noqa: E402
 from tests.fakes import CopyBackend  # noqa: E402
-from tests.ppo.support import (  # noqa: E402
-    StopAt,
-    base_model,
-    lora,
-    make_trainer,
-    prompts,
-    trained_weights,
-    without_wall_clock,
-)
+from tests.ppo.support import StopAt, base_model, lora, make_trainer, prompts, trained_weights, without_wall_clock  # noqa: E402
 
 STOP = 6
 CASES: dict[str, dict[str, Any]] = {"one_step": {}, "async": {"max_staleness": 2}}

@@ -7,12 +7,7 @@ from peft import LoraConfig
 
 from onetrunk.models.build import attach_score_adapter, build_trunk
 from onetrunk.models.loading import read_tokenizer
-from onetrunk.models.reward_model import (
-    load_adapter_scorer,
-    load_with_new_head,
-    read_score_adapter,
-    reads_end_token,
-)
+from onetrunk.models.reward_model import load_adapter_scorer, load_with_new_head, read_score_adapter, reads_end_token
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.training import PairCollator, RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards import ModelReward

@@ -15,16 +15,7 @@ import torch
 from tests.models.reward_adapters import saved_reward_adapter
 from tests.places import CPU
 from tests.stages.small_runs import write_rows
-from tests.stages.test_tensor_parallel_stages import (
-    BASE,
-    HELD_OUT,
-    NOUNS,
-    OPTIONS,
-    adapter,
-    launch,
-    log_of,
-    material,
-)
+from tests.stages.test_tensor_parallel_stages import BASE, HELD_OUT, NOUNS, OPTIONS, adapter, launch, log_of, material
 from tests.tiny import tiny_tokenizer
 
 CONFIG = "pipelined"

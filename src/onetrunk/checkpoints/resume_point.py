@@ -25,13 +25,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import default_logdir
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from onetrunk.checkpoints.folders import (
-    PREFIX,
-    checkpoint_problems,
-    described,
-    last_whole,
-    read_manifest,
-)
+from onetrunk.checkpoints.folders import PREFIX, checkpoint_problems, described, last_whole, read_manifest
 from onetrunk.utils.files import read_json
 
 if TYPE_CHECKING:

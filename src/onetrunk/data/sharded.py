@@ -28,13 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
 
-from onetrunk.data.files import (
-    BUILDERS,
-    check_renaming,
-    hub_errors,
-    looks_like_path,
-    row_errors,
-)
+from onetrunk.data.files import BUILDERS, check_renaming, hub_errors, looks_like_path, row_errors
 from onetrunk.utils.randomness import PROMPTS_STREAM, WINDOWS_STREAM, generator_of
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,7 @@ from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict
 from onetrunk.judges.judge_config import JudgeConfig, check_judge, load_judge
-from onetrunk.judges.labels import (
-    JudgeStatistics,
-    PairLabel,
-    answers_by_principle,
-    judge_pairs,
-    rating_label,
-)
+from onetrunk.judges.labels import JudgeStatistics, PairLabel, answers_by_principle, judge_pairs, rating_label
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
 

@@ -25,15 +25,7 @@ from onetrunk.judges.replies import (
     opinion_of_votes,
     read_vote,
 )
-from onetrunk.judges.template import (
-    LABELS,
-    RATINGS,
-    VERDICT_TOKENS,
-    Form,
-    form_of,
-    nonce_of,
-    question_messages,
-)
+from onetrunk.judges.template import LABELS, RATINGS, VERDICT_TOKENS, Form, form_of, nonce_of, question_messages
 from onetrunk.servers.client import Connection, Server, checked_url
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import Fleet, RetryPolicy, run_async

@@ -22,12 +22,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import without_second_bos
 from onetrunk.models.adapters import ValueHead, check_adapter_config, require_lora

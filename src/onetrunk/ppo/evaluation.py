@@ -24,14 +24,7 @@ from onetrunk.parallel.groups import DataParallel, pack_outputs
 from onetrunk.parallel.sharding import equal_counts, reshard
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.metrics import rollout_metrics
-from onetrunk.ppo.rollout import (
-    Sampled,
-    Sampler,
-    ScoredRollout,
-    prompt_batch,
-    rollout_packs,
-    with_importance,
-)
+from onetrunk.ppo.rollout import Sampled, Sampler, ScoredRollout, prompt_batch, rollout_packs, with_importance
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
 from onetrunk.utils.redaction import redact, table_console

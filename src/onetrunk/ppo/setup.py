@@ -32,11 +32,7 @@ from onetrunk.models.base_model import (
     repair_padding,
     stop_token_ids,
 )
-from onetrunk.models.build import (
-    attach_score_adapter,
-    build_trunk,
-    check_model_type,
-)
+from onetrunk.models.build import attach_score_adapter, build_trunk, check_model_type
 from onetrunk.models.frozen_layers import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.models.reward_model import is_adapter_name

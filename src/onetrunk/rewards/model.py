@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.models.loading import (
-    is_same_source,
-    load_config,
-    read_tokenizer,
-    scorer_fingerprint,
-    tensors_digest,
-)
+from onetrunk.models.loading import is_same_source, load_config, read_tokenizer, scorer_fingerprint, tensors_digest
 from onetrunk.models.reward_model import (
     ScoreAdapter,
     adapter_tokenizer,

@@ -39,13 +39,7 @@ from onetrunk.rollouts.publishing import (
     servable_adapters,
     served_rank,
 )
-from onetrunk.rollouts.vllm_requests import (
-    Request,
-    checked_completion,
-    probe_requests,
-    requests_of,
-    require_same_base,
-)
+from onetrunk.rollouts.vllm_requests import Request, checked_completion, probe_requests, requests_of, require_same_base
 from onetrunk.servers.errors import CallError
 from onetrunk.types import Rollout, RowKey
 

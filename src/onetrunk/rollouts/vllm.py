@@ -35,13 +35,7 @@ from onetrunk.rollouts.publishing import (
     role_of,
     servable_adapters,
 )
-from onetrunk.rollouts.vllm_requests import (
-    Request,
-    checked_completion,
-    probe_requests,
-    requests_of,
-    require_same_base,
-)
+from onetrunk.rollouts.vllm_requests import Request, checked_completion, probe_requests, requests_of, require_same_base
 from onetrunk.servers.client import Connection, Server
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import Fleet, RetryPolicy, gathered, run_async, within

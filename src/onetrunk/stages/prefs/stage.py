@@ -23,12 +23,7 @@ from tqdm.auto import tqdm
 from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.feedback.asking import Asker, FailureLimit, StopFlag, check_judges, chunked, overlapped
 from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
-from onetrunk.feedback.preferences import (
-    PreferenceMaker,
-    PreferenceStatistics,
-    counts_of,
-    merged_judge_statistics,
-)
+from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
 from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files
 from onetrunk.judges.constitution import Constitution, load_constitution

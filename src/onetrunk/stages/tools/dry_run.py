@@ -15,12 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onetrunk.checkpoints.folders import require_free
-from onetrunk.costs import (
-    ModelShape,
-    host_memory_bytes,
-    kept_activations_bytes,
-    trunk_states_bytes,
-)
+from onetrunk.costs import ModelShape, host_memory_bytes, kept_activations_bytes, trunk_states_bytes
 from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import check_supported, decoder_layers

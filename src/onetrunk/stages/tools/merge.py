@@ -17,13 +17,7 @@ from onetrunk.checkpoints.folders import MANIFEST, begin_staging, install
 from onetrunk.checkpoints.hub import push_folder, repo_name, require_push
 from onetrunk.models.base_model import check_decoder
 from onetrunk.models.build import load_adapted
-from onetrunk.models.loading import (
-    adapter_base,
-    base_of,
-    can_be_on_hub,
-    load_config,
-    read_adapter_config,
-)
+from onetrunk.models.loading import adapter_base, base_of, can_be_on_hub, load_config, read_adapter_config
 from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.stages.arguments import DTYPES, PushArguments, parse
 from onetrunk.stages.run_context import run_stage
