@@ -1,10 +1,47 @@
 """What a run takes at its peak depends on the largest pack, not on how often a rollout is trained on."""
 
+import weakref
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from onetrunk.models.speedups.memory_use import peak_bytes
 from tests.ppo.support import make_trainer
+
+
+class Watch(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators return, until the last tensor on a storage is gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors, self.sizes, self.now, self.peak = Counter(), {}, 0, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        given = {place(t) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)} - set(self.sizes)
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and place(tensor) not in given:
+                self.add(place(tensor), tensor.untyped_storage().nbytes())
+                weakref.finalize(tensor, self.drop, place(tensor))
+        return result
+
+    def add(self, key, size):
+        if key not in self.sizes:
+            self.sizes[key] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        self.tensors[key] += 1
+
+    def drop(self, key):
+        self.tensors[key] -= 1
+        if self.tensors[key] == 0 and key in self.sizes:
+            self.now -= self.sizes.pop(key)
+
+
+def place(tensor):
+    return tensor.untyped_storage().data_ptr()
 
 
 def peak_of_a_run(folder, model=None, **settings):
@@ -14,7 +51,9 @@ def peak_of_a_run(folder, model=None, **settings):
         with torch.enable_grad():
             trainer.train()
 
-    return peak_bytes(train)
+    with torch.no_grad(), Watch() as watch:
+        train()
+    return watch.peak
 
 
 TOP = {"adapter_layers": "top-1", "trunk_cache": "device", "value_head": "adapter"}

@@ -9,10 +9,8 @@ import torch
 
 from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_bytes, sampling_bytes
 from onetrunk.parallel.stages import LayerSplit, StageCache, verify_split
-from onetrunk.ppo.memory_check import sampled_bytes
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from tests.places import found_by_ranks, places
-from tests.ppo.support import make_config
 from tests.rollouts import pipeline_worker
 from tests.rollouts.pipeline_worker import CASES, ROWS, SEEDED
 from tests.rollouts.small import KEYS, PROMPTS, tiny
@@ -133,21 +131,6 @@ def test_a_stage_holds_the_cache_of_its_layers_for_the_rows_of_all_stages():
     # Of a sharded base the layers of the stage are gathered, one of the other stage for a moment, and the rest.
     small, _ = sampling_bytes(shape, (1, 3), 2, 10, 4, gathered=2)
     assert small["transient"] == 2 * (2 * shape.layer_parameters + shape.outer_parameters)
-
-
-def test_the_forecast_of_a_run_counts_the_largest_stage(tmp_path):
-    shape = ModelShape(64, 32, 4, 64, 4, 2, 8)
-    whole, split = (
-        make_config(tmp_path, **settings)
-        for settings in ({}, {"rollout_backend": "pipelined", "pipeline_split": [1, 3]})
-    )
-    assert sampled_bytes(whole, shape, 1, 10, 4) == 5120 + 768
-    assert sampled_bytes(split, shape, 1, 10, 4) == 7680 + 768
-    # A pipeline that trains counts as one process: the cache of the same rows, for three of four layers.
-    trains = {"rollout_backend": "pipelined", "pipeline_split": [1, 3], "pipeline_training": True}
-    assert sampled_bytes(make_config(tmp_path, **trains), shape, 1, 10, 4) == 3840 + 384
-    # Each stage may add this many rows.
-    assert sampled_bytes(make_config(tmp_path, **trains, max_rollout_rows=2), shape, 1, 10, 4) == 7680 + 768
 
 
 def test_a_split_that_does_not_fit_is_rejected():

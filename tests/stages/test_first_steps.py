@@ -25,7 +25,7 @@ def test_a_dry_run_says_what_a_run_would_do_and_writes_nothing(in_folder, capsys
         "forward: at most 3 rows",
         "5 rollouts = 30 optimizer steps, 40 completions of at most 8 tokens",
         "8 prompts, of at most 2 tokens",
-        "estimated peak",
+        "onetrunk plan",
     ):
         assert part in out, part
 

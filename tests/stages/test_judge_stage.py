@@ -44,14 +44,13 @@ def test_wilson_interval_is_that_of_the_textbook():
     assert all(map(math.isnan, wilson_interval(0, 0)))
 
 
-def test_accuracy_consistency_and_one_order_by_hand():
+def test_accuracy_and_consistency_by_hand():
     rows = [row((0.9, 0.7)), row((0.9, 0.3)), row((0.5, 0.5)), row((0.2, 0.1)), row((0.9, 0.9), people=0.5)]
     rows[1] = Judged(rows[1].group, (label(0.9, 0.3, consistent=False),))
-    metrics = judge_metrics(rows, [1.0])
+    metrics = judge_metrics(rows)
     # Right, right (mean .6, but contradictory), a tie, wrong; the last row is a tie of the people.
     assert metrics["accuracy"] == (1 + 1 + 0.5 + 0) / 4
     assert metrics["consistent_accuracy"] == 1 / 4
-    assert metrics["one_order_accuracy"] == (1 + 1 + 1 + 0 + 0.5 + 0.5 + 0 + 0) / 8
     assert metrics["rows"] == 5 and metrics["equal_for_people"] == 1 and metrics["ties"] == 1
 
 
@@ -66,7 +65,7 @@ def test_the_best_of_four_is_right_only_above_all_others_and_shares_a_tie():
 def test_a_row_without_an_answer_is_not_counted_as_wrong():
     missing = Judged(Group("p", ("a", "b"), 1), (PairLabel(0.9, True, (("p", (0.9, None)),), errors=1),))
     silent = Judged(Group("p", ("a", "b"), 1), (PairLabel(None, False, (("p", (None, None)),), abstentions=2),))
-    metrics = judge_metrics([row((0.9, 0.9)), missing, silent], [1.0])
+    metrics = judge_metrics([row((0.9, 0.9)), missing, silent])
     assert (metrics["accuracy"], metrics["decided"]) == (1.0, 1)
     assert (metrics["unjudged"], metrics["abstained"]) == (1, 1)
 
@@ -75,14 +74,14 @@ def test_a_judge_of_length_is_exposed_and_a_fair_one_is_not():
     better, other = "x" * 10, "x" * 30
     pairs = [(better, other) if i % 2 else (other, better) for i in range(60)]
     biased = [row((0.9, 0.9) if len(a) > len(b) else (0.1, 0.1), a, b) for a, b in pairs]
-    metrics = judge_metrics(biased, [1.0])
+    metrics = judge_metrics(biased)
     length = metrics["length"]
     assert length["preferred"] == 1.0 and length["preferred_by_people"] == 0.5
     assert length["accuracy_more"] == 1.0 and length["accuracy_less"] == 0.0
     said = " ".join(findings(metrics))
     assert "prefers the longer completion in 100% of the pairs, people in 50%" in said
     assert "not shown to be better than chance" in said
-    fair = judge_metrics([row((0.8, 0.8), a, b) for a, b in pairs], [1.0])
+    fair = judge_metrics([row((0.8, 0.8), a, b) for a, b in pairs])
     # Right in 80% of the words, in 100% of the pairs: under-confident, and nothing else.
     assert [line for line in findings(fair) if "calibration error" not in line] == []
 

@@ -335,12 +335,6 @@ def equal_counts(model: nn.Module, accelerator: Accelerator) -> Callable[[list[i
     return most
 
 
-def gathered_itemsize(model: nn.Module) -> int:
-    """Return the bytes of a weight that is gathered for sampling; 0 if the base is whole on every process."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    return base.dtype.itemsize if is_sharded(model) else 0
-
-
 @contextlib.contextmanager
 def replicas_of_what_trains(model: nn.Module) -> Iterator[None]:
     """Let accelerate wrap a model with a sharded or divided base in DDP inside the block.

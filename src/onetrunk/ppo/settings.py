@@ -338,7 +338,7 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
 
     # Safety and logging
     activation_offloading: bool = option(False, "Keep activations in host memory (not yet run on hardware).")
-    check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that the run needs.")
+    check_memory: bool = option(True, "Run the largest pack once at startup, and print the memory that it needs.")
     log_completions: bool = option(False, "Print and save a table of samples at every evaluation and logging step.")
     trace_rollouts: int = option(
         0, "Rollouts, after the first, that torch.profiler records into output_dir/trace; 0: none."

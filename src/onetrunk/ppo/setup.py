@@ -115,13 +115,12 @@ def prepare_run(
     # A pipeline has the states at the cut on one of its stages only.
     samples_here = rollout_backend is None and isinstance(backend, LocalBackend)
     plan = plan_trunk(parts.model, args, longest_prompt, samples_here)
-    states_stay = plan.cache is not None and (plan.cache.place == "device" or args.device.type == "cpu")
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
     return Run(
         replace(parts, sampler=sampler),
         held_out if isinstance(eval_dataset, dict) else held_out.get(""),
         plan,
-        MemoryCheck(longest_prompt, states_stay),
+        MemoryCheck(longest_prompt),
     )
 
 

@@ -231,7 +231,6 @@ Judges = dict[str, dict[str, Any]]
 FACTS = (
     ("accuracy", "accuracy"),
     ("right in both orders", "consistent_accuracy"),
-    ("right if asked in one order alone", "one_order_accuracy"),
     ("orders that do not contradict each other", "position/position_consistency"),
     ("the completion shown first wins", "position/first_slot_rate"),
     ("calibration error", "calibration_error"),
@@ -239,8 +238,6 @@ FACTS = (
     ("people prefer the longer one", "length/preferred_by_people"),
     ("accuracy where the better one is longer", "length/accuracy_more"),
     ("accuracy where it is shorter", "length/accuracy_less"),
-    ("prefers the one with more Markdown", "format/preferred"),
-    ("people prefer that", "format/preferred_by_people"),
 )
 COUNTS = ("rows", "equal_for_people", "decided", "ties", "abstained", "unjudged")
 

@@ -18,7 +18,6 @@ from datasets import Dataset
 from torch import Tensor
 
 from onetrunk.data.rows import SIDES, stopped_column
-from onetrunk.models.speedups.memory_use import peak_bytes
 from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.distill import Teacher
 from onetrunk.rewards.model import ModelReward
@@ -163,7 +162,7 @@ def fidelity_metrics(student: ScoredPairs, probabilities: Tensor, teacher: Score
 def cost_metrics(
     rewards: Sequence[ModelReward], prompts: list[Prompt], completions: list[Completion]
 ) -> dict[str, float]:
-    """Measure the cost of scoring: seconds per 1,000 completions, weights and peak activations in MiB.
+    """Measure the cost of scoring: seconds per 1,000 completions, and weights in MiB.
 
     Args:
         rewards: one model, or the members of an ensemble, which run one after the other: seconds and weights add up.
@@ -176,13 +175,9 @@ def cost_metrics(
             reward(prompts=prompts, completions=completions)
 
     sizes = [whole_size(reward.model) for reward in rewards]
-    weights = sum(num_bytes for _, num_bytes in sizes) / 2**20
-    activations = peak_bytes(score) / 2**20
     return {
         "parameters": sum(number for number, _ in sizes),
-        "weights_mib": weights,
-        "activations_mib": activations,
-        "memory_mib": weights + activations,
+        "weights_mib": sum(num_bytes for _, num_bytes in sizes) / 2**20,
         "seconds_per_1000": 1000 * min(timeit.repeat(score, number=1, repeat=TIMINGS)) / len(prompts),
     }
 
@@ -195,7 +190,7 @@ def compared_costs(
 ) -> dict[str, dict[str, float]]:
     """Return the costs of student and teacher, and the teacher's as multiples of the student's."""
     own, other = (cost_metrics(side, prompts, completions) for side in (student, teacher))
-    names = {"speed": "seconds_per_1000", "memory": "memory_mib", "size": "parameters"}
+    names = {"speed": "seconds_per_1000", "memory": "weights_mib", "size": "parameters"}
     ratios = {name: other[key] / own[key] for name, key in names.items()}
     return {"student": own, "teacher": other, "teacher_over_student": ratios}
 

@@ -56,7 +56,7 @@ TOKENIZER_ROWS = 20_000
 # Of each part of metrics.json in the terminal.
 SHOWN = {
     "labels": ("accuracy", "accuracy_interval", "calibration_error"),
-    "cost": ("parameters", "weights_mib", "activations_mib", "memory_mib", "seconds_per_1000"),
+    "cost": ("parameters", "weights_mib", "seconds_per_1000"),
 }
 
 

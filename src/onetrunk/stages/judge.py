@@ -14,13 +14,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
-from statistics import NormalDist, fmean
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -54,15 +53,10 @@ NAN = float("nan")
 MOST_CALIBRATION_ERROR, MOST_PREFERENCE_GAP = 0.1, 0.1
 # Below, a finding would be noise.
 FEWEST_ROWS = 20
-# Marks of Markdown: headings, list items, bold text, code, links and rows of tables.
-MARKDOWN = re.compile(
-    r"^#{1,6} |^\s*(?:[-*+]|\d{1,3}[.)]) |\*\*[^*\n]+\*\*|^```|`[^`\n]+`|\[[^\]\n]+\]\([^)\n]+\)|^\|.*\|\s*$",
-    re.MULTILINE,
-)
 # A probability of 0 or 1 counts as one this far away, which has a finite logit.
 LEAST_PROBABILITY = 1e-6
 # Of all rows, in the terminal.
-SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accuracy", "one_order_accuracy")
+SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accuracy")
 SHOWN += ("calibration_error", "loss", "abstained", "unjudged")
 
 
@@ -207,14 +201,13 @@ def results(
     args: JudgeArguments, measured: Sequence[Measured], constitution: Constitution, costs: Costs
 ) -> dict[str, Any]:
     """Return the entries of metrics.json."""
-    weights = [principle.weight for principle in constitution.principles]
     judges = {}
     for m in measured:
         subsets: dict[str, list[Judged]] = {}
         for row in m.rows:
             subsets.setdefault(row.group.subset, []).append(row)
-        metrics = judge_metrics(m.rows, weights)
-        by_subset = {name: judge_metrics(rows, weights) for name, rows in sorted(subsets.items())}
+        metrics = judge_metrics(m.rows)
+        by_subset = {name: judge_metrics(rows) for name, rows in sorted(subsets.items())}
         judges[m.name] = {
             "all": metrics,
             "subsets": by_subset if len(subsets) > 1 else {},
@@ -264,15 +257,15 @@ def show_results(values: dict[str, Any]) -> None:
             print(printable(f"judge: {name}: {finding}"))
 
 
-def judge_metrics(judged: Sequence[Judged], weights: Sequence[float]) -> dict[str, Any]:
-    """Return the metrics of a judge on some rows; `weights`: one per principle, in the order of the votes."""
+def judge_metrics(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Return the metrics of a judge on some rows."""
     counted = [row for row in judged if row.group.probability != TIE]
     decided = [row for row in counted if row.is_decided]
     unjudged = sum(any(label.errors for label in row.labels) for row in counted)
     statistics = JudgeStatistics()
     for label in (label for row in judged for label in row.labels):
         statistics.add(label)
-    probabilities, people, length, marks = decided_pairs(decided)
+    probabilities, people, length = decided_pairs(decided)
     leads = torch.logit(probabilities, eps=LEAST_PROBABILITY)
     bins = reliability(leads, people)
     return {
@@ -283,30 +276,27 @@ def judge_metrics(judged: Sequence[Judged], weights: Sequence[float]) -> dict[st
         "abstained": len(counted) - len(decided) - unjudged,
         **_share("accuracy", sum(row.score for row in decided), len(decided)),
         **_share("consistent_accuracy", sum(row.is_consistently_right for row in decided), len(decided)),
-        "one_order_accuracy": one_order_accuracy(decided, weights),
         "ties": int((probabilities == TIE).sum()),
         "pairs": len(probabilities),
         "loss": preference_loss(leads, people),
         "calibration_error": expected_calibration_error(bins),
         "reliability": [asdict(b) for b in bins],
         "position": statistics.as_dict(),
-        "length": bias_metrics(probabilities, length),
-        "format": bias_metrics(probabilities, marks),
+        "length": length_bias(probabilities, length),
     }
 
 
 def decided_pairs(decided: Sequence[Judged]) -> Tensor:
-    """Return [4, n]: of each pair P, the people's label, and by how much more characters and marks the better one has.
+    """Return [3, n]: of each pair P, the people's label, and how many characters more the better completion has.
 
     The rows have all their labels, and people do not call their completions equal.
     """
     pairs = []
     for row in decided:
-        counts = [(len(text), len(MARKDOWN.findall(text))) for text in row.group.texts]
+        lengths = [len(text) for text in row.group.texts]
         for (better, other), label in zip(row.group.pairs(), row.labels, strict=True):
-            more = (b - o for b, o in zip(counts[better], counts[other], strict=True))
-            pairs.append((label.probability, row.group.probability, *more))
-    return torch.tensor(pairs, dtype=torch.float64).reshape(-1, 4).T.contiguous()
+            pairs.append((label.probability, row.group.probability, lengths[better] - lengths[other]))
+    return torch.tensor(pairs, dtype=torch.float64).reshape(-1, 3).T.contiguous()
 
 
 def wilson_interval(successes: float, number: int) -> tuple[float, float]:
@@ -323,30 +313,17 @@ def wilson_interval(successes: float, number: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def one_order_accuracy(judged: Sequence[Judged], weights: Sequence[float]) -> float:
-    """Return the share of answers in one order alone that are right: the accuracy of a judge that is asked once."""
-    right = []
-    for label in (label for row in judged for label in row.labels):
-        for order in range(2):
-            asked = [(orders[order], w) for (_, orders), w in zip(label.votes, weights, strict=True)]
-            known = [(p, weight) for p, weight in asked if p is not None]
-            if known:
-                mean = sum(p * weight for p, weight in known) / sum(weight for _, weight in known)
-                right.append(TIE if mean == TIE else float(mean > TIE))
-    return fmean(right) if right else NAN
-
-
-def bias_metrics(probabilities: Tensor, differences: Tensor) -> dict[str, Any]:
-    """Return how a judge treats pairs whose completions differ in something (length, marks of Markdown).
+def length_bias(probabilities: Tensor, differences: Tensor) -> dict[str, Any]:
+    """Return how a judge treats pairs whose completions differ in length.
 
     Args:
         probabilities: [n], P of each pair.
-        differences: [n], of the better completion minus the other, in that thing.
+        differences: [n], characters of the better completion minus those of the other.
 
     Returns:
-        `preferred`: share of the pairs that differ in which the judge prefers the completion that has more;
-        `preferred_by_people`: the same of the people; `accuracy_more` and `accuracy_less`: accuracy on the pairs whose
-        better completion has more, or less. Each share has its interval.
+        `preferred`: share of the pairs that differ in which the judge prefers the longer completion;
+        `preferred_by_people`: in which people do; `accuracy_more` and `accuracy_less`: accuracy on the pairs whose
+        better completion is longer, or shorter. Each share has its interval.
     """
     right = (torch.sign(probabilities - TIE) + 1) / 2
     more, less = right[differences > 0], right[differences < 0]
@@ -388,22 +365,17 @@ def findings(metrics: dict[str, Any]) -> list[str]:
         lines.append("the judge is not shown to be better than chance: the interval of its accuracy reaches 50%")
     consistency = metrics["position"]["position_consistency"]
     if consistency is not None and consistency < 1 - MOST_PREFERENCE_GAP:
-        asked_once = metrics["one_order_accuracy"]
-        lines.append(
-            f"the judge contradicts itself in {1 - consistency:.0%} of the pairs when their order changes; asked in"
-            f" one order alone it would be right in {asked_once:.1%}"
-        )
+        lines.append(f"the judge contradicts itself in {1 - consistency:.0%} of the pairs when their order changes")
     if metrics["decided"] < FEWEST_ROWS:
         return lines
-    for name, word in (("length", "longer"), ("format", "more formatted")):
-        bias = metrics[name]
-        people, (low, high) = bias["preferred_by_people"], bias["preferred_interval"]
-        if abs(bias["preferred"] - people) >= MOST_PREFERENCE_GAP and not low <= people <= high:
-            lines.append(
-                f"the judge prefers the {word} completion in {bias['preferred']:.0%} of the pairs, people in"
-                f" {people:.0%}; it is right in {bias['accuracy_more']:.0%} where the better one"
-                f" is {word}, and in {bias['accuracy_less']:.0%} where it is not"
-            )
+    bias = metrics["length"]
+    people, (low, high) = bias["preferred_by_people"], bias["preferred_interval"]
+    if abs(bias["preferred"] - people) >= MOST_PREFERENCE_GAP and not low <= people <= high:
+        lines.append(
+            f"the judge prefers the longer completion in {bias['preferred']:.0%} of the pairs, people in {people:.0%};"
+            f" it is right in {bias['accuracy_more']:.0%} where the better one is longer, and in"
+            f" {bias['accuracy_less']:.0%} where it is shorter"
+        )
     if metrics["calibration_error"] > MOST_CALIBRATION_ERROR:
         lines.append(
             f"the judge's probabilities are {metrics['calibration_error']:.2f} off on average (calibration error);"

@@ -1,19 +1,14 @@
-"""Memory: activations kept on the host, out-of-memory errors, and the peak of a computation."""
+"""Memory: activations kept on the host, out-of-memory errors, and what this process uses."""
 
 from __future__ import annotations
 
 import gc
 import resource
-import weakref
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 # Smaller tensors cost more in transfers than they free.
 LEAST_BYTES = 2**20
@@ -75,51 +70,3 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-class _Watch(TorchDispatchMode):
-    """Counts the storages of the tensors that operators return, from their creation until the last tensor is gone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: Counter[int] = Counter()
-        self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Tensors from outside, such as weights, are not counted.
-        outside = {_place(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)} - set(self.sizes)
-        result = operator(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and _place(tensor) not in outside:
-                self._add(tensor)
-        return result
-
-    def _add(self, tensor: Tensor) -> None:
-        place, size = _place(tensor), tensor.untyped_storage().nbytes()
-        if place not in self.sizes:
-            self.sizes[place] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
-        self.tensors[place] += 1
-        weakref.finalize(tensor, self._drop, place)
-
-    def _drop(self, place: int) -> None:
-        self.tensors[place] -= 1
-        if self.tensors[place] == 0 and place in self.sizes:
-            self.now -= self.sizes.pop(place)
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-@torch.no_grad()
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """Return the most bytes that the tensors of `run` take at once, on any device, without gradients.
-
-    Memory that a kernel allocates and frees internally is not counted.
-    """
-    with _Watch() as watch:
-        run()
-    return watch.peak

@@ -15,13 +15,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onetrunk.checkpoints.folders import require_free
-from onetrunk.costs import ModelShape, host_memory_bytes, kept_activations_bytes, trunk_states_bytes
 from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import check_supported, decoder_layers
 from onetrunk.models.loading import load_config
 from onetrunk.ppo.config import plan_batches
-from onetrunk.ppo.memory_check import GIB, sampled_bytes
 from onetrunk.ppo.setup import (
     check_lengths,
     join_stages,
@@ -32,9 +30,6 @@ from onetrunk.ppo.setup import (
 )
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments
 from onetrunk.stages.rows import check_tokenizer, load_training_rows, prompt_rows
-
-# A trained float32 weight, its gradient, and two numbers of Adam.
-TRAINED_BYTES, TRAINED_BYTES_8BIT = 16, 10
 
 
 @dataclass(frozen=True)
@@ -70,11 +65,11 @@ def dry_run(data: PPODataArguments, args: PPOArguments, model_args: ModelArgumen
     sections = {
         "rows and weights": _size_lines(prepared[0], longest, size),
         "batches and steps": _batch_lines(args, len(prepared[0])),
-        "memory": memory_lines(config, size, args, model_args, longest),
     }
     for title, lines in sections.items():
         print(f"\n{title}")
         print("\n".join(f"  {line}" for line in lines))
+    print("\nmemory and time: onetrunk plan")
 
 
 def model_size(config: PreTrainedConfig, peft_config: LoraConfig, args: PPOArguments) -> ModelSize:
@@ -118,55 +113,3 @@ def _batch_lines(args: PPOArguments, num_prompts: int) -> list[str]:
         f"run: {rollouts} rollouts = {steps} optimizer steps, {completions:,} completions of at most"
         f" {args.max_completion_length} tokens, {rollouts / per_pass:.2f} passes over the prompts",
     ]
-
-
-def memory_lines(
-    config: PreTrainedConfig, size: ModelSize, args: PPOArguments, model: ModelArguments, longest: int
-) -> list[str]:
-    """Return the estimated bytes of a process, one line each. A run measures them at its start (check_memory)."""
-    if args.pipeline_training:
-        return ["not estimated for training stages; `onetrunk plan` does"]
-    shape, plan = ModelShape.from_config(config.get_text_config()), plan_batches(args, args.world_size)
-    itemsize = _weight_bytes(config, model)
-    compute = 2 if args.bf16 or args.fp16 else max(2, math.ceil(itemsize))
-    width = longest + args.max_completion_length
-    decoding = min(plan.rows_per_rank, args.max_rollout_rows or plan.rows_per_rank)
-    tokens = plan.rows_per_pack * width
-    tokens = min(tokens, args.microbatch_tokens or tokens)
-    trained_layers = size.num_layers - size.first_layer
-    kept_for_backward = kept_activations_bytes(shape, tokens, trained_layers, compute, args.activation_checkpointing)
-    sampling = sampled_bytes(args, shape, decoding, width, compute)
-    parts = {
-        "weights of the base": int(size.base * itemsize),
-        "adapters, gradients, optimizer": size.trained
-        * (TRAINED_BYTES_8BIT if "8bit" in str(args.optim) else TRAINED_BYTES),
-        "states of the frozen layers": (
-            trunk_states_bytes(shape, plan.rows_per_rank * width, compute)
-            if size.first_layer and args.trunk_cache in ("auto", "device")
-            else 0
-        ),
-        f"while sampling {decoding} rows": 0 if args.use_vllm else sampling,
-        f"in the largest forward, {tokens} tokens": kept_for_backward,
-    }
-    *kept, sampled, updated = parts.values()
-    peak = sum(kept) + max(sampled, updated)
-    on_cuda = args.device.type == "cuda"
-    total = torch.cuda.get_device_properties(args.device).total_memory if on_cuda else host_memory_bytes()
-    lines = [f"{value / GIB:9.3f} GiB {what}" for what, value in parts.items() if value]
-    where = f"{total / GIB:.1f} GiB of {args.device}"
-    lines.append(f"{peak / GIB:9.3f} GiB estimated peak of {where}; the run measures it before the first rollout")
-    if peak > total:
-        lines.append(
-            "too much: lower per_device_train_batch_size, microbatch_tokens, max_rollout_rows or"
-            " max_completion_length, set activation_checkpointing, or load_in_4bit"
-        )
-    return lines
-
-
-def _weight_bytes(config: PreTrainedConfig, model: ModelArguments) -> float:
-    if model.load_in_4bit:
-        return 0.55  # With the constants of its blocks.
-    if model.load_in_8bit:
-        return 1.0
-    dtype = model.dtype if model.dtype not in (None, "auto") else str(config.dtype or "float32")
-    return 4.0 if str(dtype).endswith("float32") else 2.0
