@@ -18,7 +18,6 @@ class ModelShape:
     Args:
         num_heads: query heads.
         num_kv_heads: key and value heads.
-        head_dim: size of one head.
         is_gated: whether the feed-forward block has three matrices (SwiGLU, GeGLU) instead of two.
         is_tied: whether the output head shares the embedding's weights.
         num_experts: experts of a layer of a mixture; 0: the feed-forward blocks are dense.

@@ -305,8 +305,6 @@ def rotate(output_dir: str | os.PathLike[str], keep: int | None, kept: Collectio
     """Delete the oldest checkpoints and return their paths. The caller has verified the newest one.
 
     Args:
-        output_dir: the run's folder.
-        keep: how many checkpoints to keep, at least LEAST_KEPT; None keeps all.
         kept: folders to keep whatever their age (the best one, one that is being uploaded).
     """
     folders, protected = checkpoint_folders(output_dir), {Path(path).resolve() for path in kept}

@@ -212,7 +212,6 @@ class ResumableTrainer(Trainer):
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the last whole one in output_dir, or "auto" for that
                 one if there is any.
-            **kwargs: passed to Trainer.
 
         Raises:
             Stopped: a signal came; a SystemExit with code 0.

@@ -76,7 +76,6 @@ def locate(
     Args:
         resume_from: a folder; True for the last whole checkpoint in output_dir; "auto" for the same, or for a new run
             if there is no checkpoint; None, False or "" for a new run.
-        args: the run's settings.
         needed: files that the checkpoint must hold.
         mirror: is searched if output_dir has no whole checkpoint.
     """

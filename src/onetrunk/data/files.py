@@ -145,7 +145,6 @@ def check_renaming(names: Sequence[str], columns: Mapping[str, str]) -> None:
     """Raise ValueError if columns cannot be renamed.
 
     Args:
-        names: the columns of the dataset.
         columns: our name -> the dataset's name.
     """
     theirs = list(columns.values())

@@ -234,11 +234,7 @@ def stopped_column(dataset: Dataset, name: str) -> list[bool]:
 
 
 def split_rows(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split a dataset at random into a training and an evaluation part.
-
-    Args:
-        eval_size: number of rows to hold out as an int, or a share between 0 and 1 as a float.
-    """
+    """Split a dataset at random into a training and an evaluation part."""
     num_eval = num_held_out(eval_size, len(dataset), "rows")
     order = np.random.default_rng(seed).permutation(len(dataset))
     return dataset.select(np.sort(order[num_eval:])), dataset.select(np.sort(order[:num_eval]))

@@ -113,7 +113,6 @@ class BlockSampler:
     """A sampler for a DataLoader: the rows of the pass `epoch` in their order.
 
     Args:
-        order: how rows are permuted.
         seed: decides the permutation; None: the order of the files in every pass.
     """
 
@@ -139,9 +138,7 @@ class ShardIndex:
     """The row groups of Parquet files, in the order of the files.
 
     Args:
-        urls: the files.
         source: what was converted into these files; None if nothing was.
-        columns: names of the columns in the files.
         contents: a digest of all footers, which hold sizes, places and statistics of the row groups.
         files: the file of each row group [n], a place in `urls`.
         groups: the number of each row group in its file [n].

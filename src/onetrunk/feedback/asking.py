@@ -112,7 +112,6 @@ class FailureLimit:
         max_failed_fraction: largest fraction of the questions so far (of FEWEST at least) that may fail; 1: never
             stop. The same fraction may be refused or unread, if these are about FEWEST_PROMPTS prompts or more.
             FEWEST failures in a row also stop a run: the judge is down.
-        judge: its name, for the error message.
     """
 
     def __init__(self, max_failed_fraction: float, judge: str):

@@ -190,11 +190,6 @@ class Costs:
     writes. With a budget, a call to a server reserves its largest cost there before it is sent, until the cost of the
     call is known. A killed process, or a call without an answer, leaves its reservation: the call may have been paid.
 
-    Args:
-        folder: the output folder.
-        judges: the judges of this run.
-        settings: prices and budget.
-
     Raises:
         ValueError: a price of a judge that is not asked, or a budget without a price of a judge on a server.
     """

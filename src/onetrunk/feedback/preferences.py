@@ -47,7 +47,6 @@ class PreferenceMaker:
     """Makes rows from chunks of completions, and counts what happens to them.
 
     Args:
-        asker: asks the judge.
         seed: decides which pairs are drawn, and which completion of a pair is shown first.
         pairing: "all" pairs, the "best_worst" pair by the judge's ratings, or pairs_per_prompt "random" ones.
         pairs_per_prompt: only with the pairing "random".

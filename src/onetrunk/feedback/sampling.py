@@ -60,8 +60,6 @@ class TextSampler:
 
     Args:
         backend: already synced to the policy.
-        tokenizer: the policy's tokenizer.
-        params: how every completion is sampled.
         identity: fingerprints of the policy, as JSON values; part of every key.
         seed: decides all draws; below 2**32.
         ledger: keeps the completions; None: only `draw` can be called.
@@ -162,8 +160,6 @@ class Reviser:
     Args:
         policy: writes the revisions.
         critic: writes the critiques; may be the policy.
-        principles: the principles of the constitution.
-        num_revisions: 1 or more.
         max_prompt_length: tokens of the prompts for policy and critic; a longer one keeps its end. None: no limit.
     """
 

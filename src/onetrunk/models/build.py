@@ -229,8 +229,6 @@ class BaseShape:
     Args:
         vocab_size: most tokens: 256 bytes, the special tokens, and the merges learned from the texts.
         hidden_size: width; an even multiple of num_heads.
-        num_layers: decoder layers.
-        num_heads: attention heads.
         max_positions: most tokens of a prompt with its completion.
     """
 

@@ -179,9 +179,7 @@ class ScoreAdapter:
     """A reward adapter that was read but is not on a trunk yet.
 
     Args:
-        name: folder or Hub name.
         base: name of the base model that it was trained on.
-        config: of its LoRA.
         weights: under PEFT's names.
         head: "weight" [1, H], and "bias" [1] if it has one.
         pad_token_id: the score is read at the last token that differs from it; None: at the last token.
@@ -277,9 +275,6 @@ class ScoreBranch(nn.Module):
     """The head of the reward adapter, in float32, and the positions that it reads.
 
     Args:
-        adapter: the adapter.
-        hidden_size: width of the trunk.
-        device: of the trunk's last layer.
         obstacle: why it cannot start from the states at the cut, a clause; None: it starts from them.
     """
 
@@ -340,9 +335,6 @@ def encode_rows(
 
     A completion that was cut off at a length limit gets no end token, so that its score equals that of a reward
     adapter on the policy's trunk.
-
-    Args:
-        max_length, end_token, stopped: as for `encode_texts`.
     """
     stopped = [True] * len(prompts) if stopped is None else stopped
     rows = list(zip(prompts, completions, stopped, strict=True))

@@ -74,7 +74,6 @@ def plan_packs(lengths: Sequence[int], limits: PackLimits) -> list[list[int]]:
 
     Args:
         lengths: tokens of every row, prompt and completion.
-        limits: of a pack.
 
     Returns:
         Indices into lengths, the longest rows first; rows of equal length keep their order.

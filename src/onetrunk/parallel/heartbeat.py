@@ -89,10 +89,6 @@ class Heartbeat(TrainerCallback):
 
     As a callback it is renewed with every step and evaluation of a trainer. A file that cannot be written never ends a
     run: a warning says so, and the run continues without a heartbeat.
-
-    Args:
-        folder: the output folder of the run.
-        rank: the rank of this process.
     """
 
     _by_path: ClassVar[dict[Path, Heartbeat]] = {}

@@ -161,13 +161,7 @@ class Microbatches(Protocol):
 
 
 class Stage:
-    """This process's stage of a model. `run` is collective: all stages call it on the same microbatches.
-
-    Args:
-        model: the whole model; `keep_stage` drops the frozen weights of other stages afterwards.
-        split: which layers each stage has.
-        device: the device of this process.
-    """
+    """This process's stage of a model. `run` is collective: all stages call it on the same microbatches."""
 
     def __init__(self, model: PeftModel, split: LayerSplit, device: torch.device):
         mesh = process_mesh(split.num_stages)["tensor"]
@@ -334,13 +328,7 @@ class StagedTrunk(Stage):
         temperature: float = 1.0,
         entropy_grad: bool = False,
     ) -> list[PackOutput]:
-        """Run forward and backward over the packs; return their outputs, without gradients, on every stage.
-
-        Args:
-            roles: "policy", "value" or both.
-            loss_of: as in `run`.
-            temperature, entropy_grad: as TrunkModel takes them.
-        """
+        """Run forward and backward over the packs; return their outputs, without gradients, on every stage."""
         batches = _Packs(self, packs, tuple(roles), temperature, entropy_grad)
         return [PackOutput(**tensors) for tensors in self.run(batches, loss_of)]
 
@@ -469,12 +457,7 @@ class _Blocks:
 
 
 class LayerForward:
-    """The forward of a sequence-classification model in which only some of its layers run.
-
-    Args:
-        model: wrapped by PEFT, with its own forward.
-        layers: numbers of the layers.
-    """
+    """The forward of a sequence-classification model in which only some of its layers run."""
 
     def __init__(self, model: PeftModel, layers: range):
         base = model.get_base_model()

@@ -84,7 +84,6 @@ class StageCache(DynamicCache):
     """The keys and values of the layers of one stage. Masks get their offsets from its first layer, which is filled.
 
     Args:
-        config: of the model.
         layers: numbers of the layers, by which the model addresses them.
     """
 
@@ -106,7 +105,6 @@ class StageModel:
     Args:
         model: the whole model, or one whose other layers are not there in full; its layers outside the stage never
             run.
-        layers: numbers of the layers of the stage.
         last_only: keywords that limit the model's logits to the last column.
     """
 

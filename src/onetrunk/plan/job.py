@@ -55,8 +55,6 @@ class ModelFacts:
     """What a plan knows of a model.
 
     Args:
-        name: as it was given.
-        shape: of its decoder.
         itemsize: bytes of a weight in the checkpoint.
         source: where the shape comes from, for people.
         base: name of the base, where the model is a folder with an adapter on it.

@@ -73,11 +73,8 @@ class Training:
     """A training of adapters on a frozen base on one device, as memory sees it.
 
     Args:
-        shape: of the model.
-        tokens: of a forward.
         base_bytes: bytes of a weight of the base.
         trained: weights that train on the device, and their gradients and moments.
-        optimizer_bytes: per trained weight.
         shards: devices that share the base.
         tensor: devices that divide every matrix.
         layers: whose inputs are kept for the backward; None: all.

@@ -74,7 +74,6 @@ class Plan:
     """A plan and what it needs.
 
     Args:
-        schedule: sync, one_step or async.
         train, sample: how the phases run.
         phases: seconds of generate, score and update by part.
         publish_s: seconds between an update and the next rollout.
@@ -194,9 +193,7 @@ class Cost:
     """What a run takes.
 
     Args:
-        hours: of the whole run.
         low_hours, high_hours: the band.
-        device_hours: by device.
         usd: of all devices, by market; storage and transfer are apart.
         storage_gb: by what is kept.
         storage_usd, transfer_usd: for a month, and once.
@@ -470,7 +467,6 @@ def search(
 
     Args:
         objective: what the best plan has least of, one of OBJECTIVES.
-        most: plans that are returned.
     """
     best: dict[tuple, tuple[tuple[float, ...], Plan]] = {}
     for plan in plans(job, pools, space):

@@ -59,7 +59,6 @@ class TrainLayout:
     """How score and update run.
 
     Args:
-        device: of the trainer's processes.
         data: processes, or pipelines of them, with different rows.
         tensor: devices that divide every matrix.
         shards: devices that share one copy of the base; 1: each has it whole.
@@ -119,8 +118,6 @@ class SampleLayout:
     """How completions are sampled.
 
     Args:
-        device: of the samplers.
-        engine: one of ENGINES.
         replicas: samplers with different rows.
         tensor: devices that divide every matrix of a sampler.
         stages: of a PIPELINED sampler, with as many independent batches in flight: token t+1 needs the last stage's
@@ -155,7 +152,6 @@ class PhaseTime:
     """Seconds of a phase by what they are spent on.
 
     Args:
-        parts: seconds of each.
         tail: seconds of them that go to the last, longest completions: what the same tokens would not take, had all
             rows of a batch ended together.
     """
@@ -570,7 +566,6 @@ class Around:
     Args:
         label_prompts: prompts whose completions a judge compares.
         completions: of each of them.
-        judge: model of the judge; None: the policy's base.
         reward_pairs: pairs that a reward model of the base's shape is trained on.
         distill_rows: completions on which a student learns the reward model's scores.
         student: model of the student; None: the base.

@@ -38,7 +38,6 @@ class AsyncSource:
     With async several rollouts may be under way, each in PARTS parts.
 
     Args:
-        stream: the rollouts are for it; its backend is a VersionedBackend.
         rows: how many rows of a rollout this process samples.
     """
 

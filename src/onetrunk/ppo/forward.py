@@ -22,9 +22,7 @@ class Forward:
 
     Args:
         model: returns the TrunkModel, wrapped or not.
-        accelerator: unwraps it.
         temperature: divides the logits of which logprobs are taken.
-        cache: keeps the trunk states.
         beat, stop: called before each pack; `stop` may raise to give up.
     """
 

@@ -94,7 +94,6 @@ def write_card(
         model_name: the heading; None: the Hub name, or the name of output_dir.
         base: Hub name of the base model; None: the name it was loaded from.
         tags: further tags; every card has lora, onetrunk and ppo.
-        **data: metadata of the card (language, license, datasets).
     """
     if not trainer.is_world_process_zero():
         return

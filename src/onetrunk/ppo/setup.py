@@ -301,7 +301,6 @@ def resolve_rewards(
     Args:
         inputs: the reward functions: functions, dotted paths, sequence-classification models (names or loaded),
             reward adapters, servers; and the tokenizers of models.
-        device: where reward models are loaded.
         base, base_tokenizer: name of the policy's base model and its tokenizer, which a reward adapter must share.
     """
     rewards, tokenizers = inputs.reward_funcs, inputs.reward_tokenizers

@@ -45,8 +45,6 @@ class RunRecord(TrainerCallback):
     the run.
 
     Args:
-        trainer: the trainer whose run is recorded.
-        verb: name of the stage.
         arguments: the settings classes of the stage, for the report's table of settings.
     """
 

@@ -255,9 +255,6 @@ def accuracy_interval(
 ) -> tuple[float, float]:
     """Return the 95% interval of the accuracy, bootstrapped over groups: pairs of one prompt are not independent.
 
-    Args:
-        groups: n names, equal for pairs of one prompt.
-
     Returns:
         The 2.5th and the 97.5th percentile; NaN without decided pairs.
 

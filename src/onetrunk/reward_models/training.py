@@ -136,7 +136,6 @@ class PairCollator:
     """Makes a batch of encoded rows, padded on the right: all chosen completions, then the rejected ones of the pairs.
 
     Args:
-        pad_token_id: pads the rows.
         pad_to_multiple_of: tokens; None: the batch is as wide as its longest row.
     """
 
@@ -213,13 +212,7 @@ class PairCollator:
 
 @dataclass(frozen=True)
 class PairEncoder:
-    """Tokenizes a batch of checked rows as `ModelReward` does in PPO, and adds the labels that are used.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        reads_end: whether completions end with the end token.
-        labels: names of the columns to keep as labels.
-    """
+    """Tokenizes a batch of checked rows as `ModelReward` does in PPO, and adds the labels that are used."""
 
     tokenizer: PreTrainedTokenizerBase
     reads_end: bool

@@ -64,7 +64,6 @@ class Part:
     """Rows of one rollout that are sampled in one call.
 
     Args:
-        iteration: the rollout.
         places: the positions of the rows in the rollout.
         prompt_ids, keys: one of each per row.
         version: None until it starts.
@@ -91,10 +90,7 @@ class AsyncSampler:
     `updates` counts the rollouts that the published version was trained on.
 
     Args:
-        sample: called in several threads at once.
-        rows_per_rollout: rows of one rollout on this process.
         max_staleness: rollouts, 0 or more.
-        rows_per_part: rows of one call.
         max_rows: rows that run at once; a single part always may. None: no bound.
     """
 

@@ -137,9 +137,7 @@ class SamplingCall:
     """The arguments of one call of `generate`.
 
     Args:
-        model: what samples.
         prompt_ids, keys: one of each for the n rows.
-        params: settings that all rows share.
         capture: takes the states at the cut, or None.
         last_only: keywords that limit the model's logits to the last column.
         new_cache: makes the cache of rows that begin; None: one of all layers.
@@ -225,7 +223,6 @@ class DecodeState:
 
         Args:
             logits: [b, V] float32.
-            params: temperature, truncation and stop tokens.
             scores: [b, V] to draw from; None: the logits divided by the temperature.
         """
         if scores is None:

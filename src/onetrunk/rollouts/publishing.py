@@ -37,10 +37,8 @@ class Published:
     """An adapter on disk, as the servers know it.
 
     Args:
-        name: under which it is asked for.
         folder: absolute; holds adapter_config.json and adapter_model.safetensors.
         role: "policy" or "reference".
-        version: optimizer steps that it has seen.
     """
 
     name: str

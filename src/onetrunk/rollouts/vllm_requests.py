@@ -45,7 +45,6 @@ class Request:
 
     Args:
         prompt_ids: token ids, not empty.
-        params: settings of the call.
         seed: decides this row's draws; below 2**63.
         model: name of the adapter that samples; None: the server's base model.
         vocab_size: the token ids that the policy knows are below.

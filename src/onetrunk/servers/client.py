@@ -104,8 +104,6 @@ class Connection:
         """Return the JSON value that the server answers, without secrets: a server may repeat headers.
 
         Args:
-            method, path: the HTTP method, and the path that is added to the server's URL.
-            body: sent as JSON.
             is_json: False returns the text of any answer.
 
         Raises:

@@ -72,8 +72,6 @@ class Fleet:
     """The servers of one model for one run of calls: `async with Fleet(...) as fleet`.
 
     Args:
-        servers: at least one.
-        policy: when to repeat a call, and when to stop.
         max_concurrency: most calls in flight to each.
     """
 

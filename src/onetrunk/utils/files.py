@@ -137,11 +137,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]]:
-    """Return the content of a YAML file and the line number of each top-level key.
-
-    Args:
-        place: the name of the file in error messages; None for its path.
-    """
+    """Return the content of a YAML file and the line number of each top-level key."""
     place = str(path) if place is None else place
     try:
         text = path.read_text(encoding="utf-8")

@@ -20,11 +20,7 @@ class Rule:
     """One alarm.
 
     Args:
-        limit: the default.
-        metric: name of the watched metric.
         description: what the metric is, for the warning.
-        cause: the usual cause.
-        change: what to change.
         is_upper: True if the limit is the largest good value, False if it is the smallest.
         range: least and greatest value of the limit, and both in words.
         is_relative: the limit is a share of the metric's mean over the first rollouts.

@@ -45,7 +45,6 @@ class MetricLog:
     """What was measured since the last log.
 
     Args:
-        accelerator: reduces over the processes.
         of_rollout: gets the same measurements; the alarms flush it at the end of every rollout.
     """
 

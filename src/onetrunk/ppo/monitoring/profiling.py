@@ -31,8 +31,6 @@ class Watch(TrainerCallback):
     """The phases of this process, the metrics that compare ranks, and the trace.
 
     Args:
-        config: the settings of the run.
-        accelerator: the processes of the run.
         heartbeat: is renewed with every phase; None: a new one.
     """
 

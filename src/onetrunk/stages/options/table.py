@@ -92,9 +92,6 @@ class Option:
     """One option, which is one field of a settings class and one key of the YAML file.
 
     Args:
-        name: name of the field.
-        default: a JSON value.
-        help: text for people.
         kinds: names of the types that a value may have; "str" also stands for enumerations.
         entries: the name of the type of a list's entries.
         choices: the words that are allowed; None: any value.
