@@ -31,7 +31,7 @@ def _line(text: str) -> None:
 
 
 class RolloutProgress(TrainerCallback):
-    """Shows how far a run is: its rollout and what it does in it, the metrics that matter in PPO, and the time left."""
+    """Shows how far a run is: its rollout, what it does in it, the metrics that matter, and the time left."""
 
     def __init__(self, opening: str | None = None) -> None:
         self.opening = opening
