@@ -110,6 +110,9 @@ def import_problems(tree: ast.AST, module: str, is_package: bool) -> Iterator[st
 def shape_problems(tree: ast.Module, source: str, room: str) -> Iterator[str]:
     if not (ast.get_docstring(tree) or "").strip():
         yield "has no module docstring"
+    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    for name in {name for name in names if names.count(name) > 1}:
+        yield f"defines {name} twice"
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = node.end_lineno - node.lineno + 1
@@ -197,6 +200,7 @@ def test_relative_imports_in_a_package_are_resolved_from_the_package():
         ("onetrunk.ppo.trainer", GOOD + "from transformers.trainer import _private"),
         ("onetrunk.ppo.trainer", GOOD + "def f():\n    print(1)"),
         ("onetrunk.attic.box", GOOD),
+        ("onetrunk.ops.losses", GOOD + "def f(x): ...\ndef g(): ...\ndef f(): ..."),
         ("onetrunk.ops.losses", "x = 1\n"),
         ("onetrunk", ""),
         ("onetrunk.ops.losses", GOOD + "def f():\n" + "    x = 1\n" * 60),

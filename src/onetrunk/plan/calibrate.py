@@ -85,7 +85,7 @@ def calibrate(catalog: Catalog) -> tuple[Device, list[Observation]]:
     """Return the measured machine (its GPU if torch has one, else one process on its CPU) and the measurements."""
     import torch
 
-    on_gpu, device = torch.cuda.is_available(), _device(catalog)
+    on_gpu, device = torch.cuda.is_available(), _measured_device(catalog)
     observations, steps = [], []
     for hidden, layers in GPU_SHAPES if on_gpu else CPU_SHAPES:
         job = _job(hidden, layers, on_gpu)
@@ -163,7 +163,7 @@ def hardware_text(device: Device) -> str:
 # --- measurements ---------------------------------------------------------------------------------------------------
 
 
-def _device(catalog: Catalog) -> Device:
+def _measured_device(catalog: Catalog) -> Device:
     """Return this machine with its measured peak and bandwidth; the rest is of the known device that comes closest."""
     import torch
 
@@ -336,7 +336,7 @@ def check_run(folder: Path, defaults: Mapping[str, Any], catalog: Catalog, own: 
     if rollouts < 2:
         raise ValueError(f"the log has {steps} optimizer steps, which is fewer than 2 rollouts; check a longer run")
     begin = next((entry for entry in log if entry.get("event") == "begin"), {})
-    device = _device(own, begin, catalog)
+    device = _device_of_run(own, begin, catalog)
     lengths = [entry["completion/length"] for entry in timed if "completion/length" in entry]
     prompt = own.get("prompt_tokens") or _prompt_tokens(folder)
     reward, notes = _reward(own, settings)
@@ -373,7 +373,7 @@ def _log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (*lines, *([last] if last.endswith("}") else ()))]
 
 
-def _device(own: Mapping[str, Any], begin: Mapping[str, Any], catalog: Catalog) -> Device:
+def _device_of_run(own: Mapping[str, Any], begin: Mapping[str, Any], catalog: Catalog) -> Device:
     if own.get("hardware"):
         return parse_pools(own["hardware"], None, catalog)[0].device
     is_gpu = bool(begin.get("num_gpus"))
