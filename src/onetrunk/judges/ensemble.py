@@ -28,6 +28,7 @@ class EnsembleJudge(Judge):
     this thread, because checks of users may need it. `done` is called in any of them, by one at a time.
 
     Args:
+        judges: two or more different ones.
         memory: keeps the answers of each member as soon as they arrive; what it holds is not asked again.
     """
 

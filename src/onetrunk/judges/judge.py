@@ -199,6 +199,7 @@ class Judge:
     """Compares pairs of completions, and rates single completions. A judge of your own defines `_answer`.
 
     Args:
+        name: the judge's name in reports and metrics, [A-Za-z0-9._-].
         identity: everything that an answer depends on besides the question (model and its revision or fingerprint,
             template, sampling), as JSON values. Ledgers use it in their keys.
         is_remote: whether it only waits for servers, and so may answer in a thread while other work goes on.

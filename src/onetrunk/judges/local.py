@@ -62,7 +62,9 @@ class CausalJudge(Judge):
 
     Args:
         model: a transformers causal LM; set to eval mode.
+        tokenizer: the model's, with or without a chat template.
         name: the judge's name in reports; None takes the last part of the model's path.
+        batch_size: questions per forward.
         min_label_mass: from 0 to 1; with less probability on the labels together the judge abstains.
 
     Raises:
@@ -169,6 +171,12 @@ def load_causal_judge(
     **settings: Any,
 ) -> CausalJudge:
     """Return the causal model at `name` as a judge; an adapter's weights are merged into its base.
+
+    Args:
+        name: folder or Hub name of a model, or of an adapter.
+        device: None leaves it on the CPU.
+        dtype: the type of the weights; None keeps the checkpoint's own.
+        **settings: of CausalJudge, which may raise ValueError.
 
     Raises:
         RuntimeError: nothing loadable there.

@@ -42,7 +42,9 @@ class RewardModelJudge(ScoringJudge):
 
     Args:
         model: a sequence-classification model with one label; set to eval mode.
+        tokenizer: the model's.
         scale: the mean and spread of its scores: rating = sigmoid((score - mean) / std); None: sigmoid(score).
+        batch_size: texts per forward.
         name: the judge's name in reports; None takes the last part of the model's path.
 
     Raises:

@@ -56,6 +56,9 @@ class ExperienceStream:
             def advantages(self, pack, output, rewards, stopped):
                 returns = rewards.flip(1).cumsum(1).flip(1) * pack.completion_mask
                 return returns, returns
+
+    Args:
+        trainer: the PPOTrainer that trains on the stream.
     """
 
     def __init__(self, trainer: Trainer):
@@ -167,6 +170,7 @@ class ExperienceStream:
         """Return (advantages, returns) of a pack, both [R, C], by generalised advantage estimation.
 
         Args:
+            pack: the rows.
             output: logprobs, values and next_values at rollout time.
             rewards: [R, C], KL and score included.
             stopped: [R] bool, False if the completion was cut off at max_completion_length.
@@ -189,7 +193,9 @@ class ExperienceStream:
         """Return the packs with loss masks and token rewards: the score at the last token, less beta times the KL.
 
         Args:
+            packs: with the outputs of the model.
             scores: [n] of this process's rows; a row without a finite one does not train.
+            sampled: the rows.
         """
         config, device = self.config, self.accelerator.device
         trains = scores.isfinite()

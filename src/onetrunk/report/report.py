@@ -40,6 +40,7 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     """Write report.html, report.md and PNGs for one run or several; return the path of the page.
 
     Args:
+        folders: output folders of stages or pipelines.
         target: folder to write to; None: `_report` in the run's folder, of several runs in the folder around them.
         price: price of a GPU-hour; None: the page says no cost.
     """

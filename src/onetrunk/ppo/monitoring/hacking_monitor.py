@@ -89,10 +89,12 @@ class HackingMonitor(EndingCallback, ExportableState):
     Args:
         judge: rates the completions; no reward function should use it. None on all processes but the first, which
             alone asks it.
+        constitution: the principles by which it rates.
         every: rollouts between two measurements.
         window: measurements in a window, 2 or more.
         action: "warn", or "stop" to end training at an alarm.
         num_rows: number of held-out prompts, or of training prompts if there are none.
+        memory: keeps the judge's answers.
 
     Raises:
         ValueError: a setting out of range.
