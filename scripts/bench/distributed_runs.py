@@ -82,11 +82,7 @@ def running(launch: Launch, folder: Path) -> Iterator[subprocess.Popen]:
     environment = {**os.environ, **ENVIRONMENT}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, *launch.command(str(folder))],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=log,
+            [sys.executable, *launch.command(str(folder))], cwd=ROOT, env=environment, stdout=log, stderr=log
         )
         try:
             yield process

@@ -40,9 +40,7 @@ METHODS = {
     "save_model": "(self, output_dir=None, _internal_call=False)",
 }
 # Of TRL's SFTTrainer, called with these arguments.
-SFT_METHODS = {
-    "_prepare_dataset": "(self, dataset, processing_class, args, packing, formatting_func, dataset_name)",
-}
+SFT_METHODS = {"_prepare_dataset": "(self, dataset, processing_class, args, packing, formatting_func, dataset_name)"}
 # Read or set; each class assigns it itself or inherits it.
 ATTRIBUTES = {
     "_globalstep_last_logged": (Trainer,),

@@ -95,16 +95,10 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
         ({"judge": ["reward:x"], "judge_device": "gpu"}, "judge_device is 'gpu'; expected such as cpu"),
         ({"judge": ["rubric"], "rubric": {"short": short}, "constitution": "no.yaml"}, "no.yaml does not exist"),
         ({"judge": ["rubric"], "rubric": {"short": "checks.py:shrot"}}, "did you mean short?"),
-        (
-            {"judge": ["rubric"], "rubric": {"short": "no.py:x"}},
-            "the rubric's check for the tag 'short': ",
-        ),
+        ({"judge": ["rubric"], "rubric": {"short": "no.py:x"}}, "the rubric's check for the tag 'short': "),
         ({"judge_samples": 0}, "judge_samples is 0; set it to 1 or more"),
         ({"judge_timeout_s": 0.0}, "judge_timeout_s is 0.0; set a finite number above 0"),
-        (
-            {"judge_extra_body": {"max_tokens": 9}},
-            "sets max_tokens, which the judge sets itself; set judge_verdict",
-        ),
+        ({"judge_extra_body": {"max_tokens": 9}}, "sets max_tokens, which the judge sets itself; set judge_verdict"),
         ({"rubric": "short"}, "rubric is 'short'; expected a mapping, as JSON"),
     ],
 )

@@ -58,8 +58,7 @@ def test_the_search_equals_trying_everything(memory):
 
 
 @pytest.mark.parametrize(
-    ("count", "more", "memory", "extra"),
-    [(1, 7, 24.0, 8.0), (6, 2, 18.0, 100.0), (17, 24, 80.0, 8.0)],
+    ("count", "more", "memory", "extra"), [(1, 7, 24.0, 8.0), (6, 2, 18.0, 100.0), (17, 24, 80.0, 8.0)]
 )
 def test_more_memory_or_devices_never_make_the_best_plan_worse(count, more, memory, extra):
     def best(devices, gib, objective):

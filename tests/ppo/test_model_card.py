@@ -30,11 +30,7 @@ def test_a_saved_run_has_a_card_that_says_what_it_is(tmp_path):
     folder = tmp_path / "private" / "my-run"
     text = (folder / "README.md").read_text()
     metadata = yaml.safe_load(text.split("---")[1])
-    assert metadata == {
-        "library_name": "peft",
-        "pipeline_tag": "text-generation",
-        "tags": ["lora", "onetrunk", "ppo"],
-    }
+    assert metadata == {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["lora", "onetrunk", "ppo"]}
     assert text.count("# my-run\n") == 1
     assert "the base model `tiny-base`, trained by PPO (4 optimizer steps)" in text
     assert f"with onetrunk {onetrunk.__version__}." in text

@@ -50,11 +50,7 @@ def test_how_a_minibatch_is_cut_into_forwards_changes_neither_gradient_nor_weigh
 
 @pytest.mark.parametrize(
     ("num_prompts", "settings", "rollouts"),
-    [
-        (5, {"num_train_epochs": 2}, 4),
-        (3, {"num_train_epochs": 1}, 1),
-        (9, {"num_rollouts": 2}, 2),
-    ],
+    [(5, {"num_train_epochs": 2}, 4), (3, {"num_train_epochs": 1}, 1), (9, {"num_rollouts": 2}, 2)],
 )
 def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(tmp_path, num_prompts, settings, rollouts):
     recorder = Recorder()

@@ -130,11 +130,7 @@ def test_ppo_config_takes_the_old_name_and_has_a_signature_and_a_line_per_field(
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [
-        ("onetrunk pp", {"ppo"}),
-        ("onetrunk ppo --value_h", {"--value_head"}),
-        ("onetrunk run --unt", {"--until"}),
-    ],
+    [("onetrunk pp", {"ppo"}), ("onetrunk ppo --value_h", {"--value_head"}), ("onetrunk run --unt", {"--until"})],
 )
 def test_a_shell_completes_verbs_options_and_their_words(tmp_path, line, expected):
     """As the script of register-python-argcomplete asks for it."""

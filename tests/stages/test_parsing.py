@@ -149,10 +149,7 @@ def test_stages_that_go_on_by_themselves_take_resume_auto_and_nothing_else(tmp_p
     assert parse_run([str(ROOT / "recipes/tiny/pipeline.yaml"), "--resume", "auto"])[0].first is None
 
 
-@pytest.mark.parametrize(
-    ("written", "names"),
-    [("all", len(RULES)), ("null", 0), ("[kl, entropy]", 2)],
-)
+@pytest.mark.parametrize(("written", "names"), [("all", len(RULES)), ("null", 0), ("[kl, entropy]", 2)])
 def test_the_alarms_that_stop_a_run_may_be_all_none_or_some(tmp_path, written, names):
     config = write_yaml(tmp_path, stop_on_alarm=written)
     assert len(parse_ppo(["--config", config])[1].stop_on_alarm or []) == names

@@ -142,10 +142,7 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
         ("stages: {a: {script: step.py}}", "output_dir is not set"),
         ("output_dir: x\nstages: {a: {script: step.py}}", "give config, the YAML file of a verb; or script and"),
         ("output_dir: x\nstages: {a: {script: no.py, outputs: [y]}}", "stage a: no.py does not exist"),
-        (
-            "output_dir: x\nstages: {train: {config: sft.yaml}}",
-            "set verb to one of sft, judge, prefs",
-        ),
+        ("output_dir: x\nstages: {train: {config: sft.yaml}}", "set verb to one of sft, judge, prefs"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml}}", "sft.yaml line 2: unknown key 'learning_rat'"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml, gpu: 1}}", "unknown key 'gpu'; the keys are verb, config"),
         ("output_dir: x\nstages: {a/b: {config: sft.yaml}}", "a name has 1 to 96 of the characters"),

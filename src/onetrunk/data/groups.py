@@ -125,9 +125,7 @@ def labelled_groups(rows: Iterable[Row], columns: Sequence[str], subset: str = A
 
 def _joined(parts: Sequence[Group]) -> Group:
     return replace(
-        parts[0],
-        texts=tuple(part.texts[0] for part in parts),
-        stopped=tuple(part.is_whole(0) for part in parts),
+        parts[0], texts=tuple(part.texts[0] for part in parts), stopped=tuple(part.is_whole(0) for part in parts)
     )
 
 
@@ -190,12 +188,7 @@ def _log(row: Row) -> Group:
     return Group(messages[:-1], (messages[-1]["content"],), stopped=stopped)
 
 
-READERS: dict[str, Callable[[Row], Group]] = {
-    "pairs": _pair,
-    "lists": _lists,
-    "groups": _group,
-    "logs": _log,
-}
+READERS: dict[str, Callable[[Row], Group]] = {"pairs": _pair, "lists": _lists, "groups": _group, "logs": _log}
 
 
 def _without_prompt(prompt: Any, sides: Sequence[list[Message]]) -> tuple[Prompt, list[list[Message]]]:

@@ -136,11 +136,7 @@ def _judge(specs: Sequence[str], settings: JudgeConfig) -> Judge:
         return load_reward_judge(spec.removeprefix(REWARD), device=device, batch_size=settings.judge_batch_size)
     from onetrunk.judges.local import load_causal_judge
 
-    return load_causal_judge(
-        spec,
-        device=device,
-        batch_size=settings.judge_batch_size,
-    )
+    return load_causal_judge(spec, device=device, batch_size=settings.judge_batch_size)
 
 
 def names_a_judge(spec: str) -> bool:

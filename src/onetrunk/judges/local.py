@@ -164,11 +164,7 @@ class CausalJudge(Judge):
 
 
 def load_causal_judge(
-    name: str,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | str | None = None,
-    **settings: Any,
+    name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, **settings: Any
 ) -> CausalJudge:
     """Return the causal model at `name` as a judge; an adapter's weights are merged into its base.
 

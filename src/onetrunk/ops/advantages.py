@@ -44,12 +44,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def token_rewards(
-    scores: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    mask: Tensor,
-    beta: float,
-    estimator: str = "k1",
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, beta: float, estimator: str = "k1"
 ) -> Tensor:
     """Return r_t = -beta * kl_t + [t = last counted token] * score.
 

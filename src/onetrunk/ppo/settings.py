@@ -144,8 +144,7 @@ class VLLMServerConfig:
         False, "Sample by vLLM, which receives the adapter, instead of by the model in this process."
     )
     vllm_server_base_url: list[str] | None = option(
-        None,
-        "Address of the vLLM server; several: rows are spread over them. None: http://127.0.0.1:8000.",
+        None, "Address of the vLLM server; several: rows are spread over them. None: http://127.0.0.1:8000."
     )
     vllm_server_timeout: float = option(600.0, "Seconds to wait at startup until every vLLM server is up; above 0.")
     vllm_request_timeout: float = option(

@@ -121,9 +121,7 @@ class PPOTrainer(ResumableTrainer):
         self.progress = RolloutProgress(run.trunk_plan.report)
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
-            self._metrics_of_rollout,
-            lambda metrics: self.metric_log.add_rollout(metrics),
-            self.may_save,
+            self._metrics_of_rollout, lambda metrics: self.metric_log.add_rollout(metrics), self.may_save
         )
         is_logged = args.log_completions and args.should_save
         self.samples = SampleLog(args.output_dir, is_on=is_logged)
@@ -311,11 +309,7 @@ class PPOTrainer(ResumableTrainer):
     # --- the loss ---------------------------------------------------------------------------------------------------
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """Return the PPO loss of one pack: its tokens' sum over the token count of the whole optimizer step.
 

@@ -111,10 +111,7 @@ class RewardModelConfig(StageTrainingConfig, CheckpointConfig, SecretFreeArgumen
     soft_labels: bool = option(
         True, "Learn from the column probability (that chosen is better) if there is one; False: chosen is better."
     )
-    use_margin: bool = option(
-        False,
-        "Require a lead of the better completion by the column margin.",
-    )
+    use_margin: bool = option(False, "Require a lead of the better completion by the column margin.")
     end_token: bool = option(
         True, "Read the score at the end token, with which sampled completions end; adapters always do."
     )

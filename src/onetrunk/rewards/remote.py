@@ -33,10 +33,7 @@ from onetrunk.types import Prompt
 logger = logging.getLogger(__name__)
 
 # The answer that each kind of server should give.
-FORMS = {
-    "classify": '{"data": [{"probs": [number]}, ...]}',
-    "json": '{"scores": [number or null, ...]}',
-}
+FORMS = {"classify": '{"data": [{"probs": [number]}, ...]}', "json": '{"scores": [number or null, ...]}'}
 # The options after '#', and how each is parsed.
 OPTIONS = {
     "model": str,

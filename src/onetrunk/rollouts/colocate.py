@@ -243,10 +243,7 @@ class ColocatedBackend:
         return rollout_of(prompt_ids, rows, self.policy_version)
 
     def _complete(
-        self,
-        requests: Sequence[Request],
-        adapter: Any | None,
-        progress: Callable[[int, int, int], None] | None = None,
+        self, requests: Sequence[Request], adapter: Any | None, progress: Callable[[int, int, int], None] | None = None
     ) -> list[Completion]:
         engine, rows, num_tokens = self._llm.llm_engine, {}, 0
         self._num_calls += 1

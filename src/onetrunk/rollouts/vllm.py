@@ -367,12 +367,7 @@ class VLLMBackend:
         return self.generate_as(self._role, self.policy_version, prompt_ids, params, keys)
 
     def generate_as(
-        self,
-        role: str,
-        version: int,
-        prompt_ids: Sequence[list[int]],
-        params: SamplingParams,
-        keys: Sequence[RowKey],
+        self, role: str, version: int, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]
     ) -> Rollout:
         """Return one completion per prompt, sampled by a role at a version (see `VersionedBackend.generate_as`).
 

@@ -292,10 +292,7 @@ class PPOArguments(StageTrainingArguments, PPOConfig):
 
 
 def parse(
-    argv: Sequence[str],
-    verb: str,
-    dataclass_types: Sequence[type],
-    check: Callable[..., None] | None = None,
+    argv: Sequence[str], verb: str, dataclass_types: Sequence[type], check: Callable[..., None] | None = None
 ) -> tuple[Any, ...]:
     """Return one instance of each dataclass, from the YAML file after --config and the options in `argv`.
 

@@ -18,12 +18,7 @@ BLOCK = 4096
 
 
 def absorb(
-    logits: Tensor,
-    targets: Tensor,
-    sums: RunningSums,
-    head: Head,
-    wants_weights: bool,
-    spread_weights: Tensor | None,
+    logits: Tensor, targets: Tensor, sums: RunningSums, head: Head, wants_weights: bool, spread_weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Add a tile to the sums in place, and replace the logits by the weights of the head's rows.
 

@@ -201,10 +201,7 @@ def peak_gib() -> float:
 
 
 def rollout_metrics(
-    scored: ScoredRollout,
-    packs: Sequence[RolloutPack],
-    accelerator: Accelerator,
-    counted: Tensor | None = None,
+    scored: ScoredRollout, packs: Sequence[RolloutPack], accelerator: Accelerator, counted: Tensor | None = None
 ) -> dict[str, float]:
     """Return the metrics of a rollout by their public names, equal on every process; the README explains each.
 

@@ -95,11 +95,7 @@ def run(
 
 
 def make(
-    args: PrefsArguments,
-    judge_settings: JudgeConfig,
-    prices: CostConfig,
-    model_args: ModelArguments,
-    folder: Path,
+    args: PrefsArguments, judge_settings: JudgeConfig, prices: CostConfig, model_args: ModelArguments, folder: Path
 ) -> Result:
     """Check everything that can be checked before a large model loads; load constitution and judge; make the rows."""
     source = open_source(args, model_args)
@@ -208,13 +204,7 @@ class PairFlow(Flow):
         super().__init__(args, counts, sampler)
         self.asker = asker
         self.maker = PreferenceMaker(
-            asker,
-            args.seed,
-            args.pairing,
-            args.pairs_per_prompt,
-            args.keep_ties,
-            args.tie_margin,
-            counts,
+            asker, args.seed, args.pairing, args.pairs_per_prompt, args.keep_ties, args.tie_margin, counts
         )
 
     def label(self, items: list[PromptItem], product: Any) -> Rows:
