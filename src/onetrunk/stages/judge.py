@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.data.groups import ALL, Group, labelled_groups
 from onetrunk.feedback.asking import Asker, ShownLimit, check_judges
 from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
@@ -36,18 +35,16 @@ from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
 from onetrunk.judges.win_rate import CONFIDENCE
-from onetrunk.report.report import PAIRS, card_of, write_report_of
-from onetrunk.report.runs import read_run
+from onetrunk.report.report import PAIRS, write_report_of
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
-from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_set
+from onetrunk.stages.arguments import AskingArguments, parse
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names
-from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable, redact
 
-LEDGER, CARD = "ledger/verdicts.db", "README.md"
+LEDGER = "ledger/verdicts.db"
 NAN = float("nan")
 # Limits of the findings: a calibration error, and how far a preference may be from people's.
 MOST_CALIBRATION_ERROR, MOST_PREFERENCE_GAP = 0.1, 0.1
@@ -58,24 +55,6 @@ LEAST_PROBABILITY = 1e-6
 # Of all rows, in the terminal.
 SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accuracy")
 SHOWN += ("calibration_error", "loss", "abstained", "unjudged")
-
-
-@dataclass
-class JudgeArguments(DatasetArguments, PushArguments):
-    """The rows, and what is reported."""
-
-    output_dir: str | None = option(None, "Folder that the run writes to.")
-    max_failed_fraction: float = option(
-        0.1,
-        "Stop when more than this fraction of a judge's questions, or 50 in a row, get no answer. Questions that it"
-        " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_set(self, "output_dir")
-        if not 0 <= self.max_failed_fraction <= 1:
-            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
 
 
 def check_judge_is_named(settings: JudgeConfig) -> None:
@@ -120,11 +99,10 @@ class Measured:
     rows: list[Judged]
 
 
-def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None:
+def run(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> None:
     """Measure the judges; write metrics.json, pairs.jsonl and the report, and print a summary."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("judge runs in one process, and a launcher has started several; call onetrunk judge itself")
-    require_push(args, "dataset")
     rows = load_dataset_rows(args)
     groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
     constitution = GENERAL if settings.constitution is None else load_constitution(settings.constitution)
@@ -156,16 +134,11 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
     plot_reliability(folder, {name: entry["all"]["reliability"] for name, entry in values["judges"].items()})
     show_results(values)
     print(f"judge: {len(groups)} rows; metrics in {path}, all labels in {folder / PAIRS}")
-    page = write_report_of(folder)
-    atomic_write_text(folder / CARD, redact(card_of(read_run(folder).results)))
-    say_where(page, "judge")
-    if args.push_to_hub:
-        where = push_folder(folder, args, "the metrics are", repo_type="dataset", patterns=[CARD, path.name, PAIRS])
-        print(f"judge: pushed the metrics to {where}")
+    say_where(write_report_of(folder), "judge")
 
 
 def measure(
-    args: JudgeArguments,
+    args: AskingArguments,
     judge: Judge,
     constitution: Constitution,
     groups: Sequence[Group],
@@ -198,7 +171,7 @@ def judged_rows(groups: Sequence[Group], labels: Sequence[PairLabel]) -> list[Ju
 
 
 def results(
-    args: JudgeArguments, measured: Sequence[Measured], constitution: Constitution, costs: Costs
+    args: AskingArguments, measured: Sequence[Measured], constitution: Constitution, costs: Costs
 ) -> dict[str, Any]:
     """Return the entries of metrics.json."""
     judges = {}
@@ -391,7 +364,7 @@ def _share(name: str, part: float, whole: int) -> dict[str, Any]:
 parse_judge = partial(
     parse,
     verb="judge",
-    dataclass_types=(JudgeArguments, JudgeConfig, CostConfig),
+    dataclass_types=(AskingArguments, JudgeConfig, CostConfig),
     check=lambda args, settings, prices: check_judge_is_named(settings),
 )
 main = partial(run_stage, "judge", parse_judge, run)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -219,15 +218,10 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
 
 def _parse_as_the_stage_will(stage: Stage, place: str) -> tuple[Any, ...]:
     module = import_module(SETTINGS_MODULES[stage.verb])
-    environment = dict(os.environ)
     try:
         return getattr(module, f"parse_{stage.verb}")(stage.words())
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from error
-    finally:
-        # The env block of a config is only for its stage.
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def _words(value: Any) -> list[str]:
@@ -303,7 +297,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of `onetrunk run`; `run_parser` has their help texts. Stages are given by their names."""
+    """Arguments of `onetrunk run`; `run_words` has their help texts. Stages are given by their names."""
 
     pipeline: str
     first: str | None = None

@@ -24,8 +24,13 @@ onetrunk plan --calibrate machine.yaml; onetrunk plan --check runs/tiny/ppo --ha
 MOST = 10**9
 
 
-def run_parser() -> Parser:
-    """Return the parser of `onetrunk run`."""
+def run_words(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of RunArguments in the words after the verb.
+
+    Raises:
+        UsageError: a word that is no option.
+        SystemExit: after --help.
+    """
     text = "A whole pipeline, such as SFT, preferences, reward model, PPO and evaluation, as one resumable chain."
     parser = Parser(prog="onetrunk run", description=text, allow_abbrev=False)
     parser.add_argument("pipeline", help="a YAML file with output_dir and stages")
@@ -37,17 +42,7 @@ def run_parser() -> Parser:
     text = "start this stage over, even if it is done"
     parser.add_argument("--force", dest="forced", metavar="STAGE", action="append", default=[], help=text)
     parser.add_argument("--resume", choices=["auto"], help="has no effect: a pipeline always resumes where it stopped")
-    return parser
-
-
-def run_words(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of RunArguments in the words after the verb.
-
-    Raises:
-        UsageError: a word that is no option.
-        SystemExit: after --help.
-    """
-    words = vars(run_parser().parse_args(list(argv)))
+    words = vars(parser.parse_args(list(argv)))
     words.pop("resume")
     return words
 
