@@ -90,9 +90,6 @@ def flipped(data):
     return data[:5] + bytes([data[5] ^ 1]) + data[6:]
 
 
-# --- there and back --------------------------------------------------------------------------------------------------
-
-
 def test_what_was_pushed_comes_back_whole_when_the_disk_is_gone(url, tmp_path):
     mirror, told = mirror_at(url)
     mirror.check()
@@ -162,9 +159,6 @@ def write_manifest_of_result(out, names):
     (staged / "manifest.json").rename(out / "manifest.json")
 
 
-# --- damage ----------------------------------------------------------------------------------------------------------
-
-
 DAMAGE = {
     "a flipped byte": ("value/adapter.safetensors", flipped, "sha256 differs"),
     "a missing file": ("adapter.safetensors", lambda data: None, "missing"),
@@ -212,9 +206,6 @@ def test_a_mirror_that_does_not_answer_is_an_error_and_not_damage(hooked, tmp_pa
     assert told == [] and list((tmp_path / "new").iterdir()) == []
 
 
-# --- checked early ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "url", ["https://host/x", "simplecache::s3://bucket/x", "ftp://user:a-password-of-mine@host/x"]
 )
@@ -246,9 +237,6 @@ def test_a_missing_permission_is_found_early(hooked):
         Mirror(hooked[1], 2, print).check()
 
 
-# --- other runs ------------------------------------------------------------------------------------------------------
-
-
 def test_a_new_run_rejects_a_mirror_that_is_in_use_and_empties_it_only_when_asked(url, tmp_path):
     push(mirror_at(url)[0], *(make_checkpoint(tmp_path / "out", step) for step in (5, 6)))
     mirror = mirror_at(url)[0]
@@ -257,9 +245,6 @@ def test_a_new_run_rejects_a_mirror_that_is_in_use_and_empties_it_only_when_aske
     mirror.require_free(overwrite=True)
     assert names_in(url) == []
     mirror.require_free(overwrite=False)
-
-
-# --- failing and dying -----------------------------------------------------------------------------------------------
 
 
 def operations_of(push_once):
@@ -316,9 +301,6 @@ def test_a_warning_holds_no_secret(hooked, tmp_path, monkeypatch):
     HookedFileSystem.hook = staticmethod(refuse)
     push(mirror, make_checkpoint(tmp_path / "out", 1))
     assert "a-very-secret-value" not in " ".join(told) and "<redacted SOME_TOKEN> is not allowed" in told[0]
-
-
-# --- beside training -------------------------------------------------------------------------------------------------
 
 
 class Gate:

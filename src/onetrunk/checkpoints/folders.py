@@ -38,9 +38,6 @@ WRITE_FAILED = re.compile(
 )
 
 
-# --- the manifest ---------------------------------------------------------------------------------------------------
-
-
 def write_manifest(folder: str | os.PathLike[str], **about: Any) -> None:
     """Sync every file in a complete folder and its subfolders to disk, then write the manifest.
 
@@ -126,9 +123,6 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- the folders of a run -------------------------------------------------------------------------------------------
-
-
 def step_of(folder: str | os.PathLike[str]) -> int | None:
     """Return the step in the name of a checkpoint folder; None for any other name."""
     name = Path(folder).name
@@ -201,9 +195,6 @@ def delete_old_run(output_dir: str | os.PathLike[str]) -> None:
             delete(folder)
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
-
-
 def begin_staging(output_dir: str | os.PathLike[str]) -> Path:
     """Return an empty folder in which checkpoints are made. What a killed process left there is deleted."""
     staging = Path(output_dir) / STAGING
@@ -270,9 +261,6 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
-
-
-# --- deleting -------------------------------------------------------------------------------------------------------
 
 
 def set_aside_later(output_dir: str | os.PathLike[str], step: int) -> list[Path]:

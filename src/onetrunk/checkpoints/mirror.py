@@ -79,8 +79,6 @@ class Mirror:
         self._latest: dict[bool, Upload] = {}
         self._uploads: list[Upload] = []
 
-    # --- before training --------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Raise RuntimeError if a file in the mirror cannot be written, read and deleted."""
         path = self._path(f".probe-{os.getpid()}")
@@ -150,8 +148,6 @@ class Mirror:
         finally:
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)
 
-    # --- during training --------------------------------------------------------------------------------------------
-
     def push(self, folder: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
         """Start the upload of a verified checkpoint. It replaces one whose upload has not begun.
 
@@ -219,8 +215,6 @@ class Mirror:
         partial = [name for name in names if name not in whole and step_of(name) < step_of(upload.name)]
         for name in partial + surplus(whole, self._keep, {upload.name, *upload.kept}):
             self._delete(name)
-
-    # --- the store --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _in_store(self, fault: str = "fails") -> Iterator[None]:
