@@ -369,9 +369,10 @@ def hold_contest(
     # A label from some of the questions could change when the others are answered.
     decided = [i for i, label in enumerate(labels) if not label.errors and label.probability is not None]
     if not decided:
+        unanswered = asker.statistics.sums["errors"]
         raise RuntimeError(
-            f"the judge {judge.name} decided none of {len(pairs)} pairs ({asker.statistics.errors} questions without"
-            " an answer, the others abstentions); look at the judge and its constitution"
+            f"the judge {judge.name} decided none of {len(pairs)} pairs ({unanswered} questions without an answer,"
+            " the others abstentions); look at the judge and its constitution"
         )
     probabilities = torch.tensor([labels[i].probability for i in decided], dtype=torch.float64)
     how = {"consistent": torch.tensor([labels[i].consistent for i in decided]), "tie_margin": args.tie_margin}
@@ -379,7 +380,7 @@ def hold_contest(
     lengths = torch.tensor([len(pairs[i].first) - len(pairs[i].second) for i in decided])
     rates = win_rate(probabilities, prompts, lengths, **how, seed=args.seed).as_dict()
     outcomes = dict(zip(decided, pair_outcomes(probabilities, **how).tolist(), strict=True))
-    unjudged = sum(label.errors > 0 for label in labels)
+    unjudged = sum(bool(label.errors) for label in labels)
     metrics = {
         "opponent": opponent,
         "judge": judge.name,
