@@ -76,7 +76,7 @@ def test_a_label_by_hand():
     }
     label = told_label(TWO, verdicts)
     assert label.probability == pytest.approx((3 * 0.7 + 0.6) / 4)
-    assert label.consistent and label.errors == label.abstentions == 0
+    assert label.consistent and not label.errors and not label.abstentions
     assert [list(orders) for _, orders in label.votes] == [pytest.approx([0.8, 0.6]), pytest.approx([0.5, 0.7])]
 
 
@@ -111,8 +111,8 @@ def test_an_order_without_answer_leaves_its_principle_out():
     silent = {"b": Verdict(None, "cannot say"), "c": Verdict(None, error="server down")}
     judge = slot_judge(silent=silent)
     abstained, failed = judge_pairs(judge, [Pair("p", "a", "b"), Pair("p", "a", "c")], ONE)
-    assert (abstained.probability, abstained.abstentions, abstained.errors) == (None, 1, 0)
-    assert (failed.probability, failed.abstentions, failed.errors) == (None, 0, 1)
+    assert (abstained.probability, abstained.abstentions, abstained.errors) == (None, 1, ())
+    assert (failed.probability, failed.abstentions, failed.errors) == (None, 0, ("server",))
     assert not failed.consistent and failed.votes[0][1] == (0.5, None)
 
 

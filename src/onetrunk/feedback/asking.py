@@ -20,7 +20,7 @@ from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict
 from onetrunk.judges.judge_config import JudgeConfig, check_judge, load_judge
-from onetrunk.judges.labels import JudgeStatistics, PairLabel, answers_by_principle, judge_pairs, rating_label
+from onetrunk.judges.labels import JudgeStatistics, PairLabel, answers_by_principle, judge_pairs, weighted_rating
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
 
@@ -92,12 +92,15 @@ class Asker:
             # The same text twice is one question, and one object.
             for rating in {id(rating): rating for rating in column}.values():
                 self.statistics.add_rating(rating)
-        labels = (rating_label(ratings, self.constitution) for ratings in zip(*by_principle, strict=True))
-        ratings = []
-        for texts in completions:
-            of_prompt = list(islice(labels, len(texts)))
-            ratings.append(([label.score for label in of_prompt], any(label.errors for label in of_prompt)))
-        return ratings
+        by_row = iter(zip(*by_principle, strict=True))
+        of_prompts = [list(islice(by_row, len(texts))) for texts in completions]
+        return [
+            (
+                [weighted_rating(ratings, self.constitution) for ratings in rows],
+                any(rating.error is not None for ratings in rows for rating in ratings),
+            )
+            for rows in of_prompts
+        ]
 
     def _note(self, item: Pair | Single, answer: Verdict | Rating) -> None:
         self.limit.note(answer.error, answer.error_kind, item.prompt)

@@ -151,12 +151,13 @@ def names_a_judge(spec: str) -> bool:
 def own_judge(spec: str) -> Judge:
     """Return the Judge of the user's that a text names; a class is called without arguments."""
     judge = find_object(spec, "judge")
-    if not _is_judge(judge):
+    is_class = inspect.isclass(judge)
+    if not (issubclass(judge, Judge) if is_class else isinstance(judge, Judge)):
         raise TypeError(
             f"judge {spec!r} is of type {type(judge).__name__}; expected a subclass of onetrunk.judges.judge.Judge, or"
             " an instance of one"
         )
-    if inspect.isclass(judge):
+    if is_class:
         try:
             judge = judge()
         except TypeError as error:
@@ -175,12 +176,6 @@ def own_judge(spec: str) -> Judge:
             " that names all that its answers depend on, such as {'kind': 'mine', 'version': 1}"
         )
     return judge
-
-
-def _is_judge(value: Any) -> bool:
-    if inspect.isclass(value):
-        return issubclass(value, Judge) and value.__module__ != Judge.__module__
-    return isinstance(value, Judge)
 
 
 def _rubric(settings: JudgeConfig) -> RubricJudge:

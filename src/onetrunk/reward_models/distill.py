@@ -9,7 +9,6 @@ or pairs of an optimizer step, on all processes together. `Teacher` labels rows 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, require_rows, stopped_column
 from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.reward_model import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.reward_models.training import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
@@ -186,13 +184,6 @@ SCORES_FILE = "teacher_scores.db"
 CHUNK = 128
 
 
-def identity(reward: ModelReward) -> str:
-    """Return what the scores of a reward model depend on: its weights, its adapter if any, and its token limit."""
-    adapters = [p.detach().float().cpu().contiguous() for n, p in reward.model.named_parameters() if ".lora_" in n]
-    lora = hashlib.sha256(b"".join(p.numpy().tobytes() for p in adapters)).hexdigest()
-    return f"{base_fingerprint(reward.model)}, lora {lora[:16]}, max_length {reward.max_length}"
-
-
 class Teacher:
     """One or several reward models: their mean score, and the mean probability that they give to a pair.
 
@@ -216,7 +207,7 @@ class Teacher:
     ):
         self.members, self.cache = list(members), None if cache is None else Path(cache)
         self.temperature, self.is_shown = temperature, is_shown
-        self.identities = [identity(member) for member in self.members]
+        self.identities = [member.content() for member in self.members]
         self.means = torch.zeros(len(self.members))
         self.num_computed = 0
 

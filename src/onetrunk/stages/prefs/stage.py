@@ -215,7 +215,7 @@ class PairFlow(Flow):
         return {} if self.asker.costs is None else self.asker.costs.shown()
 
     def statistics(self) -> dict[str, Any]:
-        sums = {"judge_sums": dict(vars(self.asker.statistics))}
+        sums = {"judge_sums": dict(self.asker.statistics.sums)}
         judge = merged_judge_statistics(sums.values())
         statistics = super().statistics() | {"judge": judge, "rows": self.maker.statistics.as_dict()}
         return statistics if self.args.part.count == 1 else statistics | sums
