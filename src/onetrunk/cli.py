@@ -89,8 +89,8 @@ def _is_answered(verb: str, words: Sequence[str]) -> bool:
 
 
 def run(verb: str) -> int:
-    """Run the stage of a verb on the words of this process; return the exit code."""
-    return _stage(verb).main(sys.argv[1:])
+    """Run a verb on the words of this process; return the exit code."""
+    return main([verb, *sys.argv[1:]])
 
 
 def _stage(verb: str) -> ModuleType:

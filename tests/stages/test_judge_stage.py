@@ -97,8 +97,6 @@ def test_agreement_counts_equal_verdicts_of_judges_and_of_people():
     }
 
 
-# --- the verb -------------------------------------------------------------------------------------------------------
-
 WRITTEN = [
     {"prompt": f"prompt {i}", "chosen": f"right {'x' * (i % 7)}", "rejected": f"wrong, but longer {i}", "subset": s}
     for i, s in enumerate(["easy", "hard"] * 12)

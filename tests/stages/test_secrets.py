@@ -115,9 +115,6 @@ def test_an_error_of_a_class_of_ones_own_leaves_no_secret_on_any_way_out(name):
     assert CANARY not in run.stderr + run.stdout and "<redacted HF_TOKEN>" in run.stderr
 
 
-# --- secrets as settings --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("parse", "words"),
     [

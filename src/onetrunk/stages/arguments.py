@@ -22,7 +22,6 @@ from onetrunk.data.files import looks_like_path
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.ppo.settings import VLLMServerConfig
-from onetrunk.stages.options.help import help_text, help_topic
 from onetrunk.stages.options.reading import UsageError, read
 from onetrunk.stages.options.table import WITHOUT_MEANING
 from onetrunk.utils.files import require_name
@@ -310,12 +309,7 @@ def parse(
 
     Raises:
         UsageError: names the file and line, or the option, and what to write instead; also for a secret in either.
-        SystemExit: after --help.
     """
-    topic = help_topic(argv)
-    if topic is not None:
-        print(help_text(verb, topic))
-        raise SystemExit(0)
     values = read(verb, argv)
     try:
         parsed = tuple(

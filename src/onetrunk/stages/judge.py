@@ -91,14 +91,6 @@ class Judged:
         return all(label.consistent and label.probability > TIE for label in self.labels)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The labels of a judge, and what it is called in reports."""
-
-    name: str
-    rows: list[Judged]
-
-
 def run(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> None:
     """Measure the judges; write metrics.json, pairs.jsonl and the report, and print a summary."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -117,19 +109,19 @@ def run(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> Non
             try:
                 check_judges(judges)
                 measured = [measure(args, judge, constitution, groups, ledger, costs) for judge in judges]
+                # Under different names, as an ensemble calls its members.
+                named = dict(zip(unique_names([judge.name for judge in judges]), measured, strict=True))
                 if len(judges) > 1:
-                    # Under different names, as an ensemble calls its members.
-                    names = unique_names([m.name for m in measured])
-                    measured = [replace(m, name=name) for m, name in zip(measured, names, strict=True)]
+                    ensemble = EnsembleJudge(judges)
                     # Made of the answers in the ledger.
-                    measured.append(measure(args, EnsembleJudge(judges), constitution, groups, ledger, costs))
+                    named[ensemble.name] = measure(args, ensemble, constitution, groups, ledger, costs)
             finally:
                 costs.close()
     except (KeyboardInterrupt, Terminated):
         say("all answers are kept; run the same command again to continue", after_bar=True)
         raise
-    values = results(args, measured, constitution, costs)
-    atomic_write_text(folder / PAIRS, redact("".join(f"{line}\n" for line in pair_lines(measured))))
+    values = results(args, named, constitution, costs)
+    atomic_write_text(folder / PAIRS, redact("".join(f"{line}\n" for line in pair_lines(named))))
     path = write_values(folder, values)
     plot_reliability(folder, {name: entry["all"]["reliability"] for name, entry in values["judges"].items()})
     show_results(values)
@@ -144,43 +136,34 @@ def measure(
     groups: Sequence[Group],
     ledger: Ledger,
     costs: Costs,
-) -> Measured:
-    """Ask a judge about all pairs; answers that the ledger holds are not asked again."""
-    pairs = pairs_of(groups)
+) -> list[Judged]:
+    """Ask a judge about all pairs, the better completion first; answers in the ledger are not asked again."""
+    pairs = [
+        Pair(g.prompt, g.texts[better], g.texts[other], g.is_whole(better), g.is_whole(other), g.reference)
+        for g in groups
+        for better, other in g.pairs()
+    ]
     total = 2 * len(pairs) * len(constitution.principles)
     bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)
     with bar:
         labels = Asker(judge, constitution, ledger, args.max_failed_fraction, costs, bar).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.
-    return Measured(judge.name, judged_rows(groups, labels))
-
-
-def pairs_of(groups: Sequence[Group]) -> list[Pair]:
-    """Return the pairs of the groups, the better completion first; the judge sees both orders."""
-    return [
-        Pair(g.prompt, g.texts[better], g.texts[other], g.is_whole(better), g.is_whole(other), g.reference)
-        for g in groups
-        for better, other in g.pairs()
-    ]
-
-
-def judged_rows(groups: Sequence[Group], labels: Sequence[PairLabel]) -> list[Judged]:
     rest = iter(labels)
     return [Judged(group, tuple(next(rest) for _ in group.pairs())) for group in groups]
 
 
 def results(
-    args: AskingArguments, measured: Sequence[Measured], constitution: Constitution, costs: Costs
+    args: AskingArguments, measured: dict[str, list[Judged]], constitution: Constitution, costs: Costs
 ) -> dict[str, Any]:
-    """Return the entries of metrics.json."""
+    """Return the entries of metrics.json; `measured` has the rows of each judge by its name."""
     judges = {}
-    for m in measured:
+    for name, rows in measured.items():
         subsets: dict[str, list[Judged]] = {}
-        for row in m.rows:
+        for row in rows:
             subsets.setdefault(row.group.subset, []).append(row)
-        metrics = judge_metrics(m.rows)
-        by_subset = {name: judge_metrics(rows) for name, rows in sorted(subsets.items())}
-        judges[m.name] = {
+        metrics = judge_metrics(rows)
+        by_subset = {subset: judge_metrics(part) for subset, part in sorted(subsets.items())}
+        judges[name] = {
             "all": metrics,
             "subsets": by_subset if len(subsets) > 1 else {},
             "findings": findings(metrics),
@@ -190,21 +173,21 @@ def results(
         "constitution": constitution.name,
         "constitution_version": constitution.version,
         "judges": judges,
-        "agreement": agreement({m.name: m.rows for m in measured}),
+        "agreement": agreement(measured),
         "costs": costs.as_dict(),
     }
 
 
-def pair_lines(measured: Sequence[Measured]) -> list[str]:
+def pair_lines(measured: dict[str, list[Judged]]) -> list[str]:
     """Return one JSON text per pair: prompt, completions, and what each judge says of them."""
     lines = []
-    for rows in zip(*(m.rows for m in measured), strict=True):
+    for rows in zip(*measured.values(), strict=True):
         group = rows[0].group
         for index, (better, other) in enumerate(group.pairs()):
             said = {}
-            for m, row in zip(measured, rows, strict=True):
+            for name, row in zip(measured, rows, strict=True):
                 label = row.labels[index]
-                said[m.name] = {"probability": label.probability, "consistent": label.consistent}
+                said[name] = {"probability": label.probability, "consistent": label.consistent}
             texts = {"prompt": group.prompt, "better": group.texts[better], "other": group.texts[other]}
             about = {"subset": group.subset, "people": group.probability, "judges": said}
             lines.append(json.dumps(texts | about, ensure_ascii=False))

@@ -56,10 +56,6 @@ def show_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
         cells = [_as_text(metrics.get(name)) for metrics in columns.values()]
         if any(cells):
             table.add_row(name, *cells)
-    show(table)
-
-
-def show(table: Table) -> None:
     table_console().print(table)
 
 

@@ -41,9 +41,6 @@ def say(*lines: str, after_bar: bool = False) -> None:
     print(shown("\n".join(["", *lines] if after_bar else lines)), file=sys.stderr, flush=True)
 
 
-# --- one parser ------------------------------------------------------------------------------------------------------
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError where argparse would print all options and exit."""
 
@@ -111,9 +108,6 @@ def _read_mapping_text(text: str) -> dict[str, Any]:
     return value
 
 
-# --- what a user wrote -----------------------------------------------------------------------------------------------
-
-
 def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
     """Return the options that a user set, in the YAML file or the words after `verb`."""
     options = load_options(verb)
@@ -162,9 +156,6 @@ def _unknown_words(unknown: Sequence[str], options: Mapping[str, Option], explai
         return [explain(key) for key in dict.fromkeys(names)]
     hint = f"; for a recipe write --config {unknown[0]}" if unknown[0].endswith((".yaml", ".yml")) else ""
     return [f"{unknown[0]!r} is not an option; options are written --name value{hint}"]
-
-
-# --- the YAML file ---------------------------------------------------------------------------------------------------
 
 
 def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -245,9 +236,6 @@ def _typed(option: Option, value: Any, kinds: Iterable[str], place: str) -> Any:
 
 def _names(kinds: Iterable[str]) -> str:
     return " or ".join(sorted(kind for kind in kinds if kind != "NoneType"))
-
-
-# --- secrets ---------------------------------------------------------------------------------------------------------
 
 
 def secret_in_words(words: Sequence[str]) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from onetrunk.plan.hardware import MARKETS
@@ -24,8 +23,8 @@ onetrunk plan --calibrate machine.yaml; onetrunk plan --check runs/tiny/ppo --ha
 MOST = 10**9
 
 
-def run_words(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of RunArguments in the words after the verb.
+def run_words(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of `onetrunk run`; stages are given by their names.
 
     Raises:
         UsageError: a word that is no option.
@@ -42,13 +41,11 @@ def run_words(argv: Sequence[str]) -> dict[str, Any]:
     text = "start this stage over, even if it is done"
     parser.add_argument("--force", dest="forced", metavar="STAGE", action="append", default=[], help=text)
     parser.add_argument("--resume", choices=["auto"], help="has no effect: a pipeline always resumes where it stopped")
-    words = vars(parser.parse_args(list(argv)))
-    words.pop("resume")
-    return words
+    return parser.parse_args(list(argv))
 
 
 def report_words(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of ReportArguments in the words after the verb.
+    """Return the options of `onetrunk report` by name.
 
     Raises:
         UsageError: a word that is no option, or a price below 0.
@@ -69,14 +66,6 @@ def report_words(argv: Sequence[str]) -> dict[str, Any]:
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise UsageError(f"--price_per_gpu_hour is {price}; give a price, 0 or more")
     return words
-
-
-@dataclass(frozen=True)
-class PlanWords:
-    """The own options of `onetrunk plan`, by name, and the words that are settings of PPO."""
-
-    own: dict[str, Any]
-    settings: list[str]
 
 
 def positive(text: str) -> float:
@@ -132,8 +121,8 @@ def plan_parser() -> Parser:
     return parser
 
 
-def plan_words(argv: Sequence[str]) -> PlanWords:
-    """Return the options in the words after the verb.
+def plan_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the own options of `onetrunk plan`, by name, and the words that are settings of PPO.
 
     Raises:
         UsageError: a word that is no option, or a value out of range.
@@ -152,7 +141,7 @@ def plan_words(argv: Sequence[str]) -> PlanWords:
         raise UsageError("neither --config nor --model is given; write for example --model Qwen/Qwen2.5-7B")
     if tasks == ["calibrate"] and rest:
         raise UsageError(f"--calibrate takes no settings of a recipe: {' '.join(rest)}")
-    return PlanWords(own, rest)
+    return own, rest
 
 
 READERS = {"run": run_words, "report": report_words}
