@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +55,7 @@ def report_words(argv: Sequence[str]) -> dict[str, Any]:
     """Return the fields of ReportArguments in the words after the verb.
 
     Raises:
-        UsageError: a word that is no option, or a price below 0.
+        UsageError: a word that is no option.
         SystemExit: after --help.
     """
     parser = Parser(
@@ -67,13 +66,7 @@ def report_words(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a stage or of a pipeline")
     text = "folder to write to; default: _report in the run's folder, of several runs in the folder around them"
     parser.add_argument("--output_dir", dest="target", metavar="FOLDER", help=text)
-    text = "price of one GPU for one hour, in any currency; the page then has the cost of each run"
-    parser.add_argument("--price_per_gpu_hour", dest="price", type=float, metavar="PRICE", help=text)
-    words = vars(parser.parse_args(list(argv)))
-    price = words["price"]
-    if price is not None and not (math.isfinite(price) and price >= 0):
-        raise UsageError(f"--price_per_gpu_hour is {price}; give a price, 0 or more")
-    return words
+    return vars(parser.parse_args(list(argv)))
 
 
 @dataclass(frozen=True)
