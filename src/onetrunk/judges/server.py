@@ -140,9 +140,7 @@ class ServerJudge(Judge):
 
         async def ask(top_logprobs: int) -> Reply:
             async with self._fleet(CHECK_CALLS) as fleet:
-                return await fleet.call(
-                    lambda to: self._reply(to, messages, self.verdict_tokens, seed=1, top_logprobs=top_logprobs)
-                )
+                return await fleet.call(lambda to: self._reply(to, messages, 1, top_logprobs))
 
         for top_logprobs in TOP_LOGPROBS:
             try:
@@ -216,18 +214,14 @@ class ServerJudge(Judge):
     async def _vote(self, to: Connection, chat: ChatQuestion, number: int) -> Vote:
         # A different seed for every vote and every question, and the same one for a repeated call.
         seed = int(digest([chat.key, number])[:7], 16)
-        reply = await self._reply(to, chat.messages, self.verdict_tokens, seed, self.top_logprobs)
+        reply = await self._reply(to, chat.messages, seed, self.top_logprobs)
         return read_vote(reply, chat.form.labels)
-
-    # --- calls -------------------------------------------------------------------------------------------------------
 
     def _fleet(self, max_calls: int) -> Fleet:
         return Fleet(self.servers, replace(self.policy, max_calls=max_calls), self.max_concurrency)
 
-    async def _reply(
-        self, to: Connection, messages: list[Message], max_tokens: int, seed: int, top_logprobs: int = 0
-    ) -> Reply:
-        """Return a reply of at most `max_tokens`, sampled at temperature 1 from all tokens.
+    async def _reply(self, to: Connection, messages: list[Message], seed: int, top_logprobs: int | None) -> Reply:
+        """Return a reply, sampled at temperature 1 from all tokens.
 
         Raises:
             CallError: no reply, or one of an unexpected form.
@@ -236,7 +230,7 @@ class ServerJudge(Judge):
         body = {
             "model": self.model,
             "messages": messages,
-            "max_tokens": max_tokens,
+            "max_tokens": self.verdict_tokens,
             "seed": seed,
             "temperature": 1.0,
             "top_p": 1.0,

@@ -252,20 +252,6 @@ def judge_blocks(run: Run, target: Path) -> list[Block]:
     ]
 
 
-def card_of(results: dict[str, Any]) -> str:
-    """Return the dataset card of a measurement: what was measured, without plots; `pairs.jsonl` are its rows."""
-    from huggingface_hub import DatasetCardData  # Here: a page about other runs does not need it.
-
-    files = [{"config_name": "default", "data_files": PAIRS}]
-    metadata = DatasetCardData(tags=["onetrunk", "preference", "llm-as-a-judge"], configs=files)
-    rows = (
-        f"`{PAIRS}` has a row per pair: the completion that people call better, the other one, the subset, how sure"
-        " people are, and what each judge says: its probability that they are right, and whether both orders agree."
-    )
-    blocks = [first_block(results), Block(text=rows), *table_blocks(results)]
-    return f"---\n{metadata.to_yaml()}\n---\n\n{rendered(MARKDOWN, 'How well judges agree with people', blocks)}"
-
-
 def first_block(results: dict[str, Any]) -> Block:
     """Return what was measured, the metrics of all rows, and what should not be overlooked."""
     judges: Judges = results["judges"]

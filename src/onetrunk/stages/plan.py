@@ -55,7 +55,7 @@ from onetrunk.plan.timing import (
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.stages.options.reading import UsageError, read, say
 from onetrunk.stages.options.table import load_options
-from onetrunk.stages.options.words import PlanWords, plan_words
+from onetrunk.stages.options.words import plan_words
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.redaction import table_console
 
@@ -87,11 +87,11 @@ class Request:
     reward: str | None
 
 
-def parse_plan(argv: Sequence[str]) -> tuple[PlanWords, dict[str, Any]]:
+def parse_plan(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the own options, and the values of every setting of PPO; raises UsageError for a mistake in them."""
-    words = plan_words(argv)
-    config = [] if words.own["config"] is None else ["--config", words.own["config"]]
-    values = _defaults() | read("ppo", [*config, *words.settings])
+    own, words = plan_words(argv)
+    config = [] if own["config"] is None else ["--config", own["config"]]
+    values = _defaults() | read("ppo", [*config, *words])
     settings = object.__new__(_Settings)
     # A plan of a model alone has no folder.
     vars(settings).update(values, output_dir=values["output_dir"] or "runs/plan")
@@ -99,7 +99,7 @@ def parse_plan(argv: Sequence[str]) -> tuple[PlanWords, dict[str, Any]]:
         settings.__post_init__()
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
-    return words, values
+    return own, values
 
 
 def _defaults() -> dict[str, Any]:
@@ -120,13 +120,13 @@ class _Settings(PPOSettings, _Inherited):
 
 def main(argv: Sequence[str]) -> int:
     """Plan, calibrate or check; return the exit code."""
-    words, values = parse_plan(argv)
-    if words.own["calibrate"] is not None:
-        _calibrate(words.own)
-    elif words.own["check"] is not None:
-        _check(words.own)
+    own, values = parse_plan(argv)
+    if own["calibrate"] is not None:
+        _calibrate(own)
+    elif own["check"] is not None:
+        _check(own)
     else:
-        _plan(words.own, values)
+        _plan(own, values)
     return 0
 
 

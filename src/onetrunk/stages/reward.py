@@ -24,7 +24,7 @@ from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
-from onetrunk.stages.results import plot_by_margin, plot_reliability, show_columns, write_values
+from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows
 from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 
@@ -103,7 +103,7 @@ def score_peft_config(
 
 
 def report(trainer: RewardModelTrainer, base: str, train: TrainingRows, held_out: Dataset | None) -> None:
-    """Measure the model on the held-out rows; write metrics.json, plots and the scale of its scores."""
+    """Measure the model on the held-out rows; write metrics.json, a plot and the scale of its scores."""
     reward, folder = trained_reward(trainer), Path(trainer.args.output_dir)
     rows = rows_to_measure(train, held_out)
     pairs = score_pairs(reward, rows, labels_of(rows))
@@ -115,7 +115,6 @@ def report(trainer: RewardModelTrainer, base: str, train: TrainingRows, held_out
         about["num_processes"] = trainer.accelerator.num_processes
         write_values(folder, {**about, "held_out": metrics})
         plot_reliability(folder, {"reward model": metrics["reliability"]})
-        plot_by_margin(folder, metrics["accuracy_by_margin"])
         show_columns(f"{folder} on {len(held_out)} held-out pairs", {"reward model": metrics})
     ScoreScale.of(pairs.scores).save(folder)
 

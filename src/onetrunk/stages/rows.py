@@ -27,6 +27,12 @@ def load_dataset_rows(args: DatasetArguments) -> Dataset:
     )
 
 
+def stream_dataset_rows(args: DatasetArguments, window: int) -> ShardedRows:
+    """Return rows that are read as they are needed; `window` of them are shuffled together and in memory."""
+    source = {"split": args.dataset_split, "config_name": args.dataset_config, "columns": args.dataset_columns}
+    return load_sharded_rows(args.dataset_name, **source, window=window)
+
+
 def load_training_rows(
     args: TrainingDataArguments,
     seed: int,
@@ -66,13 +72,7 @@ def load_training_rows(
 def stream_training_rows(args: TrainingDataArguments) -> ShardedRows:
     """Return the training rows as they are in their files; the first process of a machine indexes them."""
     with PartialState().local_main_process_first():
-        rows = load_sharded_rows(
-            args.dataset_name,
-            split=args.dataset_split,
-            config_name=args.dataset_config,
-            columns=args.dataset_columns,
-            window=args.shuffle_window,
-        )
+        rows = stream_dataset_rows(args, args.shuffle_window)
     if PartialState().is_main_process:
         print(f"streaming {args.dataset_name}: files {len(rows.index.urls):,}, rows {len(rows):,}")
     return rows

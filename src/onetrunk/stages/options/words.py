@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from onetrunk.plan.hardware import MARKETS
@@ -24,8 +23,13 @@ onetrunk plan --check runs/tiny/ppo --hardware THIS-CPU --hardware_file machine.
 MOST = 10**9
 
 
-def run_parser() -> Parser:
-    """Return the parser of `onetrunk run`."""
+def run_words(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of `onetrunk run`; stages are given by their names.
+
+    Raises:
+        UsageError: a word that is no option.
+        SystemExit: after --help.
+    """
     text = "A whole pipeline, such as SFT, preferences, reward model, PPO and evaluation, as one resumable chain."
     parser = Parser(prog="onetrunk run", description=text, allow_abbrev=False)
     parser.add_argument("pipeline", help="a YAML file with output_dir and stages")
@@ -37,23 +41,11 @@ def run_parser() -> Parser:
     text = "start this stage over, even if it is done"
     parser.add_argument("--force", dest="forced", metavar="STAGE", action="append", default=[], help=text)
     parser.add_argument("--resume", choices=["auto"], help="has no effect: a pipeline always resumes where it stopped")
-    return parser
-
-
-def run_words(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of RunArguments in the words after the verb.
-
-    Raises:
-        UsageError: a word that is no option.
-        SystemExit: after --help.
-    """
-    words = vars(run_parser().parse_args(list(argv)))
-    words.pop("resume")
-    return words
+    return parser.parse_args(list(argv))
 
 
 def report_words(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of ReportArguments in the words after the verb.
+    """Return the options of `onetrunk report` by name.
 
     Raises:
         UsageError: a word that is no option.
@@ -68,14 +60,6 @@ def report_words(argv: Sequence[str]) -> dict[str, Any]:
     text = "folder to write to; default: _report in the run's folder, of several runs in the folder around them"
     parser.add_argument("--output_dir", dest="target", metavar="FOLDER", help=text)
     return vars(parser.parse_args(list(argv)))
-
-
-@dataclass(frozen=True)
-class PlanWords:
-    """The own options of `onetrunk plan`, by name, and the words that are settings of PPO."""
-
-    own: dict[str, Any]
-    settings: list[str]
 
 
 def positive(text: str) -> float:
@@ -131,8 +115,8 @@ def plan_parser() -> Parser:
     return parser
 
 
-def plan_words(argv: Sequence[str]) -> PlanWords:
-    """Return the options in the words after the verb.
+def plan_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the own options of `onetrunk plan`, by name, and the words that are settings of PPO.
 
     Raises:
         UsageError: a word that is no option, or a value out of range.
@@ -149,7 +133,7 @@ def plan_words(argv: Sequence[str]) -> PlanWords:
         raise UsageError("neither --config nor --model is given; write for example --model Qwen/Qwen2.5-7B")
     if own["calibrate"] is not None and rest:
         raise UsageError(f"--calibrate takes no settings of a recipe: {' '.join(rest)}")
-    return PlanWords(own, rest)
+    return own, rest
 
 
 READERS = {"run": run_words, "report": report_words}
