@@ -45,9 +45,6 @@ MOST_GROUP_BYTES = 1 << 30
 CONVERTED_GROUP_ROWS = 1000
 
 
-# --- the order of rows ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class BlockOrder:
     """The order of rows in a pass: blocks are permuted, then the rows within each window of consecutive blocks.
@@ -128,9 +125,6 @@ class BlockSampler:
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self))) if self.seed is None else self.order.iterate(self.seed, self.epoch)
-
-
-# --- the files ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -256,9 +250,6 @@ def _index_files(urls: tuple[str, ...], source: str | None) -> ShardIndex:
     return ShardIndex(urls, source, tuple(columns[0]), _digest(data), files[full], groups[full], sizes[full])
 
 
-# --- the rows -------------------------------------------------------------------------------------------------------
-
-
 class ShardedRows:
     """Rows that are read by number when they are needed: a map-style dataset for a DataLoader.
 
@@ -307,8 +298,6 @@ class ShardedRows:
     def __len__(self) -> int:
         return len(self.order)
 
-    # --- what a row becomes
-
     def select_columns(self, names: Sequence[str]) -> ShardedRows:
         """Return these rows with only some of the files' columns; the others are not read."""
         return self._changed(_theirs={name: self._theirs[name] for name in names}, _sampled={})
@@ -338,8 +327,6 @@ class ShardedRows:
         for name, value in attributes.items():
             setattr(other, name, value)
         return other
-
-    # --- reading
 
     def __getitem__(self, rows: int | slice | Sequence[int]) -> Any:
         """Return a row, or of several rows a dict of columns, as datasets.Dataset does."""

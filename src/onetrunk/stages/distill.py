@@ -40,6 +40,7 @@ from onetrunk.reward_models.metrics import (
     true_labels,
 )
 from onetrunk.reward_models.training import join_pipeline
+from onetrunk.rewards.model import load_reward
 from onetrunk.stages.arguments import OptionalModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
@@ -184,13 +185,9 @@ def label(
     if not data.teacher:
         return None, train, held_out
     state = PartialState()
-    settings = {
-        "batch_size": data.teacher_batch_size,
-        "device": args.device,
-        "temperature": data.teacher_temperature,
-        "is_shown": state.is_main_process and not args.disable_tqdm,
-    }
-    teacher = Teacher.load(data.teacher, Path(args.output_dir) / SCORES_FILE, **settings)
+    members = [load_reward(name, device=args.device, batch_size=data.teacher_batch_size) for name in data.teacher]
+    is_shown = state.is_main_process and not args.disable_tqdm
+    teacher = Teacher(members, Path(args.output_dir) / SCORES_FILE, data.teacher_temperature, is_shown)
     for process in range(state.num_processes):
         if process == state.process_index:
             is_streamed = isinstance(train, ShardedRows)

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
-from onetrunk.feedback.asking import Asker, ShownLimit, load_judge_parts
+from onetrunk.feedback.asking import Asker, load_judge_parts
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import plain
 from onetrunk.judges.constitution import Constitution
@@ -354,7 +354,7 @@ def hold_contest(
     total = 2 * len(different) * len(constitution.principles)
     bar = tqdm(total=total, desc="judge", unit="question", dynamic_ncols=True, smoothing=0.05)
     with bar, Ledger(Path(args.output_dir) / LEDGER) as ledger:
-        asker = Asker(judge, constitution, ledger, ShownLimit(args.max_failed_fraction, judge.name, bar))
+        asker = Asker(judge, constitution, ledger, args.max_failed_fraction, bar=bar)
         try:
             asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
         except (KeyboardInterrupt, Terminated):

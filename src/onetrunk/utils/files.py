@@ -32,9 +32,6 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
 # safetensors is imported inside the functions, so that the command line answers `--help` without loading torch.
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str], is_durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path to write to; if the block succeeds, it replaces `path`. Missing folders are created.
@@ -101,9 +98,6 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -188,9 +182,6 @@ def _reading(path: str | os.PathLike[str], kind: str, *damage: type[Exception]) 
         raise RuntimeError(f"{path} is damaged or not {kind} ({error}); restore it from an older copy") from error
 
 
-# --- folders and names -----------------------------------------------------------------------------------------------
-
-
 def require_output_dir(path: str | os.PathLike[str]) -> Path:
     """Return `path` as a folder that exists and can be written to; create it if it is missing."""
     folder = Path(path)
@@ -230,9 +221,6 @@ def unique_names(names: Sequence[str]) -> list[str]:
         numbered = chain([name], (f"{name}_{number}" for number in count(2)))
         unique.append(next(candidate for candidate in numbered if candidate not in unique))
     return unique
-
-
-# --- locks ----------------------------------------------------------------------------------------------------------
 
 
 class WriterLock:

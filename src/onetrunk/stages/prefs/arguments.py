@@ -18,7 +18,7 @@ PAIRINGS = ("all", "best_worst", "random")
 # samples) may change when a run is resumed.
 DECIDING = (
     "mode dataset_name dataset_config dataset_split dataset_columns num_generations pairing pairs_per_prompt"
-    " both_orders keep_ties tie_margin completions"
+    " keep_ties tie_margin completions"
     " num_revisions max_critique_length seed max_prompt_length overlong_prompts"
     " max_completion_length temperature top_p top_k stop_tokens chat_template_kwargs"
 ).split()
@@ -53,7 +53,6 @@ class PrefsArguments(SamplingArguments, PushArguments):
         PAIRINGS,
     )
     pairs_per_prompt: int | None = option(None, "With pairing random: pairs per prompt.")
-    both_orders: bool = option(True, "Show each pair in both orders: a preference for a position cancels out.")
     keep_ties: bool = option(False, "Also write ties, with an arbitrary choice.")
     # Revisions
     num_revisions: int = option(1, "With mode revise: revisions per completion, each by another principle.")

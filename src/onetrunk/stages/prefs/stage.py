@@ -21,7 +21,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from onetrunk.checkpoints.hub import push_folder, require_push
-from onetrunk.feedback.asking import Asker, FailureLimit, StopFlag, check_judges, chunked, overlapped
+from onetrunk.feedback.asking import Asker, StopFlag, check_judges, chunked, overlapped
 from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
 from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
@@ -144,14 +144,7 @@ def make_rows(
         if args.mode == "revise":
             flow: Flow = RevisionFlow(args, source.counts, sampler, constitution)
         else:
-            asker = Asker(
-                judge,
-                constitution,
-                ledger,
-                FailureLimit(args.max_failed_fraction, judge.name),
-                args.both_orders,
-                costs,
-            )
+            asker = Asker(judge, constitution, ledger, args.max_failed_fraction, costs)
             flow = PairFlow(args, source.counts, sampler, asker)
             if args.engine == "ray":
                 flow.remote = RaySampling(args, model_args, sampler)
@@ -303,7 +296,7 @@ def _about(
     facts["seed"] = args.seed
     if judge is None:
         return facts | {"revisions": args.num_revisions}
-    return facts | {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
+    return facts | {"judge": judge.name, "pairing": args.pairing}
 
 
 def merge_shards(args: PrefsArguments, folder: Path) -> Result:
