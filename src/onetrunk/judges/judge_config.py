@@ -114,13 +114,6 @@ def specs_by_judge(specs: Sequence[str], settings: JudgeConfig) -> list[list[str
     return list(groups.values())
 
 
-def check_judge(judge: Judge) -> None:
-    """Check the servers among a judge's members (see `ServerJudge.check`, which raises ValueError or RuntimeError)."""
-    for member in judge.members.values():
-        if member.identity.get("kind") == "server":
-            member.check()
-
-
 def _judge(specs: Sequence[str], settings: JudgeConfig) -> Judge:
     spec = specs[0]
     if spec == RUBRIC:

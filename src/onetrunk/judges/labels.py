@@ -43,11 +43,10 @@ class PairLabel:
 
     Args:
         probability: that the pair's first completion is the better one. It is the mean over orders and, by weight,
-            over the principles that were answered in every order asked and did not tie; 1/2 if all of those tie, None
+            over the principles that were answered in both orders and did not tie; 1/2 if all of those tie, None
             if there are none.
-        consistent: True if both orders were asked and neither contradicts the other; a tie contradicts nothing.
-        votes: the text of each principle, and the probability of `first` in each order asked, as given and flipped
-            (None: no answer).
+        consistent: True if neither order contradicts the other; a tie contradicts nothing.
+        votes: the text of each principle, and the probability of `first` as given and flipped (None: no answer).
         abstentions: questions that the judge did not decide.
         errors: the kinds of the errors of questions without an answer yet.
     """
@@ -75,20 +74,13 @@ def judge_pairs(
     pairs: Sequence[Pair],
     constitution: Constitution,
     *,
-    both_orders: bool = True,
     memory: Memory | None = None,
     on_answer: OnAnswer | None = None,
 ) -> list[PairLabel]:
-    """Return a label per pair.
-
-    Args:
-        both_orders: False asks only in the given order, and leaves a judge's bias in the labels.
-        memory, on_answer: as in `ask_missing`; `on_answer` gets pairs in the order shown.
-    """
-    shown = [*pairs, *(pair.flipped() for pair in pairs)] if both_orders else pairs
-    principles = constitution.principles
+    """Return a label per pair; `memory` and `on_answer` as in `ask_missing`, which gets pairs in the order shown."""
+    shown = [*pairs, *(pair.flipped() for pair in pairs)]
     by_principle = answers_by_principle(judge, shown, constitution, memory, on_answer)
-    return [_label([v[i :: len(pairs)] for v in by_principle], principles) for i in range(len(pairs))]
+    return [_label([v[i :: len(pairs)] for v in by_principle], constitution.principles) for i in range(len(pairs))]
 
 
 def kept_ratings(
@@ -166,7 +158,7 @@ def ask_missing(
 
 
 def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle]) -> PairLabel:
-    """Return the label of a pair from its verdicts per principle, each as given and, if it was asked, flipped."""
+    """Return the label of a pair from its verdicts per principle, each as given and flipped."""
     votes, abstentions = [], 0
     errors: list[ErrorKind] = []
     answered: list[tuple[float, list[float]]] = []
@@ -187,7 +179,7 @@ def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle
     weights = [weight for weight, _ in decided]
     means = [_weighted_mean(in_order, weights) for in_order in zip(*(p for _, p in decided), strict=True)]
     probability = sum(means) / len(means) if means else None
-    return PairLabel(probability, len(means) == 2 and _agree(*means), tuple(votes), abstentions, tuple(errors))
+    return PairLabel(probability, bool(means) and _agree(*means), tuple(votes), abstentions, tuple(errors))
 
 
 def weighted_rating(ratings: Sequence[Rating], constitution: Constitution) -> float | None:
@@ -239,7 +231,7 @@ class JudgeStatistics:
                     shown_first = 1 - probability if is_flipped else probability
                     wins = TIE if shown_first == TIE else float(shown_first > TIE)
                     self.sums.update(answers=1, first_slot_sum=shown_first, first_slot_wins=wins)
-            if len(orders) == 2 and None not in orders:
+            if None not in orders:
                 self.sums.update(compared=1, agreed=_agree(*orders))
 
     def add_rating(self, rating: Answer) -> None:
@@ -283,11 +275,9 @@ def judge_warnings(statistics: dict[str, Any]) -> list[str]:
         )
     is_slot_bound = slot_rate is not None and not SLOT_RATE_NEAR < slot_rate < 1 - SLOT_RATE_NEAR
     if statistics["answers"] >= FEWEST_ANSWERS and (is_slot_bound or abs(slot - TIE) > MOST_SLOT_BIAS):
-        both = statistics["compared"]
-        effect = "asking in both orders cancels this" if both else "with one order this is in the labels"
         warnings.append(
             f"the judge prefers the completion shown first in {slot_rate:.0%} of its answers, with a mean probability"
-            f" of {slot:.2f}; {effect}"
+            f" of {slot:.2f}; asking in both orders cancels this"
         )
     if statistics["refused"] or statistics["unread"]:
         warnings.append(

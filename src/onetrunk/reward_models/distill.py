@@ -23,11 +23,12 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, require_rows, stopped_column
 from onetrunk.data.sharded import ShardedRows, known_rows
+from onetrunk.feedback.asking import chunked
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.models.reward_model import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.reward_models.training import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
-from onetrunk.rewards.model import ModelReward, load_reward
+from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
@@ -176,10 +177,9 @@ def check_labels(rows: Dataset, regression_weight: float | None, pairwise_weight
         )
 
 
-# --- the teacher ----------------------------------------------------------------------------------------------------
-
-
 SCORES_FILE = "teacher_scores.db"
+# Prompt, completion, and whether it ended by itself.
+Item = tuple[Prompt, Completion, bool]
 # Rows scored between two writes to the ledger: the most that a killed run computes again.
 CHUNK = 128
 
@@ -211,13 +211,6 @@ class Teacher:
         self.means = torch.zeros(len(self.members))
         self.num_computed = 0
 
-    @classmethod
-    def load(
-        cls, names: Sequence[str], cache: str | Path, *, batch_size: int, device: torch.device | str, **settings: Any
-    ) -> Teacher:
-        """Return the teacher of the reward models (or reward adapters) at these folders or Hub names."""
-        return cls([load_reward(n, device=device, batch_size=batch_size) for n in names], cache, **settings)
-
     def member_scores(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
     ) -> Tensor:
@@ -233,28 +226,29 @@ class Teacher:
             columns = {"prompts": prompts, "completions": completions, "completion_stopped": stopped}
             return torch.tensor([member(**columns) for member in self.members])
         items = list(zip(prompts, completions, stopped, strict=True))
-        keys = [[_score_key(name, *item) for item in items] for name in self.identities]
         with Ledger(self.cache) as ledger:
-            missing = [
-                {key: item for key, item in zip(row, items, strict=True) if ledger.get(key) is None} for row in keys
-            ]
-            total = sum(map(len, missing))
-            with tqdm(total=total, desc="teacher", unit="row", disable=not (self.is_shown and total)) as bar:
-                for member, new in zip(self.members, missing, strict=True):
-                    rows = list(new.items())
-                    for start in range(0, len(rows), CHUNK):
-                        chunk = rows[start : start + CHUNK]
-                        self._compute(member, chunk, ledger)
-                        bar.update(len(chunk))
-            return torch.tensor([[ledger.get(key) for key in row] for row in keys])
+            return torch.tensor(
+                [
+                    self._kept_scores(member, items, [_score_key(name, *item) for item in items], ledger)
+                    for member, name in zip(self.members, self.identities, strict=True)
+                ]
+            )
 
-    def _compute(self, member: ModelReward, chunk: list[tuple[str, tuple]], ledger: Ledger) -> None:
-        prompts, completions, stopped = map(list, zip(*(item for _, item in chunk), strict=True))
-        scores = member(prompts=prompts, completions=completions, completion_stopped=stopped)
-        with ledger.writing():
-            for (key, _), score in zip(chunk, scores, strict=True):
-                ledger.put(key, score)
-        self.num_computed += len(chunk)
+    def _kept_scores(
+        self, member: ModelReward, items: Sequence[Item], keys: Sequence[str], ledger: Ledger
+    ) -> list[float]:
+        missing = {key: item for key, item in zip(keys, items, strict=True) if key not in ledger}
+        hidden = not (self.is_shown and missing)
+        with tqdm(total=len(missing), desc="teacher", unit="row", disable=hidden) as bar:
+            for chunk in chunked(missing.items(), CHUNK):
+                prompts, completions, stopped = map(list, zip(*(item for _, item in chunk), strict=True))
+                scores = member(prompts=prompts, completions=completions, completion_stopped=stopped)
+                with ledger.writing():
+                    for (key, _), score in zip(chunk, scores, strict=True):
+                        ledger.put(key, score)
+                self.num_computed += len(chunk)
+                bar.update(len(chunk))
+        return [ledger.get(key) for key in keys]
 
     def centre(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None

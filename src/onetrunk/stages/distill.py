@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.sharded import ShardedRows, known_rows
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.build import scorer_from_config
 from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
@@ -40,6 +40,7 @@ from onetrunk.reward_models.metrics import (
     true_labels,
 )
 from onetrunk.reward_models.training import join_pipeline
+from onetrunk.rewards.model import load_reward
 from onetrunk.stages.arguments import OptionalModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
@@ -137,8 +138,7 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
             " (`onetrunk prefs` writes them)"
         )
     require_push(args)
-    datasets = [rows for rows in (pairs, held_out, singles) if rows is not None]
-    model, tokenizer, peft_config = make_student(args, student, datasets)
+    model, tokenizer, peft_config = make_student(args, student, (pairs, held_out, singles))
     teacher, labelled, labelled_held_out = label(data, args, pairs, held_out, singles)
     trainer = RewardDistillationTrainer(model, args, labelled, labelled_held_out, tokenizer, peft_config=peft_config)
     with recorded(trainer, resume, "distill", data, student):
@@ -152,7 +152,7 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
 
 
 def make_student(
-    args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows]
+    args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows | None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, LoraConfig | None]:
     """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter."""
     join_pipeline(args, bool(student.use_peft), "scripts/distill.py")
@@ -163,7 +163,7 @@ def make_student(
     tokenizer = load_reward_tokenizer(student.student_tokenizer or name, *source)
     if name:
         config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
-        check_tokenizer(tokenizer, name, [known_rows(rows) for rows in datasets], config.vocab_size)
+        check_tokenizer(tokenizer, name, datasets, config.vocab_size)
     set_seed(args.seed)  # The new weights are random.
     with cast_when_sharded():
         model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
@@ -185,13 +185,9 @@ def label(
     if not data.teacher:
         return None, train, held_out
     state = PartialState()
-    settings = {
-        "batch_size": data.teacher_batch_size,
-        "device": args.device,
-        "temperature": data.teacher_temperature,
-        "is_shown": state.is_main_process and not args.disable_tqdm,
-    }
-    teacher = Teacher.load(data.teacher, Path(args.output_dir) / SCORES_FILE, **settings)
+    members = [load_reward(name, device=args.device, batch_size=data.teacher_batch_size) for name in data.teacher]
+    is_shown = state.is_main_process and not args.disable_tqdm
+    teacher = Teacher(members, Path(args.output_dir) / SCORES_FILE, data.teacher_temperature, is_shown)
     for process in range(state.num_processes):
         if process == state.process_index:
             is_streamed = isinstance(train, ShardedRows)

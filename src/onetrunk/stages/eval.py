@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
-from onetrunk.feedback.asking import Asker, ShownLimit, load_judge_parts
+from onetrunk.feedback.asking import Asker, load_judge_parts
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import plain
 from onetrunk.judges.constitution import Constitution
@@ -74,7 +74,6 @@ class EvalArguments(SamplingArguments):
         "Whom the model is compared with: reference (what an adapter started from; the default with a judge), or the"
         " folder or Hub name of a model or an adapter that answers the same prompts.",
     )
-    tie_margin: float = option(0.0, "Pairs whose label is at most this far from 0.5 are ties; from 0 to below 0.5.")
     max_unscored_fraction: float = option(0.1, "Fail when a larger share of the completions has no finite score.")
     per_device_eval_batch_size: int = option(8, "Rows in one forward that measures the KL.")
     microbatch_tokens: int | None = option(
@@ -89,8 +88,6 @@ class EvalArguments(SamplingArguments):
         super().__post_init__()
         if self.reward_weights and not self.reward_funcs:
             raise ValueError("reward_weights is set and reward_funcs is not; give the functions, or leave both out")
-        if not 0 <= self.tie_margin < 0.5:
-            raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
 
     def ppo_config(self, model_init_kwargs: dict[str, Any]) -> PPOConfig:
         left_out = {f.name for f in fields(DatasetArguments)} | NOT_IN_PPO
@@ -357,7 +354,7 @@ def hold_contest(
     total = 2 * len(different) * len(constitution.principles)
     bar = tqdm(total=total, desc="judge", unit="question", dynamic_ncols=True, smoothing=0.05)
     with bar, Ledger(Path(args.output_dir) / LEDGER) as ledger:
-        asker = Asker(judge, constitution, ledger, ShownLimit(args.max_failed_fraction, judge.name, bar))
+        asker = Asker(judge, constitution, ledger, args.max_failed_fraction, bar=bar)
         try:
             asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
         except (KeyboardInterrupt, Terminated):

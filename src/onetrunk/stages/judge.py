@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from onetrunk.data.groups import ALL, Group, labelled_groups
-from onetrunk.feedback.asking import Asker, ShownLimit, check_judges
+from onetrunk.feedback.asking import Asker, check_judges
 from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
@@ -146,8 +146,7 @@ def measure(
     total = 2 * len(pairs) * len(constitution.principles)
     bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)
     with bar:
-        limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
-        labels = Asker(judge, constitution, ledger, limit, costs=costs).labels(pairs)
+        labels = Asker(judge, constitution, ledger, args.max_failed_fraction, costs, bar).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.
     rest = iter(labels)
     return [Judged(group, tuple(next(rest) for _ in group.pairs())) for group in groups]
