@@ -219,9 +219,6 @@ def _setting(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + " ..."
 
 
-# --- how well judges agree with people ------------------------------------------------------------------------------
-
-
 NUM_SAMPLES = 3
 Judges = dict[str, dict[str, Any]]
 # Rows of the first table: title, and where the value is.
