@@ -74,7 +74,6 @@ def test_a_config_that_cannot_be_read_says_where(tmp_path, capsys, text, sentenc
 def test_a_config_that_is_not_text_or_not_there_says_so(tmp_path, capsys):
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00beta: 1")
     assert "is not UTF-8 text" in usage(capsys, "ppo", "--config", str(tmp_path / "bytes.yaml"))
-    assert "absent.yaml does not exist (working folder" in usage(capsys, "ppo", "--config", "absent.yaml")
     assert "is a folder" in usage(capsys, "ppo", "--config", str(tmp_path))
     assert "--config: expected one argument" in usage(capsys, "ppo", "--config")
 
@@ -85,7 +84,6 @@ def test_a_config_that_is_not_text_or_not_there_says_so(tmp_path, capsys):
         ({"reward_funcs": None}, "reward_funcs is not set"),
         ({"auto_find_batch_size": "true"}, "auto_find_batch_size=True has no meaning here: set microbatch_tokens"),
         ({"lora_task_type": "SEQ_CLS"}, "it is always CAUSAL_LM"),
-        ({"lora_modules_to_save": "[lm_head]"}, "the base stays frozen"),
         ({"load_in_4bit": "true", "load_in_8bit": "true", "dtype": "bfloat16"}, "8 bit and 4 bit"),
         ({"eval_size": 2.5}, "a whole number of rows"),
         ({"dataset_columns": "question"}, "expected a mapping as JSON"),

@@ -111,9 +111,12 @@ class SamplingArguments(VLLMServerConfig, AskingArguments):
     )
     max_rollout_rows: int | None = option(None, "Largest number of rows that a process decodes together; None: all.")
     use_cpu: bool = option(False, "Use the CPU even if there is an accelerator.")
+    tie_margin: float = option(0.0, "Pairs whose label is at most this far from 0.5 are ties; from 0 to below 0.5.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.tie_margin < 0.5:
+            raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
         require_seed("seed", self.seed)
         require_truncation(self.top_p, self.top_k)
 

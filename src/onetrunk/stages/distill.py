@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.sharded import ShardedRows, known_rows
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.build import scorer_from_config
 from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
@@ -138,8 +138,7 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
             " (`onetrunk prefs` writes them)"
         )
     require_push(args)
-    datasets = [rows for rows in (pairs, held_out, singles) if rows is not None]
-    model, tokenizer, peft_config = make_student(args, student, datasets)
+    model, tokenizer, peft_config = make_student(args, student, (pairs, held_out, singles))
     teacher, labelled, labelled_held_out = label(data, args, pairs, held_out, singles)
     trainer = RewardDistillationTrainer(model, args, labelled, labelled_held_out, tokenizer, peft_config=peft_config)
     with recorded(trainer, resume, "distill", data, student):
@@ -153,7 +152,7 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
 
 
 def make_student(
-    args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows]
+    args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows | None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, LoraConfig | None]:
     """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter."""
     join_pipeline(args, bool(student.use_peft), "scripts/distill.py")
@@ -164,7 +163,7 @@ def make_student(
     tokenizer = load_reward_tokenizer(student.student_tokenizer or name, *source)
     if name:
         config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
-        check_tokenizer(tokenizer, name, [known_rows(rows) for rows in datasets], config.vocab_size)
+        check_tokenizer(tokenizer, name, datasets, config.vocab_size)
     set_seed(args.seed)  # The new weights are random.
     with cast_when_sharded():
         model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)

@@ -74,7 +74,6 @@ class EvalArguments(SamplingArguments):
         "Whom the model is compared with: reference (what an adapter started from; the default with a judge), or the"
         " folder or Hub name of a model or an adapter that answers the same prompts.",
     )
-    tie_margin: float = option(0.0, "Pairs whose label is at most this far from 0.5 are ties; from 0 to below 0.5.")
     max_unscored_fraction: float = option(0.1, "Fail when a larger share of the completions has no finite score.")
     per_device_eval_batch_size: int = option(8, "Rows in one forward that measures the KL.")
     microbatch_tokens: int | None = option(
@@ -89,8 +88,6 @@ class EvalArguments(SamplingArguments):
         super().__post_init__()
         if self.reward_weights and not self.reward_funcs:
             raise ValueError("reward_weights is set and reward_funcs is not; give the functions, or leave both out")
-        if not 0 <= self.tie_margin < 0.5:
-            raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
 
     def ppo_config(self, model_init_kwargs: dict[str, Any]) -> PPOConfig:
         left_out = {f.name for f in fields(DatasetArguments)} | NOT_IN_PPO

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, set_seed
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import check_targets, fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.loading import load_config, pinned_source
@@ -62,10 +61,8 @@ def make_trainer(
     join_pipeline(args, has_adapter=bool(model_args.use_peft))
     kwargs = load_kwargs(args, model_args, "a reward model")
     tokenizer = load_reward_tokenizer(name, kwargs["revision"], kwargs["trust_remote_code"])
-    datasets = [known_rows(rows) for rows in (train, held_out) if rows is not None]
-    check_tokenizer(
-        tokenizer, name, datasets, load_config(name, kwargs["revision"], kwargs["trust_remote_code"]).vocab_size
-    )
+    config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
+    check_tokenizer(tokenizer, name, (train, held_out), config.vocab_size)
     set_seed(args.seed)  # The new head is random.
     with cast_when_sharded():
         model = load_with_new_head(name, **kwargs)

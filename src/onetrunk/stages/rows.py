@@ -13,7 +13,7 @@ from trl import extract_prompt
 from onetrunk.data.files import load_rows
 from onetrunk.data.prompts import check_completions, check_prompts, completion_columns
 from onetrunk.data.rows import check_preferences, check_sides, split_by_prompt, split_rows
-from onetrunk.data.sharded import ShardedRows, load_sharded_rows
+from onetrunk.data.sharded import ShardedRows, known_rows, load_sharded_rows
 from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 TrainingRows = Dataset | ShardedRows
@@ -115,9 +115,12 @@ def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
     return rows.select_columns(["prompt", "completion", *optional])
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[Dataset], vocab_size: int) -> None:
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[TrainingRows | None], vocab_size: int
+) -> None:
     """Check that a tokenizer has a chat template if the rows need one, and that the model has its token ids."""
-    columns = [dataset[column] for dataset in rows for column in TEXT_COLUMNS if column in dataset.column_names]
+    known = [known_rows(part) for part in rows if part is not None]
+    columns = [part[column] for part in known for column in TEXT_COLUMNS if column in part.column_names]
     if any(isinstance(values[0], list) for values in columns) and not tokenizer.chat_template:
         raise ValueError(
             f"the rows are conversations and the tokenizer of {name} has no chat template; take an instruct model's"

@@ -110,7 +110,7 @@ def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[
     )
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {NAMES[mode].capitalize().replace('_', ' ')}",
+        f"# {NAMES[mode].capitalize()}",
         ABOUT[mode] + f" Made with onetrunk {sys.modules['onetrunk'].__version__}.",
         "## How",
         markdown_table({"": {name: value for name, value in about.items() if name != "mode"}}),

@@ -55,6 +55,8 @@ from onetrunk.utils.files import delete_temporaries, held_folder, read_json, req
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
 # last answer of a few questions.
 GIVEN_CHUNK = 2048
+# Chunks that may be sampled ahead of the judge.
+MAX_WAITING = 4
 Rows = list[dict[str, Any]]
 Product = tuple[list[PromptItem], Any]
 
@@ -256,7 +258,7 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
             bar.set_postfix(counts | {"rows": num_rows} | flow.spent(), refresh=False)
             bar.update(len(items))
 
-        overlapped(flow.produced(islice(source, args.limit)), consume, max_waiting=args.max_waiting_chunks, stop=stop)
+        overlapped(flow.produced(islice(source, args.limit)), consume, max_waiting=MAX_WAITING, stop=stop)
         # A shard may be empty.
         if not num_rows and args.part.count == 1:
             counts = ", ".join(f"{name} {count}" for name, count in counts_of(flow.counts).items() if count)
