@@ -59,9 +59,6 @@ def test_what_cannot_be_trained_in_stages_is_refused_with_the_fix():
     assert LayerSplit.even(model, 3).sizes == (2, 1, 1) and LayerSplit.even(model, 2, [1, 3]).sizes == (1, 3)
 
 
-# --- processes -------------------------------------------------------------------------------------------------------
-
-
 @cache
 def launched(processes, stages):
     folder = Path(mkdtemp())

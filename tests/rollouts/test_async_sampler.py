@@ -210,9 +210,6 @@ def test_a_process_ends_although_a_call_never_does():
     assert run.returncode == 3, run.stderr
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_has_what_was_sampled_and_the_versions_of_what_runs():
     bench = Bench()
     sampler = AsyncSampler(bench, 4, 1, rows_per_part=2)

@@ -226,9 +226,6 @@ def _computed_by(first: int, compute: Callable[[], T], group: dist.ProcessGroup 
     return result[0]
 
 
-# --- models in pipeline stages ---------------------------------------------------------------------------------------
-
-
 def staged(model: nn.Module) -> Any | None:
     """Return the `parallel.staged.Stage` of a model whose layers are divided, wrapped in DDP or not; else None."""
     model = model.module if isinstance(model, DistributedDataParallel) else model

@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import gc
 import importlib.util
-import logging
 import os
 import random
 import shutil
@@ -42,8 +41,6 @@ from onetrunk.rollouts.publishing import (
 from onetrunk.rollouts.vllm_requests import Request, checked_completion, probe_requests, requests_of, require_same_base
 from onetrunk.servers.errors import CallError
 from onetrunk.types import Rollout, RowKey
-
-logger = logging.getLogger(__name__)
 
 # On a CPU: torch.compile of the sampler alone takes minutes on a busy machine.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -89,8 +86,6 @@ class ColocatedBackend:
         # What samples (None: the bare base), and what the engine has loaded under the id `_num_loads`.
         self._published: Published | None = None
         self._loaded: Published | None = None
-
-    # --- checks before training --------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Check what needs no model: vLLM is installed, one process trains, and sleep mode has a GPU."""
@@ -190,8 +185,6 @@ class ColocatedBackend:
                 f" {longest_row} tokens; set max_prompt_length, or lower max_completion_length"
             )
 
-    # --- publishing --------------------------------------------------------------------------------------------------
-
     def sync(self, model: nn.Module, version: int) -> None:
         """Write the active adapter for the engine, which samples from it from now on.
 
@@ -227,8 +220,6 @@ class ColocatedBackend:
             engine.add_lora(request)
             self._loaded = self._published
         return request
-
-    # --- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
         """Return one completion per prompt, from the role and version of the last `sync`."""

@@ -143,9 +143,6 @@ def _are(values: Any, kind: type) -> bool:
     return isinstance(values, Sequence) and all(type(value) in kinds for value in values)
 
 
-# --- the proof of the base -------------------------------------------------------------------------------------------
-
-
 def probe_requests(model: nn.Module, positions: int) -> list[Request]:
     """Return what an engine's base is asked: equally long prompts, within so many `positions` (0: no limit)."""
     vocab_size = model.config.get_text_config().vocab_size
