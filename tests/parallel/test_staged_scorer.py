@@ -6,7 +6,6 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from onetrunk.parallel.staged import LayerForward, lowest_trained_layer, training_obstacle, verify_stages
 from onetrunk.parallel.stages import LayerSplit

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -190,10 +188,9 @@ def cache_bytes(device: torch.device) -> dict[str, int]:
     return found
 
 
-def work(rank: int, folder: str, world_size: int, names: list[str], place: str = CPU) -> None:
+def work(rank: int, folder: str, world_size: int, names: list[str], place: str = CPU) -> dict[str, Any]:
     device = join_group(place, folder, rank, world_size)
     found: dict[str, Any] = {name: compare(name, device) for name in names}
     found["faults"] = faults(device)
     found["cache"] = cache_bytes(device)
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found

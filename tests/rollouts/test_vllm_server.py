@@ -17,7 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 import onetrunk
 from onetrunk.models.trunk import TrunkModel
@@ -189,19 +189,7 @@ def served_task_model(seed):
 
     Feature 0 is the same large number at every position, and only the head's rows of PAD and EOS read it.
     """
-    config = Qwen2Config(
-        vocab_size=TASK_B.vocab_size,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
+    config = learning.task_config(TASK_B, hidden_size=64, num_layers=2, num_heads=2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).eval()
