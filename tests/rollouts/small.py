@@ -28,6 +28,16 @@ def generate(model, params, prompts=PROMPTS, keys=KEYS, **settings):
     return LocalBackend(model, **settings).generate(prompts, params, keys[: len(prompts)])
 
 
+def logprobs_of(model, rollout, temperature):
+    """Return the logprobs of a rollout's tokens by a forward over each unpadded row, adapters as they are."""
+    rows = []
+    for prompt, completion in zip(rollout.prompt_ids, rollout.completion_ids, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        rows.append((logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    return rows
+
+
 def assert_same(rollout, other, order=None):
     """Ids are equal; logprobs to 1e-5, what float32 rounding differs by between batch shapes."""
     order = range(len(rollout)) if order is None else order
