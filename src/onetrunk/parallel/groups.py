@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from onetrunk.parallel.sharding import group_size, is_divided, training_stages
+from onetrunk.parallel.sharding import group_size, is_divided, training_stages, world_size
 from onetrunk.types import Pack, PackOutput
 
 T = TypeVar("T")
@@ -200,12 +200,12 @@ def once_per_group(compute: Callable[[], T]) -> T:
 
 def is_first_process() -> bool:
     """Return whether this is the first of all processes, or the only one."""
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def on_first_process(compute: Callable[[], T]) -> T:
     """Return what `compute` returns on the first of all processes, on each of them; errors as in `once_per_group`."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return compute()
     return _computed_by(0, compute, None)
 

@@ -188,8 +188,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     whole base. Call it on all processes, after everything that reads base weights (the base's marks and fingerprint
     are taken here) and before the trainer wraps the model.
     """
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if layout is None or world_size == 1 or is_sharded(model) or is_divided(model):
+    if layout is None or world_size() == 1 or is_sharded(model) or is_divided(model):
         return None
     require_adapters(model, "FSDP2 shards")
     if any(type(p).__name__ == "Int8Params" for p in model.parameters()):
@@ -197,7 +196,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
             "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
             " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
         )
-    replicas, shards = layout.sizes(world_size)
+    replicas, shards = layout.sizes(world_size())
     whole_bytes = begin_sharing(model)
     kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
     shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
@@ -273,6 +272,11 @@ def require_one_base(model: PeftModel) -> None:
                 f"process {process} loaded another base than process 0 ({fingerprint}; {fingerprints[0]}). Give all"
                 " machines the same files, and load the model after its trainer's config was made, or by name"
             )
+
+
+def world_size() -> int:
+    """Return the number of processes that run together; 1 without a group of torch.distributed."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def is_sharded(model: nn.Module) -> bool:

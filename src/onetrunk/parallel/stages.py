@@ -28,6 +28,7 @@ from onetrunk.costs import ModelShape, decode_split
 from onetrunk.models.base_model import backbone, computes, decoder_layers, probe_inputs
 from onetrunk.models.frozen_layers import StageRun, only_between
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import world_size
 
 T = TypeVar("T")
 
@@ -202,8 +203,7 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
 @functools.cache
 def _groups_of(_world: dist.ProcessGroup, num_stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the groups of this process's pipeline for plans and for states. The first call is collective."""
-    world_size = dist.get_world_size()
-    ranks = [list(range(first, first + num_stages)) for first in range(0, world_size, num_stages)]
+    ranks = [list(range(first, first + num_stages)) for first in range(0, world_size(), num_stages)]
     control, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
     states, _ = dist.new_subgroups_by_enumeration(ranks)
     return control, states
@@ -220,11 +220,10 @@ class StageLinks:
     """
 
     def __init__(self, num_stages: int):
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if num_stages == 1 or world_size % num_stages:
+        if num_stages == 1 or world_size() % num_stages:
             raise ValueError(
-                f"{num_stages} pipeline stages and {world_size} processes: the number of processes must be a multiple"
-                " of pipeline_stages, which is 2 or more"
+                f"{num_stages} pipeline stages and {world_size()} processes: the number of processes must be a"
+                " multiple of pipeline_stages, which is 2 or more"
             )
         self.num_stages = num_stages
         self.stage = dist.get_rank() % num_stages

@@ -95,8 +95,7 @@ class ColocatedBackend:
                 " onetrunk: src/onetrunk/rollouts/README.md says how it was installed beside it. Or set vllm_mode to"
                 " 'server' and start a server in an environment of its own (onetrunk serve MODEL --python ...)"
             )
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if max(world_size, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 "vllm_mode 'colocate' works with one process; with several, set it to 'server' and start the servers"
                 " on GPUs of their own (onetrunk serve)"
@@ -159,7 +158,7 @@ class ColocatedBackend:
         if not has_gpu():
             for name, value in CPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
-        self._has_process_group = dist.is_available() and dist.is_initialized()
+        self._has_process_group = dist.is_initialized()
         num_threads = torch.get_num_threads()
         from vllm import LLM
 

@@ -345,6 +345,19 @@ def free_places(state: DecodeState, num_rows: int, most: int) -> int:
     return free if free * REFILL_SHARE >= most and can_be_joined else 0
 
 
+def require_rows(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> None:
+    """Raise ValueError for an empty prompt, or for rows without a key of their own."""
+    if len(keys) != len(prompt_ids):
+        raise ValueError(f"{len(prompt_ids)} prompts came with {len(keys)} keys; give one key per prompt")
+    if params.temperature > 0 and len(set(keys)) != len(keys):
+        raise ValueError("two rows have the same key and would draw the same random numbers; give each row its own")
+    for row, ids in enumerate(prompt_ids):
+        if len(ids) == 0:
+            raise ValueError(
+                f"prompt {row} is empty; give it at least one token, such as the beginning-of-sequence id"
+            )
+
+
 def rollout_of(
     prompt_ids: Sequence[list[int]], completions: Sequence[Completion], version: int, states: Tensor | None = None
 ) -> Rollout:

@@ -26,7 +26,7 @@ from onetrunk.models.speedups.memory_use import used_gib
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import staged
-from onetrunk.parallel.sharding import gathered, is_divided, is_sharded
+from onetrunk.parallel.sharding import gathered, is_divided, is_sharded, world_size
 from onetrunk.parallel.stages import LayerSplit, StageLinks, StageModel, verify_split
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
@@ -98,10 +98,7 @@ class PipelinedBackend:
     @property
     def num_stages(self) -> int:
         """Processes of one pipeline."""
-        if self.stages is not None:
-            return self.stages
-        is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return torch.distributed.get_world_size() if is_group else 1
+        return self.stages or world_size()
 
     def split_of(self, model: nn.Module) -> LayerSplit:
         """Return which layers of a model each stage has."""
