@@ -77,11 +77,6 @@ class Part:
     version: int | None = None
     rows: list[StartedRow] | None = None
 
-    def started(self) -> dict[RowKey, StartedRow]:
-        """Return the rows as they are; the part must have started."""
-        rows = self.rows or [StartedRow(self.version)] * len(self.keys)
-        return dict(zip(self.keys, rows, strict=True))
-
 
 class AsyncSampler:
     """Samples offered rollouts in threads, at most `max_staleness` rollouts ahead of the version that it samples from.
@@ -202,7 +197,8 @@ class AsyncSampler:
             rows: dict[RowKey, StartedRow] = {}
             for part in self._parts:
                 if part.version is not None:
-                    rows |= part.started()
+                    sampled = part.rows or [StartedRow(part.version)] * len(part.keys)
+                    rows |= zip(part.keys, sampled, strict=True)
             # Rows of a checkpoint that were not offered again yet.
             return {key: row for key, row in self._known.items() if key not in rows} | rows
 
