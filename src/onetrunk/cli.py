@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
-from onetrunk.stages.options.help import complete, help_text, help_topic
+from onetrunk.stages.options.help import help_text, help_topic
 from onetrunk.stages.options.reading import UsageError, read, say
 from onetrunk.stages.options.table import MODULES, PLAIN_MODULES, SETTINGS_MODULES, VERBS
 from onetrunk.stages.options.words import READERS
@@ -27,15 +27,12 @@ HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 Options override the file; `onetrunk VERB --help` lists them. FILE.yaml may be the name of a
 recipe, such as tiny/ppo.
 Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml scripts/ppo.py --config FILE.yaml
-Completion in your shell: eval "$(register-python-argcomplete onetrunk)"
 ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 failed,
 2 wrong usage, 130 interrupted, 143 terminated."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage of a verb; return the exit code."""
-    if "_ARGCOMPLETE" in os.environ:
-        complete()
     print_any_text()
     words = list(sys.argv[1:] if argv is None else argv)
     verb, *rest = words or [""]
@@ -92,8 +89,8 @@ def _is_answered(verb: str, words: Sequence[str]) -> bool:
 
 
 def run(verb: str) -> int:
-    """Run the stage of a verb on the words of this process; return the exit code."""
-    return _stage(verb).main(sys.argv[1:])
+    """Run a verb on the words of this process; return the exit code."""
+    return main([verb, *sys.argv[1:]])
 
 
 def _stage(verb: str) -> ModuleType:

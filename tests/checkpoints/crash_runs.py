@@ -221,9 +221,6 @@ def finish(kind: str, folder: Path, resume: str | None = "auto", **settings: Any
     (folder / "seconds.json").write_text(json.dumps(time.perf_counter() - start))
 
 
-# --- being killed ---------------------------------------------------------------------------------------------------
-
-
 class FileEvents:
     """Counts what a run does to files in its folder (opening for writing, fsync, rename, unlink, mkdir, rmdir), and
     kills the process before event number `fatal`; an fsync that is not reached leaves half of its file.
@@ -307,9 +304,6 @@ def killed_after(kind: str, folder: Path, step: int) -> None:
 
     trainer.add_callback(Dies())
     trainer.train()
-
-
-# --- being asked to stop --------------------------------------------------------------------------------------------
 
 
 def signalled(kind: str, folder: Path, place: str, count: int, number: int, resume: str = "auto") -> None:

@@ -60,8 +60,6 @@ def test_a_run_killed_before_every_sixth_write_of_a_save_and_of_its_result_resum
         assert has_result(folder) and (folder / "adapter_model.safetensors").read_bytes() == weights
 
 
-# --- asked to stop --------------------------------------------------------------------------------------------------
-
 PLACES = [("ppo", "forward", 700), ("ppo_cut", "token", 12), ("sft", "update", 4), ("ppo_monitor", "evaluation", 2)]
 
 

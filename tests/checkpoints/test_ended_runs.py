@@ -88,9 +88,6 @@ def test_a_run_killed_while_it_ends_ends_the_same():
         run.finish_again(f"killed before {run.events[fatal - 1]}, {fatal} of {len(run.events)}")
 
 
-# --- ended before its plan ------------------------------------------------------------------------------------------
-
-
 class Spoiled:
     """The evaluations of a reward: the first is the best one."""
 

@@ -32,11 +32,7 @@ def chat_tokenizer():
     return tiny_tokenizer(chat_template=CHAT_TEMPLATE)
 
 
-# Prompts
-
-
 def test_text_gets_the_special_tokens_of_its_tokenizer_and_other_columns_stay():
-
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     rows = prepare_prompts(Dataset.from_list([{"prompt": "the cat", "solution": {"a": [1, 2]}}]), tokenizer)
@@ -160,9 +156,6 @@ def test_settings_that_cannot_work_are_refused():
         prepare_prompts(rows, chat_tokenizer(), overlong_prompts="cut")
 
 
-# Completions
-
-
 def test_rows_for_fine_tuning_of_each_kind_pass():
     answer = [{"role": "assistant", "content": "yes"}]
     for row in (
@@ -196,9 +189,6 @@ def test_a_bad_row_for_fine_tuning_is_named_with_its_reason(tmp_path, good, bad,
 def test_a_dataset_without_completions_is_refused():
     with pytest.raises(ValueError, match="has the columns prompt; expected prompt and completion"):
         check_completions(Dataset.from_list([{"prompt": "a"}]))
-
-
-# Decoding
 
 
 def test_a_completion_is_decoded_in_the_form_of_its_prompt():

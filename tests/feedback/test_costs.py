@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from onetrunk.feedback.asking import Asker, FailureLimit
+from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.ledger import BudgetReached, CostConfig, Costs, Ledger, read_costs
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
@@ -59,7 +59,7 @@ def label(stub, folder, budget=BUDGET, concurrency=8, shard="", pairs=PAIRS, pol
     costs = Costs(folder, [judge], CostConfig({stub.model: list(PRICE)}, budget))
     with Ledger(folder / f"ledger{shard}.db") as ledger:
         try:
-            Asker(judge, CONSTITUTION, ledger, FailureLimit(1.0, judge.name), costs=costs).labels(pairs)
+            Asker(judge, CONSTITUTION, ledger, 1.0, costs=costs).labels(pairs)
         finally:
             costs.close()
 
@@ -185,7 +185,7 @@ def test_a_judge_of_the_users_own_stops_after_the_answer_that_passes_the_budget_
         judge = Served()
         costs = Costs(tmp_path, [judge], PRICED)
         with Ledger(tmp_path / "ledger.db") as ledger, pytest.raises(BudgetReached):
-            Asker(judge, CONSTITUTION, ledger, FailureLimit(1.0, judge.name), costs=costs).labels(PAIRS)
+            Asker(judge, CONSTITUTION, ledger, 1.0, costs=costs).labels(PAIRS)
         asked.append(judge.usage.prompt_tokens // 300_000)
     assert asked == [2, 0]  # 0.6 USD each.
 

@@ -33,7 +33,7 @@ def make(tmp_path):
 
         def maker(answers, **settings):
             judge = table_judge(answers)
-            asker = Asker(judge, load_constitution(tmp_path / "c.yaml"), ledger, FailureLimit(0.5, "table"))
+            asker = Asker(judge, load_constitution(tmp_path / "c.yaml"), ledger, 0.5)
             return judge, PreferenceMaker(asker, seed=0, **settings)
 
         yield maker

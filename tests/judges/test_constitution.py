@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from onetrunk.judges.constitution import RubricJudge, load_constitution, parse_constitution
-from onetrunk.judges.judge import Judge, Pair, Principle
+from onetrunk.judges.judge import Judge, Pair, Principle, Single
 
 GOOD = {
     "name": "test",
@@ -86,16 +86,16 @@ def mild(completions, **columns):
     return [None if not text else float("!" not in text) for text in completions]
 
 
-JUDGE = RubricJudge({"short": short, "mild": mild}, temperature=0.5)
+JUDGE = RubricJudge({"short": short, "mild": mild})
 
 
 def test_a_verdict_by_hand():
-    # Lengths 1 and 3: scores 1/2 and 1/4; their difference over the temperature is .25 / .5.
+    # Lengths 1 and 3: scores 1/2 and 1/4; their difference over the temperature is .25 / .2.
     (verdict,) = JUDGE.compare([Pair("p", "a", "abc")], SHORT)
-    assert verdict.probability == pytest.approx(1 / (1 + math.exp(-0.5)))
+    assert verdict.probability == pytest.approx(1 / (1 + math.exp(-0.25 / 0.2)))
     assert verdict.details == {"scores": {"short": [0.5, 0.25]}} and verdict.error is None
     assert JUDGE.compare([Pair("p", "abc", "xyz")], SHORT)[0].probability == 0.5
-    assert [r.score for r in JUDGE.rate(["p", "p"], ["a", "abc"], SHORT)] == [0.5, 0.25]
+    assert [r.score for r in JUDGE.rate([Single("p", "a"), Single("p", "abc")], SHORT)] == [0.5, 0.25]
     assert isinstance(JUDGE, Judge)
 
 
@@ -103,11 +103,11 @@ def test_several_checks_of_a_principle_count_alike_and_one_that_does_not_apply_i
     both = Principle("Which is shorter and milder?", tags=("short", "unknown", "mild"))
     # short .5 - .25, mild 0 - 1: the mean of the differences is -.375.
     (verdict,) = JUDGE.compare([Pair("p", "!", "abc")], both)
-    assert verdict.probability == pytest.approx(1 / (1 + math.exp(0.375 / 0.5)))
+    assert verdict.probability == pytest.approx(1 / (1 + math.exp(0.375 / 0.2)))
     assert set(JUDGE.compare([Pair("p", "", "abc")], both)[0].details["scores"]) == {"short"}
     abstained = JUDGE.compare([Pair("p", "", "abc")], MILD)[0]
     assert abstained.probability is None and abstained.error is None and abstained.reason == "no check applies (mild)"
-    assert JUDGE.rate(["p"], [""], MILD)[0].score is None
+    assert JUDGE.rate([Single("p", "")], MILD)[0].score is None
 
 
 def raising(completions, **columns):
@@ -117,9 +117,7 @@ def raising(completions, **columns):
 @pytest.mark.parametrize(
     "check, error, message",
     [
-        (lambda **c: [0.5], ValueError, "returned [0.5]; expected a list of 2 numbers"),
-        (lambda **c: 0.5, ValueError, "returned 0.5; expected a list of 2 numbers"),
-        (lambda **c: ["good", "bad"], ValueError, "returned ['good', 'bad']: could not convert"),
+        (lambda **c: [0.5], ValueError, "returned 1 scores, expected 2"),
         (raising, RuntimeError, "failed with KeyError: 'action'; it is called with prompts, completions and"),
     ],
 )
@@ -132,7 +130,7 @@ def test_a_check_that_is_no_check_is_one_error_message(check, error, message):
 def test_a_rating_outside_0_to_1_is_refused_and_a_comparison_is_not():
     judge = RubricJudge({"short": lambda completions, **c: [float(len(t)) for t in completions]})
     with pytest.raises(ValueError, match="'short' scores 3; a rating must be from 0 to 1"):
-        judge.rate(["p"], ["abc"], SHORT)
+        judge.rate([Single("p", "abc")], SHORT)
     assert judge.compare([Pair("p", "abc", "")], SHORT)[0].probability > 0.99
 
 
@@ -146,16 +144,16 @@ def test_a_principle_without_a_check_is_refused_before_anything_is_asked():
         JUDGE.compare([Pair("p", "a", "b")], Principle("Kinder?"))
 
 
-def test_another_check_another_setting_or_another_temperature_is_another_judge(tmp_path):
-    def identity(source, temperature=0.2, **settings):
+def test_another_check_or_another_setting_is_another_judge(tmp_path):
+    def identity(source, **settings):
         (tmp_path / "checks.py").write_text(source)
         names = {}
         exec(compile(source, str(tmp_path / "checks.py"), "exec"), names)
         check = functools.partial(names["short"], **settings) if settings else names["short"]
-        return RubricJudge({"short": check}, temperature).identity
+        return RubricJudge({"short": check}).identity
 
     source = "MOST = 3\ndef short(completions, **columns):\n    return [len(c) < MOST for c in completions]\n"
     same = identity(source)
     assert identity(source) == same
-    changed = [identity(source.replace("3", "4")), identity(source, 0.3), identity(source, most=4)]
-    assert all(other != same for other in changed) and changed[2] != identity(source, most=5)
+    changed = [identity(source.replace("3", "4")), identity(source, most=4)]
+    assert all(other != same for other in changed) and changed[1] != identity(source, most=5)

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Pair, Principle, Rating, Verdict
+from onetrunk.judges.judge import Pair, Principle, Rating, Single, Verdict
 from tests.judges.fakes import ToldJudge
 
 PRINCIPLE = Principle("Which is shorter and milder?", tags=("short", "mild"))
@@ -27,7 +27,7 @@ def test_the_mean_and_the_disagreement_by_hand():
     assert verdict.probability == pytest.approx(0.5) and verdict.reason == "b: because"
     # Both lie .3 from the mean.
     assert verdict.details == {"members": {"a": 0.2, "b": 0.8}, "disagreement": pytest.approx(0.3)}
-    (rating,) = judge.rate(["p"], ["a"], PRINCIPLE)
+    (rating,) = judge.rate([Single("p", "a")], PRINCIPLE)
     assert rating.score == pytest.approx(0.5) and rating.details == verdict.details
 
 
@@ -92,4 +92,4 @@ def test_the_error_of_an_ensemble_is_the_servers_if_one_of_its_members_failed(ki
     failing = [fixed(None, kind, error="no", error_kind=kind) for kind in kinds]
     judge = EnsembleJudge([fixed(0.5), *failing])
     assert judge.compare([PAIR], PRINCIPLE)[0].error_kind == expected
-    assert judge.rate(["p"], ["a"], PRINCIPLE)[0].error_kind == expected
+    assert judge.rate([Single("p", "a")], PRINCIPLE)[0].error_kind == expected

@@ -6,7 +6,7 @@ import sys
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from onetrunk.judges.judge import Pair
+from onetrunk.judges.judge import Pair, Single
 from onetrunk.judges.judge_config import JudgeConfig, load_judge, names_a_judge
 from onetrunk.judges.local import CausalJudge
 from onetrunk.judges.reward_model import RewardModelJudge
@@ -153,7 +153,7 @@ def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
     judge = load_judge(settings)
     verdicts = judge.compare([Pair("p", "a", "bb"), Pair("p", "ccc", "bb")], SHORT)
     assert [verdict.probability for verdict in verdicts] == [1.0, 0.0]
-    assert judge.rate(["p"], ["aaaa"], SHORT)[0].score == 0.25
+    assert judge.rate([Single("p", "aaaa")], SHORT)[0].score == 0.25
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def test_probabilities_are_the_softmax_of_full_logits_alone_or_in_a_batch(tokeni
 
 def test_a_rating_is_the_mean_of_the_marks(tokenizer):
     judge = make_judge(tokenizer)
-    (rating,) = judge.rate(["Say hello."], ["Hello!"], PRINCIPLE)
     asked = Single("Say hello.", "Hello!")
+    (rating,) = judge.rate([asked], PRINCIPLE)
     messages = question_messages(asked, PRINCIPLE, nonce_of(asked, PRINCIPLE), judge.control_words)
     shares, _ = by_hand(judge, messages, RATINGS)
     assert rating.score == pytest.approx(sum(i * share for i, share in enumerate(shares)) / 4, abs=2e-4)

@@ -19,21 +19,7 @@ LABELS = ("A", "B")
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "A",
-        " A\n",
-        "A.",
-        '"A"',
-        "(A)",
-        "**A**",
-        "Answer: A",
-        "My verdict is: A",
-        "**Answer:** A",
-        '{"verdict": "A"}',
-        '```json\n{"label": "A"}\n```',
-        "```\nA\n```",
-    ],
+    "text", ["A", " A\n", "A.", '"A"', "(A)", "**A**", "Answer: A", "My verdict is: A", "**Answer:** A"]
 )
 def test_a_label_alone_is_read_in_its_usual_clothes(text):
     assert read_label(text, LABELS) == "A"
@@ -41,21 +27,7 @@ def test_a_label_alone_is_read_in_its_usual_clothes(text):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "C",
-        "a",
-        "AB",
-        "A or B",
-        "A is better.",
-        "A\nB",
-        "The answer is clearly A",
-        "Both",
-        '{"verdict": "C"}',
-        '{"verdict": "A", "label": "B"}',
-        '{"verdict": "A"',
-        '{"verdict": ' + "[" * 100_000,
-    ],
+    ["", "C", "a", "AB", "A or B", "A is better.", "A\nB", "The answer is clearly A", "Both", '{"verdict": "A"}'],
 )
 def test_anything_else_is_no_label(text):
     assert read_label(text, LABELS) is None

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
-from onetrunk.judges.judge import Judge, Pair, Principle
+from onetrunk.judges.judge import Judge, Pair, Principle, Single
 from onetrunk.judges.reward_model import RewardModelJudge, load_reward_judge
 from onetrunk.models.reward_model import ScoreScale
 from onetrunk.rewards.model import ModelReward
@@ -58,9 +58,11 @@ def test_the_other_order_gives_the_complement_to_the_last_bit(judge, texts):
 
 def test_a_rating_is_the_score_on_the_models_own_scale(folder, judge):
     (score,) = ModelReward(folder / "model")(prompts=["the bird "], completions=["no"])
-    assert judge.rate(["the bird "], ["no"], PRINCIPLE)[0].score == pytest.approx(1 / (1 + math.exp(-score)), abs=1e-6)
+    assert judge.rate([Single("the bird ", "no")], PRINCIPLE)[0].score == pytest.approx(
+        1 / (1 + math.exp(-score)), abs=1e-6
+    )
     scaled = RewardModelJudge(judge.model, judge.tokenizer, scale=ScoreScale(score, 2.0))
-    assert scaled.rate(["the bird "], ["no"], PRINCIPLE)[0].score == pytest.approx(0.5, abs=1e-6)
+    assert scaled.rate([Single("the bird ", "no")], PRINCIPLE)[0].score == pytest.approx(0.5, abs=1e-6)
     assert scaled.identity != judge.identity
 
 
@@ -70,7 +72,7 @@ def test_an_adapter_is_a_judge_of_its_own_and_known_by_its_weights(folder):
     other = load_reward_judge(str(other_path))
     pair = [Pair("the bird ", TEXTS[0], TEXTS[3])]
     assert one.compare(pair, PRINCIPLE)[0].probability != other.compare(pair, PRINCIPLE)[0].probability
-    assert one.identity["adapter"] is not None and one.identity != other.identity
+    assert one.identity != other.identity
     assert one.identity == load_reward_judge(str(folder / "adapter")).identity
 
 
@@ -80,4 +82,4 @@ def test_a_score_that_is_not_finite_is_an_abstention(folder):
         broken.model.score.weight.fill_(math.nan)
     verdict = broken.compare([Pair("the ", "cat", "dog")], PRINCIPLE)[0]
     assert (verdict.probability, verdict.error, verdict.reason) == (None, None, "a score is not finite")
-    assert broken.rate(["the "], ["cat"], PRINCIPLE)[0].score is None
+    assert broken.rate([Single("the ", "cat")], PRINCIPLE)[0].score is None

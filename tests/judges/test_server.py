@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from onetrunk.judges.judge import Judge, Pair, Principle
+from onetrunk.judges.judge import Judge, Pair, Principle, Single
 from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import RATINGS
 from onetrunk.servers.fleet import RetryPolicy
@@ -74,7 +74,7 @@ def test_a_rating_is_the_mean_mark_from_0_to_1():
     with StubServer("rater", routes={"/v1/chat/completions": rating_route(shares)}) as stub:
         judge = ServerJudge(stub.url, "rater", policy=QUICK)
         told = []
-        ratings = judge.rate(["p", "q"], ["c", "d"], KIND, lambda i, rating: told.append((i, rating)))
+        ratings = judge.rate([Single("p", "c"), Single("q", "d")], KIND, lambda i, rating: told.append((i, rating)))
     assert [rating.score for rating in ratings] == pytest.approx([0.75, 0.75]) and len(told) == 2
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from onetrunk.feedback.asking import Asker, FailureLimit
+from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
@@ -167,9 +167,9 @@ def test_an_ensemble_keeps_the_answers_of_each_member_and_asks_only_who_failed(t
         other.fails_on = lambda body: "> prompt 3\n" in body["messages"][0]["content"]
         policy = replace(PATIENT, max_calls=2)
         judge = EnsembleJudge([ServerJudge(stub.url, stub.model, policy=policy) for stub in (one, other)])
-        asker = Asker(judge, Constitution("kind", (KIND,)), ledger, FailureLimit(1.0, "ensemble"))
-        assert [label.errors for label in asker.labels(pairs(6))] == [0, 0, 0, 2, 0, 0]
+        asker = Asker(judge, Constitution("kind", (KIND,)), ledger, 1.0)
+        assert [len(label.errors) for label in asker.labels(pairs(6))] == [0, 0, 0, 2, 0, 0]
         sold = len(questions(one))
         other.faulty = False
-        assert sum(label.errors for label in asker.labels(pairs(6))) == 0
+        assert not any(label.errors for label in asker.labels(pairs(6)))
         assert len(questions(one)) == sold == 12 and len(questions(other)) == 12

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.judges.constitution import parse_constitution
 from onetrunk.judges.judge import Pair, Principle, Single
 from onetrunk.judges.local import Reader
 from onetrunk.judges.template import (
@@ -89,18 +88,6 @@ def test_a_reference_is_shown_as_material_and_is_part_of_the_key():
     assert nonce_of(bare, PRINCIPLE) != code
     assert known.flipped() == Pair("p", "b", "a", reference="42")
     assert known.singles()[0] == Single("p", "a", reference="42")
-
-
-def test_marks_of_a_principle_are_shown_where_completions_are_rated():
-    entry = {"text": "How kind is it?", "marks": {1: "It insults.", 5: "It comforts."}}
-    principle = parse_constitution({"name": "n", "principles": [entry]}).principles[0]
-    single, pair = Single("p", "a"), Pair("p", "a", "b")
-    rated = question_messages(single, principle, nonce_of(single, principle))[0]["content"]
-    compared = question_messages(pair, principle, nonce_of(pair, principle))[0]["content"]
-    assert "1: It insults.\n5: It comforts." in rated and "It insults." not in compared
-    assert principle.key != Principle("How kind is it?").key
-    with pytest.raises(ValueError, match="expected what some of the marks 1 to 5 mean"):
-        parse_constitution({"name": "n", "principles": [{"text": "t", "marks": {7: "x"}}]})
 
 
 TAG_PIECES = [

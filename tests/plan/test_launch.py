@@ -156,11 +156,11 @@ def test_skypilot_and_kubeflow_start_the_plan(written, run_shell, tmp_path):
 def test_the_share_of_a_colocated_engine_is_one_that_vllm_takes(model):
     one = job_7b(model=read_model(model))
     (best, *_) = search(one, [Pool(DEVICE, 1, 1)], Space(engines=(COLOCATED,)))
-    words = settings_of(Launch(one, best.plan, load_catalog(), CONFIG, "plans"))
+    words = settings_of(Launch(one, best, load_catalog(), CONFIG, "plans"))
     share = float(words[words.index("--vllm_gpu_memory_utilization") + 1])
     # When the engine starts, vLLM asks for its share of all memory, and only what the trainer has left is free.
-    total, engine = DEVICE.memory_gib * GIB, sum(engine_parts(one, best.plan.sample).values())
-    free = total - (best.plan.peaks()["generate"] - engine)
+    total, engine = DEVICE.memory_gib * GIB, sum(engine_parts(one, best.sample).values())
+    free = total - (best.peaks()["generate"] - engine)
     assert engine <= share * total <= free
 
 
@@ -188,7 +188,7 @@ def test_names_are_only_names_to_a_shell(name, tmp_path):
 
 def test_a_colocated_engine_is_planned_for_one_process_only():
     ranking = search(job_7b(), [Pool(DEVICE, 8, 8)], Space(engines=(COLOCATED,)))
-    assert {entry.plan.count for entry in ranking} == {1}
+    assert {entry.count for entry in ranking} == {1}
 
 
 def test_servers_take_the_devices_that_the_trainer_leaves(tmp_path):

@@ -16,6 +16,7 @@ from onetrunk.plan.search import (
     smallest_hardware,
     train_layouts,
     value_of,
+    why_not,
 )
 from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, most_rows_of
 from tests.plan.support import SMALL, job, job_7b, pool
@@ -53,8 +54,8 @@ def test_the_search_equals_trying_everything(memory):
     for objective in OBJECTIVES:
         ranking = search(one, pools, space, objective)
         least = min(objective_of(plan, objective) for plan in tried)
-        assert objective_of(ranking[0].plan, objective) == pytest.approx(least, rel=1e-9)
-        assert all(entry.plan.shortage() is None for entry in ranking)
+        assert objective_of(ranking[0], objective) == pytest.approx(least, rel=1e-9)
+        assert all(entry.shortage() is None for entry in ranking)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_more_memory_or_devices_never_make_the_best_plan_worse(count, more, memo
         # The same machines of 8, so that only their number changes.
         own = replace(pool(devices, memory_gib=gib), per_node=8)
         ranking = search(job_7b(), [own], FEW, objective, most=1)
-        return objective_of(ranking[0].plan, objective) if ranking else float("inf")
+        return objective_of(ranking[0], objective) if ranking else float("inf")
 
     for objective in OBJECTIVES:
         least = best(count, memory, objective)
@@ -77,29 +78,29 @@ def test_a_pipeline_of_the_trainers_processes_wins_where_the_gathered_base_does_
     # 15.2 GB of weights on four devices of 12 GiB: sharded they fit, gathered for sampling they do not.
     one, four = job_7b(), [pool(4, memory_gib=12.0)]
     engines = {engine: Space(tokens=(2048,), engines=(engine,)) for engine in (LOCAL, PIPELINED)}
-    assert all(entry.plan.train.tensor > 1 for entry in search(one, four, engines[LOCAL]))
+    assert all(entry.train.tensor > 1 for entry in search(one, four, engines[LOCAL]))
     sharded = replace(engines[PIPELINED], stage_training=False)
-    best = search(one, four, sharded)[0].plan
+    best = search(one, four, sharded)[0]
     assert (best.sample.stages, best.sample.replicas, best.train.shards) == (4, 1, 4)
     # Three stages do not divide four processes. With room for the base, replicas are faster.
     assert not search(one, four, replace(sharded, stages=3))
     both = Space(tokens=(2048,), engines=(LOCAL, PIPELINED))
-    assert search(one, [pool(4)], both)[0].plan.sample.engine == LOCAL
+    assert search(one, [pool(4)], both)[0].sample.engine == LOCAL
 
 
 def test_training_stages_win_over_slow_links_and_where_heads_do_not_divide():
     # Three devices do not divide four key-value heads, and 15.2 GB of weights do not fit one of 16 GiB with the rest.
-    plan = search(job_7b(), [pool(3, memory_gib=16.0)], FEW)[0].plan
+    plan = search(job_7b(), [pool(3, memory_gib=16.0)], FEW)[0]
     assert (plan.train.data, plan.train.stages, plan.sample.engine) == (1, 3, PIPELINED)
     assert (plan.sample.stages, plan.sample.split) == (3, ()) == (plan.train.stages, plan.train.split)
     assert plan.sample.count == plan.train.count == plan.count == 3 and plan.schedule == "sync"
     # Four divide them, and the products of a group are faster than stages, while the link is fast.
-    assert search(job_7b(), [pool(4, memory_gib=12.0)], FEW)[0].plan.train.tensor > 1
+    assert search(job_7b(), [pool(4, memory_gib=12.0)], FEW)[0].train.tensor > 1
     # On machines of their own they share nothing but the network, where hidden states are the least to send.
     apart = replace(pool(4, memory_gib=12.0, network_gb_s=0.5), per_node=1)
-    plan = search(job_7b(), [apart], FEW)[0].plan
+    plan = search(job_7b(), [apart], FEW)[0]
     assert plan.train.is_staged
-    without = search(job_7b(), [apart], replace(FEW, stage_training=False))[0].plan
+    without = search(job_7b(), [apart], replace(FEW, stage_training=False))[0]
     assert without.train.shards > 1 and without.iteration_s > 2 * plan.iteration_s
 
 
@@ -107,10 +108,10 @@ def test_stages_of_a_recipe_are_those_of_training_and_sampling():
     one, split = job_7b(), (10, 18)
     space = Space(tokens=(2048,), engines=(PIPELINED,), stages=2, split=split, stage_training=True)
     ranking = search(one, [pool(4)], space)
-    assert {(entry.plan.train.data, entry.plan.train.stages) for entry in ranking} == {(2, 2)}
-    assert all(entry.plan.train.split == entry.plan.sample.split == split for entry in ranking)
+    assert {(entry.train.data, entry.train.stages) for entry in ranking} == {(2, 2)}
+    assert all(entry.train.split == entry.sample.split == split for entry in ranking)
     # Rows of a process are bounded as in a run: those of a stage.
-    capped = search(replace(one, max_rollout_rows=4), [pool(2)], space)[0].plan
+    capped = search(replace(one, max_rollout_rows=4), [pool(2)], space)[0]
     assert most_rows_of(replace(one, max_rollout_rows=4), capped.sample) == 8
 
 
@@ -138,7 +139,7 @@ def test_what_excludes_training_stages_is_named():
 
 def test_the_objectives_choose_differently():
     one, pools = job_7b(), [pool(16)]
-    fast, cheap, few = (search(one, pools, FEW, objective)[0].plan for objective in OBJECTIVES)
+    fast, cheap, few = (search(one, pools, FEW, objective)[0] for objective in OBJECTIVES)
     assert few.count == 1 <= cheap.count <= fast.count
     assert fast.iteration_s < cheap.iteration_s or cheap.count == fast.count
     cost = [plan.iteration_s * plan.usd_per_hour("on_demand") for plan in (fast, cheap, few)]
@@ -149,29 +150,30 @@ def test_colocation_wins_on_few_devices_and_a_split_on_many():
     # HybridFlow's observation. Here the reason is the floor of each phase: on many devices neither generation (the
     # longest completion) nor the update (launches) gets shorter, so the phases gain by running at the same time.
     one = job_7b()
-    placements = {n: search(one, [replace(pool(n), per_node=8)], FEW)[0].plan.sample.engine for n in (1, 64)}
+    placements = {n: search(one, [replace(pool(n), per_node=8)], FEW)[0].sample.engine for n in (1, 64)}
     assert placements == {1: COLOCATED, 64: SERVER}
 
 
 def test_every_loser_has_a_reason():
-    ranking = search(job_7b(), [pool(8)], FEW)
-    assert len(ranking) > 2 and ranking[0].why == ""
-    for entry in ranking[1:]:
-        assert entry.why
-        if entry.plan.iteration_s > 1.01 * ranking[0].plan.iteration_s:
-            assert "times as long" in entry.why and any(w in entry.why for w in ("needs", "wait", "publishing"))
+    first, *others = search(job_7b(), [pool(8)], FEW)
+    assert len(others) > 1 and why_not(first, first, "time", "on_demand") == ""
+    for plan in others:
+        why = why_not(plan, first, "time", "on_demand")
+        assert why
+        if plan.iteration_s > 1.01 * first.iteration_s:
+            assert "times as long" in why and any(w in why for w in ("needs", "wait", "publishing"))
 
 
 def test_a_mixed_pool_samples_on_the_cheaper_devices():
     own, other = pool(4), pool(4, name="E", memory_gib=44.0, tflops=360.0, bandwidth_gb_s=860.0, usd_per_hour=0.5)
-    mixed = search(job_7b(), [own, other], FEW)[0].plan
-    alone = search(job_7b(), [own], FEW)[0].plan
+    mixed = search(job_7b(), [own, other], FEW)[0]
+    alone = search(job_7b(), [own], FEW)[0]
     assert mixed.iteration_s < alone.iteration_s and set(mixed.devices) == {"D", "E"}
 
 
 def test_schedules_other_than_sync_need_servers():
     assert search(job_7b(), [pool(4)], Space(schedules=("async",), engines=(LOCAL, COLOCATED))) == []
-    plan = search(job_7b(), [pool(4)], Space(schedules=("async",), tokens=(8192,)))[0].plan
+    plan = search(job_7b(), [pool(4)], Space(schedules=("async",), tokens=(8192,)))[0]
     assert plan.schedule == "async" and plan.sample.engine == SERVER
 
 

@@ -42,7 +42,7 @@ class Elements(HTMLParser):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = write_ppo_run(tmp_path_factory.mktemp("runs") / "good")
-    return write_report([folder], price=2.0).read_text()
+    return write_report([folder]).read_text()
 
 
 def test_the_page_has_every_plot_that_the_log_has_metrics_for(page):
@@ -76,8 +76,8 @@ def test_no_field_of_a_block_becomes_part_of_a_page():
 
 
 def test_the_facts_of_a_run_worked_out_by_hand(page):
-    # 80 seconds on 2 GPUs are 0.0444 GPU-hours, at 2 per hour 0.09.
-    for name, value in {"hours": "0.02", "GPU-hours": "0.04", "cost": "0.09", "peak memory, GiB": "1.50"}.items():
+    # 80 seconds on 2 GPUs are 0.0444 GPU-hours.
+    for name, value in {"hours": "0.02", "GPU-hours": "0.04", "peak memory, GiB": "1.50"}.items():
         assert f"<td>{name}</td><td>{value}</td>" in page
     assert "<td>score/mean</td><td>0.1</td><td>0.9</td><td>+0.8</td>" in page
     assert ALARM in page and "kl, step 6" in page
@@ -170,8 +170,6 @@ def test_the_command_says_where_the_page_is_and_what_is_wrong_with_its_arguments
     assert f"report: wrote {tmp_path}/out/report.html" in capsys.readouterr().out
     assert cli.main(["report", str(tmp_path / "absent")]) == 1
     assert "absent is no folder" in capsys.readouterr().err
-    assert cli.main(["report", str(folder), "--price_per_gpu_hour", "-1"]) == 2
-    assert "give a price, 0 or more" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "holds no run: there is no _report/log.jsonl" in capsys.readouterr().err
 

@@ -12,8 +12,7 @@ from datasets import Dataset
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
-from onetrunk.judges.judge import Pair, Principle
-from onetrunk.judges.labels import kept_ratings
+from onetrunk.judges.judge import Pair, Principle, Single
 from onetrunk.judges.reward_model import load_reward_judge
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.distill import Teacher
@@ -29,6 +28,7 @@ TEXTS = ["runs fast", "runs fast", "sees old and", "no", "no"]
 STOPPED = [True, False, False, True, False]
 PLAIN = ["the cat ", "the cat ", "a dog ", "how warm is the sun ", "how warm is the sun "]
 CHAT = [[{"role": "user", "content": text.strip()}] for text in PLAIN]
+SINGLES = list(map(Single, PLAIN, TEXTS, STOPPED))
 PRINCIPLE = Principle("Which is better?")
 CONSTITUTION = Constitution("test", (PRINCIPLE,))
 
@@ -69,32 +69,24 @@ def test_a_reward_adapter_gives_the_same_scores_on_the_trunk_and_as_a_model_of_i
 
 
 def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
-    """Rows of judges, alone or several, and of teachers: the scores are those of the reward model in PPO."""
+    """Rows of judges (alone, several, as the reward) and of teachers: scores are those of the reward model in PPO."""
     reward = load_reward(str(adapter))
     expected = reward(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
     judge = load_reward_judge(str(adapter))
-    ratings = judge.rate(PLAIN, TEXTS, PRINCIPLE, stopped=STOPPED)
+    ratings = judge.rate(SINGLES, PRINCIPLE)
     assert [rating.details["score"] for rating in ratings] == pytest.approx(expected, abs=1e-5)
     (verdict,) = judge.compare([Pair(PLAIN[0], TEXTS[0], TEXTS[1], STOPPED[0], STOPPED[1])], PRINCIPLE)
     assert verdict.details["scores"] == pytest.approx(expected[:2], abs=1e-5)
     (flipped,) = judge.compare([Pair(PLAIN[0], TEXTS[0], TEXTS[1], True, False).flipped()], PRINCIPLE)
     assert flipped.details["scores"] == pytest.approx(expected[1::-1], abs=1e-5)
-    labels = kept_ratings(judge, PLAIN, TEXTS, CONSTITUTION, stopped=STOPPED)
-    assert [label.score for label in labels] == pytest.approx([rating.score for rating in ratings], abs=1e-6)
+    rewarded = JudgeReward(judge, CONSTITUTION)(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
+    assert rewarded == pytest.approx([rating.score for rating in ratings], abs=1e-6)
     teacher = Teacher([reward], tmp_path / "scores.jsonl")
     assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)
     assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)  # Kept.
     other = saved_reward_adapter(tmp_path / "other", base, tokenizer=TOKENIZER, seed=6)
     scores = load_reward(str(other))(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
     second = torch.tensor(scores).sigmoid()
-    joined = EnsembleJudge([judge, load_reward_judge(str(other))]).rate(PLAIN, TEXTS, PRINCIPLE, stopped=STOPPED)
+    joined = EnsembleJudge([judge, load_reward_judge(str(other))]).rate(SINGLES, PRINCIPLE)
     means = [(a.score + b) / 2 for a, b in zip(ratings, second.tolist(), strict=True)]
     assert [rating.score for rating in joined] == pytest.approx(means, abs=1e-5)
-
-
-def test_judges_in_the_reward_are_told_which_completions_were_cut_off(adapter):
-    judge = load_reward_judge(str(adapter))
-    scores = load_reward(str(adapter))(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
-    keywords = {"prompts": PLAIN, "completions": TEXTS, "completion_stopped": STOPPED}
-    expected = torch.tensor(scores).sigmoid().tolist()
-    assert JudgeReward(judge, CONSTITUTION)(**keywords) == pytest.approx(expected, abs=1e-5)

@@ -105,9 +105,6 @@ def refused(capsys, verb, *options, names):
     return messages[0]
 
 
-# --- one file ---
-
-
 def poisoned(tensors):
     list(tensors.values())[-1][0] = float("nan")
 
@@ -155,8 +152,6 @@ def test_a_chat_template_that_fails_is_named(tmp_path, capsys):
     err = capsys.readouterr().err
     assert code == 1 and "Traceback" not in err and "chat template" in err, err
 
-
-# --- every entrance ---
 
 ENTRANCES = {
     "distill, a teacher": ("scorer", "distill --teacher {}"),

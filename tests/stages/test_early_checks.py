@@ -17,8 +17,6 @@ def error(capsys):
     return "error: " + err.split("error: ", 1)[1]
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
-
 # The kinds of bad rows are in tests/data; here every stage checks its columns.
 BAD = {
     "sft": {"completion": " \n", "reason": "completion is empty or white space only"},
@@ -65,9 +63,6 @@ def test_the_number_of_a_row_is_that_of_the_file_where_a_part_is_held_out(tmp_pa
     assert "row 7: prompt is empty" in error(capsys)
 
 
-# --- lengths and tokenizers: the model is there, its weights cannot be loaded ----------------------------------------
-
-
 def refused_tokens(verb, capsys, tmp_path, *options):
     assert run(verb, "--model_name_or_path", "unloadable", "--output_dir", tmp_path / "out", *options) == 1
     return error(capsys)
@@ -105,9 +100,6 @@ def test_a_reward_model_without_a_tokenizer_is_refused_before_its_weights_are_re
     (tmp_path / "rm" / "model.safetensors").write_bytes(b"no weights")
     said = refused_tokens("ppo", capsys, tmp_path, "--reward_funcs", tmp_path / "rm")
     assert "the tokenizer of the reward model" in said
-
-
-# --- judges ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_judge_that_does_not_answer_is_said_before_the_weights_are_read(tmp_path, capsys):

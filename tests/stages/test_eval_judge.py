@@ -204,11 +204,10 @@ def test_a_win_rate_that_is_length_alone_is_gone_at_equal_length(contest):
     # Of six pairs the policy's completion is longer by 4 in four, as long in one, and shorter by 4 in one.
     pairs = [Pair(f"prompt {i}", "x" * (8, 8, 8, 8, 6, 4)[i % 6], "y" * (4, 4, 4, 4, 6, 8)[i % 6]) for i in range(60)]
     found = contest(LengthJudge(), pairs)
-    assert found.rates.win_rate.value == found.rates.discrete_win_rate.value == pytest.approx((4 + 1 / 2) / 6)
-    level = found.rates.length_controlled_win_rate
-    assert level.value == pytest.approx(0.5, abs=0.02)
-    assert "the completions are 2 characters longer on average" in " ".join(contest_findings(found.metrics))
-    assert found.metrics["length_controlled_win_rate"] == level.value
+    rates = found.metrics
+    assert rates["win_rate"] == rates["discrete_win_rate"] == pytest.approx((4 + 1 / 2) / 6)
+    assert rates["length_controlled_win_rate"] == pytest.approx(0.5, abs=0.02)
+    assert "the completions are 2 characters longer on average" in " ".join(contest_findings(rates))
 
 
 def test_nothing_is_bought_twice_in_a_rerun_and_equal_texts_not_at_all(contest, tmp_path):
@@ -219,6 +218,6 @@ def test_nothing_is_bought_twice_in_a_rerun_and_equal_texts_not_at_all(contest, 
     asked = runs.questions_asked(tmp_path / "asked.log")
     assert set(asked.values()) == {1} and len(asked) == 2 * 2 * len(PAIRS)  # Orders times principles.
     assert again.metrics == first.metrics
-    assert first.outcomes[0] == 0.5 and first.metrics["identical"] == 1
-    assert first.rates.pairs == sum(outcome is not None for outcome in first.outcomes)
-    assert first.metrics["abstained"] + first.rates.pairs == len(same)
+    assert first.outcomes[0] == "tie" and first.metrics["identical"] == 1
+    assert first.metrics["pairs"] == sum(outcome != "no verdict" for outcome in first.outcomes)
+    assert first.metrics["abstained"] + first.metrics["pairs"] == len(same)

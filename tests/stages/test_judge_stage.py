@@ -63,7 +63,7 @@ def test_the_best_of_four_is_right_only_above_all_others_and_shares_a_tie():
 
 
 def test_a_row_without_an_answer_is_not_counted_as_wrong():
-    missing = Judged(Group("p", ("a", "b"), 1), (PairLabel(0.9, True, (("p", (0.9, None)),), errors=1),))
+    missing = Judged(Group("p", ("a", "b"), 1), (PairLabel(0.9, True, (("p", (0.9, None)),), errors=("server",)),))
     silent = Judged(Group("p", ("a", "b"), 1), (PairLabel(None, False, (("p", (None, None)),), abstentions=2),))
     metrics = judge_metrics([row((0.9, 0.9)), missing, silent])
     assert (metrics["accuracy"], metrics["decided"]) == (1.0, 1)
@@ -96,8 +96,6 @@ def test_agreement_counts_equal_verdicts_of_judges_and_of_people():
         "other / people": {"pairs": 4, "agreement": 0.5},
     }
 
-
-# --- the verb -------------------------------------------------------------------------------------------------------
 
 WRITTEN = [
     {"prompt": f"prompt {i}", "chosen": f"right {'x' * (i % 7)}", "rejected": f"wrong, but longer {i}", "subset": s}

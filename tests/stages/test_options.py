@@ -1,9 +1,6 @@
-"""The options of the command line: their table, the help texts, `config`, completion, and old names."""
+"""The options of the command line: their table, the help texts, `config`, and old names."""
 
 import inspect
-import os
-import subprocess
-import sys
 import types
 import typing
 from dataclasses import MISSING, fields
@@ -16,7 +13,7 @@ from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.stages.options import help as helping
 from onetrunk.stages.options.help import FIRST
 from onetrunk.stages.options.table import load_options, shown_options
-from tests.stages.recipes import PARSERS, ROOT
+from tests.stages.recipes import PARSERS
 
 NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
 MORE = {"ppo": ["--reward_funcs", "r.f"], "distill": ["--teacher", "t"]}
@@ -126,16 +123,3 @@ def test_ppo_config_takes_the_old_name_and_has_a_signature_and_a_line_per_field(
     )
     assert "        beta: Coefficient of the KL to the reference" in PPOConfig.__doc__
     assert "Raises:\n        ValueError" in PPOConfig.__doc__
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [("onetrunk pp", {"ppo"}), ("onetrunk ppo --value_h", {"--value_head"}), ("onetrunk run --unt", {"--until"})],
-)
-def test_a_shell_completes_verbs_options_and_their_words(tmp_path, line, expected):
-    """As the script of register-python-argcomplete asks for it."""
-    answer = tmp_path / "answer"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n"}
-    environment |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-    subprocess.run([sys.executable, "-m", "onetrunk"], env=environment, check=True)
-    assert {word.strip() for word in answer.read_text().split("\n")} == expected

@@ -10,6 +10,10 @@ import yaml
 
 from onetrunk import cli
 from onetrunk.plan.hardware import load_catalog
+from onetrunk.plan.timing import PIPELINED
+from onetrunk.stages.plan import plan_of_run
+from tests.plan.support import device, job
+from tests.report.made_runs import write_lines
 from tests.stages.recipes import ROOT
 
 MODEL = ["--model", "Qwen/Qwen2.5-7B"]
@@ -136,9 +140,8 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
         (["--hardware", "H100", *MODEL, "--nodes", "0"], 2, ["--nodes: 0 is not above 0"]),
         (["--hardware", "H100", *MODEL, "--label_prompts", "9" * 400], 2, ["--label_prompts: 999"]),
         (["--hardware", "H100", *MODEL, "--objective", "speed"], 2, ["--objective"]),
-        (["--check", "absent"], 1, ["absent is no folder"]),
-        (["--check", "recipes"], 1, ["_report/run.json", "output_dir"]),
-        (["--calibrate", "a", "--check", "b"], 2, ["two tasks"]),
+        (["--check", "recipes", "--hardware", "CPU"], 1, ["recipes holds no run", "output_dir"]),
+        (["--calibrate", "a", "--check", "b"], 2, ["--check: not allowed with argument --calibrate"]),
         (["--calibrate", "recipes"], 1, ["is a folder"]),
     ],
 )  # fmt: skip
@@ -246,6 +249,52 @@ def test_the_answer_imports_neither_torch_nor_transformers():
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
+@pytest.fixture
+def run_dir(small, tmp_path):
+    """Return the folder of a run of 3 rollouts, with record and log as onetrunk ppo writes them."""
+    log = [{"event": "begin", "num_processes": 1, "num_gpus": 0}]
+    for step in range(1, 7):
+        entry = {"step": step, "time/update_s": 0.2, "memory/peak_gib": 1.0}
+        log.append(
+            entry | ({"time/generate_s": 1.0, "time/score_s": 0.5, "completion/length": 24} if step % 2 else {})
+        )
+    write_lines(tmp_path / "run" / "_report" / "log.jsonl", log)
+    settings = {"rollout_batch_size": 16, "num_ppo_epochs": 2, "max_completion_length": 48, "max_prompt_length": 40,
+                "model_name_or_path": str(small), "reward_funcs": ["runs/rm"], "lora_r": 8}  # fmt: skip
+    about = {"verb": "ppo", "slots_per_rollout": 2, "settings": settings}
+    (tmp_path / "run" / "_report" / "run.json").write_text(json.dumps(about))
+    return tmp_path / "run"
+
+
+def test_a_run_is_compared_per_rollout_with_the_plan_of_its_own_settings(run_dir, capsys):
+    assert plan("--check", run_dir, "--hardware", "CPU", "--prompt_tokens", 20) == 0
+    out = capsys.readouterr().out
+    # Two steps of 0.2 s in each rollout.
+    assert re.findall(r"^(\w[\w ]*?) +[\d.]+ \w+ +([\d.]+ \w+) +[+-]\d+%", out, flags=re.MULTILINE) == [
+        ("generate", "1.000 s"), ("score", "0.500 s"), ("update", "0.400 s"), ("peak memory", "1.000 GiB")
+    ]  # fmt: skip
+    for part in ("3 rollouts of 16 rows on 1 x CPU", "assumed: the reward takes no memory", "not calibrated"):
+        assert part in out
+
+
+def test_a_run_that_trained_in_stages_is_planned_so():
+    values = {"rollout_backend": PIPELINED, "pipeline_split": None, "pipeline_stages": 2, "pipeline_training": True}
+    own = plan_of_run(job(), device(), 4, values)
+    # Two pipelines of two stages: each has half of the rows.
+    assert (own.train.data, own.train.stages, own.train.count) == (2, 2, 4)
+    assert (own.sample.replicas, own.sample.stages, own.sample.count) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"verb": "sft"}, "no record of a PPO run"), ({"slots_per_rollout": 6}, "than 2 rollouts")]
+)
+def test_a_run_that_cannot_be_compared_says_why(run_dir, change, message, capsys):
+    path = run_dir / "_report" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert plan("--check", run_dir, "--hardware", "CPU") == 1
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.multi_process
 def test_the_files_of_a_cpu_plan_really_train(tmp_path):
@@ -267,6 +316,7 @@ def test_the_files_of_a_cpu_plan_really_train(tmp_path):
     done = subprocess.run(["bash", str(folder / "launch.sh")], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (output / "adapter_model.safetensors").is_file()
-    done = subprocess.run([python, "-m", "onetrunk", "plan", "--check", str(output)], capture_output=True, text=True)
+    check = ["--check", str(output), "--hardware", "CPU", "--prompt_tokens", "20"]
+    done = subprocess.run([python, "-m", "onetrunk", "plan", *check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout and "peak memory" in done.stdout

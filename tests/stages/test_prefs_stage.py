@@ -141,7 +141,7 @@ def test_a_folder_of_other_settings_is_refused_with_the_differences_and_overwrit
     assert "top_p: 1.0 there, 0.9 here" in said
     assert "overwrite_output_dir" in said and (tmp_path / "out/data/preferences.jsonl").read_bytes() == before
     # How the work is cut up decides nothing.
-    assert prefs("--max_waiting_chunks", 1) == 0
+    assert prefs("--prompts_per_chunk", 2) == 0
     assert (tmp_path / "out/data/preferences.jsonl").read_bytes() == before
 
 

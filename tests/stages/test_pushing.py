@@ -101,30 +101,23 @@ def test_a_checkpoint_that_is_not_pushed_stops_no_training(hub, tmp_path, caplog
     assert "a checkpoint was not pushed: HTTP 403" in caplog.text and "Training continues" in caplog.text
 
 
-PAIRS = ["--dataset_name", "reward.jsonl", "--judge", "rubric", "--constitution", "principles.yaml"]
-PAIRS += ["--rubric", '{"short": "reward.py:short"}']
-MADE = {
-    "prefs": ({"README.md", "statistics.json", "data/preferences.jsonl"}, ["--completions", "given"]),
-    "judge": ({"README.md", "metrics.json", "pairs.jsonl"}, []),
-}
+PREFS = "prefs --dataset_name reward.jsonl --judge rubric --constitution principles.yaml --completions given".split()
+PREFS += ["--rubric", '{"short": "reward.py:short"}', *PUSH]
 
 
-@pytest.mark.parametrize("verb", MADE)
-def test_rows_and_measurements_are_pushed_as_a_dataset_with_its_card(hub, tmp_path, capsys, verb):
-    files, words = MADE[verb]
-    assert cli.main([verb, *PAIRS, *words, *PUSH, *new(tmp_path)]) == 0
-    assert set(hub.files) == files
-    assert all(hub.files[name] == (tmp_path / "out" / name).read_bytes() for name in files)
+def test_preferences_are_pushed_as_a_dataset_with_its_card(hub, tmp_path, capsys):
+    assert cli.main([*PREFS, *new(tmp_path)]) == 0
+    assert set(hub.files) == {"README.md", "statistics.json", "data/preferences.jsonl"}
+    assert all(content == (tmp_path / "out" / name).read_bytes() for name, content in hub.files.items())
     card = DatasetCard(hub.files["README.md"].decode())
-    assert "onetrunk" in card.data.tags and card.data.configs[0]["data_files"].split("*")[0] in " ".join(files)
+    assert "onetrunk" in card.data.tags and card.data.configs[0]["data_files"] == "data/preferences*.jsonl"
     assert "https://huggingface.co/datasets/someone/out" in capsys.readouterr().out
     assert not [asked for asked in hub.asked if "/api/models/" in asked]
 
 
-@pytest.mark.parametrize("verb", MADE)
-def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses_nothing(hub, tmp_path, capsys, verb):
+def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses_nothing(hub, tmp_path, capsys):
     hub.refusals["/api/"] = 401
-    words = [verb, *PAIRS, *MADE[verb][1], *PUSH, *new(tmp_path)]
+    words = [*PREFS, *new(tmp_path)]
     assert cli.main([*words, "--judge", "./nowhere"]) == 1
     assert "someone/out cannot be pushed to: HTTP 401, the token is not valid" in last_line(capsys)
     pushing._create.cache_clear()
@@ -137,7 +130,7 @@ def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses
 
 
 def test_a_shard_is_not_pushed_alone(hub, tmp_path, capsys):
-    words = ["prefs", *PAIRS, "--completions", "given", *PUSH, *new(tmp_path)]
+    words = [*PREFS, *new(tmp_path)]
     assert cli.main([*words, "--shard", "0/2"]) == 2
     assert "shard is set; leave push_to_hub to merge_shards" in capsys.readouterr().err
     for shard in ("0/2", "1/2"):

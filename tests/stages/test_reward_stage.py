@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -85,9 +84,7 @@ def scores(name):
 def test_reward_leaves_a_model_its_figures_and_the_scale_of_its_scores(there):
     names = {path.name for path in (there / "rm").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "metrics.json", "score_scale.json"} <= names
-    if find_spec("matplotlib"):
-        assert (there / "rm/reliability.png").read_bytes().startswith(b"\x89PNG")
-        assert (there / "rm/accuracy_by_margin.png").is_file()
+    assert (there / "rm/reliability.png").read_bytes().startswith(b"\x89PNG")
     figures = metrics(there / "rm")["held_out"]
     assert figures["pairs"] == 8 and 0 <= figures["accuracy"] <= 1 and len(figures["accuracy_interval"]) == 2
     assert (
@@ -124,10 +121,10 @@ def test_distill_leaves_a_student_that_is_read_on_the_teachers_scale(there):
     assert figures["labels"]["teacher"]["accuracy"] != metrics(there / "rm")["held_out"]["accuracy"]
     ratios = figures["cost"]["teacher_over_student"]
     assert ratios["size"] > 1 and ratios["memory"] > 1 and ratios["speed"] > 0
-    about = json.loads((there / "student/teacher.json").read_text())
-    brought_back = torch.tensor(scores("student")) + about["score_mean"]
-    apart = (brought_back - torch.tensor(scores("rm"))).abs().mean()
-    assert apart < 2 * about["score_std"]
+    student, teacher = (torch.tensor(scores(name)) for name in ("student", "rm"))
+    # The student's zero is the mean of the teacher's scores.
+    scale = read_score_scale("rm")
+    assert (student + scale.mean - teacher).abs().mean() < 2 * scale.std
     assert (there / "student/teacher_scores.db").is_file()
 
 
@@ -177,12 +174,11 @@ def test_a_judges_probabilities_teach_and_are_split_by_prompt(there):
     figures = metrics(there / "judged")
     assert figures["teacher"] == "probability" and figures["fidelity"]["pairs"] == 4
     assert "cost" not in figures and "labels" not in figures
-    assert not (there / "judged/teacher.json").exists()
 
 
-def test_a_student_from_a_config_with_a_tokenizer_of_its_own(there):
+def test_a_student_from_a_config(there):
     config = '{"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}'
-    options = ["--student_config", config, "--student_vocab_size", "300", "--output_dir", "bert", "--max_steps", "2"]
+    options = ["--student_config", config, "--student_tokenizer", "small", "--output_dir", "bert", "--max_steps", "2"]
     assert distill(*options) == 0
     assert json.loads((there / "bert/config.json").read_text())["model_type"] == "bert"
     assert len(set(scores("bert"))) > 1
@@ -219,7 +215,7 @@ def test_what_cannot_be_learned_is_rejected(there, capsys, stage, options, messa
     [
         ({}, "no student: set model_name_or_path, or student_config"),
         ({"student_config": {"model_type": "llama"}}, "a model without a tokenizer; set student_tokenizer"),
-        ({"model_name_or_path": "x", "student_vocab_size": 300}, "goes with student_config"),
+        ({"student_config": {"model_type": "llama"}, "use_peft": True}, "student_config makes a new one; keep one"),
     ],
 )
 def test_a_student_that_cannot_be_is_rejected_while_parsing(settings, message):

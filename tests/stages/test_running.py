@@ -102,9 +102,6 @@ def test_a_signal_ends_a_stage_with_a_sentence_and_its_exit_code(number, code, w
     assert word in err and "Traceback" not in err
 
 
-# --- where a run may begin ------------------------------------------------------------------------------------------
-
-
 def test_a_folder_that_holds_a_run_is_not_begun_anew_unless_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_material(tmp_path)

@@ -115,9 +115,6 @@ def test_an_error_of_a_class_of_ones_own_leaves_no_secret_on_any_way_out(name):
     assert CANARY not in run.stderr + run.stdout and "<redacted HF_TOKEN>" in run.stderr
 
 
-# --- secrets as settings --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("parse", "words"),
     [
@@ -133,9 +130,7 @@ def test_a_secret_on_a_command_line_is_refused_and_not_repeated(parse, words):
     assert "HF_TOKEN, or run `hf auth login`" in str(caught.value) or "judge_api_key_env" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "line", [f"hub_token: {CANARY}", f"model_init_kwargs: {{token: {CANARY}}}", f"env: {{HF_TOKEN: {CANARY}}}"]
-)
+@pytest.mark.parametrize("line", [f"hub_token: {CANARY}", f"model_init_kwargs: {{token: {CANARY}}}"])
 def test_a_secret_in_a_recipe_is_refused_with_its_line_and_not_repeated(tmp_path, line):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"output_dir: x\n{line}\n")

@@ -69,25 +69,15 @@ def test_a_copied_folder_is_the_recipe_and_nothing_is_overwritten_silently(empty
     assert cli.main(["recipes", "copy", "tiny"]) == 0
     source = {p.name: p.read_bytes() for p in (ROOT / "recipes/tiny").iterdir() if p.is_file()}
     assert {p.name: p.read_bytes() for p in Path("recipes/tiny").iterdir()} == source
-    copied = Path("recipes/tiny/ppo.yaml")
-    copied.write_text("beta: 1.0\n")
-    assert cli.main(["recipes", "copy", "tiny/ppo"]) == 1
-    assert "recipes/tiny/ppo.yaml exists; add --overwrite" in capsys.readouterr().err
-    assert copied.read_text() == "beta: 1.0\n"
-    assert cli.main(["recipes", "copy", "tiny/ppo", "--overwrite"]) == 0
-    assert copied.read_bytes() == source["ppo.yaml"]
-
-
-def test_one_file_is_copied_to_its_place(empty_folder):
-    assert cli.main(["recipes", "copy", "launch/ray_job.sh", "--to", "there"]) == 0
-    assert [str(path) for path in Path("there").rglob("*") if path.is_file()] == ["there/recipes/launch/ray_job.sh"]
+    assert cli.main(["recipes", "copy", "recipes/tiny"]) == 1
+    assert "recipes/tiny exists; delete it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         (["copy", "tinny"], 1, "no recipe is called 'tinny'; there are constitutional-1.5b, "),
-        (["copy", "tiny/none"], 1, "tiny has no 'none'; it has README.md, constitution.yaml"),
+        (["copy", "tiny/ppo"], 1, "no recipe is called 'tiny/ppo'"),
         ([], 2, "list|copy"),
     ],
 )

@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -36,9 +36,6 @@ LEAST_KEPT = 2
 WRITE_FAILED = re.compile(
     r"PytorchStreamWriter|unexpected pos|No space left|File too large|Disk quota|SafetensorError"
 )
-
-
-# --- the manifest ---------------------------------------------------------------------------------------------------
 
 
 def write_manifest(folder: str | os.PathLike[str], **about: Any) -> None:
@@ -126,9 +123,6 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- the folders of a run -------------------------------------------------------------------------------------------
-
-
 def step_of(folder: str | os.PathLike[str]) -> int | None:
     """Return the step in the name of a checkpoint folder; None for any other name."""
     name = Path(folder).name
@@ -153,17 +147,26 @@ def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None]) 
 
     `tell` receives a warning for each damaged checkpoint that is passed over.
     """
+    names = [folder.name for folder in reversed(checkpoint_folders(output_dir))]
+    name = first_whole(names, lambda name: checkpoint_problems(Path(output_dir) / name), str(output_dir), tell)
+    return None if name is None else Path(output_dir) / name
+
+
+def first_whole(
+    names: Iterable[str], problems_of: Callable[[str], list[str]], place: str, tell: Callable[[str], None]
+) -> str | None:
+    """Return the first checkpoint in a place that has no problems; `tell` receives a warning for each before it."""
     damage: list[str] = []
-    for folder in reversed(checkpoint_folders(output_dir)):
-        differences = checkpoint_problems(folder)
-        if not differences:
-            return folder
-        damage.append(f"{folder.name}: {described(differences)}")
-        tell(f"{folder} is damaged and passed over ({described(differences)})")
+    for name in names:
+        problems = problems_of(name)
+        if not problems:
+            return name
+        damage.append(f"{name}: {described(problems)}")
+        tell(f"{place}/{name} is damaged and passed over ({described(problems)})")
     if damage:
         raise RuntimeError(
-            f"none of the {len(damage)} checkpoints in {output_dir} is whole ({damage[0]}); restore one from a copy,"
-            " or start a new run in another output_dir"
+            f"none of the {len(damage)} checkpoints in {place} is whole ({damage[0]}); restore one from a copy, or"
+            " start a new run in another place"
         )
     return None
 
@@ -199,9 +202,6 @@ def delete_old_run(output_dir: str | os.PathLike[str]) -> None:
     for folder in (*checkpoint_folders(output_dir), *(Path(output_dir) / name for name in BRANCHES)):
         if folder.is_dir():
             delete(folder)
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
 
 
 def begin_staging(output_dir: str | os.PathLike[str]) -> Path:
@@ -270,9 +270,6 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
-
-
-# --- deleting -------------------------------------------------------------------------------------------------------
 
 
 def set_aside_later(output_dir: str | os.PathLike[str], step: int) -> list[Path]:

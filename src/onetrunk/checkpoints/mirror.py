@@ -11,9 +11,9 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from onetrunk.checkpoints.folders import (
     begin_staging,
     check_manifest,
     checkpoint_problems,
-    described,
+    first_whole,
     publish,
     read_manifest,
     step_of,
@@ -40,17 +40,12 @@ RESULT = "the result"
 SCHEMES = {"file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
 
 
-@dataclass(eq=False)
-class Upload:
-    """A local folder with a manifest that goes to the folder `name` in the mirror; "" is the root, for the result."""
+class Upload(Future[bool]):
+    """An upload, with the arguments of `Mirror.push`; its result says whether the copy is whole."""
 
-    folder: Path
-    name: str
-    # Names of checkpoints to keep in the mirror whatever their age.
-    kept: Collection[str] = ()
-    is_done: threading.Event = field(default_factory=threading.Event)
-    has_begun: bool = False
-    is_whole: bool = False
+    def __init__(self, folder: Path, name: str, kept: Collection[str]):
+        super().__init__()
+        self.folder, self.name, self.kept = folder, name, kept
 
 
 class Mirror:
@@ -75,11 +70,9 @@ class Mirror:
             self._files, root = url_to_fs(url, **({"auto_mkdir": True} if scheme == "file" else {}))
         self._root = root.rstrip("/")
         self._one_at_a_time = threading.Lock()
-        # The newest checkpoint (True) and the newest result (False).
+        # The newest checkpoint (True) and the newest result (False), and all that have not ended.
         self._latest: dict[bool, Upload] = {}
         self._uploads: list[Upload] = []
-
-    # --- before training --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise RuntimeError if a file in the mirror cannot be written, read and deleted."""
@@ -95,7 +88,8 @@ class Mirror:
         A new run calls this, because its checkpoints would mix with another run's.
         """
         with self._in_store():
-            whole = [name for name in ("", *self._checkpoints()) if self._manifest(name) is not None]
+            whole = [] if self._manifest("") is None else [""]
+            whole += [name for name, manifest in self._checkpoints().items() if manifest is not None]
             for name in whole if overwrite else ():
                 self._delete(name)
         if whole and not overwrite:
@@ -109,97 +103,78 @@ class Mirror:
 
         The run's `output_dir` receives the whole folder or nothing.
         """
-        damage: list[str] = []
         with self._in_store():
-            manifests = {name: self._manifest(name) for name in reversed(self._checkpoints())}
-        for name, manifest in manifests.items():
-            if manifest is None:
-                self._warn(f"{name} in {self._place} was not uploaded to its end and is passed over")
-                continue
-            problems = self._pull(name, manifest, Path(output_dir))
-            if not problems:
-                return Path(output_dir) / name
-            damage.append(f"{name}: {described(problems)}")
-            self._warn(f"{name} in {self._place} is damaged and passed over ({described(problems)})")
-        if damage:
-            raise RuntimeError(
-                f"none of the {len(damage)} checkpoints in {self._place} is whole ({damage[0]}); restore one from a"
-                " copy, or start a new run with another mirror"
-            )
-        return None
+            manifests = self._checkpoints()
+        names = [name for name in reversed(manifests) if manifests[name] is not None]
+        pull = partial(self._pull, Path(output_dir), manifests)
+        name = first_whole(names, pull, self._place, self._warn)
+        return None if name is None else Path(output_dir) / name
 
-    def _pull(self, name: str, manifest: Any, output_dir: Path) -> list[str]:
+    def _pull(self, output_dir: Path, manifests: dict[str, Any], name: str) -> list[str]:
         """Return how a checkpoint differs from its manifest; if it does not, it is in `output_dir` now."""
         try:
-            check_manifest(manifest, step_of(name))
+            files = check_manifest(manifests[name], step_of(name))["files"]
         except RuntimeError as error:
             return [str(error)]
-        with writing(output_dir):
-            staged = begin_staging(output_dir) / name
         try:
-            for file in manifest["files"]:
-                with self._in_store(), contextlib.suppress(FileNotFoundError):  # The check of the folder finds it.
-                    (staged / file).parent.mkdir(parents=True, exist_ok=True)
-                    self._files.get_file(self._path(name, file), str(staged / file))
             with writing(output_dir):
-                atomic_write_json(staged / MANIFEST, manifest)
+                staged = begin_staging(output_dir) / name
+                for file in files:
+                    with self._in_store(), contextlib.suppress(FileNotFoundError):  # The check of the folder finds it.
+                        (staged / file).parent.mkdir(parents=True, exist_ok=True)
+                        self._files.get_file(self._path(name, file), str(staged / file))
+                atomic_write_json(staged / MANIFEST, manifests[name])
                 problems = checkpoint_problems(staged)
                 if not problems:
                     publish(staged, output_dir / name)
-            return problems
+                return problems
         finally:
             shutil.rmtree(output_dir / STAGING, ignore_errors=True)
 
-    # --- during training --------------------------------------------------------------------------------------------
+    def push(self, folder: str | os.PathLike[str], name: str, kept: Collection[str] = ()) -> None:
+        """Start the upload of a folder with a manifest. It replaces one whose upload has not begun.
 
-    def push(self, folder: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
-        """Start the upload of a verified checkpoint. It replaces one whose upload has not begun.
-
-        It must not be deleted here as long as `busy` returns it. `kept` are names of checkpoints to keep in the mirror
-        whatever their age (the best one).
+        Args:
+            folder: must not be deleted as long as `busy` returns it.
+            name: of the folder in the mirror; "" is the root, for the result: the files of its manifest, and all other
+                files next to that.
+            kept: names of checkpoints to keep in the mirror whatever their age (the best one).
         """
-        self._start(Upload(Path(folder), Path(folder).name, kept))
-
-    def push_result(self, output_dir: str | os.PathLike[str]) -> None:
-        """Start the upload of a result to the root: the files of its manifest, and all other files next to that."""
-        self._start(Upload(Path(output_dir), ""))
+        upload, earlier = Upload(Path(folder), name, kept), self._latest.get(bool(name))
+        if earlier is not None:
+            earlier.cancel()
+        self._latest[bool(name)] = upload
+        self._uploads = [*(other for other in self._uploads if not other.done()), upload]
+        # A daemon, because a store that does not answer must not keep the process alive.
+        threading.Thread(target=self._work, args=(upload,), name="checkpoint-mirror", daemon=True).start()
 
     def busy(self) -> set[Path]:
         """Return the local checkpoint folders that are being uploaded or wait for it, and must not be deleted."""
-        return {u.folder for u in self._uploads if u.name and not u.is_done.is_set() and not self._is_replaced(u)}
+        return {upload.folder for upload in self._uploads if upload.name and not upload.done()}
 
     def wait(self, timeout_s: float) -> list[str]:
         """Wait at most `timeout_s` seconds; warn of uploads that failed or are not done, and return their names."""
-        end = time.monotonic() + timeout_s
-        for upload in self._latest.values():
-            upload.is_done.wait(max(0.0, end - time.monotonic()))
-        missing = [upload.name or RESULT for upload in self._latest.values() if not upload.is_whole]
+        uploads = self._latest.values()
+        wait(uploads, timeout_s)
+        missing = [upload.name or RESULT for upload in uploads if not (upload.done() and upload.result())]
         if missing:
             self._warn(f"{self._place} lacks {', '.join(missing)}; copy it from output_dir")
         return missing
 
-    def _start(self, upload: Upload) -> None:
-        self._latest[bool(upload.name)] = upload
-        self._uploads = [*(other for other in self._uploads if not other.is_done.is_set()), upload]
-        # A daemon, because a store that does not answer must not keep the process alive.
-        threading.Thread(target=self._work, args=(upload,), name="checkpoint-mirror", daemon=True).start()
-
-    def _is_replaced(self, upload: Upload) -> bool:
-        return not upload.has_begun and self._latest[bool(upload.name)] is not upload
-
     def _work(self, upload: Upload) -> None:
-        try:
-            with self._one_at_a_time, self._in_store():
-                if not self._is_replaced(upload):
-                    upload.has_begun = True
+        is_whole = False
+        with self._one_at_a_time:
+            if not upload.set_running_or_notify_cancel():
+                return
+            try:
+                with self._in_store():
                     self._upload(upload)
-                    upload.is_whole = True
+                    is_whole = True
                     self._rotate(upload)
-        except Exception as error:
-            what = "is uploaded, but older ones were not deleted" if upload.is_whole else "was not uploaded"
-            self._warn(f"{upload.name or RESULT} {what}, and training continues: {error}")
-        finally:
-            upload.is_done.set()
+            except RuntimeError as error:
+                what = "is uploaded, but older ones were not deleted" if is_whole else "was not uploaded"
+                self._warn(f"{upload.name or RESULT} {what}, and training continues: {error}")
+            upload.set_result(is_whole)
 
     def _upload(self, upload: Upload) -> None:
         names = set(read_manifest(upload.folder)["files"])
@@ -214,13 +189,11 @@ class Mirror:
         """Delete what killed uploads left behind, and the oldest checkpoints beyond `keep`."""
         if not upload.name or not self._keep:
             return
-        names = self._checkpoints()
-        whole = [name for name in names if self._manifest(name) is not None]
-        partial = [name for name in names if name not in whole and step_of(name) < step_of(upload.name)]
-        for name in partial + surplus(whole, self._keep, {upload.name, *upload.kept}):
+        manifests = self._checkpoints()
+        whole = [name for name, manifest in manifests.items() if manifest is not None]
+        begun = [name for name in manifests if name not in whole and step_of(name) < step_of(upload.name)]
+        for name in begun + surplus(whole, self._keep, {upload.name, *upload.kept}):
             self._delete(name)
-
-    # --- the store --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _in_store(self, fault: str = "fails") -> Iterator[None]:
@@ -244,16 +217,17 @@ class Mirror:
         except (FileNotFoundError, ValueError):
             return None
 
-    def _checkpoints(self) -> list[str]:
-        """Return the names of the checkpoint folders in the order of their steps."""
+    def _checkpoints(self) -> dict[str, Any]:
+        """Return the `_manifest` of each checkpoint folder, by its name and in the order of their steps."""
         # Not `exists` or `find` of fsspec, which find nothing where a store does not answer.
         self._files.invalidate_cache()
         try:
             paths = self._files.ls(self._path() or "/", detail=False)
         except FileNotFoundError:
-            return []
+            return {}
         names = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
-        return sorted((name for name in names if step_of(name) is not None), key=step_of)
+        names = sorted((name for name in names if step_of(name) is not None), key=step_of)
+        return {name: self._manifest(name) for name in names}
 
     def _delete_manifest(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

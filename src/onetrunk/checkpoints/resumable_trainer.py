@@ -443,7 +443,7 @@ class ResumableTrainer(Trainer):
         best = self.state.best_model_checkpoint
         kept = self.needed_checkpoints() | ({Path(best)} if best else set())
         if self._mirror is not None:
-            self._mirror.push(final, kept=[path.name for path in kept])
+            self._mirror.push(final, name, [path.name for path in kept])
             kept |= self._mirror.busy()
         rotate(output_dir, self.args.save_total_limit, kept)
 
@@ -499,7 +499,7 @@ class ResumableTrainer(Trainer):
             if self.args.should_save:
                 install(staged, target)
         if self._mirror is not None:
-            self._mirror.push_result(target)
+            self._mirror.push(target, "")
             self._mirror.wait(MIRROR_WAIT_S)
 
     # --- loading ----------------------------------------------------------------------------------------------------

@@ -46,9 +46,6 @@ def loop_state_file(rank: int) -> str:
 LOOP_FILES = (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, loop_state_file(0))
 
 
-# --- which checkpoint -----------------------------------------------------------------------------------------------
-
-
 def open_mirror(args: TrainingArguments) -> Mirror | None:
     """Return the checked mirror of a run; None without `checkpoint_mirror` or if this process saves nothing."""
     url = getattr(args, "checkpoint_mirror", None)
@@ -127,9 +124,6 @@ def _require_files(folder: Path, needed: Sequence[str]) -> None:
             f"{folder} lacks {', '.join(missing)}: it was saved with save_only_model, or by another kind of trainer;"
             f" pass a {PREFIX}* folder of this kind of run, or start a new run from its weights"
         )
-
-
-# --- the state of the loop ------------------------------------------------------------------------------------------
 
 
 def read_loop_state(trainer: Trainer, folder: str | Path) -> dict[str, Any]:

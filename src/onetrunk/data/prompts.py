@@ -41,9 +41,6 @@ OVERLONG = ("error", "drop", "truncate")
 COMPLETION_KINDS = (("prompt", "completion"), ("messages",), ("text",))
 
 
-# --- prompts for sampling -------------------------------------------------------------------------------------------
-
-
 def prepare_prompts(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -207,9 +204,6 @@ def _drop_overlong(rows: Dataset, max_prompt_length: int) -> Dataset:
     return kept
 
 
-# --- rows for supervised fine-tuning --------------------------------------------------------------------------------
-
-
 def completion_columns(dataset: Dataset | ShardedRows) -> list[str]:
     """Return the columns that SFT learns from: prompt and completion, or messages, or text."""
     kind = next((kind for kind in COMPLETION_KINDS if set(kind) <= set(dataset.column_names)), None)
@@ -240,9 +234,6 @@ def without_written_bos(dataset: Dataset | ShardedRows, tokenizer: PreTrainedTok
     if not any(isinstance(text, str) and text.startswith(bos) for text in texts):
         return dataset
     return dataset.map(lambda row: {name: row[name].removeprefix(bos)}, load_from_cache_file=False, desc="BOS")
-
-
-# --- for both -------------------------------------------------------------------------------------------------------
 
 
 def decode_completion(

@@ -35,9 +35,6 @@ ROLES = (
 )
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------
-
-
 def check_rows(rows: Rows, fault: Fault) -> Rows:
     """Return checked rows: a Dataset is checked now; of sharded rows a sample now, and each row when it is read."""
     require_rows(rows)
@@ -81,9 +78,6 @@ def require_rows(dataset: Dataset | ShardedRows) -> None:
     """Raise ValueError if a dataset is empty."""
     if len(dataset) == 0:
         raise ValueError("the dataset holds no rows; give at least one")
-
-
-# --- columns --------------------------------------------------------------------------------------------------------
 
 
 def row_fault(checks: Mapping[str, Fault], row: Mapping[str, Any]) -> str | None:
@@ -197,9 +191,6 @@ def completion_fault(completion: object) -> str | None:
     return fault
 
 
-# --- preferences ----------------------------------------------------------------------------------------------------
-
-
 def check_preferences(rows: Rows) -> Rows:
     """Return checked rows of preferences; see `check_rows`."""
     missing = [name for name in PAIR if name not in rows.column_names]
@@ -228,9 +219,6 @@ def check_sides(rows: Rows) -> Rows:
 def stopped_column(dataset: Dataset, name: str) -> list[bool]:
     """Return the column `name`, which is False for completions that were cut off; all True without such a column."""
     return list(dataset[name]) if name in dataset.column_names else [True] * len(dataset)
-
-
-# --- splitting ------------------------------------------------------------------------------------------------------
 
 
 def split_rows(dataset: Dataset, eval_size: int | float, seed: int) -> tuple[Dataset, Dataset]:

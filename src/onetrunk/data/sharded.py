@@ -21,14 +21,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-import datasets
 import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
 
-from onetrunk.data.files import BUILDERS, check_renaming, hub_errors, looks_like_path, row_errors
+from onetrunk.data.files import check_renaming, dataset_builder, row_errors
 from onetrunk.utils.randomness import PROMPTS_STREAM, WINDOWS_STREAM, generator_of
 
 logger = logging.getLogger(__name__)
@@ -43,9 +42,6 @@ OPEN_FILES, THREADS = 8, 16
 MOST_GROUP_BYTES = 1 << 30
 # Rows of a row group that conversion writes.
 CONVERTED_GROUP_ROWS = 1000
-
-
-# --- the order of rows ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +126,6 @@ class BlockSampler:
         return iter(range(len(self))) if self.seed is None else self.order.iterate(self.seed, self.epoch)
 
 
-# --- the files ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ShardIndex:
     """The row groups of Parquet files, in the order of the files.
@@ -169,13 +162,11 @@ def _find_files(name: str, split: str, config_name: str | None) -> tuple[tuple[s
     """Return the Parquet files of a dataset, and its name if they had to be converted."""
     if "[" in split:
         raise ValueError(f"streaming reads whole splits, got {split!r}; name the split alone, or fewer files")
-    builder = _builder(name, split, config_name)
+    builder = dataset_builder(name, config_name, writer_batch_size=CONVERTED_GROUP_ROWS)
     by_split = builder.config.data_files or {}
     if split not in by_split:
         raise ValueError(f"{name} has the splits {', '.join(by_split) or 'none'}, got {split!r}; name one of them")
     urls = tuple(str(url) for url in by_split[split])
-    if not urls:
-        raise _no_file(name)
     if all(url.endswith(".parquet") for url in urls):
         return urls, None
     folder = Path(builder.cache_dir) / f"parquet-{CONVERTED_GROUP_ROWS}"
@@ -183,32 +174,6 @@ def _find_files(name: str, split: str, config_name: str | None) -> tuple[tuple[s
         builder.download_and_prepare(str(folder), file_format="parquet")
     paths = (*folder.glob(f"*-{split}.parquet"), *folder.glob(f"*-{split}-?????-of-?????.parquet"))
     return tuple(map(str, sorted(paths))), name
-
-
-def _builder(name: str, split: str, config_name: str | None) -> datasets.DatasetBuilder:
-    path, suffix = Path(name).expanduser(), Path(name).suffix
-    settings = {"writer_batch_size": CONVERTED_GROUP_ROWS}
-    names_files = not path.is_dir() and (suffix in BUILDERS or "*" in name or "://" in name)
-    if names_files and suffix not in BUILDERS:
-        raise ValueError(f"{name} does not say which files: end it with *.parquet or *.jsonl")
-    try:
-        if names_files:
-            url = name if "://" in name else str(path)
-            return datasets.load_dataset_builder(BUILDERS[suffix], data_files={"train": url}, **settings)
-        if path.is_dir():
-            return datasets.load_dataset_builder(str(path), **settings)
-    except FileNotFoundError as error:
-        raise _no_file(name) from error
-    except (OSError, ImportError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise RuntimeError(f"{name} cannot be listed: {' '.join(str(error).split())}") from error
-    if looks_like_path(name):
-        raise _no_file(name)
-    with hub_errors(name, split, config_name):
-        return datasets.load_dataset_builder(name, config_name, **settings)
-
-
-def _no_file(name: str) -> FileNotFoundError:
-    return FileNotFoundError(f"{name} does not exist (working folder {Path.cwd()}); give existing files")
 
 
 def _read_footer(url: str) -> tuple[pq.FileMetaData, bytes]:
@@ -254,9 +219,6 @@ def _index_files(urls: tuple[str, ...], source: str | None) -> ShardIndex:
     if not full.any():
         raise ValueError(f"{source or ', '.join(urls[:3])} hold no rows; give files with at least one")
     return ShardIndex(urls, source, tuple(columns[0]), _digest(data), files[full], groups[full], sizes[full])
-
-
-# --- the rows -------------------------------------------------------------------------------------------------------
 
 
 class ShardedRows:
@@ -307,8 +269,6 @@ class ShardedRows:
     def __len__(self) -> int:
         return len(self.order)
 
-    # --- what a row becomes
-
     def select_columns(self, names: Sequence[str]) -> ShardedRows:
         """Return these rows with only some of the files' columns; the others are not read."""
         return self._changed(_theirs={name: self._theirs[name] for name in names}, _sampled={})
@@ -338,8 +298,6 @@ class ShardedRows:
         for name, value in attributes.items():
             setattr(other, name, value)
         return other
-
-    # --- reading
 
     def __getitem__(self, rows: int | slice | Sequence[int]) -> Any:
         """Return a row, or of several rows a dict of columns, as datasets.Dataset does."""

@@ -19,8 +19,8 @@ from onetrunk.feedback.ledger import BudgetReached, Costs, Ledger
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict
-from onetrunk.judges.judge_config import JudgeConfig, check_judge, load_judge
-from onetrunk.judges.labels import JudgeStatistics, PairLabel, answers_by_principle, judge_pairs, rating_label
+from onetrunk.judges.judge_config import JudgeConfig, load_judge
+from onetrunk.judges.labels import JudgeStatistics, PairLabel, answers_by_principle, judge_pairs, weighted_rating
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
 
@@ -40,9 +40,9 @@ class Asker:
 
     Args:
         judge, constitution, ledger: who is asked by what, and what keeps the answers.
-        limit: stops the run when too many questions have no answer.
-        both_orders: as in `judge_pairs`.
+        max_failed_fraction: as in `FailureLimit`, which stops the run.
         costs: checks the budget after each answer; None: no budget.
+        bar: advances with every new answer, and shows the costs.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class Asker:
         judge: Judge,
         constitution: Constitution,
         ledger: Ledger,
-        limit: FailureLimit,
-        both_orders: bool = True,
+        max_failed_fraction: float,
         costs: Costs | None = None,
+        bar: tqdm | None = None,
     ):
         if isinstance(judge, EnsembleJudge):
             # The answers of each member are kept too, so that none is lost while another member is asked.
             judge = EnsembleJudge(list(judge.members.values()), ledger)
         self.judge, self.constitution, self.ledger = judge, constitution, ledger
-        self.limit, self.both_orders, self.costs = limit, both_orders, costs
+        self.limit, self.costs, self.bar = FailureLimit(max_failed_fraction, judge.name), costs, bar
         self.statistics = JudgeStatistics()
 
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
@@ -66,8 +66,7 @@ class Asker:
         labels: list[PairLabel] = []
         for start in range(0, len(pairs), PAIRS_PER_PART):
             part = pairs[start : start + PAIRS_PER_PART]
-            keeping = {"memory": self.ledger, "on_answer": self._note}
-            labels += judge_pairs(self.judge, part, self.constitution, both_orders=self.both_orders, **keeping)
+            labels += judge_pairs(self.judge, part, self.constitution, memory=self.ledger, on_answer=self._note)
         for label in labels:
             self.statistics.add(label)
         return labels
@@ -92,14 +91,20 @@ class Asker:
             # The same text twice is one question, and one object.
             for rating in {id(rating): rating for rating in column}.values():
                 self.statistics.add_rating(rating)
-        labels = (rating_label(ratings, self.constitution) for ratings in zip(*by_principle, strict=True))
-        ratings = []
-        for texts in completions:
-            of_prompt = list(islice(labels, len(texts)))
-            ratings.append(([label.score for label in of_prompt], any(label.errors for label in of_prompt)))
-        return ratings
+        by_row = iter(zip(*by_principle, strict=True))
+        of_prompts = [list(islice(by_row, len(texts))) for texts in completions]
+        return [
+            (
+                [weighted_rating(ratings, self.constitution) for ratings in rows],
+                any(rating.error is not None for ratings in rows for rating in ratings),
+            )
+            for rows in of_prompts
+        ]
 
     def _note(self, item: Pair | Single, answer: Verdict | Rating) -> None:
+        if self.bar is not None:
+            self.bar.set_postfix({} if self.costs is None else self.costs.shown(), refresh=False)
+            self.bar.update(1)
         self.limit.note(answer.error, answer.error_kind, item.prompt)
         if self.costs is not None:
             self.costs.check()
@@ -222,26 +227,16 @@ def load_judge_parts(settings: JudgeConfig, asks: bool = True) -> tuple[Judge | 
     if not asks:
         return None, constitution
     judge = load_judge(settings)
-    check_judge(judge)
+    check_judges([judge])
     return judge, constitution
 
 
 def check_judges(judges: Sequence[Judge]) -> None:
-    """Check the servers of judges before anything is asked. With a spent budget, answers that are kept still count."""
-    for judge in judges:
-        with contextlib.suppress(BudgetReached):
-            check_judge(judge)
+    """Check the servers among judges before anything is asked (`ServerJudge.check`).
 
-
-class ShownLimit(FailureLimit):
-    """A limit of failures that advances a progress bar with every answered question; `costs` are shown next to it."""
-
-    def __init__(self, max_failed_fraction: float, judge: str, bar: tqdm, costs: Costs | None = None):
-        super().__init__(max_failed_fraction, judge)
-        self.bar, self.costs = bar, costs
-
-    def note(self, error: str | None, kind: ErrorKind = "server", prompt: Prompt = "") -> None:
-        if self.costs is not None:
-            self.bar.set_postfix(self.costs.shown(), refresh=False)
-        self.bar.update(1)
-        super().note(error, kind, prompt)
+    With a spent budget, answers that are kept still count.
+    """
+    for member in (member for judge in judges for member in judge.members.values()):
+        if member.identity.get("kind") == "server":
+            with contextlib.suppress(BudgetReached):
+                member.check()

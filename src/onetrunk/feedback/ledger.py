@@ -273,11 +273,6 @@ class Costs:
         self.save()
         self._database.close()
 
-    def total(self) -> Usage:
-        """Save, and return the counters of all judges together."""
-        self.save()
-        return self._sum()
-
     def _sum(self) -> Usage:
         total = Usage()
         for _, usage, _ in map(_parsed, self._rows):

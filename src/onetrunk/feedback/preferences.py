@@ -251,10 +251,9 @@ def counts_of(counter: Counter[str]) -> dict[str, int]:
 
 
 def merged_judge_statistics(shards: Iterable[dict[str, float]]) -> dict[str, Any]:
-    """Return the statistics of a judge from the sums (`vars(JudgeStatistics)`) of one or several shards."""
+    """Return the statistics of a judge from the sums (`JudgeStatistics.sums`) of one or several shards."""
     total = JudgeStatistics()
     for sums in shards:
-        for name, value in sums.items():
-            setattr(total, name, getattr(total, name) + value)
+        total.sums.update(sums)
     # Sums of floats differ in their last digits with the order of the shards.
     return {name: round(v, 6) if isinstance(v, float) else v for name, v in total.as_dict().items()}

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onetrunk.judges.judge import prompt_key as prompt_key
 from onetrunk.utils.files import atomic_path, delete_temporaries
 
 Rows = Sequence[dict[str, Any]]

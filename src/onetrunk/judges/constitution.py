@@ -5,7 +5,6 @@ principles:
   - text: Which completion does more of what the prompt asks for?
     weight: 2.0
     tags: [helpful]
-    marks: {1: It does not do it., 5: It does all of it.}  # optional: what a mark means where completions are rated
 
 `RubricJudge` judges by Python functions that score completions, each for the principles that carry its tag. It is
 deterministic, and no text can persuade it. Its checks have the signature of reward functions (`rewards/reward.py`).
@@ -26,9 +25,7 @@ from onetrunk.utils.files import digest, read_yaml
 from onetrunk.utils.import_path import source_identity
 
 KEYS = ("name", "principles")
-PRINCIPLE_KEYS = ("text", "weight", "tags", "marks")
-MARKS = ("1", "2", "3", "4", "5")
-MAX_TEXT = 2000
+PRINCIPLE_KEYS = ("text", "weight", "tags")
 Check = Callable[..., Any]
 # A difference of one temperature makes odds of e to 1; one of a whole score, .993.
 TEMPERATURE = 0.2
@@ -74,11 +71,12 @@ def parse_constitution(content: Any, place: str = "the constitution") -> Constit
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{place} has no principles; list at least one, each with a text")
     principles = tuple(_principle(entry, f"{place}: principle {number}") for number, entry in enumerate(entries, 1))
-    first_numbers: dict[str, int] = {}
-    for number, principle in enumerate(principles, 1):
-        first = first_numbers.setdefault(principle.text.casefold(), number)
+    texts = [principle.text.casefold() for principle in principles]
+    for number, first in enumerate(map(texts.index, texts)):
         if first != number:
-            raise ValueError(f"{place}: principles {first} and {number} have the same text; keep one, with its weight")
+            raise ValueError(
+                f"{place}: principles {first + 1} and {number + 1} have the same text; keep one, with its weight"
+            )
     return Constitution(name.strip(), principles)
 
 
@@ -98,39 +96,24 @@ def _principle(entry: Any, place: str) -> Principle:
     text, weight, tags = entry.get("text"), entry.get("weight", 1.0), entry.get("tags") or []
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{place} has text {text!r}; say what is better, such as 'Which completion is clearer?'")
-    if len(text) > MAX_TEXT:
-        raise ValueError(f"{place} has {len(text)} characters; a principle is one sentence, at most {MAX_TEXT}")
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight) or weight <= 0:
         raise ValueError(f"{place} has weight {weight!r}; expected a number above 0")
     if not isinstance(tags, list) or not all(isinstance(tag, str) and tag for tag in tags):
         raise ValueError(f"{place} has tags {tags!r}; expected a list of names")
-    return Principle(text.strip(), float(weight), tuple(tags), _marks(entry.get("marks"), place))
-
-
-def _marks(marks: Any, place: str) -> tuple[tuple[str, str], ...]:
-    if marks is None:
-        return ()
-    named = {str(mark): text for mark, text in marks.items()} if isinstance(marks, dict) else {}
-    if not named or not set(named) <= set(MARKS) or not all(isinstance(t, str) and t.strip() for t in named.values()):
-        raise ValueError(
-            f"{place} has marks {marks!r}; expected what some of the marks 1 to 5 mean, such as {{1: It is wrong.,"
-            " 5: It is right.}"
-        )
-    return tuple((mark, named[mark].strip()) for mark in MARKS if mark in named)
+    return Principle(text.strip(), float(weight), tuple(tags))
 
 
 class RubricJudge(ScoringJudge):
     """Compares completions by the scores of checks (see `Judge`).
 
-    P(first better) = logistic((score of first - score of second) / temperature): exactly 1/2 for equal scores. A
+    P(first better) = logistic((score of first - score of second) / TEMPERATURE): exactly 1/2 for equal scores. A
     principle with several checks uses the mean of their scores. A check that returns None for one of the completions
     is left out; if none is left, the judge abstains.
 
     Args:
         checks: tag -> function, plain or async, with the keywords prompts, completions and completion_ids (None here),
             and `**columns`; it returns one number per completion, None if it does not apply.
-        temperature: the scale of the logistic, in units of a score; above 0.
 
     Raises:
         ValueError: no check, or a check that is not callable.
@@ -138,18 +121,16 @@ class RubricJudge(ScoringJudge):
 
     name = "rubric"
 
-    def __init__(self, checks: Mapping[str, Check], temperature: float = TEMPERATURE):
+    def __init__(self, checks: Mapping[str, Check]):
         if not checks or not all(map(callable, checks.values())):
             raise ValueError(
                 f"the rubric has the checks {checks}; expected a function for each tag, such as"
                 " {concise: path/to/file.py:function}"
             )
         self.checks = dict(checks)
-        self.temperature = float(temperature)
         self.identity: dict[str, Any] = {
             "kind": "rubric",
             "checks": {tag: source_identity(check) for tag, check in sorted(self.checks.items())},
-            "temperature": self.temperature,
         }
 
     def require(self, constitution: Constitution) -> None:
@@ -162,7 +143,7 @@ class RubricJudge(ScoringJudge):
         if not both:
             return Verdict(None, _not_applied(first))
         lead = sum(one - other for one, other in both.values()) / len(both)
-        return Verdict(logistic(lead / self.temperature), details={"scores": both})
+        return Verdict(logistic(lead / TEMPERATURE), details={"scores": both})
 
     def _rating(self, by_tag: dict[str, float | None]) -> Rating:
         scores = {tag: score for tag, score in by_tag.items() if score is not None}
@@ -192,16 +173,7 @@ class RubricJudge(ScoringJudge):
                 f"the check for the tag {tag!r} failed with {type(error).__name__}: {error}; it is called with"
                 " prompts, completions and completion_ids=None, without the columns of a dataset"
             ) from error
-        values = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(values, (list, tuple)) or len(values) != len(completions):
-            raise ValueError(
-                f"the check for the tag {tag!r} returned {values!r:.60}; expected a list of {len(completions)}"
-                " numbers, one per completion, None if it does not apply"
-            )
-        try:
-            scores = [None if value is None else float(value) for value in values]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"the check for the tag {tag!r} returned {values!r:.60}: {error}") from error
+        scores = checked_scores(f"the check for the tag {tag!r}", result, len(rows))
         # A number that is not finite is neither better nor worse than another: the check does not apply.
         return [score if score is not None and math.isfinite(score) else None for score in scores]
 
@@ -214,6 +186,33 @@ class RubricJudge(ScoringJudge):
                 f" {', '.join(self.checks)}: give the principle one of them, or add a check"
             )
         return tags
+
+
+def checked_scores(name: str, result: Any, num_rows: int) -> list[float | None]:
+    """Return what a check or a reward function returned as one number per completion, None where it does not apply.
+
+    Raises:
+        TypeError: not a list of numbers. ValueError: another number of scores, or something that is not one number.
+    """
+    returned = f"{name} returned"
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(f"{returned} a coroutine; define it with 'async def'")
+    values = result.tolist() if hasattr(result, "tolist") else result
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{returned} {type(values).__name__}; expected a list of {num_rows} numbers")
+    values = list(values)
+    if len(values) != num_rows:
+        raise ValueError(
+            f"{returned} {len(values)} scores, expected {num_rows}: one per completion, None where it does not apply"
+        )
+    for index, value in enumerate(values):
+        if value is not None and not hasattr(value, "__float__"):
+            raise TypeError(f"{returned} {value!r} at index {index}; expected a number or None")
+    try:
+        return [None if value is None else float(value) for value in values]
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{returned} something that is not one number: {error}") from error
 
 
 def _not_applied(by_tag: Mapping[str, Any]) -> str:

@@ -28,18 +28,16 @@ class Principle:
         text: what is better, as a question or a command.
         weight: its share in a label, above 0.
         tags: short names; a rubric finds its check by them.
-        marks: what each mark of a rating means, "1" to "5"; a judge that reads sees them when it rates.
     """
 
     text: str
     weight: float = 1.0
     tags: tuple[str, ...] = ()
-    marks: tuple[tuple[str, str], ...] = ()
 
     @property
     def key(self) -> str:
         """Hash for ledger keys. It leaves out the weight, so that a new weight does not pay for new answers."""
-        return digest([self.text, self.tags, self.marks])
+        return digest([self.text, self.tags])
 
 
 @dataclass(frozen=True)
@@ -223,17 +221,9 @@ class Judge:
         """Return a verdict per pair; `done` as in `answers`."""
         return self.answers([(pair, principle) for pair in pairs], done)
 
-    def rate(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[str],
-        principle: Principle,
-        done: Done | None = None,
-        stopped: Sequence[bool] | None = None,
-    ) -> list[Rating]:
-        """Return a rating per completion; `done` as in `answers`, `stopped` as in `Single` (None: all are True)."""
-        rows = zip(prompts, completions, stopped or [True] * len(prompts), strict=True)
-        return self.answers([(Single(*row), principle) for row in rows], done)
+    def rate(self, completions: Sequence[Single], principle: Principle, done: Done | None = None) -> list[Rating]:
+        """Return a rating per completion; `done` as in `answers`."""
+        return self.answers([(completion, principle) for completion in completions], done)
 
     def answers(self, questions: Sequence[Question], done: Done | None = None) -> list[Any]:
         """Return the answers to questions: all about pairs, or all about single completions.

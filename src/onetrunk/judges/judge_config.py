@@ -114,13 +114,6 @@ def specs_by_judge(specs: Sequence[str], settings: JudgeConfig) -> list[list[str
     return list(groups.values())
 
 
-def check_judge(judge: Judge) -> None:
-    """Check the servers among a judge's members (see `ServerJudge.check`, which raises ValueError or RuntimeError)."""
-    for member in judge.members.values():
-        if member.identity.get("kind") == "server":
-            member.check()
-
-
 def _judge(specs: Sequence[str], settings: JudgeConfig) -> Judge:
     spec = specs[0]
     if spec == RUBRIC:
@@ -151,12 +144,13 @@ def names_a_judge(spec: str) -> bool:
 def own_judge(spec: str) -> Judge:
     """Return the Judge of the user's that a text names; a class is called without arguments."""
     judge = find_object(spec, "judge")
-    if not _is_judge(judge):
+    is_class = inspect.isclass(judge)
+    if not (issubclass(judge, Judge) if is_class else isinstance(judge, Judge)):
         raise TypeError(
             f"judge {spec!r} is of type {type(judge).__name__}; expected a subclass of onetrunk.judges.judge.Judge, or"
             " an instance of one"
         )
-    if inspect.isclass(judge):
+    if is_class:
         try:
             judge = judge()
         except TypeError as error:
@@ -175,12 +169,6 @@ def own_judge(spec: str) -> Judge:
             " that names all that its answers depend on, such as {'kind': 'mine', 'version': 1}"
         )
     return judge
-
-
-def _is_judge(value: Any) -> bool:
-    if inspect.isclass(value):
-        return issubclass(value, Judge) and value.__module__ != Judge.__module__
-    return isinstance(value, Judge)
 
 
 def _rubric(settings: JudgeConfig) -> RubricJudge:

@@ -6,6 +6,7 @@ shows the bias. Answers that a `Memory` keeps are not asked again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
@@ -42,40 +43,19 @@ class PairLabel:
 
     Args:
         probability: that the pair's first completion is the better one. It is the mean over orders and, by weight,
-            over the principles that were answered in every order asked and did not tie; 1/2 if all of those tie, None
+            over the principles that were answered in both orders and did not tie; 1/2 if all of those tie, None
             if there are none.
-        consistent: True if both orders were asked and neither contradicts the other; a tie contradicts nothing.
-        votes: the text of each principle, and the probability of `first` in each order asked, as given and flipped
-            (None: no answer).
+        consistent: True if neither order contradicts the other; a tie contradicts nothing.
+        votes: the text of each principle, and the probability of `first` as given and flipped (None: no answer).
         abstentions: questions that the judge did not decide.
-        errors: questions without an answer yet.
-        refused, unread: how many of the errors have this `ErrorKind`.
+        errors: the kinds of the errors of questions without an answer yet.
     """
 
     probability: float | None
     consistent: bool
     votes: tuple[tuple[str, tuple[float | None, ...]], ...]
     abstentions: int = 0
-    errors: int = 0
-    refused: int = 0
-    unread: int = 0
-
-
-@dataclass(frozen=True)
-class RatingLabel:
-    """The label of a completion, from its ratings.
-
-    Args:
-        score: mean over principles, by weight, in [0, 1]; None without an answer to average.
-        abstentions: principles by which the judge did not decide.
-        errors: principles without an answer yet.
-        failure: the first error's message.
-    """
-
-    score: float | None
-    abstentions: int = 0
-    errors: int = 0
-    failure: str | None = None
+    errors: tuple[ErrorKind, ...] = ()
 
 
 class Memory(Protocol):
@@ -94,20 +74,13 @@ def judge_pairs(
     pairs: Sequence[Pair],
     constitution: Constitution,
     *,
-    both_orders: bool = True,
     memory: Memory | None = None,
     on_answer: OnAnswer | None = None,
 ) -> list[PairLabel]:
-    """Return a label per pair.
-
-    Args:
-        both_orders: False asks only in the given order, and leaves a judge's bias in the labels.
-        memory, on_answer: as in `ask_missing`; `on_answer` gets pairs in the order shown.
-    """
-    shown = [*pairs, *(pair.flipped() for pair in pairs)] if both_orders else pairs
-    principles = constitution.principles
+    """Return a label per pair; `memory` and `on_answer` as in `ask_missing`, which gets pairs in the order shown."""
+    shown = [*pairs, *(pair.flipped() for pair in pairs)]
     by_principle = answers_by_principle(judge, shown, constitution, memory, on_answer)
-    return [_label([v[i :: len(pairs)] for v in by_principle], principles) for i in range(len(pairs))]
+    return [_label([v[i :: len(pairs)] for v in by_principle], constitution.principles) for i in range(len(pairs))]
 
 
 def kept_ratings(
@@ -117,14 +90,14 @@ def kept_ratings(
     constitution: Constitution,
     memory: Memory | None = None,
     stopped: Sequence[bool] | None = None,
-) -> list[RatingLabel]:
-    """Return a rating per completion; only questions that the memory does not hold are asked.
+) -> list[float | None]:
+    """Return `weighted_rating` per completion; only questions that the memory does not hold are asked.
 
     `stopped` is False for a completion that was cut off; None: no completion was cut off.
     """
     rows = [Single(*row) for row in zip(prompts, completions, stopped or [True] * len(prompts), strict=True)]
     by_principle = answers_by_principle(judge, rows, constitution, memory)
-    return [rating_label(ratings, constitution) for ratings in zip(*by_principle, strict=True)]
+    return [weighted_rating(ratings, constitution) for ratings in zip(*by_principle, strict=True)]
 
 
 def answers_by_principle(
@@ -185,7 +158,7 @@ def ask_missing(
 
 
 def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle]) -> PairLabel:
-    """Return the label of a pair from its verdicts per principle, each as given and, if it was asked, flipped."""
+    """Return the label of a pair from its verdicts per principle, each as given and flipped."""
     votes, abstentions = [], 0
     errors: list[ErrorKind] = []
     answered: list[tuple[float, list[float]]] = []
@@ -205,21 +178,20 @@ def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle
     decided = [(weight, by_order) for weight, by_order in answered if any(p != TIE for p in by_order)] or answered
     weights = [weight for weight, _ in decided]
     means = [_weighted_mean(in_order, weights) for in_order in zip(*(p for _, p in decided), strict=True)]
-    kinds = len(errors), errors.count("refused"), errors.count("unread")
     probability = sum(means) / len(means) if means else None
-    return PairLabel(probability, len(means) == 2 and _agree(*means), tuple(votes), abstentions, *kinds)
+    return PairLabel(probability, bool(means) and _agree(*means), tuple(votes), abstentions, tuple(errors))
 
 
-def rating_label(ratings: Sequence[Rating], constitution: Constitution) -> RatingLabel:
-    """Return the label of a completion from its ratings, one per principle."""
-    failures = [rating.error for rating in ratings if rating.error is not None]
-    scored = [
-        (rating.score, principle.weight)
-        for rating, principle in zip(ratings, constitution.principles, strict=True)
-        if rating.error is None and rating.score is not None
-    ]
-    score = _weighted_mean(*zip(*scored, strict=True)) if scored else None
-    return RatingLabel(score, len(ratings) - len(failures) - len(scored), len(failures), next(iter(failures), None))
+def weighted_rating(ratings: Sequence[Rating], constitution: Constitution) -> float | None:
+    """Return the mean of a completion's ratings, one per principle, by weight, in [0, 1].
+
+    None if the judge abstains under every principle, or has no answer yet under one: the mean would change with it.
+    """
+    rated = zip(ratings, constitution.principles, strict=True)
+    scored = [(rating.score, principle.weight) for rating, principle in rated if rating.score is not None]
+    if not scored or any(rating.error is not None for rating in ratings):
+        return None
+    return _weighted_mean(*zip(*scored, strict=True))
 
 
 def answer_key(judge: Judge, principle: Principle, item: Pair | Single) -> str:
@@ -246,37 +218,28 @@ class JudgeStatistics:
     """Statistics of a judge over many labels: whether it favours a slot, and how often it decides."""
 
     def __init__(self) -> None:
-        self.pairs = self.questions = self.abstained = self.errors = self.refused = self.unread = 0
-        self.compared = self.agreed = 0
-        self.answered, self.first_slot_wins, self.first_slot_sum = 0, 0.0, 0.0
+        self.sums: Counter[str] = Counter()
 
     def add(self, label: PairLabel) -> None:
         """Count one label."""
-        self.pairs += 1
-        self.abstained += label.abstentions
-        self.errors += label.errors
-        self.refused += label.refused
-        self.unread += label.unread
+        self.sums.update(pairs=1, abstained=label.abstentions, errors=len(label.errors))
+        self.sums.update(label.errors)
         for _, orders in label.votes:
-            self.questions += len(orders)
+            self.sums["questions"] += len(orders)
             for is_flipped, probability in enumerate(orders):
                 if probability is not None:
                     shown_first = 1 - probability if is_flipped else probability
-                    self.answered += 1
-                    self.first_slot_sum += shown_first
-                    self.first_slot_wins += TIE if shown_first == TIE else float(shown_first > TIE)
-            if len(orders) == 2 and None not in orders:
-                self.compared += 1
-                self.agreed += _agree(*orders)
+                    wins = TIE if shown_first == TIE else float(shown_first > TIE)
+                    self.sums.update(answers=1, first_slot_sum=shown_first, first_slot_wins=wins)
+            if None not in orders:
+                self.sums.update(compared=1, agreed=_agree(*orders))
 
     def add_rating(self, rating: Answer) -> None:
         """Count the rating of one completion as a question without slots."""
-        self.questions += 1
-        self.abstained += rating.error is None and rating.score is None
         if rating.error is not None:
-            self.errors += 1
-            self.refused += rating.error_kind == "refused"
-            self.unread += rating.error_kind == "unread"
+            self.sums.update(["questions", "errors", rating.error_kind])
+        else:
+            self.sums.update(questions=1, abstained=rating.score is None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics; a share of zero is None.
@@ -285,19 +248,15 @@ class JudgeStatistics:
         position_consistency: share of (pair, principle) whose two orders do not contradict each other.
         first_slot_rate: share of answers for the completion shown first, a tie counting half; .5 for a fair judge.
         """
-        return {
-            "pairs": self.pairs,
-            "questions": self.questions,
-            "answers": self.answered,
-            "compared": self.compared,
-            "abstained_fraction": _share(self.abstained, self.questions),
-            "errors": self.errors,
-            "refused": self.refused,
-            "unread": self.unread,
-            "position_consistency": _share(self.agreed, self.compared),
-            "first_slot_rate": _share(self.first_slot_wins, self.answered),
-            "first_slot_probability": _share(self.first_slot_sum, self.answered),
+        counts = ("pairs", "questions", "answers", "compared", "errors", "refused", "unread")
+        shares = {
+            "abstained_fraction": ("abstained", "questions"),
+            "position_consistency": ("agreed", "compared"),
+            "first_slot_rate": ("first_slot_wins", "answers"),
+            "first_slot_probability": ("first_slot_sum", "answers"),
         }
+        values = {name: self.sums[name] for name in counts}
+        return values | {name: _share(self.sums[part], self.sums[whole]) for name, (part, whole) in shares.items()}
 
 
 def judge_warnings(statistics: dict[str, Any]) -> list[str]:
@@ -316,11 +275,9 @@ def judge_warnings(statistics: dict[str, Any]) -> list[str]:
         )
     is_slot_bound = slot_rate is not None and not SLOT_RATE_NEAR < slot_rate < 1 - SLOT_RATE_NEAR
     if statistics["answers"] >= FEWEST_ANSWERS and (is_slot_bound or abs(slot - TIE) > MOST_SLOT_BIAS):
-        both = statistics["compared"]
-        effect = "asking in both orders cancels this" if both else "with one order this is in the labels"
         warnings.append(
             f"the judge prefers the completion shown first in {slot_rate:.0%} of its answers, with a mean probability"
-            f" of {slot:.2f}; {effect}"
+            f" of {slot:.2f}; asking in both orders cancels this"
         )
     if statistics["refused"] or statistics["unread"]:
         warnings.append(

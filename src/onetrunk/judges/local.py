@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,16 +44,10 @@ MIN_LABEL_MASS = 0.5
 LEAST_CHARACTERS = 40
 # For a question without material: its tokens and control tokens are our own.
 ANY_CODE = "0" * 12
+# The token ids of a question, and what a report says of it.
+Fitted = tuple[list[int], dict[str, Any]]
 # Per label the same number of token ids that mean it; all different.
 LabelIds = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """The token ids of a question, and what a report says of it."""
-
-    ids: list[int]
-    details: dict[str, Any]
 
 
 class CausalJudge(Judge):
@@ -112,25 +105,25 @@ class CausalJudge(Judge):
         blank = question_messages(form.blank, principle, ANY_CODE)
         label_ids = self.reader.label_ids(blank, form.labels)
         controls = self._num_controls(self.reader.ids(blank))
-        fitted: dict[int, _Fitted] = {}
+        fitted: dict[int, Fitted] = {}
         for index, item in enumerate(items):
-            question = self._fit(item, principle)
-            if len(question.ids) > self.room:
-                problem = f"the question has {len(question.ids)} tokens, at most {self.room} are read"
-            elif self._num_controls(question.ids) != controls:
+            ids, details = self._fit(item, principle)
+            if len(ids) > self.room:
+                problem = f"the question has {len(ids)} tokens, at most {self.room} are read"
+            elif self._num_controls(ids) != controls:
                 problem = "the texts bring control tokens of the judge along"
             else:
-                fitted[index] = question
+                fitted[index] = ids, details
                 continue
-            keep(index, form.answer(Opinion(None, problem, question.details)))
-        order = sorted(fitted, key=lambda index: -len(fitted[index].ids))
+            keep(index, form.answer(Opinion(None, problem, details)))
+        order = sorted(fitted, key=lambda index: -len(fitted[index][0]))
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
             opinions = self._opinions([fitted[index] for index in batch], form.labels, label_ids)
             for index, opinion in zip(batch, opinions, strict=True):
                 keep(index, form.answer(opinion))
 
-    def _fit(self, item: Pair | Single, principle: Principle) -> _Fitted:
+    def _fit(self, item: Pair | Single, principle: Principle) -> Fitted:
         """Shorten the texts until the question fits, or they have LEAST_CHARACTERS."""
         longest, nonce = longest_text(item), nonce_of(item, principle)
         size = min(longest, MAX_CHARACTERS)
@@ -138,11 +131,11 @@ class CausalJudge(Judge):
             ids = self.reader.ids(question_messages(item, principle, nonce, self.control_words, size))
             if len(ids) <= self.room or size <= LEAST_CHARACTERS:
                 cut = {"cut_to_characters": size} if size < longest else {}
-                return _Fitted(ids, {"tokens": len(ids), **cut})
+                return ids, {"tokens": len(ids), **cut}
             size = max(LEAST_CHARACTERS, int(0.9 * size * self.room / len(ids)))
 
-    def _opinions(self, questions: Sequence[_Fitted], labels: Sequence[str], label_ids: LabelIds) -> list[Opinion]:
-        rows = [question.ids for question in questions]
+    def _opinions(self, questions: Sequence[Fitted], labels: Sequence[str], label_ids: LabelIds) -> list[Opinion]:
+        rows = [ids for ids, _ in questions]
         self.usage.prompt_tokens += sum(map(len, rows))
         logits = last_logits(self.model, rows, self.tokenizer.pad_token_id)
         if not logits.isfinite().all():
@@ -151,8 +144,8 @@ class CausalJudge(Judge):
             )
         shares, masses = (values.tolist() for values in label_shares(logits, label_ids))
         opinions = []
-        for question, share, mass in zip(questions, shares, masses, strict=True):
-            details = question.details | {"label_mass": mass}
+        for (_, details), share, mass in zip(questions, shares, masses, strict=True):
+            details = details | {"label_mass": mass}
             if mass < self.min_label_mass:
                 opinions.append(Opinion(None, f"label mass {mass:.3g} is below {self.min_label_mass:g}", details))
             else:
@@ -163,15 +156,12 @@ class CausalJudge(Judge):
         return sum(token in self.control_ids for token in ids)
 
 
-def load_causal_judge(
-    name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, **settings: Any
-) -> CausalJudge:
+def load_causal_judge(name: str, *, device: torch.device | str | None = None, **settings: Any) -> CausalJudge:
     """Return the causal model at `name` as a judge; an adapter's weights are merged into its base.
 
     Args:
         name: folder or Hub name of a model, or of an adapter.
         device: None leaves it on the CPU.
-        dtype: the type of the weights; None keeps the checkpoint's own.
         **settings: of CausalJudge, which may raise ValueError.
 
     Raises:
@@ -180,10 +170,10 @@ def load_causal_judge(
     base = adapter_base(name)
     tokenizer = load_tokenizer(name)
     if base is None:
-        model = load_base(name, dtype=dtype)
+        model = load_base(name)
     else:
         with base_of(name):
-            model = load_base(base, dtype=dtype)
+            model = load_base(base)
         adapted = put_adapter_on(model, name)
         # Not every type of adapter can be merged.
         with peft_calls(), reading("adapter", name, "adapter_config.json"):

@@ -16,11 +16,10 @@ from typing import Any
 from onetrunk.judges.template import Opinion, is_mark
 from onetrunk.servers.client import is_same_model
 from onetrunk.servers.errors import CallError
-from onetrunk.utils.files import parse_json
 
 # A label may be in quotes, brackets or bold type; a sentence around it is not a verdict.
 BEFORE, AFTER = r"[\s\"'`*(\[<]*", r"[\s\"'`*)\]>.:]*"
-VERDICT_KEYS = ("label", "verdict", "answer", "choice", "better", "winner", "score", "rating")
+VERDICT_WORDS = ("label", "verdict", "answer", "choice", "better", "winner", "score", "rating")
 # How tokenizers write the space before a word.
 SPACE_MARKS = "\u0120\u2581"
 # With less probability on the labels their order says little about what the model wanted to write.
@@ -93,14 +92,10 @@ def checked_reply(output: Any, model: str) -> Reply:
 def read_label(text: str, labels: Sequence[str]) -> str | None:
     """Return the label that a reply consists of; None for any other reply.
 
-    Accepts the label alone, a word such as "Answer:" before it, and JSON with one of VERDICT_KEYS, fenced or not.
+    Accepts the label alone, and a word such as "Answer:" before it.
     """
-    fenced = re.fullmatch(r"\s*```\w*\n?(.*?)\n?```\s*", text, flags=re.DOTALL)
-    text = fenced.group(1) if fenced else text
-    if text.lstrip().startswith("{"):
-        return _label_in_json(text, labels)
     either = "|".join(map(re.escape, sorted(labels, key=len, reverse=True)))
-    word = rf"(?i:{BEFORE}(?:final |my )?(?:{'|'.join(VERDICT_KEYS)})(?: is)?{BEFORE}[:=]{AFTER})?"
+    word = rf"(?i:{BEFORE}(?:final |my )?(?:{'|'.join(VERDICT_WORDS)})(?: is)?{BEFORE}[:=]{AFTER})?"
     match = re.fullmatch(rf"{word}{BEFORE}({either}){AFTER}", text)
     return match.group(1) if match else None
 
@@ -192,15 +187,6 @@ def _problem_of(reply: Reply) -> str:
     if not reply.is_whole:
         return f"it reached the token limit and begins {begins}; if the model reasons first, {MORE_TOKENS}"
     return f"it begins {begins}"
-
-
-def _label_in_json(text: str, labels: Sequence[str]) -> str | None:
-    try:
-        value = parse_json(text)
-    except ValueError:
-        return None
-    entries = [str(value[key]).strip() for key in VERDICT_KEYS if key in value] if isinstance(value, dict) else []
-    return entries[0] if len(entries) == 1 and entries[0] in labels else None
 
 
 def _after_thinking(text: str) -> str:

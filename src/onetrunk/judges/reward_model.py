@@ -5,7 +5,6 @@ It cannot read a principle, so it gives the same answer under each. `models/rewa
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, logistic, model_name
-from onetrunk.models.loading import base_fingerprint, read_tokenizer
+from onetrunk.models.loading import read_tokenizer, scorer_fingerprint
 from onetrunk.models.reward_model import (
     ScoreScale,
     check_scorer,
@@ -68,8 +67,7 @@ class RewardModelJudge(ScoringJudge):
         self.num_shortened = 0
         self.identity: dict[str, Any] = {
             "kind": "reward model",
-            "model": base_fingerprint(model),
-            "adapter": _adapter_fingerprint(model),
+            "model": scorer_fingerprint(model),
             "reads": digest([tokenizer("The cat sat, twice!")["input_ids"], tokenizer.chat_template])[:16],
             "end_token": reads_end_token(model),
             "scale": None if scale is None else [scale.mean, scale.std],
@@ -128,28 +126,8 @@ def load_reward_judge(
     source = str(path) if path.exists() else name
     if is_adapter_name(name):
         model, tokenizer = load_adapter_scorer(name, device=device)
-        _forget_replaced_head(model)
     else:
         model = load_scorer(name, device=device)
         tokenizer = read_tokenizer(source, "tokenizer of the reward model")
     scale = read_score_scale(source)
     return RewardModelJudge(model, tokenizer, scale=scale, batch_size=batch_size, name=Path(source).name)
-
-
-@torch.no_grad()
-def _forget_replaced_head(model: PreTrainedModel) -> None:
-    # PEFT keeps the head that the adapter replaces. Its random numbers would give each load another identity.
-    for name, parameter in model.named_parameters():
-        if ".original_module." in name:
-            parameter.zero_()
-
-
-@torch.no_grad()
-def _adapter_fingerprint(model: PreTrainedModel) -> str | None:
-    """Return a hash of the LoRA weights in a model's layers, which its base's fingerprint leaves out."""
-    content = hashlib.sha256()
-    weights = [(name, p) for name, p in sorted(model.named_parameters()) if ".lora_" in name]
-    for name, parameter in weights:
-        content.update(f"{name} {list(parameter.shape)}".encode())
-        content.update(parameter.float().cpu().contiguous().numpy().tobytes())
-    return content.hexdigest()[:16] if weights else None

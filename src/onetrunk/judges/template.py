@@ -84,7 +84,7 @@ Principle: {principle}
 
 By the principle above, how good is the completion, from 1 (bad) to 5 (very good)? Answer with one digit, 1, 2, 3, 4 \
 or 5, and nothing else."""
-# Longest verdict of a server: enough for a label in quotes or in JSON, too little for an essay.
+# Longest verdict of a server: enough for a label in a short sentence, too little for an essay.
 VERDICT_TOKENS = 16
 
 
@@ -145,11 +145,8 @@ def question_messages(
     form, parts = form_of(item), _parts(item)
     quoted = ((name, _quoted(text, [*special_tokens, nonce], max_characters)) for name, text in parts)
     material = "\n".join(f"<{name} {nonce}>\n{text}\n</{name} {nonce}>" for name, text in quoted)
-    text = principle.text
-    if form is RATING and principle.marks:
-        text += "\n" + "\n".join(f"{mark}: {meaning}" for mark, meaning in principle.marks)
     rules = RULES.format(nonce=nonce) + ("" if item.reference is None else REFERENCE_RULE)
-    return [{"role": "user", "content": form.wording.format(principle=text, rules=rules, material=material)}]
+    return [{"role": "user", "content": form.wording.format(principle=principle.text, rules=rules, material=material)}]
 
 
 def nonce_of(item: Pair | Single, principle: Principle) -> str:

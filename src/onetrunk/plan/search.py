@@ -440,14 +440,6 @@ def _servers(job: Job, pools: Sequence[Pool]) -> list[tuple[Pool, SampleLayout, 
 # --- the ranking ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """A plan in the ranking, and why it is not the first."""
-
-    plan: Plan
-    why: str
-
-
 def value_of(plan: Plan, objective: str, market: str) -> tuple[float, ...]:
     """Return what an objective makes as small as possible; ties go to fewer seconds, dollars and devices.
 
@@ -460,7 +452,7 @@ def value_of(plan: Plan, objective: str, market: str) -> tuple[float, ...]:
 
 def search(
     job: Job, pools: Sequence[Pool], space: Space, objective: str = "time", market: str = "on_demand", most: int = 8
-) -> list[Ranked]:
+) -> list[Plan]:
     """Return the best plan of each family of plans that fits, the best first; [] if none fits.
 
     A family is a schedule, an engine, and a way to hold the base. The first is the best of all plans.
@@ -475,8 +467,7 @@ def search(
         family = (plan.schedule, sample.engine, way, sample.stages > 1, train.device.name, sample.device.name)
         entry = (value_of(plan, objective, market), plan)
         best[family] = min(best.get(family, entry), entry, key=lambda e: e[0])
-    ordered = [plan for _, plan in sorted(best.values(), key=lambda e: e[0])[:most]]
-    return [Ranked(plan, why_not(plan, ordered[0], objective, market)) for plan in ordered]
+    return [plan for _, plan in sorted(best.values(), key=lambda e: e[0])[:most]]
 
 
 def why_not(plan: Plan, winner: Plan, objective: str, market: str) -> str:

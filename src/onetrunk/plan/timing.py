@@ -46,7 +46,6 @@ LATENCY_S = 2e-5
 WHOLE = 1e9
 # Launches of a forward with its backward that is not checkpointed, over those of one that is.
 UNCHECKPOINTED = 0.75
-WHOLE_BASE = "whole base"
 # Points at which the falling number of decoding rows is read.
 SEGMENTS = 24
 # Truth over prediction. Without a calibration, 9 of 10 step times of a program that the rates were not fitted to lie
@@ -99,13 +98,9 @@ class TrainLayout:
         """How the devices hold the base, in words."""
         if self.is_staged:
             return f"{self.stages} stages"
-        return (
-            f"{self.tensor} per matrix"
-            if self.tensor > 1
-            else f"{self.shards} shards"
-            if self.shards > 1
-            else WHOLE_BASE
-        )
+        if self.tensor > 1:
+            return f"{self.tensor} per matrix"
+        return f"{self.shards} shards" if self.shards > 1 else "whole base"
 
     @property
     def words(self) -> str:
@@ -215,9 +210,6 @@ def link_seconds(device: Device, num_bytes: float, is_inside: bool) -> float:
 def _is_pipeline_inside(layout: TrainLayout | SampleLayout) -> bool:
     """Whether pipelines of consecutive processes never cross machines."""
     return layout.count <= layout.per_node or layout.per_node % layout.stages == 0
-
-
-# --- generation -----------------------------------------------------------------------------------------------------
 
 
 def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> dict[str, float]:
@@ -330,9 +322,6 @@ def generate_time(job: Job, layout: SampleLayout) -> PhaseTime:
         tokens=prompts,
     )
     return PhaseTime(decoding.parts | {"prompts": prefill / layout.tensor / stages}, decoding.tail)
-
-
-# --- scoring and update ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -551,56 +540,44 @@ def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float
     return PUBLISH_S + 2.0 * job.shape.parameters / sample.tensor / RELOAD
 
 
-# --- stages around PPO ----------------------------------------------------------------------------------------------
-
 # A judge reads the prompt, both completions and a constitution of about this many tokens, in both orders.
 JUDGE_TEXT, ORDERS = 300, 2
 # Tokens of a forward in these stages; rows that decode at once, where the recipe does not say.
 FORWARD, LABELLED_ROWS = 8192, 128
 
 
-@dataclass(frozen=True)
-class Around:
-    """What the stages around PPO work on; 0: a stage is left out.
-
-    Args:
-        label_prompts: prompts whose completions a judge compares.
-        completions: of each of them.
-        reward_pairs: pairs that a reward model of the base's shape is trained on.
-        distill_rows: completions on which a student learns the reward model's scores.
-        student: model of the student; None: the base.
-    """
-
-    label_prompts: int = 0
-    completions: int = 4
-    judge: ModelShape | None = None
-    reward_pairs: int = 0
-    distill_rows: int = 0
-    student: ModelShape | None = None
+def label_time(
+    job: Job, train: TrainLayout, sample: SampleLayout, prompts: int, completions: int, judge: ModelShape
+) -> PhaseTime:
+    """Return the seconds of sampling `completions` of each prompt and of judging every pair of them."""
+    sampled = replace(
+        job, rollout_batch_size=prompts, num_generations=completions,
+        max_rollout_rows=job.max_rollout_rows or LABELLED_ROWS,
+    )  # fmt: skip
+    pairs = prompts * completions * (completions - 1) / 2
+    tokens = pairs * ORDERS * (JUDGE_TEXT + job.lengths.prompt + 2 * job.lengths.completion)
+    judged = _stage_parts(job, train, judge, tokens, 1, train.device.rates.layer_s / 3)
+    return PhaseTime({"sampling": generate_time(sampled, sample).seconds, "judge": sum(judged.values())})
 
 
-def around_times(job: Job, train: TrainLayout, sample: SampleLayout, around: Around) -> dict[str, PhaseTime]:
-    """Return the seconds of each stage that is wanted, on the devices of a plan."""
-    rates, times, row = train.device.rates, {}, job.lengths.row * PADDING
+def reward_training_time(job: Job, train: TrainLayout, pairs: int) -> PhaseTime:
+    """Return the seconds of training a reward model with adapters on the base, on both completions of each pair."""
+    per_layer_s = train.device.rates.layer_s + train.device.rates.adapter_layer_s
+    return PhaseTime(_stage_parts(job, train, job.shape, 2 * pairs * job.lengths.row * PADDING, 2, per_layer_s))
 
-    def passes(shape: ModelShape, tokens: float, number: float, per_layer_s: float) -> dict[str, float]:
-        flops = number * forward_flops(shape, 1, shape.num_layers) * tokens
-        compute = product_seconds(shape, train.device, job.itemsize, matrix_flops=flops, tokens=FORWARD)
-        launches = exposed_seconds(train.device, tokens / FORWARD * shape.num_layers * per_layer_s, compute)
-        return {"compute": compute / train.count, "launches": launches / train.count}
 
-    if around.label_prompts:
-        sampled = replace(job, rollout_batch_size=around.label_prompts, num_generations=around.completions,
-                          max_rollout_rows=job.max_rollout_rows or LABELLED_ROWS)  # fmt: skip
-        pairs = around.label_prompts * around.completions * (around.completions - 1) / 2
-        read = pairs * ORDERS * (JUDGE_TEXT + job.lengths.prompt + 2 * job.lengths.completion)
-        judged = sum(passes(around.judge or job.shape, read, 1, rates.layer_s / 3).values())
-        times["label"] = PhaseTime({"sampling": generate_time(sampled, sample).seconds, "judge": judged})
-    if around.reward_pairs:
-        per_layer_s = rates.layer_s + rates.adapter_layer_s
-        times["reward training"] = PhaseTime(passes(job.shape, 2 * around.reward_pairs * row, 2, per_layer_s))
-    if around.distill_rows:
-        student = passes(around.student or job.shape, around.distill_rows * row, 3, rates.layer_s)
-        teacher = passes(job.reward or job.shape, around.distill_rows * row, 1, rates.layer_s / 3)
-        times["distillation"] = PhaseTime(student | {"teacher": sum(teacher.values())})
-    return times
+def distillation_time(job: Job, train: TrainLayout, rows: int, student: ModelShape) -> PhaseTime:
+    """Return the seconds in which a student trains as a whole on the scores that the reward model gives to rows."""
+    tokens, layer_s = rows * job.lengths.row * PADDING, train.device.rates.layer_s
+    teacher = _stage_parts(job, train, job.reward or job.shape, tokens, 1, layer_s / 3)
+    return PhaseTime(_stage_parts(job, train, student, tokens, 3, layer_s) | {"teacher": sum(teacher.values())})
+
+
+def _stage_parts(
+    job: Job, train: TrainLayout, shape: ModelShape, tokens: float, passes: float, per_layer_s: float
+) -> dict[str, float]:
+    """Return the seconds in which the trainer's devices share the forwards and backwards of a model on tokens."""
+    flops = passes * forward_flops(shape, 1, shape.num_layers) * tokens
+    compute = product_seconds(shape, train.device, job.itemsize, matrix_flops=flops, tokens=FORWARD)
+    launches = exposed_seconds(train.device, tokens / FORWARD * shape.num_layers * per_layer_s, compute)
+    return {"compute": compute / train.count, "launches": launches / train.count}

@@ -36,13 +36,12 @@ from onetrunk.utils.redaction import address_of, redact
 logger = logging.getLogger(__name__)
 
 
-def write_report(folders: Sequence[str | Path], target: str | Path | None = None, price: float | None = None) -> Path:
+def write_report(folders: Sequence[str | Path], target: str | Path | None = None) -> Path:
     """Write report.html, report.md and PNGs for one run or several; return the path of the page.
 
     Args:
         folders: output folders of stages or pipelines.
         target: folder to write to; None: `_report` in the run's folder, of several runs in the folder around them.
-        price: price of a GPU-hour; None: the page says no cost.
     """
     runs = [read_run(folder) for folder in folders]
     # Each run has its own page in its folder, which a comparison must not replace.
@@ -51,11 +50,11 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     title = " and ".join(run.name for run in runs)
     own = {"run": pipeline_blocks, "judge": judge_blocks}
     if len(runs) > 1:
-        blocks = comparison_blocks(runs, target, price)
+        blocks = comparison_blocks(runs, target)
     elif runs[0].verb in own:
         blocks = own[runs[0].verb](runs[0], target)
     else:
-        blocks = run_blocks(runs[0], target, price)
+        blocks = run_blocks(runs[0], target)
     for name in (MARKDOWN, PAGE):
         atomic_write_text(target / name, redact(rendered(name, title, blocks)))
     return target / PAGE
@@ -70,10 +69,10 @@ def write_report_of(folder: str | Path) -> Path | None:
         return None
 
 
-def run_blocks(run: Run, target: Path, price: float | None) -> list[Block]:
+def run_blocks(run: Run, target: Path) -> list[Block]:
     """Return the page of one run."""
     return [
-        facts_of([run], price),
+        facts_of([run]),
         *alarm_blocks(run),
         *result_blocks(run),
         *cost_blocks(read_costs(run.folder)),
@@ -84,7 +83,7 @@ def run_blocks(run: Run, target: Path, price: float | None) -> list[Block]:
     ]
 
 
-def comparison_blocks(runs: Sequence[Run], target: Path, price: float | None) -> list[Block]:
+def comparison_blocks(runs: Sequence[Run], target: Path) -> list[Block]:
     """Return several runs side by side."""
     names = [run.name for run in runs]
     twice = [name for name in names if names.count(name) > 1]
@@ -94,7 +93,7 @@ def comparison_blocks(runs: Sequence[Run], target: Path, price: float | None) ->
         )
     alarms = [block for run in runs for block in alarm_blocks(run, f"Alarms of {run.name}")]
     plots = plot_blocks(runs, target)
-    return [facts_of(runs, price), final_values(runs), *alarms, *plots, *setting_blocks(runs)]
+    return [facts_of(runs), final_values(runs), *alarms, *plots, *setting_blocks(runs)]
 
 
 def pipeline_blocks(pipeline: Run, target: Path) -> list[Block]:
@@ -155,8 +154,8 @@ def headline(run: Run) -> str:
     return ""
 
 
-def facts_of(runs: Sequence[Run], price: float | None) -> Block:
-    """Return a table with one column per run: status, time, hardware, cost."""
+def facts_of(runs: Sequence[Run]) -> Block:
+    """Return a table with one column per run: status, time, hardware."""
     rows: dict[str, list[str]] = {}
     for run in runs:
         begin = next((event for event in reversed(run.events) if event.get("event") == "begin"), {})
@@ -172,8 +171,6 @@ def facts_of(runs: Sequence[Run], price: float | None) -> Block:
             "hours": f"{hours:.2f}" if hours is not None else "",
             "GPU-hours": f"{gpu_hours:.2f}" if gpu_hours else "0 (no GPU)" if gpu_hours is not None else "",
         }
-        if price is not None:
-            facts["cost"] = f"{gpu_hours * price:.2f}" if gpu_hours is not None else "not known"
         facts["peak memory, GiB"] = f"{max(run.series('memory/peak_gib')[1], default=0):.2f}".replace("0.00", "")
         for name, value in facts.items():
             rows.setdefault(name, []).append(value)
@@ -222,9 +219,6 @@ def _setting(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + " ..."
 
 
-# --- how well judges agree with people ------------------------------------------------------------------------------
-
-
 NUM_SAMPLES = 3
 Judges = dict[str, dict[str, Any]]
 # Rows of the first table: title, and where the value is.
@@ -249,24 +243,9 @@ def judge_blocks(run: Run, target: Path) -> list[Block]:
         first_block(run.results),
         figures_block("Plots", target, (), run.images),
         *table_blocks(run.results),
-        reliability_block(judges),
         *wrong_blocks(run, judges),
         all_measured(judges, "All that was measured"),
     ]
-
-
-def card_of(results: dict[str, Any]) -> str:
-    """Return the dataset card of a measurement: what was measured, without plots; `pairs.jsonl` are its rows."""
-    from huggingface_hub import DatasetCardData  # Here: a page about other runs does not need it.
-
-    files = [{"config_name": "default", "data_files": PAIRS}]
-    metadata = DatasetCardData(tags=["onetrunk", "preference", "llm-as-a-judge"], configs=files)
-    rows = (
-        f"`{PAIRS}` has a row per pair: the completion that people call better, the other one, the subset, how sure"
-        " people are, and what each judge says: its probability that they are right, and whether both orders agree."
-    )
-    blocks = [first_block(results), Block(text=rows), *table_blocks(results)]
-    return f"---\n{metadata.to_yaml()}\n---\n\n{rendered(MARKDOWN, 'How well judges agree with people', blocks)}"
 
 
 def first_block(results: dict[str, Any]) -> Block:
@@ -312,19 +291,6 @@ def cost_blocks(costs: dict[str, Any]) -> list[Block]:
     names = list(dict.fromkeys(key for values in costs.values() for key in values))
     rows = [[key.replace("_", " "), *(number(values.get(key)) for values in costs.values())] for key in names]
     return [Block("Costs", columns=["all runs in this folder", *costs], rows=rows)] if costs else []
-
-
-def reliability_block(judges: Judges) -> Block:
-    """Return the reliability tables, folded."""
-    columns = ["probability", "pairs", "mean probability", "share that is right"]
-    tables = []
-    for name, entry in judges.items():
-        rows = [
-            [f"{b['low']:.2f} to {b['high']:.2f}", str(b["count"]), number(b["predicted"]), number(b["observed"])]
-            for b in entry["all"]["reliability"]
-        ]
-        tables.append(Block(name, columns=columns, rows=rows))
-    return Block("Reliability: how often a judge is right when it is so sure", blocks=tables, is_folded=True)
 
 
 def wrong_blocks(run: Run, judges: Judges) -> list[Block]:

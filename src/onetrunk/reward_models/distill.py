@@ -9,7 +9,6 @@ or pairs of an optimizer step, on all processes together. `Teacher` labels rows 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +23,12 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, require_rows, stopped_column
 from onetrunk.data.sharded import ShardedRows, known_rows
+from onetrunk.feedback.asking import chunked
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.reward_model import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.reward_models.training import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
-from onetrunk.rewards.model import ModelReward, load_reward
+from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
@@ -178,19 +177,11 @@ def check_labels(rows: Dataset, regression_weight: float | None, pairwise_weight
         )
 
 
-# --- the teacher ----------------------------------------------------------------------------------------------------
-
-
 SCORES_FILE = "teacher_scores.db"
+# Prompt, completion, and whether it ended by itself.
+Item = tuple[Prompt, Completion, bool]
 # Rows scored between two writes to the ledger: the most that a killed run computes again.
 CHUNK = 128
-
-
-def identity(reward: ModelReward) -> str:
-    """Return what the scores of a reward model depend on: its weights, its adapter if any, and its token limit."""
-    adapters = [p.detach().float().cpu().contiguous() for n, p in reward.model.named_parameters() if ".lora_" in n]
-    lora = hashlib.sha256(b"".join(p.numpy().tobytes() for p in adapters)).hexdigest()
-    return f"{base_fingerprint(reward.model)}, lora {lora[:16]}, max_length {reward.max_length}"
 
 
 class Teacher:
@@ -216,16 +207,9 @@ class Teacher:
     ):
         self.members, self.cache = list(members), None if cache is None else Path(cache)
         self.temperature, self.is_shown = temperature, is_shown
-        self.identities = [identity(member) for member in self.members]
+        self.identities = [member.content() for member in self.members]
         self.means = torch.zeros(len(self.members))
         self.num_computed = 0
-
-    @classmethod
-    def load(
-        cls, names: Sequence[str], cache: str | Path, *, batch_size: int, device: torch.device | str, **settings: Any
-    ) -> Teacher:
-        """Return the teacher of the reward models (or reward adapters) at these folders or Hub names."""
-        return cls([load_reward(n, device=device, batch_size=batch_size) for n in names], cache, **settings)
 
     def member_scores(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None
@@ -242,28 +226,29 @@ class Teacher:
             columns = {"prompts": prompts, "completions": completions, "completion_stopped": stopped}
             return torch.tensor([member(**columns) for member in self.members])
         items = list(zip(prompts, completions, stopped, strict=True))
-        keys = [[_score_key(name, *item) for item in items] for name in self.identities]
         with Ledger(self.cache) as ledger:
-            missing = [
-                {key: item for key, item in zip(row, items, strict=True) if ledger.get(key) is None} for row in keys
-            ]
-            total = sum(map(len, missing))
-            with tqdm(total=total, desc="teacher", unit="row", disable=not (self.is_shown and total)) as bar:
-                for member, new in zip(self.members, missing, strict=True):
-                    rows = list(new.items())
-                    for start in range(0, len(rows), CHUNK):
-                        chunk = rows[start : start + CHUNK]
-                        self._compute(member, chunk, ledger)
-                        bar.update(len(chunk))
-            return torch.tensor([[ledger.get(key) for key in row] for row in keys])
+            return torch.tensor(
+                [
+                    self._kept_scores(member, items, [_score_key(name, *item) for item in items], ledger)
+                    for member, name in zip(self.members, self.identities, strict=True)
+                ]
+            )
 
-    def _compute(self, member: ModelReward, chunk: list[tuple[str, tuple]], ledger: Ledger) -> None:
-        prompts, completions, stopped = map(list, zip(*(item for _, item in chunk), strict=True))
-        scores = member(prompts=prompts, completions=completions, completion_stopped=stopped)
-        with ledger.writing():
-            for (key, _), score in zip(chunk, scores, strict=True):
-                ledger.put(key, score)
-        self.num_computed += len(chunk)
+    def _kept_scores(
+        self, member: ModelReward, items: Sequence[Item], keys: Sequence[str], ledger: Ledger
+    ) -> list[float]:
+        missing = {key: item for key, item in zip(keys, items, strict=True) if key not in ledger}
+        hidden = not (self.is_shown and missing)
+        with tqdm(total=len(missing), desc="teacher", unit="row", disable=hidden) as bar:
+            for chunk in chunked(missing.items(), CHUNK):
+                prompts, completions, stopped = map(list, zip(*(item for _, item in chunk), strict=True))
+                scores = member(prompts=prompts, completions=completions, completion_stopped=stopped)
+                with ledger.writing():
+                    for (key, _), score in zip(chunk, scores, strict=True):
+                        ledger.put(key, score)
+                self.num_computed += len(chunk)
+                bar.update(len(chunk))
+        return [ledger.get(key) for key in keys]
 
     def centre(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], stopped: Sequence[bool] | None = None

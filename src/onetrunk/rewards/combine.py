@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from onetrunk.judges.constitution import checked_scores
 from onetrunk.rewards.model import TrunkReward
 from onetrunk.rewards.reward import (
     Completion,
@@ -131,7 +132,10 @@ class RewardSet:
         ignored = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
         keywords = {**others, **ignored, **extras, "prompts": prompts, **rows}
         results = self._call_all(keywords, trunk_scores)
-        scores = [_checked_scores(n, result, len(prompts)) for n, result in zip(self.names, results, strict=True)]
+        scores = [
+            checked_scores(f"reward function {n!r}", result, len(prompts))
+            for n, result in zip(self.names, results, strict=True)
+        ]
         return _weighted_sum(self.names, scores, self.weights)
 
     def _call_all(self, keywords: dict[str, Any], trunk_scores: Callable[[], list[float]] | None) -> list[Any]:
@@ -257,28 +261,6 @@ def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence
             f"reward function {name!r} needs {', '.join(missing)}, which is not among the keywords it is called with "
             f"({', '.join(keywords)}); add that column to the dataset, or give the parameter a default"
         )
-
-
-def _checked_scores(name: str, result: Any, num_rows: int) -> list[float | None]:
-    returned = f"reward function {name!r} returned"
-    if inspect.iscoroutine(result):
-        result.close()
-        raise TypeError(f"{returned} a coroutine; define it with 'async def'")
-    values = result.tolist() if hasattr(result, "tolist") else result
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
-        raise TypeError(f"{returned} {type(values).__name__}; expected a list of {num_rows} numbers")
-    values = list(values)
-    if len(values) != num_rows:
-        raise ValueError(
-            f"{returned} {len(values)} scores, expected {num_rows}: one per completion, None where it does not apply"
-        )
-    for index, value in enumerate(values):
-        if value is not None and not hasattr(value, "__float__"):
-            raise TypeError(f"{returned} {value!r} at index {index}; expected a number or None")
-    try:
-        return [None if value is None else float(value) for value in values]
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{returned} something that is not one number: {error}") from error
 
 
 def _weighted_sum(names: list[str], rows: list[list[float | None]], weights: list[float]) -> Scores:

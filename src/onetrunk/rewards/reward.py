@@ -149,9 +149,7 @@ class JudgeReward(BuiltInReward):
             return []
         texts = [as_text(completion) for completion in completions]
         stopped = columns.get("completion_stopped")
-        labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
-        # A mean over some of the principles would change once the others are answered.
-        return [None if label.errors else label.score for label in labels]
+        return kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
 
     def content(self) -> str:
         asked = digest([self.judge.identity, []])[:16]

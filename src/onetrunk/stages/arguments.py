@@ -22,7 +22,6 @@ from onetrunk.data.files import looks_like_path
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.ppo.settings import VLLMServerConfig
-from onetrunk.stages.options.help import help_text, help_topic
 from onetrunk.stages.options.reading import UsageError, read
 from onetrunk.stages.options.table import WITHOUT_MEANING
 from onetrunk.utils.files import require_name
@@ -72,10 +71,27 @@ class DatasetArguments:
 
 
 @dataclass
-class SamplingArguments(VLLMServerConfig, DatasetArguments):
-    """Prompts, and where and how completions of them are sampled. The options are named as in PPOConfig."""
+class AskingArguments(DatasetArguments):
+    """Rows about which judges are asked, and where the run writes."""
 
     output_dir: str | None = option(None, "Folder that the run writes to.")
+    max_failed_fraction: float = option(
+        0.1,
+        "Stop when more than this fraction of a judge's questions, or 50 in a row, get no answer. Questions that it"
+        " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_set(self, "output_dir")
+        if not 0 <= self.max_failed_fraction <= 1:
+            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
+
+
+@dataclass
+class SamplingArguments(VLLMServerConfig, AskingArguments):
+    """Prompts, and where and how completions of them are sampled. The options are named as in PPOConfig."""
+
     seed: int = option(42, "Seed of the completions.")
     max_prompt_length: int | None = option(None, "Longest prompt, in tokens; None: the model's limit.")
     overlong_prompts: str = option(
@@ -95,19 +111,14 @@ class SamplingArguments(VLLMServerConfig, DatasetArguments):
     )
     max_rollout_rows: int | None = option(None, "Largest number of rows that a process decodes together; None: all.")
     use_cpu: bool = option(False, "Use the CPU even if there is an accelerator.")
-    max_failed_fraction: float = option(
-        0.1,
-        "Stop when more than this fraction of the judge's questions, or 50 in a row, get no answer. Questions that it"
-        " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
-    )
+    tie_margin: float = option(0.0, "Pairs whose label is at most this far from 0.5 are ties; from 0 to below 0.5.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_set(self, "output_dir")
+        if not 0 <= self.tie_margin < 0.5:
+            raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
         require_seed("seed", self.seed)
         require_truncation(self.top_p, self.top_k)
-        if not 0 <= self.max_failed_fraction <= 1:
-            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
 
 
 @dataclass
@@ -301,12 +312,7 @@ def parse(
 
     Raises:
         UsageError: names the file and line, or the option, and what to write instead; also for a secret in either.
-        SystemExit: after --help.
     """
-    topic = help_topic(argv)
-    if topic is not None:
-        print(help_text(verb, topic))
-        raise SystemExit(0)
     values = read(verb, argv)
     try:
         parsed = tuple(

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.sharded import ShardedRows, known_rows
-from onetrunk.models.build import scorer_from_config, train_tokenizer
+from onetrunk.data.sharded import ShardedRows
+from onetrunk.models.build import scorer_from_config
 from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
 from onetrunk.parallel.groups import forwards_of_first
@@ -40,19 +40,14 @@ from onetrunk.reward_models.metrics import (
     true_labels,
 )
 from onetrunk.reward_models.training import join_pipeline
+from onetrunk.rewards.model import load_reward
 from onetrunk.stages.arguments import OptionalModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
-from onetrunk.stages.results import plot_reliability, plot_scores, show_columns, write_values
+from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows, load_unlabelled_rows
 from onetrunk.stages.run_context import begin, finish, recorded, run_stage
-from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.options import option
-from onetrunk.utils.redaction import redact_all
 
-# Mean and deviation of the teacher's scores over the training rows: they map a student's score back to that scale.
-TEACHER_FILE = "teacher.json"
-# Of streamed rows, so many train a new tokenizer.
-TOKENIZER_ROWS = 20_000
 # Of each part of metrics.json in the terminal.
 SHOWN = {
     "labels": ("accuracy", "accuracy_interval", "calibration_error"),
@@ -105,26 +100,19 @@ class StudentArguments(OptionalModelArguments):
     student_tokenizer: str | None = option(
         None, "Folder or Hub name of the student's tokenizer; None: the tokenizer of model_name_or_path."
     )
-    student_vocab_size: int | None = option(
-        None, "Instead of student_tokenizer: train a byte-level BPE tokenizer of that many tokens on the rows."
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_config, has_tokenizer = bool(self.student_config), bool(self.student_tokenizer or self.student_vocab_size)
+        has_config = bool(self.student_config)
         faults = {
             "model_name_or_path and student_config are both set; keep one of them": has_config
             and self.model_name_or_path,
-            "student_tokenizer and student_vocab_size are both set; keep one of them": self.student_tokenizer
-            and self.student_vocab_size,
             "no student: set model_name_or_path, or student_config for one with random weights": not has_config
             and not self.model_name_or_path,
-            "student_vocab_size trains a new tokenizer, which the weights of model_name_or_path don't know; it goes"
-            " with student_config": not has_config and self.student_vocab_size,
             "use_peft puts an adapter on a base model, and student_config makes a new one; keep one": has_config
             and self.use_peft,
-            "student_config makes a model without a tokenizer; set student_tokenizer to a folder or Hub name, or"
-            " student_vocab_size to train one on the rows": has_config and not has_tokenizer,
+            "student_config makes a model without a tokenizer; set student_tokenizer": has_config
+            and not self.student_tokenizer,
         }
         for message, is_wrong in faults.items():
             if is_wrong:
@@ -150,8 +138,7 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
             " (`onetrunk prefs` writes them)"
         )
     require_push(args)
-    datasets = [rows for rows in (pairs, held_out, singles) if rows is not None]
-    model, tokenizer, peft_config = make_student(args, student, datasets)
+    model, tokenizer, peft_config = make_student(args, student, (pairs, held_out, singles))
     teacher, labelled, labelled_held_out = label(data, args, pairs, held_out, singles)
     trainer = RewardDistillationTrainer(model, args, labelled, labelled_held_out, tokenizer, peft_config=peft_config)
     with recorded(trainer, resume, "distill", data, student):
@@ -165,31 +152,18 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
 
 
 def make_student(
-    args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows]
+    args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows | None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, LoraConfig | None]:
-    """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter.
-
-    A new tokenizer is trained on the first of the datasets, the training rows; of streamed rows on a sample.
-    """
+    """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter."""
     join_pipeline(args, bool(student.use_peft), "scripts/distill.py")
     kwargs = load_kwargs(args, student, "a student")
     name = student.model_name_or_path
-    if student.student_vocab_size:
-        rows = datasets[0]
-        rows = rows.sample(TOKENIZER_ROWS) if isinstance(rows, ShardedRows) else rows
-        texts = [*rows["prompt"], *rows["chosen"]]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(
-                "student_vocab_size trains a tokenizer on texts, and the rows are conversations; name one"
-            )
-        tokenizer = train_tokenizer(texts, student.student_vocab_size)
-    else:
-        # The pinned commit is the model's; code of another repository is not run.
-        source = (None, False) if student.student_tokenizer else (kwargs["revision"], kwargs["trust_remote_code"])
-        tokenizer = load_reward_tokenizer(student.student_tokenizer or name, *source)
+    # The pinned commit is the model's; code of another repository is not run.
+    source = (None, False) if student.student_tokenizer else (kwargs["revision"], kwargs["trust_remote_code"])
+    tokenizer = load_reward_tokenizer(student.student_tokenizer or name, *source)
     if name:
         config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
-        check_tokenizer(tokenizer, name, [known_rows(rows) for rows in datasets], config.vocab_size)
+        check_tokenizer(tokenizer, name, datasets, config.vocab_size)
     set_seed(args.seed)  # The new weights are random.
     with cast_when_sharded():
         model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
@@ -211,13 +185,9 @@ def label(
     if not data.teacher:
         return None, train, held_out
     state = PartialState()
-    settings = {
-        "batch_size": data.teacher_batch_size,
-        "device": args.device,
-        "temperature": data.teacher_temperature,
-        "is_shown": state.is_main_process and not args.disable_tqdm,
-    }
-    teacher = Teacher.load(data.teacher, Path(args.output_dir) / SCORES_FILE, **settings)
+    members = [load_reward(name, device=args.device, batch_size=data.teacher_batch_size) for name in data.teacher]
+    is_shown = state.is_main_process and not args.disable_tqdm
+    teacher = Teacher(members, Path(args.output_dir) / SCORES_FILE, data.teacher_temperature, is_shown)
     for process in range(state.num_processes):
         if process == state.process_index:
             is_streamed = isinstance(train, ShardedRows)
@@ -234,13 +204,8 @@ def report(
     train: TrainingRows,
     held_out: Dataset | None,
 ) -> None:
-    """Measure student and teacher on the held-out rows; write metrics.json, plots, and the scales of both scores."""
+    """Measure student and teacher on the held-out rows; write metrics.json, a plot, and the scale of the scores."""
     reward, folder = trained_reward(trainer), Path(trainer.args.output_dir)
-    if teacher is not None:
-        # The members' own zeros, which were subtracted, and the mean of the centred ensemble scores.
-        zero = float(teacher.means.mean()) + trainer.scale.mean
-        about = {"teacher": redact_all(data.teacher), "score_mean": zero, "score_std": trainer.scale.std}
-        atomic_write_json(folder / TEACHER_FILE, about)
     rows = rows_to_measure(train, held_out)
     probabilities, teacher_pairs = teacher_labels(teacher, reward, rows)
     pairs = score_pairs(reward, rows, probabilities)
@@ -254,7 +219,6 @@ def report(
     if teacher is not None:
         reward.batch_size = data.teacher_batch_size  # Both are timed with the same batches.
         values["cost"] = compared_costs([reward], teacher.members, rows["prompt"], rows["chosen"])
-        plot_scores(folder, teacher_pairs.scores.tolist(), pairs.scores.tolist())
     plot_reliability(folder, {"student, by the teacher's probabilities": values["fidelity"]["reliability"]})
     write_values(folder, about | values)
     columns: dict[str, dict[str, Any]] = {"student": dict(values["fidelity"])}

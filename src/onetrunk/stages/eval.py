@@ -23,14 +23,14 @@ from tqdm.auto import tqdm
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
-from onetrunk.feedback.asking import Asker, ShownLimit, load_judge_parts
+from onetrunk.feedback.asking import Asker, load_judge_parts
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import plain
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.judges.labels import PairLabel
-from onetrunk.judges.win_rate import WinRate, pair_outcomes, win_rate
+from onetrunk.judges.win_rate import pair_outcomes, win_rate
 from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
 from onetrunk.models.reward_model import is_adapter_name
@@ -74,7 +74,6 @@ class EvalArguments(SamplingArguments):
         "Whom the model is compared with: reference (what an adapter started from; the default with a judge), or the"
         " folder or Hub name of a model or an adapter that answers the same prompts.",
     )
-    tie_margin: float = option(0.0, "Pairs whose label is at most this far from 0.5 are ties; from 0 to below 0.5.")
     max_unscored_fraction: float = option(0.1, "Fail when a larger share of the completions has no finite score.")
     per_device_eval_batch_size: int = option(8, "Rows in one forward that measures the KL.")
     microbatch_tokens: int | None = option(
@@ -89,8 +88,6 @@ class EvalArguments(SamplingArguments):
         super().__post_init__()
         if self.reward_weights and not self.reward_funcs:
             raise ValueError("reward_weights is set and reward_funcs is not; give the functions, or leave both out")
-        if not 0 <= self.tie_margin < 0.5:
-            raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
 
     def ppo_config(self, model_init_kwargs: dict[str, Any]) -> PPOConfig:
         left_out = {f.name for f in fields(DatasetArguments)} | NOT_IN_PPO
@@ -136,16 +133,9 @@ class Answers:
 class Contest:
     """A judge's verdicts on n prompts."""
 
-    pairs: list[Pair]  # The policy's completion first.
     labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
-    rates: WinRate  # Over the pairs that have a label.
-    outcomes: list[float | None]  # 1 where the policy wins, 0 where it loses, 1/2 for a tie; None without a label.
+    outcomes: list[str]  # For the policy; entries of OUTCOMES.
     metrics: dict[str, Any]  # The entry `win_rate` of metrics.json.
-
-    @property
-    def words(self) -> list[str]:
-        """Each outcome as one of OUTCOMES."""
-        return [OUTCOMES[outcome] for outcome in self.outcomes]
 
 
 def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
@@ -364,7 +354,7 @@ def hold_contest(
     total = 2 * len(different) * len(constitution.principles)
     bar = tqdm(total=total, desc="judge", unit="question", dynamic_ncols=True, smoothing=0.05)
     with bar, Ledger(Path(args.output_dir) / LEDGER) as ledger:
-        asker = Asker(judge, constitution, ledger, ShownLimit(args.max_failed_fraction, judge.name, bar))
+        asker = Asker(judge, constitution, ledger, args.max_failed_fraction, bar=bar)
         try:
             asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
         except (KeyboardInterrupt, Terminated):
@@ -376,32 +366,32 @@ def hold_contest(
     # A label from some of the questions could change when the others are answered.
     decided = [i for i, label in enumerate(labels) if not label.errors and label.probability is not None]
     if not decided:
+        unanswered = asker.statistics.sums["errors"]
         raise RuntimeError(
-            f"the judge {judge.name} decided none of {len(pairs)} pairs ({asker.statistics.errors} questions without"
-            " an answer, the others abstentions); look at the judge and its constitution"
+            f"the judge {judge.name} decided none of {len(pairs)} pairs ({unanswered} questions without an answer,"
+            " the others abstentions); look at the judge and its constitution"
         )
     probabilities = torch.tensor([labels[i].probability for i in decided], dtype=torch.float64)
     how = {"consistent": torch.tensor([labels[i].consistent for i in decided]), "tie_margin": args.tie_margin}
     prompts = [json.dumps(pairs[i].prompt, sort_keys=True) for i in decided]
     lengths = torch.tensor([len(pairs[i].first) - len(pairs[i].second) for i in decided])
-    rates = win_rate(probabilities, prompts, lengths, **how, seed=args.seed)
+    rates = win_rate(probabilities, prompts, lengths, **how, seed=args.seed).as_dict()
     outcomes = dict(zip(decided, pair_outcomes(probabilities, **how).tolist(), strict=True))
-    unjudged = sum(label.errors > 0 for label in labels)
-    rate_metrics = rates.as_dict()
+    unjudged = sum(bool(label.errors) for label in labels)
     metrics = {
         "opponent": opponent,
         "judge": judge.name,
         "constitution": f"{constitution.name} ({constitution.version[:12]})",
-        "win_rate": rate_metrics.pop("win_rate"),
-        "interval": rate_metrics.pop("win_rate_interval"),
-        **rate_metrics,
+        "win_rate": rates.pop("win_rate"),
+        "interval": rates.pop("win_rate_interval"),
+        **rates,
         "identical": sum(pair.first == pair.second for pair in pairs),
         "abstained": len(pairs) - len(decided) - unjudged,
         "unjudged": unjudged,
         "principles": by_principle(labels),
         "position": asker.statistics.as_dict(),
     }
-    return Contest(list(pairs), labels, rates, [outcomes.get(i) for i in range(len(pairs))], metrics)
+    return Contest(labels, [OUTCOMES[outcomes.get(i)] for i in range(len(pairs))], metrics)
 
 
 def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
@@ -421,7 +411,7 @@ def write_evaluation(
     if contest is not None:
         rows = [
             row | {"outcome": outcome, **asdict(label)}
-            for row, outcome, label in zip(rows, contest.words, contest.labels, strict=True)
+            for row, outcome, label in zip(rows, contest.outcomes, contest.labels, strict=True)
         ]
         about |= {"win_rate": contest.metrics}
     if rows:

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.data.groups import ALL, Group, labelled_groups
-from onetrunk.feedback.asking import Asker, ShownLimit, check_judges
+from onetrunk.feedback.asking import Asker, check_judges
 from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
@@ -36,18 +35,16 @@ from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
 from onetrunk.judges.win_rate import CONFIDENCE
-from onetrunk.report.report import PAIRS, card_of, write_report_of
-from onetrunk.report.runs import read_run
+from onetrunk.report.report import PAIRS, write_report_of
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
-from onetrunk.stages.arguments import DatasetArguments, PushArguments, parse, require_set
+from onetrunk.stages.arguments import AskingArguments, parse
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names
-from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable, redact
 
-LEDGER, CARD = "ledger/verdicts.db", "README.md"
+LEDGER = "ledger/verdicts.db"
 NAN = float("nan")
 # Limits of the findings: a calibration error, and how far a preference may be from people's.
 MOST_CALIBRATION_ERROR, MOST_PREFERENCE_GAP = 0.1, 0.1
@@ -58,24 +55,6 @@ LEAST_PROBABILITY = 1e-6
 # Of all rows, in the terminal.
 SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accuracy")
 SHOWN += ("calibration_error", "loss", "abstained", "unjudged")
-
-
-@dataclass
-class JudgeArguments(DatasetArguments, PushArguments):
-    """The rows, and what is reported."""
-
-    output_dir: str | None = option(None, "Folder that the run writes to.")
-    max_failed_fraction: float = option(
-        0.1,
-        "Stop when more than this fraction of a judge's questions, or 50 in a row, get no answer. Questions that it"
-        " refuses or answers without a verdict are counted separately; they stop a run only on 5 prompts or more.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_set(self, "output_dir")
-        if not 0 <= self.max_failed_fraction <= 1:
-            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}; set it from 0 to 1")
 
 
 def check_judge_is_named(settings: JudgeConfig) -> None:
@@ -112,19 +91,10 @@ class Judged:
         return all(label.consistent and label.probability > TIE for label in self.labels)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The labels of a judge, and what it is called in reports."""
-
-    name: str
-    rows: list[Judged]
-
-
-def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None:
+def run(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> None:
     """Measure the judges; write metrics.json, pairs.jsonl and the report, and print a summary."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("judge runs in one process, and a launcher has started several; call onetrunk judge itself")
-    require_push(args, "dataset")
     rows = load_dataset_rows(args)
     groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
     constitution = GENERAL if settings.constitution is None else load_constitution(settings.constitution)
@@ -139,76 +109,61 @@ def run(args: JudgeArguments, settings: JudgeConfig, prices: CostConfig) -> None
             try:
                 check_judges(judges)
                 measured = [measure(args, judge, constitution, groups, ledger, costs) for judge in judges]
+                # Under different names, as an ensemble calls its members.
+                named = dict(zip(unique_names([judge.name for judge in judges]), measured, strict=True))
                 if len(judges) > 1:
-                    # Under different names, as an ensemble calls its members.
-                    names = unique_names([m.name for m in measured])
-                    measured = [replace(m, name=name) for m, name in zip(measured, names, strict=True)]
+                    ensemble = EnsembleJudge(judges)
                     # Made of the answers in the ledger.
-                    measured.append(measure(args, EnsembleJudge(judges), constitution, groups, ledger, costs))
+                    named[ensemble.name] = measure(args, ensemble, constitution, groups, ledger, costs)
             finally:
                 costs.close()
     except (KeyboardInterrupt, Terminated):
         say("all answers are kept; run the same command again to continue", after_bar=True)
         raise
-    values = results(args, measured, constitution, costs)
-    atomic_write_text(folder / PAIRS, redact("".join(f"{line}\n" for line in pair_lines(measured))))
+    values = results(args, named, constitution, costs)
+    atomic_write_text(folder / PAIRS, redact("".join(f"{line}\n" for line in pair_lines(named))))
     path = write_values(folder, values)
     plot_reliability(folder, {name: entry["all"]["reliability"] for name, entry in values["judges"].items()})
     show_results(values)
     print(f"judge: {len(groups)} rows; metrics in {path}, all labels in {folder / PAIRS}")
-    page = write_report_of(folder)
-    atomic_write_text(folder / CARD, redact(card_of(read_run(folder).results)))
-    say_where(page, "judge")
-    if args.push_to_hub:
-        where = push_folder(folder, args, "the metrics are", repo_type="dataset", patterns=[CARD, path.name, PAIRS])
-        print(f"judge: pushed the metrics to {where}")
+    say_where(write_report_of(folder), "judge")
 
 
 def measure(
-    args: JudgeArguments,
+    args: AskingArguments,
     judge: Judge,
     constitution: Constitution,
     groups: Sequence[Group],
     ledger: Ledger,
     costs: Costs,
-) -> Measured:
-    """Ask a judge about all pairs; answers that the ledger holds are not asked again."""
-    pairs = pairs_of(groups)
-    total = 2 * len(pairs) * len(constitution.principles)
-    bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)
-    with bar:
-        limit = ShownLimit(args.max_failed_fraction, judge.name, bar, costs)
-        labels = Asker(judge, constitution, ledger, limit, costs=costs).labels(pairs)
-        bar.update(total - bar.n)  # Answers from the ledger.
-    return Measured(judge.name, judged_rows(groups, labels))
-
-
-def pairs_of(groups: Sequence[Group]) -> list[Pair]:
-    """Return the pairs of the groups, the better completion first; the judge sees both orders."""
-    return [
+) -> list[Judged]:
+    """Ask a judge about all pairs, the better completion first; answers in the ledger are not asked again."""
+    pairs = [
         Pair(g.prompt, g.texts[better], g.texts[other], g.is_whole(better), g.is_whole(other), g.reference)
         for g in groups
         for better, other in g.pairs()
     ]
-
-
-def judged_rows(groups: Sequence[Group], labels: Sequence[PairLabel]) -> list[Judged]:
+    total = 2 * len(pairs) * len(constitution.principles)
+    bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)
+    with bar:
+        labels = Asker(judge, constitution, ledger, args.max_failed_fraction, costs, bar).labels(pairs)
+        bar.update(total - bar.n)  # Answers from the ledger.
     rest = iter(labels)
     return [Judged(group, tuple(next(rest) for _ in group.pairs())) for group in groups]
 
 
 def results(
-    args: JudgeArguments, measured: Sequence[Measured], constitution: Constitution, costs: Costs
+    args: AskingArguments, measured: dict[str, list[Judged]], constitution: Constitution, costs: Costs
 ) -> dict[str, Any]:
-    """Return the entries of metrics.json."""
+    """Return the entries of metrics.json; `measured` has the rows of each judge by its name."""
     judges = {}
-    for m in measured:
+    for name, rows in measured.items():
         subsets: dict[str, list[Judged]] = {}
-        for row in m.rows:
+        for row in rows:
             subsets.setdefault(row.group.subset, []).append(row)
-        metrics = judge_metrics(m.rows)
-        by_subset = {name: judge_metrics(rows) for name, rows in sorted(subsets.items())}
-        judges[m.name] = {
+        metrics = judge_metrics(rows)
+        by_subset = {subset: judge_metrics(part) for subset, part in sorted(subsets.items())}
+        judges[name] = {
             "all": metrics,
             "subsets": by_subset if len(subsets) > 1 else {},
             "findings": findings(metrics),
@@ -218,21 +173,21 @@ def results(
         "constitution": constitution.name,
         "constitution_version": constitution.version,
         "judges": judges,
-        "agreement": agreement({m.name: m.rows for m in measured}),
+        "agreement": agreement(measured),
         "costs": costs.as_dict(),
     }
 
 
-def pair_lines(measured: Sequence[Measured]) -> list[str]:
+def pair_lines(measured: dict[str, list[Judged]]) -> list[str]:
     """Return one JSON text per pair: prompt, completions, and what each judge says of them."""
     lines = []
-    for rows in zip(*(m.rows for m in measured), strict=True):
+    for rows in zip(*measured.values(), strict=True):
         group = rows[0].group
         for index, (better, other) in enumerate(group.pairs()):
             said = {}
-            for m, row in zip(measured, rows, strict=True):
+            for name, row in zip(measured, rows, strict=True):
                 label = row.labels[index]
-                said[m.name] = {"probability": label.probability, "consistent": label.consistent}
+                said[name] = {"probability": label.probability, "consistent": label.consistent}
             texts = {"prompt": group.prompt, "better": group.texts[better], "other": group.texts[other]}
             about = {"subset": group.subset, "people": group.probability, "judges": said}
             lines.append(json.dumps(texts | about, ensure_ascii=False))
@@ -391,7 +346,7 @@ def _share(name: str, part: float, whole: int) -> dict[str, Any]:
 parse_judge = partial(
     parse,
     verb="judge",
-    dataclass_types=(JudgeArguments, JudgeConfig, CostConfig),
+    dataclass_types=(AskingArguments, JudgeConfig, CostConfig),
     check=lambda args, settings, prices: check_judge_is_named(settings),
 )
 main = partial(run_stage, "judge", parse_judge, run)

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
@@ -56,7 +56,7 @@ from onetrunk.stages.run_context import (
     run_stage,
     say_where,
 )
-from onetrunk.utils.files import WriterLock, atomic_write_json, read_json, require_name, require_output_dir
+from onetrunk.utils.files import atomic_write_json, read_json, require_name, require_output_dir, write_lock
 from onetrunk.utils.redaction import redact, redact_all, table_console
 from onetrunk.utils.shipped import find_config, with_shipped_files
 
@@ -219,15 +219,10 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
 
 def _parse_as_the_stage_will(stage: Stage, place: str) -> tuple[Any, ...]:
     module = import_module(SETTINGS_MODULES[stage.verb])
-    environment = dict(os.environ)
     try:
         return getattr(module, f"parse_{stage.verb}")(stage.words())
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from error
-    finally:
-        # The env block of a config is only for its stage.
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def _words(value: Any) -> list[str]:
@@ -302,18 +297,6 @@ class Digests:
 
 
 @dataclass(frozen=True)
-class RunArguments:
-    """Arguments of `onetrunk run`; `run_parser` has their help texts. Stages are given by their names."""
-
-    pipeline: str
-    first: str | None = None
-    last: str | None = None
-    is_dry: bool = False
-    overwrites: bool = False
-    forced: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a stage has to do."""
 
@@ -367,7 +350,7 @@ class PipelineState:
             return Plan(stage, "done", "nothing that it depends on has changed", inputs)
         return Plan(stage, "resume", reason, inputs) if may_resume else Plan(stage, "run", reason, inputs, left)
 
-    def plans(self, args: RunArguments, stages: Sequence[Stage]) -> list[Plan]:
+    def plans(self, args: Namespace, stages: Sequence[Stage]) -> list[Plan]:
         """Return the plan of each stage, as far as it is known before the first of them runs."""
         plans: list[Plan] = []
         for stage in stages:
@@ -449,9 +432,9 @@ def _shown(value: Any) -> str:
 # --- running it ------------------------------------------------------------------------------------------------------
 
 
-def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
+def parse_run(argv: Sequence[str]) -> tuple[Namespace, Pipeline]:
     """Parse and check the arguments, the pipeline and the configs in it; raises UsageError for a mistake in any."""
-    args = RunArguments(**run_words(argv))
+    args = run_words(argv)
     pipeline = load_pipeline(args.pipeline)
     names = [stage.name for stage in pipeline.stages]
     options = [("--from", args.first), ("--until", args.last), *(("--force", name) for name in args.forced)]
@@ -463,14 +446,14 @@ def parse_run(argv: Sequence[str]) -> tuple[RunArguments, Pipeline]:
     return args, pipeline
 
 
-def selected(pipeline: Pipeline, args: RunArguments) -> list[Stage]:
+def selected(pipeline: Pipeline, args: Namespace) -> list[Stage]:
     names = [stage.name for stage in pipeline.stages]
     start = names.index(args.first) if args.first else 0
     end = names.index(args.last) + 1 if args.last else len(names)
     return list(pipeline.stages[start:end])
 
 
-def run(args: RunArguments, pipeline: Pipeline) -> None:
+def run(args: Namespace, pipeline: Pipeline) -> None:
     """Run the stages that need it, and print the status of all stages.
 
     Raises:
@@ -494,14 +477,11 @@ def run(args: RunArguments, pipeline: Pipeline) -> None:
                 print(f"$ {redact(plan.stage.shown(*state.words(plan)))}")
         return
     require_output_dir(pipeline.output_dir)
-    lock = WriterLock(state.path)
-    try:
+    with write_lock(state.path):
         run_stages(args, state, stages)
-    finally:
-        lock.release()
 
 
-def run_stages(args: RunArguments, state: PipelineState, stages: Sequence[Stage]) -> None:
+def run_stages(args: Namespace, state: PipelineState, stages: Sequence[Stage]) -> None:
     """Run the stages that need it, and print the status of all; raises what `run` raises."""
     for plan in state.plans(args, stages):
         require_may_delete(args, plan)
@@ -532,7 +512,7 @@ def run_stages(args: RunArguments, state: PipelineState, stages: Sequence[Stage]
         raise SystemExit(code)
 
 
-def require_may_delete(args: RunArguments, plan: Plan) -> None:
+def require_may_delete(args: Namespace, plan: Plan) -> None:
     """Raise ValueError for a plan that deletes a stage's earlier output without `--overwrite` or `--force`."""
     if plan.deletes and not args.overwrites and plan.stage.name not in args.forced:
         raise ValueError(
@@ -576,7 +556,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def say_how_to_resume(args: RunArguments, stage: Stage, event: str) -> None:
+def say_how_to_resume(args: Namespace, stage: Stage, event: str) -> None:
     """Print what happened to a stage, and how to resume there."""
     forced = " without --force" if args.forced else ""
     print(f"run: {stage.name} {event}; the same command{forced} resumes there", file=sys.stderr, flush=True)

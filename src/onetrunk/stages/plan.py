@@ -3,47 +3,74 @@
     onetrunk plan --model Qwen/Qwen2.5-7B --hardware 8xH100-80GB
     onetrunk plan --config llama-3.1-8b/ppo --model meta-llama/Llama-3.1-8B --hardware 2xH100 --write plans/llama
     onetrunk plan --calibrate machine.yaml
-    onetrunk plan --check runs/tiny/ppo --hardware_file machine.yaml
+    onetrunk plan --check runs/tiny/ppo --hardware THIS-CPU --hardware_file machine.yaml
 
-It answers in about a second: neither torch nor transformers is imported, except by --calibrate.
+It answers in about a second: neither torch nor transformers is imported, except by --calibrate and --check.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
 from onetrunk.costs import ModelShape
-from onetrunk.plan.calibrate import GOALS, Checked, calibrate, check_run, hardware_text, lines_of
-from onetrunk.plan.hardware import GIB, Catalog, Pool, load_catalog, parse_pools
-from onetrunk.plan.job import ALLOCATOR, DTYPES, MARGIN, Job, ModelFacts, job_of, read_model, reward_specs
+from onetrunk.plan.calibrate import calibrate, hardware_text, lines_of
+from onetrunk.plan.hardware import GIB, Catalog, Device, Pool, load_catalog, parse_pools
+from onetrunk.plan.job import (
+    ALLOCATOR,
+    CHANGING_MARGIN,
+    DTYPES,
+    MARGIN,
+    Job,
+    ModelFacts,
+    job_of,
+    read_model,
+    reward_specs,
+)
 from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.search import (
     MANY_ROWS,
     Cost,
     Plan,
-    Ranked,
     Space,
     cost_of,
+    evaluate,
     host_gib,
     rejected,
     search,
     smallest_hardware,
     why_not,
 )
-from onetrunk.plan.timing import PIPELINED, Around, PhaseTime, TrainLayout, around_times, band, most_rows_of, split_of
+from onetrunk.plan.timing import (
+    LOCAL,
+    PIPELINED,
+    SERVER,
+    PhaseTime,
+    SampleLayout,
+    TrainLayout,
+    band,
+    distillation_time,
+    label_time,
+    most_rows_of,
+    reward_training_time,
+    split_of,
+)
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.stages.options.reading import UsageError, read, say
 from onetrunk.stages.options.table import load_options
-from onetrunk.stages.options.words import PlanWords, plan_words
+from onetrunk.stages.options.words import plan_words
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.redaction import table_console
+
+if TYPE_CHECKING:
+    from onetrunk.report.runs import Run
 
 # Order of the parts in the memory table.
 PARTS = (
@@ -55,6 +82,10 @@ GPU_NOTE = (
     " none of them was measured with onetrunk"
 )
 EXPERTS_NOTE = "; the one program that trained mixtures of experts took 1.2 to 7 times as long as predicted"
+MARGIN_NOTE = (
+    f"{CHANGING_MARGIN:.0%} of a device stay free, because rows change their length; {MARGIN:.0%} where"
+    f" {ALLOCATOR[0]}=expandable_segments:True is set, here and in the run"
+)
 # Columns of a text that goes to a file or a pipe.
 WIDTH = 160
 
@@ -67,16 +98,14 @@ class Request:
     pools: tuple[Pool, ...]
     catalog: Catalog
     space: Space
-    around: Around
     reward: str | None
 
 
-def parse_plan(argv: Sequence[str]) -> tuple[PlanWords, dict[str, Any]]:
+def parse_plan(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the own options, and the values of every setting of PPO; raises UsageError for a mistake in them."""
-    words = plan_words(argv)
-    config = [] if words.own["config"] is None else ["--config", words.own["config"]]
-    values = {name: option.default for name, option in load_options("ppo").items()}
-    values |= read("ppo", [*config, *words.settings])
+    own, words = plan_words(argv)
+    config = [] if own["config"] is None else ["--config", own["config"]]
+    values = _defaults() | read("ppo", [*config, *words])
     settings = object.__new__(_Settings)
     # A plan of a model alone has no folder.
     vars(settings).update(values, output_dir=values["output_dir"] or "runs/plan")
@@ -84,7 +113,11 @@ def parse_plan(argv: Sequence[str]) -> tuple[PlanWords, dict[str, Any]]:
         settings.__post_init__()
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
-    return words, values
+    return own, values
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: option.default for name, option in load_options("ppo").items()}
 
 
 class _Inherited:
@@ -96,18 +129,18 @@ class _Settings(PPOSettings, _Inherited):
     """PPOConfig without TrainingArguments, whose import takes seconds; it checks the ranges of PPO's own settings."""
 
     def _inherited_defaults(self) -> dict[str, Any]:
-        return {name: option.default for name, option in load_options("ppo").items()}
+        return _defaults()
 
 
 def main(argv: Sequence[str]) -> int:
     """Plan, calibrate or check; return the exit code."""
-    words, values = parse_plan(argv)
-    if words.own["calibrate"] is not None:
-        _calibrate(words.own)
-    elif words.own["check"] is not None:
-        _check(words.own)
+    own, values = parse_plan(argv)
+    if own["calibrate"] is not None:
+        _calibrate(own)
+    elif own["check"] is not None:
+        _check(own)
     else:
-        _plan(words.own, values)
+        _plan(own, values)
     return 0
 
 
@@ -115,6 +148,21 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
     """Return what the options ask for."""
     catalog = load_catalog(own["hardware_file"])
     pools = parse_pools(own["hardware"], own["nodes"], catalog)
+    job, reward_name = _job_and_reward(own, values, pools)
+    space = Space(
+        schedules=tuple(own["schedules"]),
+        **_stages_of(own, values, pools, job.model),
+        base_bytes=tuple(DTYPES[dtype] for dtype in own["dtypes"] or ()),
+        keeps_settings=own["keep_settings"],
+        serves_reward=reward_name is not None,
+    )
+    return Request(job, pools, catalog, space, reward_name)
+
+
+def _job_and_reward(
+    own: Mapping[str, Any], values: Mapping[str, Any], pools: Sequence[Pool]
+) -> tuple[Job, str | None]:
+    """Return the job, and the name of its reward model if that may run on a server."""
     name = own["model"] or values["model_name_or_path"]
     if not name:
         raise UsageError("the recipe names no model; give --model")
@@ -129,22 +177,7 @@ def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         spread=own["length_spread"],
         on_cpu=all(pool.device.is_cpu for pool in pools),
     )
-    space = Space(
-        schedules=tuple(own["schedules"]),
-        **_stages_of(own, values, pools, model),
-        base_bytes=tuple(DTYPES[dtype] for dtype in own["dtypes"] or ()),
-        keeps_settings=own["keep_settings"],
-        serves_reward=reward_name is not None,
-    )
-    around = Around(
-        own["label_prompts"] or 0, own["label_completions"], _shape_of(own["judge_model"]), own["reward_pairs"] or 0,
-        own["distill_rows"] or 0, _shape_of(own["student_model"]),
-    )  # fmt: skip
-    return Request(job, pools, catalog, space, around, reward_name)
-
-
-def _shape_of(name: str | None) -> ModelShape | None:
-    return None if name is None else read_model(name).shape
+    return job, reward_name
 
 
 def _stages_of(
@@ -201,10 +234,10 @@ def _plan(own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     if not ranking:
         raise ValueError(does_not_fit(request, market))
     ranking = _within_budget(request, own, ranking)
-    best = ranking[0].plan
+    best = ranking[0]
     cost = cost_of(job, best, request.catalog)
-    around = around_times(job, best.train, best.sample, request.around)
-    numbers = json_text(job, ranking, cost, market, around)
+    around = around_times(job, best, own)
+    numbers = json_text(job, ranking, cost, own, around)
     if own["write"] is not None:
         folder = require_output_dir(own["write"])
         is_overridden = own["model"] not in (None, values["model_name_or_path"])
@@ -223,21 +256,36 @@ def _plan(own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     show(*(["\nwhat does not fit at its best, or is not tried"] if lost else []), *lost)
 
 
-def _within_budget(request: Request, own: Mapping[str, Any], ranking: list[Ranked]) -> list[Ranked]:
+def around_times(job: Job, plan: Plan, own: Mapping[str, Any]) -> dict[str, PhaseTime]:
+    """Return the seconds of the stages around PPO that the options ask for, on the devices of a plan."""
+
+    def shape_of(name: str | None) -> ModelShape:
+        return job.shape if name is None else read_model(name).shape
+
+    times, train = {}, plan.train
+    if own["label_prompts"]:
+        labelled = (own["label_prompts"], own["label_completions"], shape_of(own["judge_model"]))
+        times["label"] = label_time(job, train, plan.sample, *labelled)
+    if own["reward_pairs"]:
+        times["reward training"] = reward_training_time(job, train, own["reward_pairs"])
+    if own["distill_rows"]:
+        times["distillation"] = distillation_time(job, train, own["distill_rows"], shape_of(own["student_model"]))
+    return times
+
+
+def _within_budget(request: Request, own: Mapping[str, Any], ranking: list[Plan]) -> list[Plan]:
     """Return the plans that the budget allows, the best first; the cheapest of all if it allows no other."""
     market, budget = own["market"], own["budget"]
     if budget is None:
         return ranking
     cheapest = search(request.job, request.pools, request.space, "cost", market, 1)
-    totals = [cost_of(request.job, e.plan, request.catalog).total(market) for e in (*ranking, *cheapest)]
+    totals = [cost_of(request.job, plan, request.catalog).total(market) for plan in (*ranking, *cheapest)]
     if totals[-1] > budget:
         raise ValueError(
             f"the cheapest plan costs ${totals[-1]:,.2f} ({market}), and the budget is ${budget:,.2f}; lower"
             " num_rollouts or num_ppo_epochs, take another market (--market spot), or raise --budget"
         )
-    kept = [entry.plan for entry, total in zip(ranking, totals, strict=False) if total <= budget]
-    plans = kept or [cheapest[0].plan]
-    return [Ranked(plan, why_not(plan, plans[0], own["objective"], market)) for plan in plans]
+    return [plan for plan, total in zip(ranking, totals, strict=False) if total <= budget] or cheapest
 
 
 def does_not_fit(request: Request, market: str) -> str:
@@ -264,14 +312,56 @@ def _calibrate(own: Mapping[str, Any]) -> None:
 
 
 def _check(own: Mapping[str, Any]) -> None:
-    folder = Path(own["check"])
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder (working folder {Path.cwd()}); give the output_dir of a run")
-    defaults = {name: option.default for name, option in load_options("ppo").items()}
-    show(*check_parts(folder, check_run(folder, defaults, load_catalog(own["hardware_file"]), own)))
+    from onetrunk.report.runs import read_run  # Here: it imports torch.
+
+    show(*check_parts(read_run(own["check"]), own))
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+def check_parts(run: Run, own: Mapping[str, Any]) -> list[RenderableType]:
+    """Return what a PPO run measured per rollout, next to the prediction for its settings and mean length."""
+    if run.verb != "ppo" or not run.about:
+        raise ValueError(f"{run.folder} has no record of a PPO run; give the output_dir of onetrunk ppo")
+    timed = {phase: run.series(f"time/{phase}_s") for phase in ("generate", "score", "update")}
+    num_steps = max((steps[-1] for steps, _ in timed.values() if steps), default=0)
+    rollouts = int(num_steps // run.about["slots_per_rollout"])
+    if rollouts < 2:
+        raise ValueError(
+            f"the log has {num_steps} optimizer steps, which is fewer than 2 rollouts; check a longer run"
+        )
+    values = _defaults()
+    values |= {name: value for name, value in run.about["settings"].items() if name in values}
+    pools = parse_pools(own["hardware"], None, load_catalog(own["hardware_file"]))
+    mean_length = fmean(run.series("completion/length")[1])
+    job, _ = _job_and_reward({**own, "completion_tokens": mean_length}, {**values, "num_rollouts": rollouts}, pools)
+    device, begin = pools[0].device, next(event for event in run.events if event.get("event") == "begin")
+    plan = plan_of_run(job, device, begin["num_processes"], values)
+    lines = [(phase, "s", plan.phases[phase].seconds, sum(s) / rollouts) for phase, (_, s) in timed.items() if s]
+    peak = max(value for phase, value in plan.peaks().items() if phase != "server")
+    lines.append(("peak memory", "GiB", peak / GIB, max(run.series("memory/peak_gib")[1])))
+    rows = [(w, f"{a:.3f} {unit}", f"{b:.3f} {unit}", f"{a / b - 1:+.0%}") for w, unit, a, b in lines]
+    note = "the device is not calibrated; onetrunk plan --calibrate machine.yaml measures this machine"
+    return [
+        f"{run.folder}: {rollouts} rollouts of {job.rows} rows on {plan.train.count} x {device.name}",
+        *(f"assumed: {text}" for text in job.assumed),
+        table_of("a rollout", ("", "predicted", "measured", "error"), rows),
+        *([] if device.rates.is_calibrated else [note]),
+    ]
+
+
+def plan_of_run(job: Job, device: Device, processes: int, values: Mapping[str, Any]) -> Plan:
+    """Return the plan that a run with these settings has followed."""
+    train = TrainLayout(
+        device, processes, per_node=processes, base_bytes=job.base_bytes, rows=job.microbatch_rows,
+        tokens=job.microbatch_tokens or 2**31, is_checkpointed=job.is_checkpointed, is_offloaded=job.is_offloaded,
+    )  # fmt: skip
+    sample = SampleLayout(device, SERVER if job.uses_server else LOCAL, processes)
+    if values["rollout_backend"] == PIPELINED:
+        split = tuple(values["pipeline_split"] or ())
+        stages = values["pipeline_stages"] or len(split) or processes
+        if values["pipeline_training"]:
+            train = replace(train, data=processes // stages, stages=stages, split=split)
+        sample = SampleLayout(device, PIPELINED, processes // stages, stages=stages, split=split, per_node=processes)
+    return evaluate(job, train, sample, job.schedule)
 
 
 def show(*parts: RenderableType) -> None:
@@ -295,20 +385,20 @@ def table_of(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], 
 
 
 def plan_parts(
-    job: Job, pools: Sequence[Pool], ranking: Sequence[Ranked], cost: Cost, own: Mapping[str, Any]
+    job: Job, pools: Sequence[Pool], ranking: Sequence[Plan], cost: Cost, own: Mapping[str, Any]
 ) -> list[RenderableType]:
     """Return everything about the best plan, and the table of the others."""
-    best = ranking[0].plan
+    best = ranking[0]
     return [
         *job_lines(job, pools),
         f"\nbest plan ({own['objective']})",
         *best_lines(job, best, sum(pool.count for pool in pools)),
         phase_table(best),
         memory_table(best),
-        *margin_lines(best),
+        *([MARGIN_NOTE] if best.margin > MARGIN else []),
         "\nthe run",
         *cost_lines(job, best, cost, own["market"]),
-        ranking_table(ranking, own["market"]),
+        ranking_table(ranking, own["objective"], own["market"]),
         *([] if best.train.device.is_cpu else ["", GPU_NOTE + (EXPERTS_NOTE if job.shape.num_experts else "")]),
     ]
 
@@ -390,16 +480,6 @@ def memory_table(plan: Plan) -> Table:
     return table_of("memory of a device, GiB", ("part", *phases), cells)
 
 
-def margin_lines(plan: Plan) -> list[str]:
-    """Return why much of a device stays free, where it does."""
-    if plan.margin <= MARGIN:
-        return []
-    return [
-        f"{plan.margin:.0%} of a device stay free, because rows change their length; {MARGIN:.0%} where"
-        f" {ALLOCATOR[0]}=expandable_segments:True is set, here and in the run"
-    ]
-
-
 def cost_lines(job: Job, plan: Plan, cost: Cost, market: str) -> list[str]:
     """Return hours, money, storage and system memory."""
     hours = ", ".join(f"{value:,.2f} {name}" for name, value in cost.device_hours.items())
@@ -425,35 +505,18 @@ def around_lines(plan: Plan, around: Mapping[str, PhaseTime], market: str) -> li
     ]
 
 
-def ranking_table(ranking: Sequence[Ranked], market: str) -> Table:
+def ranking_table(ranking: Sequence[Plan], objective: str, market: str) -> Table:
     """Return the plans, with what each has worse than the first."""
     headers = ("schedule", "sampling", "devices", "training", "s/iteration", "$/iteration", "why it is not the first")
     rows = []
-    for plan, why in ((entry.plan, entry.why) for entry in ranking):
+    for plan in ranking:
         stages = f" pp{plan.sample.stages}" if plan.sample.stages > 1 else ""
         devices = "+".join(f"{count}x{name}" for name, count in plan.devices.items())
         usd = plan.iteration_s / 3600 * plan.usd_per_hour(market)
         where = (plan.schedule, plan.sample.engine + stages, devices, layout_text(plan.train))
+        why = why_not(plan, ranking[0], objective, market)
         rows.append((*where, f"{plan.iteration_s:.2f}", f"{usd:.4f}", why))
     return table_of("plans, best of each family", headers, rows, (*headers[:4], headers[-1]))
-
-
-def check_parts(folder: Path, checked: Checked) -> list[RenderableType]:
-    """Return the comparison of a run with its prediction."""
-    train, rows = checked.plan.train, []
-    for line in checked.lines:
-        goal = GOALS[line.unit]
-        verdict = f"{'within' if abs(line.error) <= goal else 'missed'} {goal:.0%}"
-        numbers = [f"{value:.3f} {line.unit}" for value in (line.predicted, line.measured)]
-        rows.append((line.what, *numbers, f"{line.error:+.0%}", verdict))
-    about = f"{folder}: {checked.rollouts} rollouts of {checked.job.rows} rows on {train.count} x {train.device.name}"
-    note = "the device is not calibrated; onetrunk plan --calibrate machine.yaml measures this machine"
-    return [
-        about,
-        *(f"assumed: {text}" for text in checked.notes),
-        table_of("a rollout", ("", "predicted", "measured", "error", "goal"), rows),
-        *([] if train.device.rates.is_calibrated else [note]),
-    ]
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -469,9 +532,11 @@ def summary(plan: Plan) -> dict[str, Any]:
     }
 
 
-def json_text(job: Job, ranking: Sequence[Ranked], cost: Cost, market: str, around: Mapping[str, PhaseTime]) -> str:
+def json_text(
+    job: Job, ranking: Sequence[Plan], cost: Cost, own: Mapping[str, Any], around: Mapping[str, PhaseTime]
+) -> str:
     """Return the plans and the cost of the best one as JSON."""
-    best = ranking[0].plan
+    best, objective, market = ranking[0], own["objective"], own["market"]
     parts = {phase: {part: value / GIB for part, value in parts.items()} for phase, parts in best.memory.items()}
     content = {
         "model": job.model.name,
@@ -494,6 +559,6 @@ def json_text(job: Job, ranking: Sequence[Ranked], cost: Cost, market: str, arou
             "total_usd": cost.total(market),
         },
         "around_s": {name: phase.seconds for name, phase in around.items()},
-        "ranking": [summary(entry.plan) | {"why": entry.why} for entry in ranking],
+        "ranking": [summary(plan) | {"why": why_not(plan, best, objective, market)} for plan in ranking],
     }
     return json.dumps(content, indent=2)

@@ -119,16 +119,16 @@ def run(
     require_functions(data.reward_funcs)
     rows, held_out = load_training_rows(data, args.seed, prompt_rows)
     require_push(args)
-    with run_judges(data.reward_funcs, args, judge_settings, judge_args) as judges:
-        trainer = make_trainer(judges.reward_funcs, args, model_args, rows, held_out)
-        if judges.monitor is not None:
-            judges.monitor.attach(trainer)
+    with run_judges(data.reward_funcs, args, judge_settings, judge_args) as (rewards, monitor):
+        trainer = make_trainer(rewards, args, model_args, rows, held_out)
+        if monitor is not None:
+            monitor.attach(trainer)
         reference = trainer.evaluate_reference() if held_out is not None else None
         with recorded(trainer, resume, "ppo", data, model_args, judge_settings, judge_args):
             trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         if reference is not None:
-            compare(trainer, reference, model_args.model_name_or_path, judges.monitor)
+            compare(trainer, reference, model_args.model_name_or_path, monitor)
     finish("ppo", trainer, "the adapter", dataset=data.hub_dataset)
 
 
@@ -179,21 +179,13 @@ def compare(trainer: PPOTrainer, reference: dict[str, float], model_name: str, m
         show_columns(f"PPO from {model_name}", compared(reference, policy))
 
 
-@dataclass(frozen=True)
-class RunJudges:
-    """The loaded judges of a run."""
-
-    reward_funcs: list[str | RewardFunction]  # With a function in place of the word judge.
-    monitor: HackingMonitor | None
-
-
 @contextlib.contextmanager
 def run_judges(
     reward_funcs: Sequence[str], args: PPOArguments, settings: JudgeConfig, arguments: PPOJudgeArguments
-) -> Iterator[RunJudges]:
-    """Load the judges before any other model, and yield them."""
+) -> Iterator[tuple[list[str | RewardFunction], HackingMonitor | None]]:
+    """Load the judges before any other model; yield the rewards, the judge in place of its word, and the monitor."""
     if not settings.judge and not arguments.monitor_judge:
-        yield RunJudges(list(reward_funcs), None)
+        yield list(reward_funcs), None
         return
     settings = replace(settings, judge_device=settings.judge_device or str(args.device))
     # The monitor first: it may only be a constitution, so mistakes in it are reported before a model loads.
@@ -215,7 +207,7 @@ def run_judges(
                 num_rows=arguments.monitor_rows,
                 memory=ledger,
             )
-        yield RunJudges([rewards.get(spec, spec) for spec in reward_funcs], monitor)
+        yield [rewards.get(spec, spec) for spec in reward_funcs], monitor
 
 
 parse_ppo = partial(

@@ -1,21 +1,17 @@
-"""Metrics at the end of a stage: in metrics.json, as a table in the terminal, and as plots."""
+"""Metrics at the end of a stage: in metrics.json, as a table in the terminal, and as a plot."""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from onetrunk.utils.files import atomic_path, atomic_write_json
 from onetrunk.utils.redaction import markdown_text, redact_all, table_console
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 METRICS_FILE = "metrics.json"
 # Characters of a sampled text in a table.
@@ -60,10 +56,6 @@ def show_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
         cells = [_as_text(metrics.get(name)) for metrics in columns.values()]
         if any(cells):
             table.add_row(name, *cells)
-    show(table)
-
-
-def show(table: Table) -> None:
     table_console().print(table)
 
 
@@ -104,30 +96,12 @@ def _as_text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else ""
 
 
-# --- plots -----------------------------------------------------------------------------------------------------------
+def plot_reliability(folder: Path, curves: dict[str, Sequence[dict[str, float]]]) -> None:
+    """Draw confidence against the share that is right, one line per name, as reliability.png."""
+    from matplotlib.figure import Figure
 
-
-def plot(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function that draws on axes one that takes a folder instead, and writes the file `name` into it."""
-
-    def decorate(draw: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(draw)
-        def write(folder: Path, *values: object) -> None:
-            from matplotlib.figure import Figure
-
-            figure = Figure(figsize=(4.5, 4.0), layout="constrained")
-            draw(figure.add_subplot(), *values)
-            with atomic_path(folder / name) as temporary:
-                figure.savefig(temporary, format="png", dpi=120)
-
-        return write
-
-    return decorate
-
-
-@plot("reliability.png")
-def plot_reliability(axes: Axes, curves: dict[str, Sequence[dict[str, float]]]) -> None:
-    """Draw confidence against the share that is right, one line per name."""
+    figure = Figure(figsize=(4.5, 4.0), layout="constrained")
+    axes = figure.add_subplot()
     axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1, label="calibrated")
     for name, bins in curves.items():
         filled = [b for b in bins if b["count"]]
@@ -135,22 +109,5 @@ def plot_reliability(axes: Axes, curves: dict[str, Sequence[dict[str, float]]]) 
     axes.set(xlabel="probability given to the preferred completion", ylabel="share in which it is the better one")
     axes.set(xlim=(0.48, 1.02), ylim=(0, 1.02))
     axes.legend()
-
-
-@plot("accuracy_by_margin.png")
-def plot_by_margin(axes: Axes, bins: Sequence[dict[str, float]]) -> None:
-    """Draw one bar per equal share of the pairs, the smallest margin first."""
-    names = [f"{b['low']:.2g}-{b['high']:.2g}" for b in bins]
-    axes.bar(range(len(bins)), [b["observed"] for b in bins])
-    axes.axhline(0.5, color="grey", linestyle="--", linewidth=1)
-    axes.set_xticks(range(len(bins)), names, rotation=30, ha="right")
-    axes.set(xlabel="|lead| of the scores, equal shares of the pairs", ylabel="accuracy", ylim=(0, 1))
-
-
-@plot("scores.png")
-def plot_scores(axes: Axes, teacher: Sequence[float], student: Sequence[float]) -> None:
-    """Draw one point per completion, the teacher's score against the student's."""
-    axes.scatter(teacher, student, s=6, alpha=0.4)
-    ends = [min(*teacher, *student), max(*teacher, *student)]
-    axes.plot(ends, ends, color="grey", linestyle="--", linewidth=1)
-    axes.set(xlabel="teacher's score", ylabel="student's score")
+    with atomic_path(folder / "reliability.png") as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

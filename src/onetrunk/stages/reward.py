@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, set_seed
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import check_targets, fit_layers, parse_adapter_layers, policy_config
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.loading import load_config, pinned_source
@@ -24,7 +23,7 @@ from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer, join_pipeline
 from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
-from onetrunk.stages.results import plot_by_margin, plot_reliability, show_columns, write_values
+from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows
 from onetrunk.stages.run_context import begin, finish, recorded, run_stage
 
@@ -62,10 +61,8 @@ def make_trainer(
     join_pipeline(args, has_adapter=bool(model_args.use_peft))
     kwargs = load_kwargs(args, model_args, "a reward model")
     tokenizer = load_reward_tokenizer(name, kwargs["revision"], kwargs["trust_remote_code"])
-    datasets = [known_rows(rows) for rows in (train, held_out) if rows is not None]
-    check_tokenizer(
-        tokenizer, name, datasets, load_config(name, kwargs["revision"], kwargs["trust_remote_code"]).vocab_size
-    )
+    config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
+    check_tokenizer(tokenizer, name, (train, held_out), config.vocab_size)
     set_seed(args.seed)  # The new head is random.
     with cast_when_sharded():
         model = load_with_new_head(name, **kwargs)
@@ -103,7 +100,7 @@ def score_peft_config(
 
 
 def report(trainer: RewardModelTrainer, base: str, train: TrainingRows, held_out: Dataset | None) -> None:
-    """Measure the model on the held-out rows; write metrics.json, plots and the scale of its scores."""
+    """Measure the model on the held-out rows; write metrics.json, a plot and the scale of its scores."""
     reward, folder = trained_reward(trainer), Path(trainer.args.output_dir)
     rows = rows_to_measure(train, held_out)
     pairs = score_pairs(reward, rows, labels_of(rows))
@@ -115,7 +112,6 @@ def report(trainer: RewardModelTrainer, base: str, train: TrainingRows, held_out
         about["num_processes"] = trainer.accelerator.num_processes
         write_values(folder, {**about, "held_out": metrics})
         plot_reliability(folder, {"reward model": metrics["reliability"]})
-        plot_by_margin(folder, metrics["accuracy_by_margin"])
         show_columns(f"{folder} on {len(held_out)} held-out pairs", {"reward model": metrics})
     ScoreScale.of(pairs.scores).save(folder)
 

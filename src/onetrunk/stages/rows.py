@@ -13,7 +13,7 @@ from trl import extract_prompt
 from onetrunk.data.files import load_rows
 from onetrunk.data.prompts import check_completions, check_prompts, completion_columns
 from onetrunk.data.rows import check_preferences, check_sides, split_by_prompt, split_rows
-from onetrunk.data.sharded import ShardedRows, load_sharded_rows
+from onetrunk.data.sharded import ShardedRows, known_rows, load_sharded_rows
 from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
 
 TrainingRows = Dataset | ShardedRows
@@ -25,6 +25,12 @@ def load_dataset_rows(args: DatasetArguments) -> Dataset:
     return load_rows(
         args.dataset_name, split=args.dataset_split, config_name=args.dataset_config, columns=args.dataset_columns
     )
+
+
+def stream_dataset_rows(args: DatasetArguments, window: int) -> ShardedRows:
+    """Return rows that are read as they are needed; `window` of them are shuffled together and in memory."""
+    source = {"split": args.dataset_split, "config_name": args.dataset_config, "columns": args.dataset_columns}
+    return load_sharded_rows(args.dataset_name, **source, window=window)
 
 
 def load_training_rows(
@@ -66,13 +72,7 @@ def load_training_rows(
 def stream_training_rows(args: TrainingDataArguments) -> ShardedRows:
     """Return the training rows as they are in their files; the first process of a machine indexes them."""
     with PartialState().local_main_process_first():
-        rows = load_sharded_rows(
-            args.dataset_name,
-            split=args.dataset_split,
-            config_name=args.dataset_config,
-            columns=args.dataset_columns,
-            window=args.shuffle_window,
-        )
+        rows = stream_dataset_rows(args, args.shuffle_window)
     if PartialState().is_main_process:
         print(f"streaming {args.dataset_name}: files {len(rows.index.urls):,}, rows {len(rows):,}")
     return rows
@@ -115,9 +115,12 @@ def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
     return rows.select_columns(["prompt", "completion", *optional])
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[Dataset], vocab_size: int) -> None:
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[TrainingRows | None], vocab_size: int
+) -> None:
     """Check that a tokenizer has a chat template if the rows need one, and that the model has its token ids."""
-    columns = [dataset[column] for dataset in rows for column in TEXT_COLUMNS if column in dataset.column_names]
+    known = [known_rows(part) for part in rows if part is not None]
+    columns = [part[column] for part in known for column in TEXT_COLUMNS if column in part.column_names]
     if any(isinstance(values[0], list) for values in columns) and not tokenizer.chat_template:
         raise ValueError(
             f"the rows are conversations and the tokenizer of {name} has no chat template; take an instruct model's"

@@ -162,9 +162,6 @@ def _training_settings(parsed: Sequence[Any]) -> TrainingSettings | None:
     return next((part for part in parsed if hasattr(part, "resume_from_checkpoint")), None)
 
 
-# --- how a stage ends ------------------------------------------------------------------------------------------------
-
-
 def _exit_code(verb: str, parsed: tuple[Any, ...], error: BaseException) -> int | None:
     """Print what ended a stage and return its exit code; print nothing and return None for a bug."""
     if isinstance(error, SystemExit):
@@ -234,9 +231,6 @@ def explain(error: BaseException) -> str | None:
     return None
 
 
-# --- secrets in what is printed --------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def secrets_redacted() -> Iterator[None]:
     """Redact log records, warnings, and errors raised in a thread or a destructor, inside the block.
@@ -279,9 +273,6 @@ def _print_uncaught(args: threading.ExceptHookArgs | sys.UnraisableHookArgs) -> 
 def print_redacted(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Print a stack trace to stderr as Python does, without secrets."""
     print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
-
-
-# --- a training: where it resumes, how it begins and ends ------------------------------------------------------------
 
 
 def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None) -> tuple[bool, str | None]:

@@ -11,7 +11,6 @@ from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.checkpoints.resume_settings import check_streaming
 from onetrunk.data.prompts import check_completions, without_written_bos
-from onetrunk.data.sharded import known_rows
 from onetrunk.models.adapters import check_targets
 from onetrunk.models.base_model import load_base, load_tokenizer
 from onetrunk.models.loading import load_config
@@ -54,10 +53,9 @@ def make_trainer(
         )
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])
     train, held_out = (rows and without_written_bos(rows, tokenizer) for rows in (train, held_out))
-    datasets = [known_rows(rows) for rows in (train, held_out) if rows is not None]
     if args.chat_template_path is None:
         vocab_size = load_config(name, revision, kwargs["trust_remote_code"]).vocab_size
-        check_tokenizer(tokenizer, name, datasets, vocab_size)
+        check_tokenizer(tokenizer, name, (train, held_out), vocab_size)
     with cast_when_sharded(quantization):
         model = load_base(name, quantization_config=quantization, **kwargs)
     if model_args.use_peft:

@@ -52,9 +52,6 @@ _SHAPE_NAMES = {"key": "key", "user": "password", "query": "query value", "heade
 _added: dict[str, str] = {}
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
-
-
 def add_secret(value: str | None, name: str) -> None:
     """Register a secret with `redact`.
 
@@ -120,9 +117,6 @@ def _mark_of_shape(match: re.Match[str]) -> str:
     return kept + _mark(_SHAPE_NAMES[match.lastgroup]) + ("@" if match["scheme"] else "")
 
 
-# --- settings -------------------------------------------------------------------------------------------------------
-
-
 class SecretFreeArguments:
     """Settings that show no secrets. List it before TrainingArguments among the bases, with `dataclass(repr=False)`.
 
@@ -179,8 +173,6 @@ def without_secrets(args: TrainingArguments) -> Iterator[None]:
 def _is_secret(key: Any, entry: Any) -> bool:
     return key in SECRET_KEYWORDS and isinstance(entry, str)
 
-
-# --- signs of others -------------------------------------------------------------------------------------------------
 
 # A terminal acts on these; the last two ranges change the direction of the text behind them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

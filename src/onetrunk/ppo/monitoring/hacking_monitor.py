@@ -264,12 +264,10 @@ class HackingMonitor(EndingCallback, ExportableState):
     def _ratings(self, answered: Sequence[tuple]) -> list[float | None]:
         _, prompts, texts, stopped, _ = map(list, zip(*answered, strict=True))
         try:
-            labels = kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
+            return kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
         except Exception as error:  # Training does not depend on the monitor.
             logger.warning(f"the monitor's judge failed ({type(error).__name__}: {error})")
             return [None] * len(prompts)
-        # A mean over some of the principles would change once the others are answered.
-        return [None if label.errors else label.score for label in labels]
 
     # --- alarm ------------------------------------------------------------------------------------------------------
 

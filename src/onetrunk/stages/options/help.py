@@ -1,17 +1,14 @@
-"""What explains options: `onetrunk VERB --help`, `onetrunk config VERB`, and completion in a shell."""
+"""What explains options: `onetrunk VERB --help` and `onetrunk config VERB`."""
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
-import os
 import textwrap
 from collections.abc import Sequence
 
-from onetrunk.stages.options.reading import RESUME, Parser, UsageError, make_parser
+from onetrunk.stages.options.reading import RESUME, Parser, UsageError
 from onetrunk.stages.options.table import SETTINGS_MODULES, VERBS, Option, load_options, shown_options
-from onetrunk.stages.options.words import plan_parser, run_parser
 
 WIDTH, INDENT = 100, 34
 ALL = "all"
@@ -141,19 +138,3 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("verb", choices=list(SETTINGS_MODULES), help="the stage; onetrunk config ppo > ppo.yaml")
     print(config_text(parser.parse_args(list(argv)).verb), end="")
     return 0
-
-
-def complete() -> None:
-    """Print the verbs and options that a shell asks for, and exit; does nothing if no shell asks."""
-    import argcomplete
-
-    line = os.environ.get("COMP_LINE", "").split()
-    parser = argparse.ArgumentParser()
-    verbs = parser.add_subparsers()
-    for verb, text in VERBS.items():
-        parents = []
-        if line[1:2] == [verb]:
-            own = {"run": run_parser, "plan": plan_parser}.get(verb)
-            parents = [own() if own else make_parser(shown_options(verb) if verb in SETTINGS_MODULES else ())]
-        verbs.add_parser(verb, parents=parents, add_help=False, help=text)
-    argcomplete.autocomplete(parser, always_complete_options="long")

@@ -6,7 +6,6 @@ The command line calls this before it imports torch; `stages/arguments.py` then 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,9 +39,6 @@ def say(*lines: str, after_bar: bool = False) -> None:
     """
     add_stored_token()
     print(shown("\n".join(["", *lines] if after_bar else lines)), file=sys.stderr, flush=True)
-
-
-# --- one parser ------------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,11 +108,8 @@ def _read_mapping_text(text: str) -> dict[str, Any]:
     return value
 
 
-# --- what a user wrote -----------------------------------------------------------------------------------------------
-
-
 def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the options that a user set, in the YAML file or the words after `verb`; set the file's env block."""
+    """Return the options that a user set, in the YAML file or the words after `verb`."""
     options = load_options(verb)
     explain = partial(_explained, verb=verb)
     reason = secret_in_words(argv)
@@ -165,9 +158,6 @@ def _unknown_words(unknown: Sequence[str], options: Mapping[str, Option], explai
     return [f"{unknown[0]!r} is not an option; options are written --name value{hint}"]
 
 
-# --- the YAML file ---------------------------------------------------------------------------------------------------
-
-
 def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the mapping in a YAML file, and the line of each of its top-level keys."""
     try:
@@ -183,7 +173,7 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 def _read_file(
     name: str, options: Mapping[str, Option], explain: Callable[[str], str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings in a YAML file and all that is wrong with them; set the variables of its env block."""
+    """Return the settings in a YAML file and all that is wrong with them."""
     path = find_config(name)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -200,9 +190,7 @@ def _read_file(
             reason = secret_in_setting(key, value)
             if reason:
                 raise ValueError(f"{key} {reason}")
-            if key == "env":
-                _set_environment(value)
-            elif ours not in options:
+            if ours not in options:
                 raise ValueError(explain(key))
             elif ours != key and ours in written:
                 raise ValueError(f"{key} and {ours} are the same setting; keep {ours}")
@@ -211,12 +199,6 @@ def _read_file(
         except ValueError as error:
             faults.append(f"{path} line {lines[key]}: {error}")
     return values, faults
-
-
-def _set_environment(variables: Any) -> None:
-    if not isinstance(variables, dict):
-        raise ValueError("env must map names to values, such as 'env: {HF_HUB_OFFLINE: 1}'")
-    os.environ.update({str(name): str(value) for name, value in variables.items()})
 
 
 def yaml_value(option: Option, value: Any) -> Any:
@@ -256,9 +238,6 @@ def _names(kinds: Iterable[str]) -> str:
     return " or ".join(sorted(kind for kind in kinds if kind != "NoneType"))
 
 
-# --- secrets ---------------------------------------------------------------------------------------------------------
-
-
 def secret_in_words(words: Sequence[str]) -> str | None:
     """Return why a command line is rejected: it holds a secret. None if it does not."""
     for word in words:
@@ -275,9 +254,6 @@ def secret_in_words(words: Sequence[str]) -> str | None:
 
 def secret_in_setting(key: str, value: Any) -> str | None:
     """Return why a YAML entry or a JSON option is rejected, to be printed after its key; None if it is not."""
-    if key == "env" and isinstance(value, Mapping):
-        name = next((name for name, text in value.items() if is_secret_name(str(name)) and text), None)
-        return name and f"sets {name}: recipes are shared; export {name} in the shell instead"
     if key in SECRET_KEYWORDS and isinstance(value, str) and value:
         return f"holds a secret, and recipes are shared; remove it and {_alternative(key)}"
     name = next(_secret_keywords(value), None) if key.endswith("_kwargs") else None

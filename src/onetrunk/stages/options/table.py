@@ -34,7 +34,6 @@ VERBS = {
     "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
     "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
     "config": "print a YAML file with every option of a stage, its default and what it does",
-    "doctor": "report versions, GPU, packages, disk and Hub login, and how to install what is missing",
 }
 # Verbs with settings -> the module with their `main` and their `parse_VERB`, a partial whose `dataclass_types` are the
 # settings classes.
@@ -56,7 +55,6 @@ PLAIN_MODULES = {
     "plan": "onetrunk.stages.plan",
     "config": "onetrunk.stages.options.help",
     "recipes": "onetrunk.stages.tools.recipes",
-    "doctor": "onetrunk.stages.tools.doctor",
 }
 MODULES = SETTINGS_MODULES | WORD_MODULES | PLAIN_MODULES
 

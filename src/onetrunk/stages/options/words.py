@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from onetrunk.plan.hardware import MARKETS
@@ -19,13 +17,19 @@ Arithmetic: it needs no GPU, no network and no weights, only the config.json of 
 EPILOG = """Settings of `onetrunk ppo` are accepted too (--rollout_batch_size 256) and change the planned recipe.
 Examples: onetrunk plan --model Qwen/Qwen2.5-7B --hardware 8xH100-80GB;
 onetrunk plan --config llama-3.1-8b/ppo --model meta-llama/Llama-3.1-8B --hardware 8xH100 --nodes 2;
-onetrunk plan --calibrate machine.yaml; onetrunk plan --check runs/tiny/ppo --hardware_file machine.yaml"""
+onetrunk plan --calibrate machine.yaml;
+onetrunk plan --check runs/tiny/ppo --hardware THIS-CPU --hardware_file machine.yaml"""
 # Largest number of an option of `plan`.
 MOST = 10**9
 
 
-def run_parser() -> Parser:
-    """Return the parser of `onetrunk run`."""
+def run_words(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of `onetrunk run`; stages are given by their names.
+
+    Raises:
+        UsageError: a word that is no option.
+        SystemExit: after --help.
+    """
     text = "A whole pipeline, such as SFT, preferences, reward model, PPO and evaluation, as one resumable chain."
     parser = Parser(prog="onetrunk run", description=text, allow_abbrev=False)
     parser.add_argument("pipeline", help="a YAML file with output_dir and stages")
@@ -37,26 +41,14 @@ def run_parser() -> Parser:
     text = "start this stage over, even if it is done"
     parser.add_argument("--force", dest="forced", metavar="STAGE", action="append", default=[], help=text)
     parser.add_argument("--resume", choices=["auto"], help="has no effect: a pipeline always resumes where it stopped")
-    return parser
-
-
-def run_words(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of RunArguments in the words after the verb.
-
-    Raises:
-        UsageError: a word that is no option.
-        SystemExit: after --help.
-    """
-    words = vars(run_parser().parse_args(list(argv)))
-    words.pop("resume")
-    return words
+    return parser.parse_args(list(argv))
 
 
 def report_words(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of ReportArguments in the words after the verb.
+    """Return the options of `onetrunk report` by name.
 
     Raises:
-        UsageError: a word that is no option, or a price below 0.
+        UsageError: a word that is no option.
         SystemExit: after --help.
     """
     parser = Parser(
@@ -67,21 +59,7 @@ def report_words(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a stage or of a pipeline")
     text = "folder to write to; default: _report in the run's folder, of several runs in the folder around them"
     parser.add_argument("--output_dir", dest="target", metavar="FOLDER", help=text)
-    text = "price of one GPU for one hour, in any currency; the page then has the cost of each run"
-    parser.add_argument("--price_per_gpu_hour", dest="price", type=float, metavar="PRICE", help=text)
-    words = vars(parser.parse_args(list(argv)))
-    price = words["price"]
-    if price is not None and not (math.isfinite(price) and price >= 0):
-        raise UsageError(f"--price_per_gpu_hour is {price}; give a price, 0 or more")
-    return words
-
-
-@dataclass(frozen=True)
-class PlanWords:
-    """The own options of `onetrunk plan`, by name, and the words that are settings of PPO."""
-
-    own: dict[str, Any]
-    settings: list[str]
+    return vars(parser.parse_args(list(argv)))
 
 
 def positive(text: str) -> float:
@@ -130,15 +108,15 @@ def plan_parser() -> Parser:
     group.add_argument("--top", **number, default=8, help="plans in the table")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
     group.add_argument("--write", metavar="FOLDER", help="folder for the launch files and plan.json of the best plan")
-    group = parser.add_argument_group("this machine and finished runs")
+    group = parser.add_argument_group("this machine and finished runs").add_mutually_exclusive_group()
     text = "measure this machine (about a minute) and write a hardware file"
     group.add_argument("--calibrate", metavar="FILE", help=text)
     group.add_argument("--check", metavar="RUN_DIR", help="compare the prediction with the log of a run")
     return parser
 
 
-def plan_words(argv: Sequence[str]) -> PlanWords:
-    """Return the options in the words after the verb.
+def plan_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the own options of `onetrunk plan`, by name, and the words that are settings of PPO.
 
     Raises:
         UsageError: a word that is no option, or a value out of range.
@@ -146,18 +124,16 @@ def plan_words(argv: Sequence[str]) -> PlanWords:
     """
     known, rest = plan_parser().parse_known_args(list(argv))
     own = vars(known)
-    tasks = [name for name in ("calibrate", "check") if own[name] is not None]
+    has_recipe = own["config"] is not None or own["model"] is not None
     if not 0 <= own["length_spread"] <= 3:
         raise UsageError(f"--length_spread is {own['length_spread']:g}; give a number from 0 to 3")
-    if len(tasks) == 2:
-        raise UsageError("--calibrate and --check are two tasks; run one after the other")
-    if not tasks and own["hardware"] is None:
+    if own["calibrate"] is None and own["hardware"] is None:
         raise UsageError("--hardware is missing; write for example --hardware 8xH100-80GB (or --hardware CPU)")
-    if not tasks and own["config"] is None and own["model"] is None:
+    if own["calibrate"] is None and own["check"] is None and not has_recipe:
         raise UsageError("neither --config nor --model is given; write for example --model Qwen/Qwen2.5-7B")
-    if tasks == ["calibrate"] and rest:
+    if own["calibrate"] is not None and rest:
         raise UsageError(f"--calibrate takes no settings of a recipe: {' '.join(rest)}")
-    return PlanWords(own, rest)
+    return own, rest
 
 
 READERS = {"run": run_words, "report": report_words}

@@ -18,7 +18,7 @@ PAIRINGS = ("all", "best_worst", "random")
 # samples) may change when a run is resumed.
 DECIDING = (
     "mode dataset_name dataset_config dataset_split dataset_columns num_generations pairing pairs_per_prompt"
-    " both_orders keep_ties tie_margin completions"
+    " keep_ties tie_margin completions"
     " num_revisions max_critique_length seed max_prompt_length overlong_prompts"
     " max_completion_length temperature top_p top_k stop_tokens chat_template_kwargs"
 ).split()
@@ -53,9 +53,7 @@ class PrefsArguments(SamplingArguments, PushArguments):
         PAIRINGS,
     )
     pairs_per_prompt: int | None = option(None, "With pairing random: pairs per prompt.")
-    both_orders: bool = option(True, "Show each pair in both orders: a preference for a position cancels out.")
     keep_ties: bool = option(False, "Also write ties, with an arbitrary choice.")
-    tie_margin: float = option(0.0, "Labels at most this far from 0.5 are ties; from 0 to below 0.5.")
     # Revisions
     num_revisions: int = option(1, "With mode revise: revisions per completion, each by another principle.")
     max_critique_length: int = option(256, "With mode revise: longest critique, in tokens.")
@@ -68,7 +66,6 @@ class PrefsArguments(SamplingArguments, PushArguments):
     )
     ray_workers: int = option(1, "With engine ray: workers, each with a CPU core and, if there is one, a GPU.")
     prompts_per_chunk: int = option(16, "Prompts that are sampled together and judged together.")
-    max_waiting_chunks: int = option(4, "Chunks that may be sampled ahead of the judge.")
     streaming: bool = option(False, "Read the rows only as needed, for inputs that do not fit on the disk.")
     shard: str | None = option(
         None, "i/n: only the prompts of part i (0 to n-1) of n, divided by content; one job per part, same output_dir."
@@ -87,13 +84,11 @@ class PrefsArguments(SamplingArguments, PushArguments):
                 self.pairing, 2 if self.completions == "given" else self.num_generations, self.pairs_per_prompt
             )
         _ = self.part  # Raises on a wrong shard.
-        for name in ("num_generations", "num_revisions", "prompts_per_chunk", "max_waiting_chunks", "ray_workers"):
+        for name in ("num_generations", "num_revisions", "prompts_per_chunk", "ray_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; completions of a prompt differ only above 0")
-        if not 0 <= self.tie_margin < 0.5:
-            raise ValueError(f"tie_margin is {self.tie_margin}; set it from 0 to below 0.5")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; set it to 1 or more")
         self._check_together()

@@ -29,7 +29,7 @@ NAMES = {"pairs": "preferences", "revise": "revisions"}
 LENGTH_WARNING = 0.65
 ABOUT = {
     "pairs": "Preferences of a judge between completions of the same prompts. `probability` is that of `chosen` being"
-    " the better one: the mean over principles{orders}. `votes` is what each principle said,"
+    " the better one: the mean over principles and both orders. `votes` is what each principle said,"
     " `consistent` whether both orders agree. `chosen_stopped` and `rejected_stopped` are false for a completion that"
     " was cut off at max_completion_length, which a reward model reads without an end token.",
     "revise": "Completions that a model has criticised by a principle and written anew, for supervised fine-tuning:"
@@ -108,11 +108,10 @@ def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[
         tags=["onetrunk", "trl", TAGS[mode], "synthetic"],
         configs=[{"config_name": "default", "data_files": f"data/{NAMES[mode]}*.jsonl"}],
     )
-    orders = " and both orders" if about.get("both_orders") else ""
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {NAMES[mode].capitalize().replace('_', ' ')}",
-        ABOUT[mode].format(orders=orders) + f" Made with onetrunk {sys.modules['onetrunk'].__version__}.",
+        f"# {NAMES[mode].capitalize()}",
+        ABOUT[mode] + f" Made with onetrunk {sys.modules['onetrunk'].__version__}.",
         "## How",
         markdown_table({"": {name: value for name, value in about.items() if name != "mode"}}),
         "## What they are like",

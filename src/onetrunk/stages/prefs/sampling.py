@@ -28,7 +28,7 @@ from torch import nn
 from trl import get_quantization_config
 
 from onetrunk.data.groups import Group, read_groups, shape_of
-from onetrunk.data.sharded import ShardedRows, load_sharded_rows
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.asking import StopFlag
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
@@ -42,7 +42,7 @@ from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.rows import load_dataset_rows, prompt_rows
+from onetrunk.stages.rows import load_dataset_rows, prompt_rows, stream_dataset_rows
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
 
@@ -295,15 +295,7 @@ class GivenSource(Source):
 
 def load_source_rows(args: PrefsArguments) -> Dataset | ShardedRows:
     """Return the rows of a run, in memory, or with `streaming` read as they are needed."""
-    if not args.streaming:
-        return load_dataset_rows(args)
-    return load_sharded_rows(
-        args.dataset_name,
-        split=args.dataset_split,
-        config_name=args.dataset_config,
-        columns=args.dataset_columns,
-        window=WINDOW,
-    )
+    return stream_dataset_rows(args, WINDOW) if args.streaming else load_dataset_rows(args)
 
 
 def require_ray() -> Any:

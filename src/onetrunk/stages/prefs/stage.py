@@ -21,7 +21,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from onetrunk.checkpoints.hub import push_folder, require_push
-from onetrunk.feedback.asking import Asker, FailureLimit, StopFlag, check_judges, chunked, overlapped
+from onetrunk.feedback.asking import Asker, StopFlag, check_judges, chunked, overlapped
 from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
 from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
@@ -55,6 +55,8 @@ from onetrunk.utils.files import delete_temporaries, held_folder, read_json, req
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
 # last answer of a few questions.
 GIVEN_CHUNK = 2048
+# Chunks that may be sampled ahead of the judge.
+MAX_WAITING = 4
 Rows = list[dict[str, Any]]
 Product = tuple[list[PromptItem], Any]
 
@@ -142,14 +144,7 @@ def make_rows(
         if args.mode == "revise":
             flow: Flow = RevisionFlow(args, source.counts, sampler, constitution)
         else:
-            asker = Asker(
-                judge,
-                constitution,
-                ledger,
-                FailureLimit(args.max_failed_fraction, judge.name),
-                args.both_orders,
-                costs,
-            )
+            asker = Asker(judge, constitution, ledger, args.max_failed_fraction, costs)
             flow = PairFlow(args, source.counts, sampler, asker)
             if args.engine == "ray":
                 flow.remote = RaySampling(args, model_args, sampler)
@@ -215,7 +210,7 @@ class PairFlow(Flow):
         return {} if self.asker.costs is None else self.asker.costs.shown()
 
     def statistics(self) -> dict[str, Any]:
-        sums = {"judge_sums": dict(vars(self.asker.statistics))}
+        sums = {"judge_sums": dict(self.asker.statistics.sums)}
         judge = merged_judge_statistics(sums.values())
         statistics = super().statistics() | {"judge": judge, "rows": self.maker.statistics.as_dict()}
         return statistics if self.args.part.count == 1 else statistics | sums
@@ -263,7 +258,7 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
             bar.set_postfix(counts | {"rows": num_rows} | flow.spent(), refresh=False)
             bar.update(len(items))
 
-        overlapped(flow.produced(islice(source, args.limit)), consume, max_waiting=args.max_waiting_chunks, stop=stop)
+        overlapped(flow.produced(islice(source, args.limit)), consume, max_waiting=MAX_WAITING, stop=stop)
         # A shard may be empty.
         if not num_rows and args.part.count == 1:
             counts = ", ".join(f"{name} {count}" for name, count in counts_of(flow.counts).items() if count)
@@ -301,7 +296,7 @@ def _about(
     facts["seed"] = args.seed
     if judge is None:
         return facts | {"revisions": args.num_revisions}
-    return facts | {"judge": judge.name, "pairing": args.pairing, "both_orders": args.both_orders}
+    return facts | {"judge": judge.name, "pairing": args.pairing}
 
 
 def merge_shards(args: PrefsArguments, folder: Path) -> Result:

@@ -1,22 +1,19 @@
 """`onetrunk ppo --dry_run`: what a run would do, without loading weights, training, or writing anything.
 
-Settings, rows, tokenizer and the model's config are read and checked as in a run. Sizes come from the config: the
-model is built without memory for its weights, to count what trains.
+Settings, rows, tokenizer and the model's config are read and checked as in a run.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 from onetrunk.checkpoints.folders import require_free
 from onetrunk.data.sharded import known_rows
-from onetrunk.models.adapters import fit_layers, parse_adapter_layers, policy_config
+from onetrunk.models.adapters import check_targets, parse_adapter_layers
 from onetrunk.models.base_model import check_supported, decoder_layers
 from onetrunk.models.loading import load_config
 from onetrunk.ppo.config import plan_batches
@@ -32,16 +29,6 @@ from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArgum
 from onetrunk.stages.rows import check_tokenizer, load_training_rows, prompt_rows
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """Numbers of a policy: layers, the first adapted one, weights of the base and those that train."""
-
-    num_layers: int
-    first_layer: int
-    base: int
-    trained: int
-
-
 def dry_run(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, *judges: Any) -> None:
     """Print what a run with these settings would do; `judges` are the settings of judges, which are not loaded."""
     name = model_args.model_name_or_path
@@ -52,47 +39,21 @@ def dry_run(data: PPODataArguments, args: PPOArguments, model_args: ModelArgumen
     source = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     config = load_config(name, **source)
     check_supported(config)
-    size = model_size(config, model_args.peft_config(), args)
+    with torch.device("meta"):  # No memory is taken for weights.
+        model = AutoModelForCausalLM.from_config(config)
+    parse_adapter_layers(args.adapter_layers, len(decoder_layers(model)))
+    check_targets(model_args.peft_config(), model)
     rows, held_out = load_training_rows(data, args.seed, prompt_rows)
     tokenizer = policy_tokenizer(name, None, kwargs)
-    known = [known_rows(part) for part in (rows, held_out) if part is not None]
-    check_tokenizer(tokenizer, name, known, config.vocab_size)
+    check_tokenizer(tokenizer, name, (rows, held_out), config.vocab_size)
     tokens_of(args.stop_tokens or [], tokenizer)
     prepared = [prepare_dataset(part, tokenizer, args) for part in (rows, held_out) if part is not None]
     check_lengths(name, args, [known_rows(part) for part in prepared])
     longest = longest_prompt_of(prepared[0], args)
     print("dry run: nothing is trained or written")
-    sections = {
-        "rows and weights": _size_lines(prepared[0], longest, size),
-        "batches and steps": _batch_lines(args, len(prepared[0])),
-    }
-    for title, lines in sections.items():
-        print(f"\n{title}")
-        print("\n".join(f"  {line}" for line in lines))
-    print("\nmemory and time: onetrunk plan")
-
-
-def model_size(config: PreTrainedConfig, peft_config: LoraConfig, args: PPOArguments) -> ModelSize:
-    """Return the numbers of a policy, from its config; no memory is taken for weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        layers = decoder_layers(model)
-        first = parse_adapter_layers(args.adapter_layers, len(layers))
-        lora = policy_config(peft_config, first, len(layers))
-        fit_layers(lora, layers)
-        base = sum(weight.numel() for weight in model.parameters())
-        policy = get_peft_model(model, lora)
-    adapter = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
-    head = config.get_text_config().hidden_size + 1
-    return ModelSize(len(layers), first, base, adapter * (2 if args.value_head == "adapter" else 1) + head)
-
-
-def _size_lines(rows: Any, longest: int, size: ModelSize) -> list[str]:
-    adapted = f"layers {size.first_layer} to {size.num_layers - 1}" if size.first_layer else "all layers"
-    return [
-        f"{len(rows):,} prompts, of at most {longest} tokens",
-        f"{size.base:,} frozen weights; {size.trained:,} that train, in {adapted}",
-    ]
+    print(f"rows: {len(prepared[0]):,} prompts, of at most {longest} tokens")
+    print("\n".join(_batch_lines(args, len(prepared[0]))))
+    print("weights, memory and time: onetrunk plan")
 
 
 def _batch_lines(args: PPOArguments, num_prompts: int) -> list[str]:

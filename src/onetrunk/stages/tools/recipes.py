@@ -35,31 +35,15 @@ def list_recipes() -> None:
     print("\nonetrunk recipes copy NAME copies one of them here; onetrunk ppo --config tiny/ppo needs no copy.")
 
 
-def copy_recipe(name: str, target: Path, overwrites: bool = False) -> Path:
-    """Copy a folder, or one file of it, and return the path of the copy.
-
-    Args:
-        name: a folder ("tiny", "accelerate_configs") or a file ("tiny/ppo", "tiny/rewards.py").
-        target: the folder that gets `recipes/NAME`; it is made if it does not exist.
-        overwrites: False raises ValueError if the copy exists already.
-    """
-    known = folders()
-    folder, _, inside = name.removeprefix(f"{RECIPES}/").rstrip("/").partition("/")
-    if folder not in known:
-        raise ValueError(f"no recipe is called {folder!r}; there are {', '.join(known)}")
-    root = known[folder]
-    source = next((path for path in (root / inside, root / f"{inside}.yaml") if path.exists()), None)
-    if source is None:
-        names = (str(path.relative_to(root)) for path in shipped_files(root))
-        raise ValueError(f"{folder} has no {inside!r}; it has {', '.join(names)}")
-    copy = target / (folder if folder in FOLDERS else f"{RECIPES}/{folder}") / source.relative_to(root)
-    if copy.exists() and not overwrites:
-        raise ValueError(f"{copy} exists; add --overwrite, or --to another folder")
-    if source.is_dir():
-        shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"), dirs_exist_ok=True)
-    else:
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, copy)
+def copy_recipe(name: str) -> Path:
+    """Copy a folder ("tiny", "accelerate_configs") to its place in the working folder; return the path of the copy."""
+    known, name = folders(), name.removeprefix(f"{RECIPES}/").rstrip("/")
+    if name not in known:
+        raise ValueError(f"no recipe is called {name!r}; there are {', '.join(known)}")
+    copy = Path(name) if name in FOLDERS else Path(RECIPES, name)
+    if copy.exists():
+        raise ValueError(f"{copy} exists; delete it, or copy in another folder")
+    shutil.copytree(known[name], copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     return copy
 
 
@@ -69,9 +53,7 @@ def parse_recipes(argv: Sequence[str]) -> Namespace:
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|copy")
     actions.add_parser("list", help="show the recipes and their files", allow_abbrev=False)
     copy = actions.add_parser("copy", help="copy a recipe to the working folder", allow_abbrev=False)
-    copy.add_argument("name", help="a folder or a file of `onetrunk recipes list`: tiny, tiny/ppo, accelerate_configs")
-    copy.add_argument("--to", default=".", metavar="FOLDER", help="where it goes (default: the working folder)")
-    copy.add_argument("--overwrite", action="store_true", help="replace existing files")
+    copy.add_argument("name", help="a folder of `onetrunk recipes list`: tiny, accelerate_configs")
     return parser.parse_args(argv)
 
 
@@ -81,5 +63,5 @@ def main(argv: Sequence[str]) -> int:
     if words.action == "list":
         list_recipes()
     else:
-        print(copy_recipe(words.name, Path(words.to), words.overwrite))
+        print(copy_recipe(words.name))
     return 0

@@ -31,7 +31,7 @@ def run(words: dict[str, Any]) -> None:
         if not Path(folder).is_dir():
             raise ValueError(f"{folder} is no folder (working folder {Path.cwd()}); give the output_dir of a run")
     target = None if words["target"] is None else require_output_dir(words["target"])
-    page = write_report(words["runs"], target, words["price"])
+    page = write_report(words["runs"], target)
     print(f"report: wrote {page}, and {MARKDOWN} with its plots next to it")
 
 
