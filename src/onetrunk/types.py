@@ -164,6 +164,8 @@ class PackOutput(NamedTuple):
         scores: [R] of prompt and completion under the reward adapter.
         states: [N, H] output of the layers below the cut at the N tokens of the rows, row after row without padding;
             in the trunk's dtype.
+        value_states: [K, H] states from which the head predicts the values of the K completion tokens, row after row;
+            None if the head trains with the policy.
     """
 
     logprobs: Tensor | None = None
@@ -173,6 +175,7 @@ class PackOutput(NamedTuple):
     ref_logprobs: Tensor | None = None
     scores: Tensor | None = None
     states: Tensor | None = None
+    value_states: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -208,15 +211,18 @@ class Minibatch:
         experiences: at least one; a rank without tokens to train has one pack whose `loss_mask` is all False.
         num_tokens: number of tokens that train in this step, over all ranks (float, at least 1).
         trains_policy: False during value pretraining, which has no policy loss.
+        trains_value: False if the value head is fitted to kept states instead.
         is_empty_slot: True if the step must not change the weights (after a `target_kl` stop).
     """
 
     experiences: tuple[Experience, ...]
     num_tokens: float
     trains_policy: bool = True
+    trains_value: bool = True
     is_empty_slot: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles of the trunk that train."""
-        return ("policy", "value") if self.trains_policy else ("value",)
+        trains = {"policy": self.trains_policy, "value": self.trains_value}
+        return tuple(role for role, is_on in trains.items() if is_on)

@@ -1,4 +1,4 @@
-"""The branches of the trunk: their LoRA adapters and files, the switch between roles, and the value head.
+"""The branches of the trunk: their LoRA adapters and files, and the switch between roles.
 
 PEFT's `set_adapter` and `enable_adapters` also change `requires_grad`: `role` is the only place that switches, and it
 keeps every flag.
@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from onetrunk.utils.files import load_tensors, save_tensors
+from onetrunk.utils.files import load_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ VALUE = "value"
 REFERENCE = "reference"
 REWARD = "reward"
 ADAPTER_FILE = "adapter_model.safetensors"
-VALUE_HEAD_FILE = "value_head.safetensors"
 # Modules that no adapter may change, because every role shares them.
 HEAD_MODULES = frozenset(("lm_head", "embed_tokens", "wte", "embed_out"))
 # LoRA options that are not supported, and why.
@@ -43,40 +42,6 @@ UNSUPPORTED_OPTIONS = {
     "use_qalora": "has not been tried",
     "use_bdlora": "has not been tried",
 }
-
-
-class ValueHead(nn.Module):
-    """A linear map from a hidden state to a value, always in float32; initialised with zeros."""
-
-    def __init__(self, hidden_size: int, device: torch.device | None = None):
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, 1, device=device, dtype=torch.float32)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the values [...] of hidden states [..., H], in float32."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.linear(hidden.float()).squeeze(-1)
-
-    def save(self, folder: str | Path) -> None:
-        """Write `value_head.safetensors` into `folder`."""
-        tensors = {name: p.detach().cpu().contiguous() for name, p in self.linear.named_parameters()}
-        save_tensors(Path(folder) / VALUE_HEAD_FILE, tensors)
-
-    def load(self, folder: str | Path) -> None:
-        """Read `value_head.safetensors` from `folder`; ValueError if it is missing or of another width."""
-        path = Path(folder) / VALUE_HEAD_FILE
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; the value head is saved with the adapter: pass a folder with both")
-        tensors = load_tensors(path)
-        shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        expected = {name: tuple(p.shape) for name, p in self.linear.named_parameters()}
-        if shapes != expected:
-            raise ValueError(
-                f"{path} holds {shapes}, this trunk needs {expected}: it was trained on another base model"
-            )
-        self.linear.load_state_dict(tensors)
 
 
 def find_tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:

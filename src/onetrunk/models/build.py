@@ -30,7 +30,6 @@ from onetrunk.models.adapters import (
     POLICY,
     REWARD,
     VALUE,
-    VALUE_HEAD_FILE,
     adapter_parameters,
     check_adapter_config,
     check_adapter_fits,
@@ -54,6 +53,7 @@ from onetrunk.models.loading import (
 )
 from onetrunk.models.reward_model import ScoreAdapter, ScoreBranch
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.utils.files import require_output_dir
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def build_trunk(
         model: a name or path of a base model or of an adapter, a transformers decoder, or a PeftModel. The policy
             continues an adapter, with a frozen copy of it as the reference, and a value head saved with it.
         peft_config: LoRA config of a new policy; None: rank 16 on all linear layers.
-        value_head: "shared", "detached" or "adapter".
+        value_head: "shared" or "adapter".
         adapter_layers: "all" or "top-k".
         quantization_config: for a model given by name.
         model_init_kwargs: keywords of from_pretrained, for a model given by name.

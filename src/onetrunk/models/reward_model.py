@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import without_second_bos
-from onetrunk.models.adapters import ValueHead, check_adapter_config, require_lora
+from onetrunk.models.adapters import check_adapter_config, require_lora
 from onetrunk.models.base_model import repair_padding
 from onetrunk.models.loading import (
     adapter_base,
@@ -40,6 +40,7 @@ from onetrunk.models.loading import (
     read_tokenizer,
     source_file,
 )
+from onetrunk.models.value_head import ValueHead
 from onetrunk.types import Completion, Conversation, Message, Pack, Prompt
 from onetrunk.utils.files import atomic_write_json, read_json
 

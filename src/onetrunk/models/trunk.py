@@ -25,7 +25,6 @@ from onetrunk.models.adapters import (
     REFERENCE,
     REWARD,
     VALUE,
-    ValueHead,
     copy_adapter,
     find_tuner_layers,
     first_trained_layer,
@@ -53,6 +52,7 @@ from onetrunk.models.loading import write_base_marks
 from onetrunk.models.reward_model import ScoreBranch
 from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.token_grid import Positions, TokenGrid, narrow_blocks, packing_obstacle, token_grid
+from onetrunk.models.value_head import HEAD_WIDTH, ValueHead
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.options import VALUE_HEADS
@@ -86,8 +86,8 @@ class TrunkModel(PeftModelForCausalLM):
     Args:
         base: a decoder that transformers loads; it is frozen, and its dropout set to 0.
         peft_config: LoRA config of the policy.
-        value_head: "shared" (the gradient of the value loss reaches the policy's adapter), "detached" (stop-gradient)
-            or "adapter" (a LoRA of its own on the same trunk).
+        value_head: "shared" (a small network on the policy's last states; it is fitted to states that are kept, so
+            it gets no gradient here) or "adapter" (a LoRA of its own on the same trunk, and a linear map).
         adapter_layers: "all", or "top-k" to adapt only the last k layers.
         initial_adapter: weights that the policy starts from (`TrunkModel.from_adapter`). The reference is then a
             frozen copy of them. Those below the first trained layer stay frozen and active in every role.
@@ -130,7 +130,9 @@ class TrunkModel(PeftModelForCausalLM):
         # Results of the proofs in speedups/merged.py, by the way in which the model is called.
         self.merge_proofs: dict[Any, bool] = {}
         hidden_size = base.config.get_text_config().hidden_size
-        self.value_head = ValueHead(hidden_size, device=output_head(base).weight.device)
+        is_fitted = value_head == "shared"
+        device = output_head(base).weight.device
+        self.value_head = ValueHead(hidden_size, HEAD_WIDTH if is_fitted else 0, device).requires_grad_(not is_fitted)
         self.cut = first_trained_layer(self, list_name(self, decoder_layers(base)))
         self.states_dtype: torch.dtype | None = None
         if self.cut:
@@ -257,7 +259,7 @@ class TrunkModel(PeftModelForCausalLM):
         if "policy" in roles:
             out["logprobs"], out["entropy"] = self._token_logprobs(hidden, grid, temperature, entropy_grad)
         if "value" in roles:
-            out["values"], out["next_values"] = self._values(hidden, grid, states)
+            out |= self._values(hidden, grid, states)
         if "reference" in roles:
             with torch.no_grad(), self.as_role("reference"):
                 out["ref_logprobs"], _ = self._token_logprobs(self._hidden(grid, states), grid, temperature, False)
@@ -302,21 +304,21 @@ class TrunkModel(PeftModelForCausalLM):
             )
         return tuple(_spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
 
-    def _values(self, hidden: Tensor | None, grid: TokenGrid, states: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _values(self, hidden: Tensor | None, grid: TokenGrid, states: Tensor | None) -> dict[str, Tensor]:
         if self.value_head_kind == "adapter":
             with self.as_role("value"):
                 hidden = self._hidden(grid, states)
         return self._head_values(hidden, grid)
 
-    def _head_values(self, hidden: Tensor, grid: TokenGrid) -> tuple[Tensor, Tensor]:
-        if self.value_head_kind == "detached":
-            hidden = hidden.detach()
-        mask = grid.pack.completion_mask
+    def _head_values(self, hidden: Tensor, grid: TokenGrid) -> dict[str, Tensor]:
+        is_fitted, mask = self.value_head_kind == "shared", grid.pack.completion_mask
+        hidden = hidden.detach() if is_fitted else hidden
         rows, columns = mask.nonzero(as_tuple=True)
         predicting = grid.first + grid.pack.prompt_lengths - 1
-        values = self.value_head(hidden[predicting[rows] + columns])
-        next_values = self.value_head(hidden[predicting + mask.sum(dim=1)])
-        return _spread(values, rows, columns, mask), next_values
+        value_states = hidden[predicting[rows] + columns]
+        values = _spread(self.value_head(value_states), rows, columns, mask)
+        out = {"values": values, "next_values": self.value_head(hidden[predicting + mask.sum(dim=1)])}
+        return out | ({"value_states": value_states} if is_fitted else {})
 
     def _scores(self, grid: TokenGrid, states: Tensor | None) -> Tensor:
         branch = self.reward_branch
@@ -372,7 +374,7 @@ class TrunkModel(PeftModelForCausalLM):
             out["logprobs"], out["entropy"] = self._token_logprobs(states["policy"], grid, temperature, entropy_grad)
         if "value" in roles:
             own = states["value" if self.value_head_kind == "adapter" else "policy"]
-            out["values"], out["next_values"] = self._head_values(own, grid)
+            out |= self._head_values(own, grid)
         if "reference" in roles:
             with torch.no_grad():
                 out["ref_logprobs"], _ = self._token_logprobs(states["reference"], grid, temperature, False)

@@ -1,4 +1,4 @@
-"""The PPO loss and its two terms, the Bradley-Terry loss, explained variance.
+"""The PPO loss and its two terms, and the Bradley-Terry loss.
 
 Tensors are [R, C] as in types.py, or any equal shapes. A loss is the sum over the counted tokens divided by
 `num_tokens`, the token count of the whole optimizer step, so the losses of its packs add up to the loss of the step.
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onetrunk.ops.advantages import kl_estimate
-from onetrunk.ops.masking import at_least_float32, masked_mean, widest_dtype
+from onetrunk.ops.masking import at_least_float32, masked_mean
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 LOG_RATIO_LIMIT = 20.0
@@ -187,10 +187,8 @@ def value_loss(
         num_tokens: denominator of the loss and of the stats; the counted tokens, at least 1, where None.
 
     Returns:
-        The loss, a scalar, and detached scalars, all sums over counted tokens divided by num_tokens: `loss`,
-        `clip_fraction` (tokens whose clipped branch is active), and the moments from which
-        `explained_variance_from_stats` computes the explained variance: `return_mean`, `return_square_mean`,
-        `error_mean`, `error_square_mean` (error = R - V).
+        The loss, a scalar, and detached scalars, both sums over counted tokens divided by num_tokens: `loss` and
+        `clip_fraction` (tokens whose clipped branch is active).
 
     Raises:
         ValueError: clip is given without old_values.
@@ -210,34 +208,7 @@ def value_loss(
 
     loss = masked_mean(losses / 2, mask, num_tokens=num_tokens)
     clip_fraction = masked_mean(is_clipped.to(losses.dtype), mask, num_tokens=num_tokens)
-    stats = {"loss": loss.detach(), "clip_fraction": clip_fraction}
-    return loss, stats | value_moments(values, returns, mask, num_tokens)
-
-
-@torch.no_grad()
-def value_moments(values: Tensor, returns: Tensor, mask: Tensor, num_tokens: float | Tensor | None = None) -> Stats:
-    """Return the means and mean squares of returns and errors that `value_loss` lists, in float64.
-
-    Their differences are variances, of which float32 would keep no digit at returns around 1000.
-    """
-    # Contiguous: sums over any memory layout then have the same bits.
-    values, returns = (torch.where(mask, x, 0.0).contiguous().to(widest_dtype(x.device)) for x in (values, returns))
-    mask, error = mask.contiguous(), returns - values
-    moments = {"return_mean": returns, "error_mean": error}
-    moments |= {"return_square_mean": returns**2, "error_square_mean": error**2}
-    return {name: masked_mean(x, mask, num_tokens=num_tokens) for name, x in moments.items()}
-
-
-def explained_variance_from_stats(stats: Stats) -> Tensor:
-    """Return 1 - Var(R - V) / Var(R): 1 for perfect values, 0 for a constant or returns that do not vary.
-
-    Args:
-        stats: those of `value_loss`, added over the packs of a step and divided by its true token count.
-    """
-    error = stats["error_square_mean"] - stats["error_mean"] ** 2
-    spread = stats["return_square_mean"] - stats["return_mean"] ** 2
-    varies = spread > 0
-    return torch.where(varies, 1 - error / torch.where(varies, spread, 1.0), 0.0)
+    return loss, {"loss": loss.detach(), "clip_fraction": clip_fraction}
 
 
 def bradley_terry_loss(

@@ -293,12 +293,13 @@ def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy
     stage = staged(model)
     packs = [pack] * stage.num_stages
     stage.outputs(packs, ("policy", "value", "reference"), temperature)
+    roles = ("policy", "value") if stage.model.value_head_kind == "adapter" else ("policy",)
 
     def loss_of(_: int, run: Callable[..., PackOutput]) -> Tensor:
         output = run()
-        return output.logprobs.sum() + output.values.sum()
+        return output.logprobs.sum() + (output.values.sum() if "value" in roles else 0)
 
-    stage.update(packs, ("policy", "value"), loss_of, temperature, entropy)
+    stage.update(packs, roles, loss_of, temperature, entropy)
     stage.model.zero_grad(set_to_none=True)
 
 
@@ -374,8 +375,11 @@ class _Packs:
         return list(trunk.streams(self.roles).values()) if layer > trunk.cut else [False]
 
     def shapes(self, number: int) -> dict[str, Sequence[int]]:
-        shape = self.packs[number].completion_mask.shape
-        return {name: shape[:dims] for role in self.roles for name, dims in OUTPUTS[role].items()}
+        mask = self.packs[number].completion_mask
+        shapes = {name: mask.shape[:dims] for role in self.roles for name, dims in OUTPUTS[role].items()}
+        if "value" in self.roles and self.stage.model.value_head_kind == "shared":
+            shapes["value_states"] = (int(mask.sum()), self.stage.hidden_size)
+        return shapes
 
 
 # --- a reward adapter -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from onetrunk.parallel.sharding import equal_counts
 from onetrunk.ppo.async_rollouts import AsyncSource, staleness_metrics
 from onetrunk.ppo.config import plan_batches
 from onetrunk.ppo.forward import Forward
-from onetrunk.ppo.monitoring.metrics import global_moments, importance_metrics, rollout_metrics
+from onetrunk.ppo.monitoring.metrics import global_moments, importance_metrics, rollout_metrics, value_metrics
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
@@ -41,6 +41,7 @@ from onetrunk.ppo.rollout import (
     with_importance,
 )
 from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, save_buffer, save_state
+from onetrunk.ppo.value_fit import ValueFit
 from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
@@ -89,6 +90,10 @@ class ExperienceStream:
         cache = trainer.trunk_plan.cache
         self.forward = Forward(lambda: self.model, self.accelerator, config.temperature, cache, beat, stop)
         self.source = self.make_source()
+        trunk = self.accelerator.unwrap_model(trainer.model)
+        self.value_fit = (
+            ValueFit(trunk.value_head, config, self.data_parallel) if trunk.value_head_kind == "shared" else None
+        )
         self._experiences: list[Experience] | None = None
 
     @property
@@ -119,7 +124,8 @@ class ExperienceStream:
         scores = self.shape_scores(scored)
         packs = self.add_rewards(packs, scores, scored)  # 4 the score at the last token, minus beta * KL
         experiences = self.add_advantages(packs, scored)  # 5 GAE
-        self.log_rollout(scored, scores, packs)  # metrics, KL controller; no algorithm
+        self.log_rollout(scored, scores, packs, experiences)  # metrics, KL controller; no algorithm
+        self.fit_value(packs, experiences, scored)  # the value head, for the next rollout
         return self.whiten(experiences)  # 6 advantages of mean 0 and variance 1
 
     def prompts(self, iteration: int) -> PromptBatch:
@@ -247,6 +253,13 @@ class ExperienceStream:
         require_finite(experiences, self.state.iteration)
         return experiences
 
+    def fit_value(self, packs: Sequence[RolloutPack], experiences: Sequence[Experience], sampled: Sampled) -> None:
+        """Fit a shared value head to the returns; a value adapter trains with the policy instead."""
+        if self.value_fit is not None:
+            numbers = [completion for _, _, completion in sampled.batch.keys]
+            loss = self.value_fit.fit(packs, experiences, numbers, self.state.iteration)
+            self.trainer.metric_log.add_rollout({"value/loss": loss})
+
     def whiten(self, experiences: list[Experience]) -> list[Experience]:
         """Return the experiences with advantages of mean 0 and variance 1 over all tokens that train, if set."""
         if not self.config.whiten_advantages:
@@ -295,10 +308,13 @@ class ExperienceStream:
         """Renew the heartbeat, and give up the work in progress if the run is to stop."""
         self.trainer.poll()
 
-    def log_rollout(self, scored: ScoredRollout, scores: Tensor, packs: Sequence[RolloutPack]) -> None:
+    def log_rollout(
+        self, scored: ScoredRollout, scores: Tensor, packs: Sequence[RolloutPack], experiences: Sequence[Experience]
+    ) -> None:
         """Log the metrics of a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
         unscored = self._unscored_fraction(scores)
         metrics = rollout_metrics(scored, packs, self.accelerator)
+        metrics |= value_metrics(packs, experiences, self.config.gamma, self.accelerator)
         if self.corrects_sampler:
             metrics |= importance_metrics(packs, self.accelerator)
         metrics |= staleness_metrics(scored.rollout, self.state.iteration, self.config, self.data_parallel)
@@ -354,12 +370,15 @@ class ExperienceStream:
         experiences = tuple(e for e in self._experiences if e.pack.minibatch == number)
         local_tokens = torch.stack([e.loss_mask.sum() for e in experiences]).sum().float()
         num_tokens = self.data_parallel.sum(local_tokens).item()
+        trains_policy = self.state.iteration >= self.config.value_pretraining_rollouts
+        trains_value = self.value_fit is None
         return Minibatch(
             experiences=experiences,
             num_tokens=max(1.0, num_tokens),
-            trains_policy=self.state.iteration >= self.config.value_pretraining_rollouts,
+            trains_policy=trains_policy,
+            trains_value=trains_value,
             # If no token trains, momentum alone would still move the weights.
-            is_empty_slot=self.state.skips_rest or not num_tokens,
+            is_empty_slot=self.state.skips_rest or not num_tokens or not (trains_policy or trains_value),
         )
 
     def _advance(self) -> None:
@@ -380,6 +399,8 @@ class ExperienceStream:
         """Write the stream's state, and this process's share of the rollout in use, into a checkpoint."""
         if self.accelerator.is_main_process:
             save_state(folder, self.state, self.settings, self.kl_controller, self.score_moments)
+            if self.value_fit is not None:
+                self.value_fit.save(folder)
         if self.data_parallel.is_first_of_group:
             buffer = self.forward.for_checkpoint(self._experiences or [])
             save_buffer(folder, buffer, self.data_parallel.process_index)
@@ -389,6 +410,8 @@ class ExperienceStream:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
         allowed = self.config.allow_config_change
         self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments, allowed)
+        if self.value_fit is not None and (self.state.iteration or self.state.slot):
+            self.value_fit.load(folder)
         self._experiences = None
         if self.state.slot:
             buffer = load_buffer(folder, self.data_parallel.process_index, self.data_parallel.num_processes)

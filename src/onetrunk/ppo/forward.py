@@ -95,10 +95,13 @@ class Forward:
             if self.cache is not None:
                 trunk_states = item.states if self._were_captured else self._in_trunk_dtype(output.states)
                 output = output._replace(states=self.cache.keep(trunk_states))
+            if output.value_states is not None:
+                # On the CPU: a rollout of long completions has gigabytes of them.
+                output = output._replace(value_states=output.value_states.cpu())
             scored.append(replace(item, states=None, output=output))
         reshard(model)
         # A score that is not finite leaves out its row only.
-        finite = [item.output._replace(states=None, scores=None) for item in scored]
+        finite = [item.output._replace(states=None, scores=None, value_states=None) for item in scored]
         if not torch.stack([x.isfinite().all() for output in finite for x in output if x is not None]).all():
             raise FloatingPointError("logprobs or values are not finite")
         return scored

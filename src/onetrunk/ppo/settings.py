@@ -98,7 +98,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length max_rollout_rows"
         " num_ppo_epochs num_minibatches microbatch_tokens per_device_train_batch_size per_device_eval_batch_size"
-        " alarm_patience pipeline_batches",
+        " alarm_patience pipeline_batches value_steps",
         lambda v: is_whole(v) and v > 0,
         "a whole number above 0",
     ),
@@ -297,19 +297,28 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
     epsilon: float = option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
     epsilon_high: float | None = option(None, "Upper clip range; None: epsilon.")
     dual_clip: float | None = option(None, "Upper bound (above 1) of the ratio for negative advantages; None: off.")
-    value_clip: float | None = option(0.2, "Clip range of the value around its rollout value; None: off.")
-    value_coef: float = option(0.1, "Weight of the value loss.")
+    value_clip: float | None = option(
+        0.2, "With value_head adapter: clip range of the value around its rollout value; None: off."
+    )
+    value_coef: float = option(0.1, "With value_head adapter: weight of the value loss.")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
     target_kl: float | None = option(
         None, "Skip the remaining steps of a rollout once KL(old, new) per token exceeds it; None: off."
     )
     value_pretraining_rollouts: int = option(0, "Rollouts at the start that train only the value.")
     value_learning_rate: float | None = option(
-        None, "Learning rate of the value head and, with value_head adapter, of its LoRA; None: learning_rate."
+        None, "Learning rate of the value head, and of a value adapter. None: 3e-3; with an adapter learning_rate."
+    )
+    value_steps: int = option(
+        40, "With value_head shared: steps of 512 tokens by which the head is fitted to the returns of each rollout."
     )
 
     # Trunk
-    value_head: str = option("shared", "shared, detached (stop-gradient) or adapter (a LoRA of its own).")
+    value_head: str = option(
+        "shared",
+        "'shared': a small network on the policy's last hidden states, fitted after each rollout without a forward of"
+        " the model. 'adapter': a LoRA of its own, trained with the policy.",
+    )
     adapter_layers: str = option("all", "'all', or 'top-k': adapt and train only the last k layers.")
     trunk_cache: str = option(
         "auto",
@@ -379,7 +388,7 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
         " 100 nats per completion; negative_kl: 0.1 nats below 0; logprob_gap: 0.1 nats per token between sampler and"
         " trainer; length_collapse: 0.2 of the first rollouts' length; length_explosion: 0.3 of their share of ended"
         " completions; entropy: 0.01 nats per token; repeated_ngrams: 0.5 of the 4-grams; clip_fraction: 0.5 of the"
-        " tokens; skipped_steps: 0.8 of the steps; explained_variance: -20. With truncated sampling negative_kl and"
+        " tokens; skipped_steps: 0.8 of the steps; explained_variance: -0.5. With truncated sampling negative_kl and"
         " logprob_gap are off, and where rollouts are sampled ahead negative_kl is.",
     )
     alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
@@ -516,6 +525,9 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
             " the reference further down); use k1, or set kl_in_loss",
         )
         yield self.kl_in_loss and not self.beta, "kl_in_loss needs beta above 0"
+        names = ("value_clip", "value_coef") if self.value_head == "shared" else ("value_steps",)
+        changed = ", ".join(_changed(self, names))
+        yield changed, f"{changed} has no effect with value_head {self.value_head!r}; leave it out"
         yield self.kl_target is not None and not self.beta, "kl_target adapts beta by factors: start it above 0"
         yield (
             (self.truncated_completions == "penalize") != (self.missing_eos_penalty is not None),

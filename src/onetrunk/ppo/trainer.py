@@ -25,9 +25,10 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from onetrunk.checkpoints.resumable_trainer import ResumableTrainer
 from onetrunk.checkpoints.resume_point import LOOP_FILES
 from onetrunk.data.sharded import ShardedRows
-from onetrunk.models.adapters import POLICY, VALUE, VALUE_HEAD_FILE, adapter_parameters
+from onetrunk.models.adapters import POLICY, VALUE, adapter_parameters
 from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
@@ -127,6 +128,8 @@ class PPOTrainer(ResumableTrainer):
         self.samples = SampleLog(args.output_dir, is_on=is_logged)
         self._stream: ExperienceStream | None = None
         self._step_start = 0.0
+        # Whether the step has anything to train: no adapter does while a shared value head is pretrained.
+        self._has_roles = True
         # Completions of `eval_dataset` "before" training and "after", at the last evaluation.
         self.held_out_samples: dict[str, ScoredRollout] = {}
         # Whether the best checkpoint was loaded at the end of training.
@@ -153,10 +156,10 @@ class PPOTrainer(ResumableTrainer):
             self.progress.add_to(self)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer; with value_learning_rate the value head and its adapter get their own groups."""
+        """Create the optimizer; with value_learning_rate a value adapter and its head get their own groups."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if is_new and self.args.value_learning_rate is not None:
+        if is_new and self.args.value_learning_rate is not None and self.args.value_head == "adapter":
             split_off_value(optimizer, self.model if model is None else model, self.args.value_learning_rate)
         return optimizer
 
@@ -244,6 +247,7 @@ class PPOTrainer(ResumableTrainer):
         """Return whether the step may change the weights."""
         self._step_start = time.perf_counter()
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
+        self._has_roles = bool(minibatch.roles)
         self.guard.begin_step(minibatch.is_empty_slot)
         if minibatch.is_empty_slot:
             self._give_scaler_gradients(model)
@@ -303,7 +307,8 @@ class PPOTrainer(ResumableTrainer):
     def _end_step(self, state: TrainerState) -> None:
         # Trainer counts passes from where this process began, the stream from where the run did.
         state.epoch = self._stream.passes
-        self.metric_log.end_step(skipped=self.guard.is_empty)
+        if self._has_roles:
+            self.metric_log.end_step(skipped=self.guard.is_empty)
         self.metric_log.add_seconds("update", time.perf_counter() - self._step_start)
 
     # --- the loss ---------------------------------------------------------------------------------------------------
@@ -523,7 +528,7 @@ class PPOTrainer(ResumableTrainer):
 
 
 def split_off_value(optimizer: torch.optim.Optimizer, model: TrunkModel, learning_rate: float) -> None:
-    """Move the value head, and the adapter `value` if there is one, into their own groups of `optimizer`."""
+    """Move the adapter `value` and its head into their own groups of `optimizer`."""
     value_ids = {id(p) for p in model.value_head.parameters()}
     value_ids |= {id(p) for p in adapter_parameters(model, VALUE).values()}
     for group in list(optimizer.param_groups):

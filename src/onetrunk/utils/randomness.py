@@ -14,6 +14,7 @@ first four.
 | order of the minibatches | seed, MINIBATCH_STREAM, iteration, epoch |
 | generators of Python, numpy and torch, which reward functions may use | seed, ROLLOUT_STREAM, iteration, process |
 | the same in an evaluation | seed, ROLLOUT_STREAM, EVALUATION_STREAM, process |
+| tokens that the value head is fitted to | seed, VALUE_STREAM, iteration |
 | Python's generator from a checkpoint on | seed, SAVE_STREAM, step, process |
 | completions of `prefs`, reference completions | seed, prompt, prompt, index |
 | which pairs, and their order | seed, prompt, prompt, 0, PAIRING_STREAM |
@@ -40,6 +41,7 @@ ROLLOUT_STREAM = 2**32 - 5
 DEAL_STREAM = 2**32 - 6
 WINDOWS_STREAM = 2**32 - 7
 SAVE_STREAM = 2**32 - 8
+VALUE_STREAM = 2**32 - 9
 
 # The fifth word; completions have four.
 PAIRING_STREAM = 1

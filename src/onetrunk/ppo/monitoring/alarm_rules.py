@@ -114,11 +114,11 @@ RULES = {
         is_upper=True,
     ),
     "explained_variance": Rule(
-        -20.0,
+        -0.5,
         "value/explained_variance",
         "the explained variance of the value head",
-        "values that are worse than a constant: too large a value learning rate, or scores whose scale jumps",
-        "lower value_learning_rate, set normalize_scores or value_pretraining_rollouts, or try value_head adapter",
+        "values that are worse than a constant: rollouts of too few tokens, or scores whose scale jumps",
+        "raise rollout_batch_size, lower value_learning_rate or value_steps, or set normalize_scores",
         range=AT_MOST_0,
     ),
 }

@@ -22,12 +22,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from onetrunk.ops.advantages import kl_estimate
+from onetrunk.ops.advantages import gae, kl_estimate
 from onetrunk.ops.importance import effective_share, importance_sums
-from onetrunk.ops.losses import explained_variance_from_stats
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.rollout import RolloutPack, ScoredRollout
+from onetrunk.types import Experience
 
 STEP_NAMES = {
     "policy/loss": "policy/loss",
@@ -126,7 +126,6 @@ class MetricLog:
         metrics |= {name: sum(values) / len(values) for name, values in own.items()}
         stats = _step_means(self._sums, self._num_steps, self.accelerator)
         metrics |= {public: stats[n].item() for n, public in STEP_NAMES.items() if n in stats}
-        metrics |= _explained_variance(stats)
         for name in sorted(self._maxima):
             metrics[name] = self.accelerator.gather(self._maxima[name].reshape(1)).max().item()
         if self._num_skipped:
@@ -187,11 +186,6 @@ def _step_means(sums: dict[str, Tensor], num_steps: int, accelerator: Accelerato
     return dict(zip(names, totals / max(1, num_steps), strict=True))
 
 
-def _explained_variance(stats: dict[str, Tensor]) -> dict[str, float]:
-    value_stats = {name.removeprefix("value/"): stat for name, stat in stats.items() if name.startswith("value/")}
-    return {"value/explained_variance": explained_variance_from_stats(value_stats).item()} if value_stats else {}
-
-
 def peak_gib() -> float:
     """Return the peak memory of this process so far in GiB: on the accelerator if there is one, else resident."""
     if torch.cuda.is_available():
@@ -249,6 +243,31 @@ def rollout_metrics(
         metrics["sampling/logprob_gap_max"] = gap_maxima.max().item()
         metrics["sampling/logprob_gap_k3"] = (gap_k3.sum() / lengths.sum()).item()
     return metrics
+
+
+def value_metrics(
+    packs: Sequence[RolloutPack], experiences: Sequence[Experience], gamma: float, accelerator: Accelerator
+) -> dict[str, float]:
+    """Return how well the values of a rollout predicted it, before any step on it; over all tokens that train.
+
+    `value/explained_variance` is 1 - Var(returns - values) / Var(returns): 0 for a constant, and for returns that do
+    not vary. `value/variance_ratio` is the variance of the advantages divided by their variance without a critic: of
+    the plain return from each token on, less its mean over the batch. Below 1 the critic takes noise out of the
+    gradient.
+    """
+    wide, pairs = widest_dtype(accelerator.device), []
+    for item, experience in zip(packs, experiences, strict=True):
+        mask = experience.loss_mask
+        plain, _ = gae(item.rewards, torch.zeros_like(item.rewards), item.pack.completion_mask, gamma, lam=1.0)
+        errors = experience.returns.to(wide) - experience.old_values
+        pairs.append([(x.to(wide), mask) for x in (experience.returns, errors, experience.advantages, plain)])
+    returns, errors, advantages, plain = (
+        global_moments(list(column), accelerator)[2].item() for column in zip(*pairs, strict=True)
+    )
+    return {
+        "value/explained_variance": 1 - errors / returns if returns else 0.0,
+        "value/variance_ratio": advantages / plain if plain else 1.0,
+    }
 
 
 def importance_metrics(packs: Sequence[RolloutPack], accelerator: Accelerator) -> dict[str, float]:

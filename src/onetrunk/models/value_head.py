@@ -1,0 +1,78 @@
+"""The value head: a small network from a hidden state of the trunk to a value, and its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from onetrunk.utils.files import load_tensors, save_tensors
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+# Width of the hidden layer of a head that is fitted to kept states.
+HEAD_WIDTH = 128
+HEAD_SEED = 0
+
+
+class ValueHead(nn.Module):
+    """Maps a hidden state to a value, always in float32; the value is 0 at first.
+
+    Args:
+        hidden_size: width H of the states.
+        width: of the hidden layer, after a LayerNorm; 0: a linear map.
+        device: of the weights.
+    """
+
+    def __init__(self, hidden_size: int, width: int = 0, device: torch.device | None = None):
+        super().__init__()
+        # The same weights on every process and in every run, without a draw from the global generator.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(HEAD_SEED)
+            layers = [nn.LayerNorm(hidden_size), nn.Linear(hidden_size, width), nn.GELU()] if width else []
+            self.hidden = nn.Sequential(*layers).to(device, torch.float32)
+            self.linear = nn.Linear(width or hidden_size, 1).to(device, torch.float32)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the values [...] of hidden states [..., H], in float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.linear(self.hidden(hidden.float())).squeeze(-1)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `value_head.safetensors` into `folder`."""
+        save_tensors(Path(folder) / VALUE_HEAD_FILE, {n: p.detach().cpu().contiguous() for n, p in self._named()})
+
+    def load(self, folder: str | Path) -> None:
+        """Read `value_head.safetensors` from `folder`. A linear head in the file makes this head linear.
+
+        Raises:
+            ValueError: the file is missing, or belongs to another model.
+        """
+        path = Path(folder) / VALUE_HEAD_FILE
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; the value head is saved with the adapter: pass a folder with both")
+        tensors = load_tensors(path)
+        shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+        linear = {"weight": (1, self.hidden_size), "bias": (1,)}
+        expected = {name: tuple(p.shape) for name, p in self._named()}
+        if shapes not in (expected, linear):
+            raise ValueError(
+                f"{path} holds {shapes}, this trunk needs {expected}: it was trained on another base model, or with"
+                " another value_head"
+            )
+        if shapes != expected:
+            weight = self.linear.weight
+            self.hidden = nn.Sequential()
+            self.linear = nn.Linear(*linear["weight"][::-1], device=weight.device).requires_grad_(weight.requires_grad)
+        with torch.no_grad():
+            for name, parameter in self._named():
+                parameter.copy_(tensors[name])
+
+    @property
+    def hidden_size(self) -> int:
+        return self.hidden[0].normalized_shape[0] if len(self.hidden) else self.linear.in_features
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name.removeprefix("linear."), parameter) for name, parameter in self.named_parameters()]

@@ -1,0 +1,118 @@
+"""Fit the value head to the returns of a rollout, on the states that scoring kept: no forward of the backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onetrunk.models.value_head import ValueHead
+from onetrunk.parallel.groups import DataParallel
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.rollout import RolloutPack
+from onetrunk.types import Experience
+from onetrunk.utils.files import load_tensors, save_tensors
+from onetrunk.utils.randomness import VALUE_STREAM, derived_seed
+
+OPTIMIZER_FILE = "value_optimizer.safetensors"
+LEARNING_RATE = 3e-3
+# Tokens of one step.
+BATCH_SIZE = 512
+
+
+class ValueFit:
+    """Takes `value_steps` steps of Adam after every rollout, on the squared error of tokens drawn from it.
+
+    Tokens are drawn by their number in the rollout of all processes, each of which adds the gradient of its own. So
+    the fit does not depend on how many there are, but for the order of sums.
+
+    Args:
+        head: the head of the trunk; its parameters need no gradients outside the fit.
+        config: value_steps, value_learning_rate and the seed.
+        data_parallel: the processes.
+    """
+
+    def __init__(self, head: ValueHead, config: PPOConfig, data_parallel: DataParallel):
+        self.head, self.num_steps, self.seed = head, config.value_steps, config.seed
+        self.data_parallel = data_parallel
+        learning_rate = LEARNING_RATE if config.value_learning_rate is None else config.value_learning_rate
+        self.optimizer = torch.optim.Adam(head.parameters(), learning_rate)
+
+    def fit(
+        self, packs: Sequence[RolloutPack], experiences: Sequence[Experience], numbers: Sequence[int], iteration: int
+    ) -> float:
+        """Fit the head to the tokens that train; return half their mean squared error over the steps.
+
+        Args:
+            packs: with `output.value_states`.
+            experiences: of the packs, with returns.
+            numbers: of each row of this process in the rollout of all processes.
+            iteration: number of the rollout.
+        """
+        rows = [torch.tensor([numbers[row] for row in item.rows]) for item in packs]
+        masks = [experience.loss_mask.cpu() for experience in experiences]
+        num_rows = int(self.data_parallel.gather(torch.tensor([max(numbers)], device=self._device)).max()) + 1
+        counts = torch.zeros(num_rows, dtype=torch.long)
+        for places, mask in zip(rows, masks, strict=True):
+            counts.index_add_(0, places, mask.sum(1))
+        counts = self.data_parallel.sum(counts.to(self._device)).cpu()
+        num_tokens, first = int(counts.sum()), counts.cumsum(0) - counts
+        if not num_tokens:
+            return 0.0
+        states, returns, tokens = [], [], []
+        for item, experience, places, mask in zip(packs, experiences, rows, masks, strict=True):
+            states.append(item.output.value_states[mask[item.pack.completion_mask.cpu()]])
+            returns.append(experience.returns[experience.loss_mask])
+            row, _ = mask.nonzero(as_tuple=True)
+            tokens.append(first[places[row]] + (mask.cumsum(1) - 1)[mask])
+        places = torch.full((num_tokens,), -1)
+        places[torch.cat(tokens)] = torch.arange(sum(map(len, tokens)))
+        return self._run(torch.cat(states), torch.cat(returns), places, iteration)
+
+    def _run(self, states: Tensor, returns: Tensor, places: Tensor, iteration: int) -> float:
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, VALUE_STREAM, iteration))
+        total, parameters = torch.zeros((), device=self._device), list(self.head.parameters())
+        self.head.requires_grad_(True)
+        try:
+            for drawn in torch.randint(len(places), (self.num_steps, BATCH_SIZE), generator=generator):
+                own = places[drawn]
+                own = own[own >= 0]
+                with torch.enable_grad():
+                    values = self.head(states[own].to(self._device))
+                    loss = (values - returns[own.to(self._device)]).square().sum() / (2 * BATCH_SIZE)
+                    gradients = torch.autograd.grad(loss, parameters)
+                flat = self.data_parallel.sum(torch.cat([loss.detach()[None], *(g.flatten() for g in gradients)]))
+                total += flat[0] / self.num_steps
+                for parameter, gradient in zip(
+                    parameters, flat[1:].split([p.numel() for p in parameters]), strict=True
+                ):
+                    parameter.grad = gradient.view_as(parameter)
+                self.optimizer.step()
+        finally:
+            self.head.requires_grad_(False)
+            self.optimizer.zero_grad()
+        return total.item()
+
+    @property
+    def _device(self) -> torch.device:
+        return self.head.linear.weight.device
+
+    def save(self, folder: str | Path) -> None:
+        """Write the moments of Adam into a checkpoint; the head itself is saved with the adapters."""
+        state = self.optimizer.state_dict()["state"]
+        tensors = {f"{number}.{name}": tensor for number, moments in state.items() for name, tensor in moments.items()}
+        if tensors:
+            save_tensors(Path(folder) / OPTIMIZER_FILE, {n: t.cpu().contiguous() for n, t in tensors.items()})
+
+    def load(self, folder: str | Path) -> None:
+        """Restore what `save` wrote, after at least one rollout; ValueError if the file is missing."""
+        path = Path(folder) / OPTIMIZER_FILE
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: the checkpoint was written by a run with another value_head")
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in load_tensors(path).items():
+            number, name = key.split(".")
+            state.setdefault(int(number), {})[name] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
