@@ -20,9 +20,7 @@ import re
 import sys
 from pathlib import Path
 
-import datasets
-
-from onetrunk.data.files import hub_errors, load_rows
+from onetrunk.data.files import dataset_builder, load_rows
 from onetrunk.types import Message
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 
@@ -51,8 +49,9 @@ def load_transcripts(file: str | None, kind: str) -> list[str]:
         rows, name = load_rows(file), file
     else:
         name = f"{DATASET}, {kind}-base"
-        with hub_errors(name, "train", None):
-            rows = datasets.load_dataset(DATASET, data_dir=f"{kind}-base", split="train")
+        builder = dataset_builder(DATASET, None, data_dir=f"{kind}-base")
+        builder.download_and_prepare()
+        rows = builder.as_dataset("train")
     if "chosen" not in rows.column_names:
         raise ValueError(f"{name} has no column chosen, only {', '.join(rows.column_names)}; give a file of hh-rlhf")
     return rows["chosen"]

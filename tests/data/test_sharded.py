@@ -252,7 +252,7 @@ def damaged(folder, kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("gz", "does not say which files: end it with"),
+        ("gz", "does not end in one of .jsonl"),
         ("columns", r"b.parquet has the columns b, and .*a.parquet has a; give files with equal columns"),
         ("empty", "hold no rows; give files with at least one"),
         ("line", r"a.jsonl cannot be read as split 'train': JSON parse error"),
@@ -272,7 +272,7 @@ def test_files_that_cannot_be_read_by_row_are_named(tmp_path, monkeypatch, kind,
         ("nothing/*.jsonl", "train", FileNotFoundError, "nothing/\\*.jsonl does not exist"),
         ("./nothing", "train", FileNotFoundError, "./nothing does not exist"),
         ("rows.jsonl", "train[:10]", ValueError, "streaming reads whole splits, got 'train\\[:10\\]'"),
-        ("s3://bucket/rows", "train", ValueError, "does not say which files"),
+        ("s3://bucket/rows", "train", ValueError, "s3://bucket/rows does not end in one of"),
     ],
 )
 def test_names_without_files_are_explained(tmp_path, monkeypatch, name, split, error, message):

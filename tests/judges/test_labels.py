@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import parse_constitution
-from onetrunk.judges.judge import Pair, Rating, Verdict
+from onetrunk.judges.judge import Pair, Principle, Rating, Verdict
 from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
@@ -18,6 +18,7 @@ from onetrunk.judges.labels import (
     keep_answer,
     kept_answer,
 )
+from onetrunk.utils.files import digest
 from tests.judges.fakes import ToldJudge
 
 ONE = parse_constitution({"name": "one", "principles": ["Which is longer?"]})
@@ -190,3 +191,18 @@ def test_the_first_answer_is_kept_and_an_error_is_not(tmp_path, answer):
         keep_answer(ledger, KEY, answer)
         keep_answer(ledger, KEY, type(answer)(0.25))
         assert kept_answer(ledger, KEY, type(answer)) == answer
+
+
+def test_a_digest_does_not_depend_on_the_order_of_keys():
+    assert digest({"a": 1, "b": [2, "\u00e9"]}) == digest({"b": [2, "\u00e9"], "a": 1})
+    assert digest({"a": 1}) != digest({"a": "1"})
+
+
+def test_what_is_no_json_value_has_no_digest():
+    with pytest.raises(ValueError):
+        digest({"a": float("nan")})
+
+
+def test_the_weight_of_a_principle_buys_nothing_anew():
+    assert Principle("Be kind.", weight=2.0).key == Principle("Be kind.").key
+    assert Principle("Be kind.", tags=("kind",)).key != Principle("Be kind.").key

@@ -7,13 +7,13 @@ import torch
 from datasets import Dataset
 
 from onetrunk.feedback.ledger import Ledger
-from onetrunk.models.reward_model import load_with_new_head
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, Teacher, label_rows
 from onetrunk.reward_models.training import PairCollator
 from onetrunk.rewards import ModelReward
 from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.reward_models.test_reward_trainer import BAD, GOOD, PROMPTS, lora
+from tests.reward_models.test_reward_trainer import a_trainer as reward_trainer
 from tests.reward_models.test_reward_trainer import rows as pair_rows
 from tests.rewards.test_model import scorer
 from tests.tiny import tiny_tokenizer
@@ -37,13 +37,8 @@ def base(tmp_path_factory):
     return saved_base(tmp_path_factory.mktemp("base"))
 
 
-def a_trainer(model, folder, dataset, peft_config=None, **settings):
-    torch.manual_seed(0)
-    defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "learning_rate": 1e-2}
-    quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
-    args = RewardDistillationConfig(str(folder), **{**defaults, **quiet, "logging_steps": 1, **settings})
-    model = load_with_new_head(str(model)) if not isinstance(model, torch.nn.Module) else model
-    return RewardDistillationTrainer(model, args, dataset, processing_class=tiny_tokenizer(), peft_config=peft_config)
+def a_trainer(*args, **settings):
+    return reward_trainer(*args, kinds=(RewardDistillationTrainer, RewardDistillationConfig), **settings)
 
 
 def first_batch(trainer, n=4):

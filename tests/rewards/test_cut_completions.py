@@ -13,7 +13,6 @@ from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Pair, Principle, Single
-from onetrunk.judges.labels import kept_ratings
 from onetrunk.judges.reward_model import load_reward_judge
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.distill import Teacher
@@ -70,7 +69,7 @@ def test_a_reward_adapter_gives_the_same_scores_on_the_trunk_and_as_a_model_of_i
 
 
 def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
-    """Rows of judges, alone or several, and of teachers: the scores are those of the reward model in PPO."""
+    """Rows of judges (alone, several, as the reward) and of teachers: scores are those of the reward model in PPO."""
     reward = load_reward(str(adapter))
     expected = reward(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
     judge = load_reward_judge(str(adapter))
@@ -80,8 +79,8 @@ def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
     assert verdict.details["scores"] == pytest.approx(expected[:2], abs=1e-5)
     (flipped,) = judge.compare([Pair(PLAIN[0], TEXTS[0], TEXTS[1], True, False).flipped()], PRINCIPLE)
     assert flipped.details["scores"] == pytest.approx(expected[1::-1], abs=1e-5)
-    kept = kept_ratings(judge, PLAIN, TEXTS, CONSTITUTION, stopped=STOPPED)
-    assert kept == pytest.approx([rating.score for rating in ratings], abs=1e-6)
+    rewarded = JudgeReward(judge, CONSTITUTION)(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
+    assert rewarded == pytest.approx([rating.score for rating in ratings], abs=1e-6)
     teacher = Teacher([reward], tmp_path / "scores.jsonl")
     assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)
     assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)  # Kept.
@@ -91,11 +90,3 @@ def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
     joined = EnsembleJudge([judge, load_reward_judge(str(other))]).rate(SINGLES, PRINCIPLE)
     means = [(a.score + b) / 2 for a, b in zip(ratings, second.tolist(), strict=True)]
     assert [rating.score for rating in joined] == pytest.approx(means, abs=1e-5)
-
-
-def test_judges_in_the_reward_are_told_which_completions_were_cut_off(adapter):
-    judge = load_reward_judge(str(adapter))
-    scores = load_reward(str(adapter))(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
-    keywords = {"prompts": PLAIN, "completions": TEXTS, "completion_stopped": STOPPED}
-    expected = torch.tensor(scores).sigmoid().tolist()
-    assert JudgeReward(judge, CONSTITUTION)(**keywords) == pytest.approx(expected, abs=1e-5)

@@ -4,7 +4,6 @@ import pytest
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle
-from onetrunk.rewards import RewardSet
 from onetrunk.rewards.reward import JudgeReward
 from tests.judges.fakes import ToldJudge
 
@@ -26,8 +25,3 @@ def test_the_rating_is_the_weighted_mean_of_the_principles_by_hand():
     found = reward(prompts=["p", "q", "r"], completions=["a b c", "what", "fails"])
     assert found == [pytest.approx(0.475), None, None]
     assert reward(prompts=[], completions=[]) == []
-
-
-def test_rows_that_are_not_decided_have_no_reward():
-    scores = RewardSet([JudgeReward(ToldJudge(rate, "words"), TWO)]).score(["p", "q"], ["what", "a b"], [[1], [2]], {})
-    assert scores.total.isnan().tolist() == [True, False] and list(scores.by_function) == ["judge"]

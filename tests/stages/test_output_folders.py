@@ -7,9 +7,9 @@ import sys
 import time
 
 import pytest
+from filelock import FileLock
 
 from onetrunk import cli
-from onetrunk.utils.files import WriterLock
 from tests.stages.recipes import ROOT
 from tests.stages.small_runs import OWN, error_of, run, words_of
 
@@ -80,9 +80,6 @@ def test_a_second_process_on_a_pipeline_is_refused(material, tmp_path, capsys):
         f"output_dir: {tmp_path}/state\nstages:\n  eval:\n    config: {tmp_path}/eval.yaml\n"
     )
     (tmp_path / "state").mkdir()
-    lock = WriterLock(tmp_path / "state" / "pipeline.json")
-    try:
+    with FileLock(tmp_path / "state" / "pipeline.json.lock"):
         assert cli.main(["run", str(tmp_path / "pipeline.yaml")]) == 1
-        assert "pipeline.json is being written by another process" in error_of(capsys)
-    finally:
-        lock.release()
+    assert "pipeline.json is being written by another process" in error_of(capsys)

@@ -6,6 +6,7 @@ import stat
 
 import pytest
 import torch
+from filelock import FileLock
 
 from onetrunk.utils import files
 
@@ -158,3 +159,17 @@ def test_aliases_and_nested_merge_keys_are_read(tmp_path):
         {"a": {"x": 1}, "b": {"x": 1, "y": 2}, "c": {"x": 1}},
         {"a": 1, "b": 2, "c": 3},
     )
+
+
+def test_a_file_has_one_writer_whose_lock_is_not_written_through_a_link(tmp_path):
+    refused = pytest.raises(RuntimeError, match="f is being written by another process .*wait for it, or stop it")
+    with FileLock(tmp_path / "f.lock"), refused, files.write_lock(tmp_path / "f"):
+        pass
+    with files.write_lock(tmp_path / "f"), files.write_lock(tmp_path / "f"):
+        pass
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "g.lock").symlink_to(other)
+    with pytest.raises((OSError, RuntimeError)), files.write_lock(tmp_path / "g"):
+        pass
+    assert other.read_text() == "mine"

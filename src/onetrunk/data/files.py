@@ -7,7 +7,6 @@ row is checked by `rows.py`.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,6 @@ def looks_like_path(name: str) -> bool:
     return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
-def missing_path(name: str) -> FileNotFoundError:
-    """Return the error for a path without rows."""
-    is_remote = "*" in Path(name).name or "://" in name
-    remedy = "set streaming to true to read files there" if is_remote else "give an existing path"
-    return FileNotFoundError(f"{name} does not exist (working folder {Path.cwd()}); {remedy}")
-
-
 def load_rows(
     name_or_path: str | Path,
     *,
@@ -44,9 +36,10 @@ def load_rows(
     """Read a dataset from a file, a folder, or the Hub.
 
     Args:
-        name_or_path: a .jsonl, .json, .parquet or .csv file; a folder of such files or one written by `save_to_disk`;
-            else a name on the Hub. A name that starts with `.`, `/` or `~`, has several separators or one of these
-            suffixes, or begins with an existing folder, is a path and never looked up on the Hub.
+        name_or_path: a .jsonl, .json, .parquet or .csv file, or a pattern of them (`rows/*.jsonl`, `s3://...`); a
+            folder of such files or one written by `save_to_disk`; else a name on the Hub. A name that starts with
+            `.`, `/` or `~`, has several separators or one of these suffixes, or begins with an existing folder, is a
+            path and never looked up on the Hub.
         split: name of the split, optionally with a slice ("train[:100]"); a single file has the split "train".
         config_name: configuration of a dataset that has several.
         columns: our name -> the dataset's name: {"prompt": "question"} renames the column `question` to `prompt`.
@@ -56,39 +49,58 @@ def load_rows(
         ValueError: the data is empty or damaged, or the suffix, split or column is unknown.
         RuntimeError: the Hub does not answer.
     """
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        rows = _load_local(path, split, config_name)
-    elif looks_like_path(str(name_or_path)):
-        raise missing_path(str(name_or_path))
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        rows = _load_saved(path, split)
     else:
-        rows = _load_hub(str(name_or_path), split, config_name)
+        builder = dataset_builder(name, config_name)
+        with row_errors(name, split):
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split)
+            rows.data.validate(full=True)  # The JSON reader accepts bytes that are not UTF-8.
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} (split {split!r}) holds no rows; give a dataset with at least one")
     return _rename_columns(rows, columns or {})
 
 
-def _load_local(path: Path, split: str, config_name: str | None) -> Dataset:
-    if path.is_dir():
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            return _load_saved(path, split)
-        if not any(file for suffix in BUILDERS for file in path.rglob(f"*{suffix}")):
-            raise ValueError(f"folder {path} holds no {', '.join(BUILDERS)} file; give a folder that does")
-        return _build(str(path), path, split, name=config_name)
-    if path.suffix not in BUILDERS:
-        raise ValueError(f"{path} has the suffix {path.suffix!r}; expected one of {', '.join(BUILDERS)}")
-    if re.fullmatch(r"train(\[.*\])?", split) is None:
-        raise ValueError(f"{path} is one file and has only the split 'train', got {split!r}; give that split's file")
-    if path.stat().st_size == 0:
+def dataset_builder(name: str, config_name: str | None, **settings: Any) -> datasets.DatasetBuilder:
+    """Return what reads a dataset; its files are known and not read yet.
+
+    Args:
+        name: see `load_rows`.
+        **settings: arguments of `datasets.load_dataset_builder`.
+
+    Raises:
+        FileNotFoundError, ValueError, RuntimeError: as `load_rows`.
+    """
+    path = Path(name).expanduser()
+    names_files = not path.is_dir() and (path.is_file() or path.suffix in BUILDERS or "*" in name or "://" in name)
+    if names_files and path.suffix not in BUILDERS:
+        raise ValueError(f"{name} does not end in one of {', '.join(BUILDERS)}; give such a file, or *.jsonl")
+    if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"{path} is empty; give a file with at least one row")
-    return _build(BUILDERS[path.suffix], path, split, data_files={"train": str(path)})
-
-
-def _build(builder: str, path: Path, split: str, **settings: Any) -> Dataset:
-    with row_errors(str(path), split):
-        rows = datasets.load_dataset(builder, split=split, **settings)
-        rows.data.validate(full=True)  # The JSON reader accepts bytes that are not UTF-8.
-        return rows
+    is_path = names_files or path.is_dir() or looks_like_path(name)
+    try:
+        if names_files:
+            files = {"train": name if "://" in name else str(path)}
+            builder = datasets.load_dataset_builder(BUILDERS[path.suffix], data_files=files, **settings)
+            if not builder.config.data_files["train"]:
+                raise FileNotFoundError
+            return builder
+        if is_path and not path.is_dir():
+            raise FileNotFoundError
+        return datasets.load_dataset_builder(str(path) if is_path else name, config_name, **settings)
+    except FileNotFoundError as error:
+        fault = f"{name} does not exist (working folder {Path.cwd()}), or holds no {', '.join(BUILDERS)} file"
+        if not is_path:
+            fault = f"{name} is no local path, and the Hub shows no such dataset to you (`hf auth login` may help)"
+        raise FileNotFoundError(f"{fault}; check the name") from error
+    except (OSError, ImportError) as error:
+        raise RuntimeError(
+            f"{name} cannot be reached ({' '.join(str(error).split())}); try again or give a file"
+        ) from error
+    except (ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"dataset {name}, config {config_name!r}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -113,27 +125,6 @@ def _load_saved(path: Path, split: str) -> Dataset:
     if split not in splits:
         raise ValueError(f"{path} has the splits {', '.join(sorted(splits))}, got {split!r}; set split to one of them")
     return splits[split]
-
-
-def _load_hub(name: str, split: str, config_name: str | None) -> Dataset:
-    with hub_errors(name, split, config_name):
-        return datasets.load_dataset(name, config_name, split=split)
-
-
-@contextlib.contextmanager
-def hub_errors(name: str, split: str, config_name: str | None) -> Iterator[None]:
-    """Turn the errors of a dataset on the Hub, or in a folder, into messages that say what to change."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{name} is neither a local path nor a dataset that the Hub shows to you ({error}); check the name, or log"
-            " in if it is private"
-        ) from error
-    except ConnectionError as error:
-        raise RuntimeError(f"the Hub did not answer for dataset {name}: {error}; try again or give a file") from error
-    except (ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"dataset {name}, config {config_name!r}, split {split!r}: {error}") from error
 
 
 def _rename_columns(rows: Dataset, columns: Mapping[str, str]) -> Dataset:

@@ -21,14 +21,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-import datasets
 import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
 
-from onetrunk.data.files import BUILDERS, check_renaming, hub_errors, looks_like_path, row_errors
+from onetrunk.data.files import check_renaming, dataset_builder, row_errors
 from onetrunk.utils.randomness import PROMPTS_STREAM, WINDOWS_STREAM, generator_of
 
 logger = logging.getLogger(__name__)
@@ -163,13 +162,11 @@ def _find_files(name: str, split: str, config_name: str | None) -> tuple[tuple[s
     """Return the Parquet files of a dataset, and its name if they had to be converted."""
     if "[" in split:
         raise ValueError(f"streaming reads whole splits, got {split!r}; name the split alone, or fewer files")
-    builder = _builder(name, split, config_name)
+    builder = dataset_builder(name, config_name, writer_batch_size=CONVERTED_GROUP_ROWS)
     by_split = builder.config.data_files or {}
     if split not in by_split:
         raise ValueError(f"{name} has the splits {', '.join(by_split) or 'none'}, got {split!r}; name one of them")
     urls = tuple(str(url) for url in by_split[split])
-    if not urls:
-        raise _no_file(name)
     if all(url.endswith(".parquet") for url in urls):
         return urls, None
     folder = Path(builder.cache_dir) / f"parquet-{CONVERTED_GROUP_ROWS}"
@@ -177,32 +174,6 @@ def _find_files(name: str, split: str, config_name: str | None) -> tuple[tuple[s
         builder.download_and_prepare(str(folder), file_format="parquet")
     paths = (*folder.glob(f"*-{split}.parquet"), *folder.glob(f"*-{split}-?????-of-?????.parquet"))
     return tuple(map(str, sorted(paths))), name
-
-
-def _builder(name: str, split: str, config_name: str | None) -> datasets.DatasetBuilder:
-    path, suffix = Path(name).expanduser(), Path(name).suffix
-    settings = {"writer_batch_size": CONVERTED_GROUP_ROWS}
-    names_files = not path.is_dir() and (suffix in BUILDERS or "*" in name or "://" in name)
-    if names_files and suffix not in BUILDERS:
-        raise ValueError(f"{name} does not say which files: end it with *.parquet or *.jsonl")
-    try:
-        if names_files:
-            url = name if "://" in name else str(path)
-            return datasets.load_dataset_builder(BUILDERS[suffix], data_files={"train": url}, **settings)
-        if path.is_dir():
-            return datasets.load_dataset_builder(str(path), **settings)
-    except FileNotFoundError as error:
-        raise _no_file(name) from error
-    except (OSError, ImportError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise RuntimeError(f"{name} cannot be listed: {' '.join(str(error).split())}") from error
-    if looks_like_path(name):
-        raise _no_file(name)
-    with hub_errors(name, split, config_name):
-        return datasets.load_dataset_builder(name, config_name, **settings)
-
-
-def _no_file(name: str) -> FileNotFoundError:
-    return FileNotFoundError(f"{name} does not exist (working folder {Path.cwd()}); give existing files")
 
 
 def _read_footer(url: str) -> tuple[pq.FileMetaData, bytes]:

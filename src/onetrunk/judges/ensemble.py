@@ -73,9 +73,9 @@ class EnsembleJudge(Judge):
             for name in self.members:
                 if name not in remote and not errors:
                     ask(name)
-            while not errors and any(thread.is_alive() for thread in threads):
-                threads[0].join(0.05)
-                threads.sort(key=lambda thread: not thread.is_alive())
+            for thread in threads:
+                while thread.is_alive() and not errors:
+                    thread.join(0.05)
         except BaseException as error:  # A signal.
             errors.insert(0, error)
         if errors:

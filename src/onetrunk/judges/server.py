@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from onetrunk.judges.judge import Done, Judge, Pair, Principle, Question, Rating, Single, Verdict, model_name
@@ -47,17 +45,14 @@ CHECK_CALLS = 3
 
 @dataclass
 class ChatQuestion:
-    """A question as a server reads it, the places of equal questions in a run, and its votes."""
+    """A question as a server reads it, its place among the questions of a run, and its votes."""
 
+    place: int
     messages: list[Message]
     form: Form
-    places: list[int] = field(default_factory=list)
+    num_missing: int = 0
     votes: list[Vote] = field(default_factory=list)
     error: CallError | None = None
-
-    @cached_property
-    def key(self) -> str:
-        return digest(self.messages)
 
     def answer(self, num_votes: int) -> Verdict | Rating | None:
         """Return what the votes decide; None if more are needed."""
@@ -164,11 +159,11 @@ class ServerJudge(Judge):
     def _answer_all(self, questions: Sequence[Question], keep: Done) -> None:
         """Ask all questions at once; raises ServerUnavailable when the servers are given up."""
         self.check()
-        chats: dict[str, ChatQuestion] = {}
-        for index, (item, principle) in enumerate(questions):
-            chat = ChatQuestion(question_messages(item, principle, nonce_of(item, principle)), form_of(item))
-            chats.setdefault(chat.key, chat).places.append(index)
-        run_async(self._decide([*chats.values()], keep))
+        chats = [
+            ChatQuestion(place, question_messages(item, principle, nonce_of(item, principle)), form_of(item))
+            for place, (item, principle) in enumerate(questions)
+        ]
+        run_async(self._decide(chats, keep))
 
     async def _decide(self, chats: list[ChatQuestion], keep: Done) -> None:
         # Where log probabilities are expected, one reply decides; the other votes are bought if it has none.
@@ -186,11 +181,15 @@ class ServerJudge(Judge):
             The questions that need more votes.
         """
         calls = [(chat, number) for chat in chats for number in numbers]
-        num_missing = Counter(chat.key for chat, _ in calls)
+        for chat in chats:
+            chat.num_missing = len(numbers)
         undecided: list[ChatQuestion] = []
 
         async def vote(to: Connection, index: int) -> Vote:
-            return await self._vote(to, *calls[index])
+            chat, number = calls[index]
+            # A different seed for every vote and every question, and the same one for a repeated call.
+            seed = int(digest([digest(chat.messages), number])[:7], 16)
+            return read_vote(await self._reply(to, chat.messages, seed, self.top_logprobs), chat.form.labels)
 
         def done(index: int, outcome: Vote | CallError) -> None:
             chat = calls[index][0]
@@ -198,24 +197,17 @@ class ServerJudge(Judge):
                 chat.error = outcome
             else:
                 chat.votes.append(outcome)
-            num_missing[chat.key] -= 1
-            if num_missing[chat.key]:
+            chat.num_missing -= 1
+            if chat.num_missing:
                 return
             answer = chat.answer(self.samples)
             if answer is None:
                 undecided.append(chat)
-                return
-            for place in chat.places:
-                keep(place, answer)
+            else:
+                keep(chat.place, answer)
 
         await fleet.answer_all(len(calls), vote, done)
         return undecided
-
-    async def _vote(self, to: Connection, chat: ChatQuestion, number: int) -> Vote:
-        # A different seed for every vote and every question, and the same one for a repeated call.
-        seed = int(digest([chat.key, number])[:7], 16)
-        reply = await self._reply(to, chat.messages, seed, self.top_logprobs)
-        return read_vote(reply, chat.form.labels)
 
     def _fleet(self, max_calls: int) -> Fleet:
         return Fleet(self.servers, replace(self.policy, max_calls=max_calls), self.max_concurrency)

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from onetrunk.judges.judge import logistic
 
 NAN = float("nan")
 KINDS = ("win_rate", "discrete_win_rate", "length_controlled_win_rate")
@@ -46,27 +44,6 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class LengthFit:
-    """A logistic regression of labels on the difference of lengths: P = sigmoid(intercept + slope * tanh(d / scale)).
-
-    Args:
-        intercept: log odds at equal length.
-        slope: effect of a difference of length; above 0: the judge prefers the longer one.
-        scale: standard deviation (n - 1) of the differences. All three are NaN if the differences are all equal and
-            not 0, because length and quality cannot be separated then.
-    """
-
-    intercept: float
-    slope: float
-    scale: float
-
-    @property
-    def win_rate(self) -> float:
-        """Probability of the first side at equal length."""
-        return NAN if math.isnan(self.intercept) else logistic(self.intercept)
-
-
-@dataclass(frozen=True)
 class WinRate:
     """Win rates of one side against another.
 
@@ -76,7 +53,8 @@ class WinRate:
         win_rate: mean label.
         standard_error: the standard error of `win_rate`; pairs of one prompt count as one observation.
         discrete_win_rate: (wins + ties / 2) / pairs.
-        length_controlled_win_rate: the win rate at equal length, from `length_fit`.
+        length_controlled_win_rate: the win rate at equal length; NaN if the differences are all equal and not 0,
+            because length and quality cannot be separated then.
         mean_length_difference: first minus second.
         is_extrapolated: True if fewer than LEAST_RARER_SHARE of the pairs have a difference of at most 0, or of at
             least 0, so that there is little data near equal length.
@@ -91,17 +69,16 @@ class WinRate:
     standard_error: float
     discrete_win_rate: Estimate
     length_controlled_win_rate: Estimate
-    length_fit: LengthFit
     mean_length_difference: float
     is_extrapolated: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Return the metrics by name, each interval as a list of two next to its metric."""
-        metrics = {name: value for name, value in vars(self).items() if not isinstance(value, (Estimate, LengthFit))}
+        metrics = {name: value for name, value in vars(self).items() if not isinstance(value, Estimate)}
         for name in KINDS:
             estimate = getattr(self, name)
             metrics |= {name: estimate.value, f"{name}_interval": [estimate.low, estimate.high]}
-        return metrics | {"length_fit": asdict(self.length_fit)}
+        return metrics
 
 
 def pair_outcomes(labels: Tensor, consistent: Tensor | None = None, tie_margin: float = 0.0) -> Tensor:
@@ -152,14 +129,18 @@ def win_rate(
     outcomes = pair_outcomes(labels, consistent, tie_margin)
     numbers = {key: number for number, key in enumerate(dict.fromkeys(prompts))}
     clusters = torch.tensor([numbers[key] for key in prompts])
-    design, fit = _length_fit(differences, labels)
-    resamples: list[list[Tensor]] = []
-    for weights in resampled(clusters, num_resamples, seed):
-        by_length = torch.full((len(weights),), NAN, dtype=torch.float64)
-        if design is not None:
-            by_length = torch.sigmoid(fit_logistic(design, labels, weights)[:, 0])
-        resamples.append([weights @ labels / weights.sum(1), weights @ outcomes / weights.sum(1), by_length])
-    values = (float(labels.mean()), float(outcomes.mean()), fit.win_rate)
+    features = _length_features(differences)
+
+    def at_equal_length(weights: Tensor) -> Tensor:
+        if features is None:
+            return torch.full((len(weights),), NAN, dtype=torch.float64)
+        return torch.sigmoid(fit_logistic(features, labels, weights)[:, 0])
+
+    resamples = [
+        [weights @ labels / weights.sum(1), weights @ outcomes / weights.sum(1), at_equal_length(weights)]
+        for weights in resampled(clusters, num_resamples, seed)
+    ]
+    values = (float(labels.mean()), float(outcomes.mean()), float(at_equal_length(torch.ones(1, len(labels)))))
     # Of the labels, or the outcomes: 0 or 1 if they all agree.
     means = (values[0], values[1], values[0])
     columns = zip(values, zip(*resamples, strict=True), means, strict=True)
@@ -172,7 +153,6 @@ def win_rate(
         losses=int((outcomes == 0).sum()),
         **dict(zip(KINDS, estimates, strict=True)),
         standard_error=_standard_error(labels, clusters),
-        length_fit=fit,
         mean_length_difference=float(differences.mean()),
         is_extrapolated=min(float((sign * differences >= 0).double().mean()) for sign in (1, -1)) < LEAST_RARER_SHARE,
     )
@@ -225,18 +205,18 @@ def fit_logistic(features: Tensor, labels: Tensor, weights: Tensor, ridge: float
     raise RuntimeError(f"the length regression found no maximum in {MAX_NEWTON_STEPS} steps; are all labels finite?")
 
 
-def _length_fit(differences: Tensor, labels: Tensor) -> tuple[Tensor | None, LengthFit]:
-    """Return the features [n, 2] of a length fit, and the fit; no features if all differ by one number, not 0."""
+def _length_features(differences: Tensor) -> Tensor | None:
+    """Return the features [n, 2] of P = sigmoid(intercept + slope * tanh(difference / standard deviation)).
+
+    None if all differences are one number, not 0.
+    """
     scale = float(differences.std()) if len(differences) > 1 else 0.0
     # All differences are one number, up to rounding.
     is_constant = scale <= 1e-12 * max(1.0, float(differences.abs().max()))
     if is_constant and bool((differences != 0).any()):
-        return None, LengthFit(NAN, NAN, NAN)
-    scale = 0.0 if is_constant else scale
+        return None
     term = torch.zeros_like(differences) if is_constant else torch.tanh(differences / scale)
-    design = torch.stack([torch.ones_like(differences), term], dim=1)
-    intercept, slope = fit_logistic(design, labels, torch.ones(1, len(labels), dtype=torch.float64))[0].tolist()
-    return design, LengthFit(intercept, slope, scale)
+    return torch.stack([torch.ones_like(differences), term], dim=1)
 
 
 def resampled(clusters: Tensor, num_resamples: int, seed: int) -> Iterator[Tensor]:

@@ -56,7 +56,7 @@ from onetrunk.stages.run_context import (
     run_stage,
     say_where,
 )
-from onetrunk.utils.files import WriterLock, atomic_write_json, read_json, require_name, require_output_dir
+from onetrunk.utils.files import atomic_write_json, read_json, require_name, require_output_dir, write_lock
 from onetrunk.utils.redaction import redact, redact_all, table_console
 from onetrunk.utils.shipped import find_config, with_shipped_files
 
@@ -477,11 +477,8 @@ def run(args: Namespace, pipeline: Pipeline) -> None:
                 print(f"$ {redact(plan.stage.shown(*state.words(plan)))}")
         return
     require_output_dir(pipeline.output_dir)
-    lock = WriterLock(state.path)
-    try:
+    with write_lock(state.path):
         run_stages(args, state, stages)
-    finally:
-        lock.release()
 
 
 def run_stages(args: Namespace, state: PipelineState, stages: Sequence[Stage]) -> None:
