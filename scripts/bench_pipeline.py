@@ -50,10 +50,13 @@ NAMES = ("naive", "microbatched", "interleaved")
 def backends(model: nn.Module, given: argparse.Namespace, links: StageLinks) -> dict[str, PipelinedBackend]:
     """Return the backend of each schedule."""
     stages, rows = given.stages, given.rows
+    # Of each: the batches, and the rows of a batch.
     shapes = {"naive": (1, rows), "microbatched": (stages, rows // stages), "interleaved": (stages, rows)}
     split = {"split": [given.layers // stages] * stages}
     return {
-        name: PipelinedBackend(model, batches=batches, rows_per_batch=size, links=links, stages=stages, **split)
+        name: PipelinedBackend(
+            model, batches=batches, max_rows=size * batches // stages, links=links, stages=stages, **split
+        )
         for name, (batches, size) in shapes.items()
     }
 

@@ -120,14 +120,14 @@ class Outcome:
     cpu_s: float
 
 
-def reference_model(task: Task, seed: int) -> PreTrainedModel:
-    """Return the random model: hidden 32, 4 layers, head of std .3 with a bias that rules out EOS and PAD."""
-    config = Qwen2Config(
+def task_config(task: Task, hidden_size: int = 32, num_layers: int = 4, num_heads: int = 4) -> Qwen2Config:
+    """Return the config of a model of a task."""
+    return Qwen2Config(
         vocab_size=task.vocab_size,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
         num_key_value_heads=2,
         max_position_embeddings=32,
         tie_word_embeddings=False,
@@ -135,6 +135,11 @@ def reference_model(task: Task, seed: int) -> PreTrainedModel:
         eos_token_id=EOS,
         bos_token_id=None,
     )
+
+
+def reference_model(task: Task, seed: int) -> PreTrainedModel:
+    """Return the random model: hidden 32, 4 layers, head of std .3 with a bias that rules out EOS and PAD."""
+    config = task_config(task)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,15 +50,16 @@ def join_group(place: str, folder: str, rank: int, world_size: int) -> torch.dev
     return device
 
 
-def run_ranks(work: Callable[..., None], folder: Path, processes: int, *args: Any) -> None:
-    """Run `work(rank, str(folder), *args)` in so many processes."""
-    torch.multiprocessing.start_processes(work, (str(folder), *args), processes, start_method="forkserver")
-
-
-def found_by_ranks(work: Callable[..., None], folder: Path, processes: int, *args: Any) -> list[Any]:
-    """Run the ranks and return what each wrote into `rank<n>.json`."""
-    run_ranks(work, folder, processes, *args)
+def found_by_ranks(work: Callable[..., Any], folder: Path, processes: int, *args: Any) -> list[Any]:
+    """Run `work(rank, str(folder), *args)` in so many processes; return what each returned, by way of JSON."""
+    torch.multiprocessing.start_processes(_report, (str(folder), work, *args), processes, start_method="forkserver")
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+def _report(rank: int, folder: str, work: Callable[..., Any], *args: Any) -> None:
+    found = work(rank, folder, *args)
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def launcher(config: str, processes: int) -> list[str]:
@@ -66,6 +69,27 @@ def launcher(config: str, processes: int) -> list[str]:
     shape = ["--num_processes", str(processes), "--main_process_port", "0"]
     file = str(ROOT / f"accelerate_configs/{config}.yaml")
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *shape]
+
+
+def started_pair(folder: Path, words: list[str], **variables: str) -> list[subprocess.Popen]:
+    """Start Python on two processes in `folder`, without a launcher that would end the second one with the first."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    env = {**launch_environment(CPU, 2), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(folder)])
+    running = []
+    for rank in "01":
+        with open(folder / f"log-{rank}.txt", "w") as log:
+            own = {**env, "RANK": rank, "LOCAL_RANK": rank}
+            running.append(subprocess.Popen([sys.executable, *words], cwd=folder, env=own, stdout=log, stderr=log))
+    return running
+
+
+def finish_pair(folder: Path, words: list[str], **variables: str) -> None:
+    """Run Python on two processes to their end, which must be a good one."""
+    codes = [process.wait() for process in started_pair(folder, words, **variables)]
+    assert codes == [0, 0], (folder / "log-0.txt").read_text()[-3000:] + (folder / "log-1.txt").read_text()[-3000:]
 
 
 def launch_environment(place: str, processes: int) -> dict[str, str]:

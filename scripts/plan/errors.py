@@ -75,9 +75,6 @@ def ratio_errors(rows: Sequence[Compared]) -> list[float]:
     return [row.predicted / row.measured / common - 1 for row in rows]
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
 def cross_checked() -> list[tuple[Measured, float]]:
     """Return every measured training with its relative error, under constants fitted on the other half."""
     first, second = halves(measured_rows())
@@ -86,9 +83,6 @@ def cross_checked() -> list[tuple[Measured, float]]:
         constants = fit_constants(fitted)
         pairs += list(zip(tested, relative_errors(tested, constants), strict=True))
     return pairs
-
-
-# --- times ----------------------------------------------------------------------------------------------------------
 
 
 def _full_job(model: ModelFacts, rows: int, lengths: Lengths) -> Job:

@@ -68,9 +68,6 @@ def non_negative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float], 
     return [float(value) for value in solution / scale]
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Measured:
     """A row of measured/training.csv."""
@@ -167,9 +164,6 @@ def fit_constants(rows: Sequence[Measured]) -> Constants:
 def relative_errors(rows: Sequence[Measured], constants: Constants) -> list[float]:
     """Return predicted over measured peak, minus 1, of each row."""
     return [peak_of(row, constants) / (row.peak_gib * GIB) - 1 for row in rows]
-
-
-# --- step times -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

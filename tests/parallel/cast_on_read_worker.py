@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from peft import get_peft_model
 
 from onetrunk.models.base_model import load_base
@@ -75,12 +73,10 @@ def measure(name: str, block: Any) -> dict[str, Any]:
     return {"peak": (peak[0] - before) / whole, "end": end / whole, "weights": tensors_digest(shares)}
 
 
-def work(rank: int, folder: str, name: str) -> None:
-    """Write what this process has measured into `folder`."""
+def work(rank: int, folder: str, name: str) -> dict[str, dict[str, Any]]:
+    """Return what this process has measured."""
     # Matrices of large models are returned to the system when they are freed; so are those of this small one.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
     join_group(CPU, folder, rank, 2)
     measure(name, contextlib.nullcontext())  # Buffers that are allocated once.
-    results = {"late": measure(name, casting_later()), "at once": measure(name, contextlib.nullcontext())}
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return {"late": measure(name, casting_later()), "at once": measure(name, contextlib.nullcontext())}

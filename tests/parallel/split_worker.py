@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -225,8 +224,10 @@ def compare(
     }
 
 
-def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[str], place: str = CPU) -> None:
-    """Write the facts of every case into `folder`."""
+def work(
+    rank: int, folder: str, world_size: int, layout: Layout, names: list[str], place: str = CPU
+) -> dict[str, Any]:
+    """Return the facts of every case."""
     device = join_group(place, folder, rank, world_size)
     results = {}
     builders = cases(Path(folder), device)
@@ -234,5 +235,4 @@ def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[st
         own = Path(folder) / name.replace(",", "").replace(" ", "-")
         own.mkdir(exist_ok=True)
         results[name] = compare(builders[name], layout, rank, device, own, name == "checkpointing")
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return results

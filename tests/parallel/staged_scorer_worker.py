@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -133,10 +130,8 @@ def compare(rank: int, world_size: int, stages: int, case: dict[str, Any]) -> di
     }
 
 
-def work(rank: int, folder: str, world_size: int, stages: int, names: list[str]) -> None:
-    """Write the facts of every case into `folder`."""
+def work(rank: int, folder: str, world_size: int, stages: int, names: list[str]) -> dict[str, Any]:
+    """Return the facts of every case."""
     join_group(CPU, folder, rank, world_size)
     every = cases()
-    results = {name: compare(rank, world_size, stages, every[name]) for name in names}
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return {name: compare(rank, world_size, stages, every[name]) for name in names}

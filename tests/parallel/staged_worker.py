@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import math
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
@@ -167,13 +164,11 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
     }
 
 
-def work(rank: int, folder: str, world_size: int, stages: int, names: list[str], place: str = CPU) -> None:
-    """Write the facts of every case into `folder`."""
+def work(rank: int, folder: str, world_size: int, stages: int, names: list[str], place: str = CPU) -> dict[str, Any]:
+    """Return the facts of every case."""
     device = join_group(place, folder, rank, world_size)
     every = cases()
-    results = {name: compare(rank, world_size, stages, device, every[name]) for name in names}
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return {name: compare(rank, world_size, stages, device, every[name]) for name in names}
 
 
 def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
@@ -197,13 +192,11 @@ def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
     return {"peak": (peak[0] - before) / whole, "end": (private_bytes() - before) / whole, "whole": whole / 2**20}
 
 
-def work_on_memory(rank: int, folder: str, name: str) -> None:
-    """Write what this process needs for a stage of a trunk, and for a whole one, into `folder`."""
+def work_on_memory(rank: int, folder: str, name: str) -> dict[str, dict[str, float]]:
+    """Return what this process needs for a stage of a trunk, and for a whole one."""
     # Matrices of large models are returned to the system when they are freed; so are those of this small one.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
     join_group(CPU, folder, rank, 2)
     split = LayerSplit((5, 5))
     measure(name, split)  # Buffers that are allocated once.
-    results = {"stage": measure(name, split), "whole": measure(name, None)}
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return {"stage": measure(name, split), "whole": measure(name, None)}

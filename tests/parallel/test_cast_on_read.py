@@ -2,11 +2,9 @@
 
 import copy
 import inspect
-import json
 
 import pytest
 import torch
-import torch.multiprocessing
 from transformers import core_model_loading
 
 from onetrunk.models.base_model import load_base
@@ -14,6 +12,7 @@ from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, base_marks
 from onetrunk.parallel.sharding import READER, LateCast, cast_now, cast_when_sharded, casting_later, launch_layout
 from tests.parallel import cast_on_read_worker
+from tests.places import found_by_ranks
 from tests.tiny import tiny_model
 
 IDS = torch.arange(3, 20)[None]
@@ -92,9 +91,7 @@ def test_transformers_reads_weights_through_the_function_that_is_replaced():
 @pytest.mark.multi_process
 def test_no_process_holds_the_whole_base_in_another_precision_than_its_file(tmp_path):
     name = saved(tmp_path / "base", "mistral", **cast_on_read_worker.SHAPE)
-    torch.multiprocessing.spawn(cast_on_read_worker.work, args=(str(tmp_path), name), nprocs=2)
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    for found in found_by_ranks(cast_on_read_worker.work, tmp_path, 2, name):
         # Private bytes above those before, in shares of the base in float32: half of it stays. In between come one
         # layer or the embedding, whole (1/12 each), and what the allocator has not returned.
         assert 0.45 < found["late"]["end"] < 0.6

@@ -1,6 +1,5 @@
 """A trunk in pipeline stages gives what one process gives: outputs, gradients of the PPO loss, the base's identity."""
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -8,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing
 from peft import LoraConfig, get_peft_model
 
 from onetrunk.models.base_model import decoder_layers
@@ -94,10 +92,8 @@ def test_a_process_holds_the_weights_of_its_own_layers_and_computes_their_gradie
 def test_a_process_needs_the_memory_of_its_own_layers(tmp_path):
     base = tiny_model("mistral", **cast_on_read_worker.SHAPE).to(torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
-    torch.multiprocessing.spawn(staged_worker.work_on_memory, args=(str(tmp_path), str(tmp_path / "base")), nprocs=2)
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        print(f"process {rank}: {found}")
+    for found in found_by_ranks(staged_worker.work_on_memory, tmp_path, 2, str(tmp_path / "base")):
+        print(found)
         # Private bytes above those before, in shares of the base in float32: half of it stays. While it loads and
         # trains there are also one layer or the embedding, whole (1/12 each), activations, adapters and gradients.
         assert 0.45 < found["stage"]["end"] < 0.6

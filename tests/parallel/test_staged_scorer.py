@@ -6,7 +6,6 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from onetrunk.parallel.staged import LayerForward, lowest_trained_layer, training_obstacle, verify_stages
 from onetrunk.parallel.stages import LayerSplit
@@ -57,9 +56,6 @@ def test_what_cannot_be_trained_in_stages_is_refused_with_the_fix():
     with pytest.raises(ValueError, match="4 layers cannot be divided into 5 stages; launch fewer processes"):
         LayerSplit.even(model, 5)
     assert LayerSplit.even(model, 3).sizes == (2, 1, 1) and LayerSplit.even(model, 2, [1, 3]).sizes == (1, 3)
-
-
-# --- processes -------------------------------------------------------------------------------------------------------
 
 
 @cache

@@ -1,16 +1,13 @@
 """One job, two layouts: its processes sample as stages of a pipeline, and score and update as replicas or shards."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from onetrunk.ppo.setup import check_pipeline
 from tests import learning
-from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, launch_environment, on_gpus
+from tests.places import BACKENDS, CPU, GPU, REPEATED, ROOT, finish_pair, on_gpus, started_pair
 from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.pipelined_runs import CASES
 from tests.ppo.support import assert_same, make_config
@@ -102,6 +99,7 @@ OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir o
 OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 6"
 OPTIONS += " --lora_r 2 --save_steps 1 --use_cpu true --report_to none --disable_tqdm true --resume auto"
 OPTIONS += " --rollout_backend pipelined"
+WORDS = ["dying.py", str(ROOT / "scripts/ppo.py"), *OPTIONS.split()]
 REWARD = """
 def shortest(completions, **kwargs):
     return [-float(len(c)) for c in completions]
@@ -139,38 +137,13 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def started(folder: Path) -> list[subprocess.Popen]:
-    """Start the command on two processes, without a launcher that would end the second one with the first."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    env = {**launch_environment(CPU, 2), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(folder)])
-    # Freed memory leaves the process at once, so that what is resident is what is used.
-    env["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
-    command = [sys.executable, "dying.py", str(ROOT / "scripts/ppo.py"), *OPTIONS.split()]
-    running = []
-    for rank in "01":
-        with open(folder / f"log-{rank}.txt", "w") as log:
-            own = {**env, "RANK": rank, "LOCAL_RANK": rank}
-            running.append(subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log))
-    return running
-
-
-def finished(folder: Path) -> None:
-    codes = [process.wait() for process in started(folder)]
-    assert codes == [0, 0], (folder / "log-0.txt").read_text()[-3000:] + (folder / "log-1.txt").read_text()[-3000:]
-
-
 @several
 def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path):
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
     folder, whole = prepared(tmp_path / "killed"), prepared(tmp_path / "whole")
     (folder / "fate").touch()
-    first, second = started(folder)
+    first, second = started_pair(folder, WORDS)
     try:
         assert first.wait() == 1
     finally:
@@ -181,8 +154,8 @@ def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path):
     assert "lost the connection to another process" in log and "rank 1 (process " in log
     assert "Traceback" not in log and "--resume auto" in log
     assert not (folder / "fate").exists() and (folder / "out" / "checkpoint-2").is_dir()
-    finished(folder)
-    finished(whole)
+    finish_pair(folder, WORDS)
+    finish_pair(whole, WORDS)
     for name in ("adapter_model.safetensors", "value_head.safetensors"):
         assert (folder / "out" / name).read_bytes() == (whole / "out" / name).read_bytes()
 

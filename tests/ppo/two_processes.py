@@ -54,7 +54,12 @@ CASES = {
         "value_head": "adapter",
     },
     "stopped": {"target_kl": 1e-9, "num_ppo_epochs": 3},
-    "dealt": {"num_minibatches": 4, "per_device_train_batch_size": 8},
+    "dealt": {
+        "num_minibatches": 4,
+        "per_device_train_batch_size": 8,
+        "value_head": "detached",
+        "value_pretraining_rollouts": 1,
+    },
 }
 
 RESUMED = {**SHAPE, **PLACE, "num_minibatches": 2, "value_head": "adapter"}

@@ -13,22 +13,13 @@ from transformers import AutoModelForCausalLM
 from onetrunk.models.build import build_trunk
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams
 from tests.ppo.support import logged, lora, make_trainer, trained_weights
-from tests.rollouts.small import PROMPTS
-from tests.rollouts.test_vllm import logprobs_of, shaken
+from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES
+from tests.rollouts.test_vllm import assert_sampled_from, shaken
 from tests.tiny import tiny_model
 
-# Heads of 32 are the smallest that vLLM computes on a CPU.
-SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "initializer_range": 0.06}
 STOPS = tuple(range(8, 14))
-KEYS = [(0, 0, row) for row in range(len(PROMPTS))]
 # Rounding of float32 on a CPU; on a GPU vLLM multiplies adapters in TF32. Old weights are wrong by more than 1.
 TOLERANCE = 2e-2 if torch.cuda.is_available() else 1e-5
-
-
-def assert_sampled_from(model, rollout, temperature):
-    """Compare the sampler's logprobs with those of our own forward, adapters as they are."""
-    ours = torch.cat(logprobs_of(model, rollout, temperature))
-    torch.testing.assert_close(torch.cat(list(rollout.sampler_logprobs)), ours, atol=TOLERANCE, rtol=0)
 
 
 def sample(base: Path, folder: Path, sleeps: bool) -> None:
@@ -43,7 +34,7 @@ def sample(base: Path, folder: Path, sleeps: bool) -> None:
         backend.sync(shaken(model, version), version)
         rollout = backend.generate(PROMPTS, SamplingParams(12, 0.7, STOPS), KEYS)
         assert rollout.policy_version == version
-        assert_sampled_from(model, rollout, 0.7)
+        assert_sampled_from(model, rollout, 0.7, TOLERANCE)
         again = backend.generate(PROMPTS, SamplingParams(12, 0.7, STOPS), KEYS)
         assert again.completion_ids == rollout.completion_ids
         greedy = SamplingParams(12, 0.0, STOPS)
@@ -52,7 +43,7 @@ def sample(base: Path, folder: Path, sleeps: bool) -> None:
         assert backend._llm.llm_engine.list_loras() == {backend._num_loads}
     with model.as_role("reference"):
         backend.sync(model, 3)
-        assert_sampled_from(model, backend.generate(PROMPTS, SamplingParams(12, 1.0), KEYS), 1.0)
+        assert_sampled_from(model, backend.generate(PROMPTS, SamplingParams(12, 1.0), KEYS), 1.0, TOLERANCE)
     backend.close()
     print("sampled", flush=True)
 
@@ -78,7 +69,7 @@ def main() -> None:
     parser.add_argument("--sleeps", action="store_true")
     args = parser.parse_args()
     base = args.folder / "base"
-    tiny_model("llama", **SIZES).save_pretrained(base)
+    tiny_model("llama", **SERVED_SIZES).save_pretrained(base)
     sample(base, args.folder / "adapters", args.sleeps)
     train(base, args.folder / "run", args.sleeps)
     print("sampled and trained")

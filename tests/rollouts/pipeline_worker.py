@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -73,8 +71,8 @@ CASES: dict[str, tuple[str, dict[str, Any], SamplingParams]] = {
     "more batches than stages": ("lora", {"batches": 5}, SEEDED),
     # Of four processes; two are one pipeline.
     "pipelines of two": ("lora", {"stages": 2}, SEEDED),
-    "refilled": ("lora", {"rows_per_batch": 2}, SEEDED),
-    "refilled sliding windows": ("gemma3", {"rows_per_batch": 1, "batches": 3}, SEEDED),
+    "refilled": ("lora", {"max_rows": 2}, SEEDED),
+    "refilled sliding windows": ("gemma3", {"max_rows": 1, "batches": 3}, SEEDED),
 }
 
 
@@ -103,7 +101,7 @@ def counted_layers(model: nn.Module, counts: dict[int, int]) -> Any:
 def compare(name: str, device: torch.device) -> dict[str, Any]:
     """Return how the rows of this process differ between a pipeline and one process."""
     kind, settings, params = CASES[name]
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     model = MODELS[kind]().to(device)
     prompts, keys = rows_of(rank, world_size)
     backend = PipelinedBackend(model, **settings)
@@ -190,10 +188,9 @@ def cache_bytes(device: torch.device) -> dict[str, int]:
     return found
 
 
-def work(rank: int, folder: str, world_size: int, names: list[str], place: str = CPU) -> None:
+def work(rank: int, folder: str, world_size: int, names: list[str], place: str = CPU) -> dict[str, Any]:
     device = join_group(place, folder, rank, world_size)
     found: dict[str, Any] = {name: compare(name, device) for name in names}
     found["faults"] = faults(device)
     found["cache"] = cache_bytes(device)
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found

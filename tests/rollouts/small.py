@@ -9,6 +9,8 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 # 1 to 20 tokens: past the sliding windows of 8 already in the prompt, in the completion, and not at all
 PROMPTS = [[5, 9, 11], list(range(20, 40)), [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [60, 61, 62, 63, 12, 13]]
 KEYS = [(0, 0, row) for row in range(len(PROMPTS))]
+# Of a llama that vLLM serves: heads of 32 are the smallest that it computes on a CPU.
+SERVED_SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "initializer_range": 0.06}
 MANY_KEYS = [(1, 0, row) for row in range(3 * len(PROMPTS))]
 
 
@@ -26,6 +28,16 @@ def tiny(family="llama"):
 
 def generate(model, params, prompts=PROMPTS, keys=KEYS, **settings):
     return LocalBackend(model, **settings).generate(prompts, params, keys[: len(prompts)])
+
+
+def logprobs_of(model, rollout, temperature):
+    """Return the logprobs of a rollout's tokens by a forward over each unpadded row, adapters as they are."""
+    rows = []
+    for prompt, completion in zip(rollout.prompt_ids, rollout.completion_ids, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        rows.append((logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    return rows
 
 
 def assert_same(rollout, other, order=None):

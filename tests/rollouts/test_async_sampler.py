@@ -51,12 +51,17 @@ def offer(sampler, iteration, rows=4):
     sampler.offer(iteration, [[iteration, row] for row in range(rows)], keys(iteration, rows))
 
 
-def test_rows_come_in_order_with_the_version_that_they_were_started_with():
-    bench = Bench()
-    sampler = AsyncSampler(bench, rows_per_rollout=4, max_staleness=1, rows_per_part=3)
+def published(sample, staleness=1, rows_per_part=4, offers=(), **settings):
+    """Return a sampler of rollouts of four rows that has version 0, and to which rollouts are offered."""
+    sampler = AsyncSampler(sample, 4, staleness, rows_per_part, **settings)
     sampler.publish(0, 0)
-    offer(sampler, 0)
-    offer(sampler, 1)
+    for iteration in offers:
+        offer(sampler, iteration)
+    return sampler
+
+
+def test_rows_come_in_order_with_the_version_that_they_were_started_with():
+    sampler = published(Bench(), rows_per_part=3, offers=(0, 1))
     first = sampler.take(0)
     assert first.completion_ids == [[0, 0, row] for row in range(4)]
     assert first.prompt_ids == [[0, row] for row in range(4)]
@@ -76,10 +81,7 @@ def test_rows_come_in_order_with_the_version_that_they_were_started_with():
 def test_no_row_starts_before_the_staleness_allows_it(staleness):
     """running + accepted <= (staleness + updates + 1) * rows, whatever is offered and however fast rows end."""
     bench, rows = Bench(), 4
-    sampler = AsyncSampler(bench, rows, staleness, rows_per_part=1)
-    sampler.publish(0, 0)
-    for iteration in range(8):
-        offer(sampler, iteration, rows)
+    sampler = published(bench, staleness, rows_per_part=1, offers=range(8))
     for updates in range(8 - staleness):
         sampler.publish(updates, 10 * updates)
         allowed = (staleness + updates + 1) * rows
@@ -95,10 +97,7 @@ def test_no_row_starts_before_the_staleness_allows_it(staleness):
 
 def test_at_most_so_many_rows_run_at_once_and_later_ones_get_the_newer_version():
     bench = Bench(is_open=False)
-    sampler = AsyncSampler(bench, rows_per_rollout=4, max_staleness=2, rows_per_part=2, max_rows=4)
-    sampler.publish(0, 0)
-    for iteration in range(3):
-        offer(sampler, iteration)
+    sampler = published(bench, 2, rows_per_part=2, offers=range(3), max_rows=4)
     bench.wait_for_calls(2)
     assert len(bench.calls) == 2  # Started in `offer`, in this thread: the room was full there.
     sampler.publish(1, 5)
@@ -110,10 +109,7 @@ def test_at_most_so_many_rows_run_at_once_and_later_ones_get_the_newer_version()
 
 
 def test_each_rollout_is_taken_once_and_in_order():
-    sampler = AsyncSampler(Bench(), 4, 1, 4)
-    sampler.publish(0, 0)
-    offer(sampler, 0)
-    offer(sampler, 1)
+    sampler = published(Bench(), offers=(0, 1))
     with pytest.raises(RuntimeError, match="rollout 1 was asked for, and the next one is rollout 0"):
         sampler.take(1)
     assert sampler.take(0).completion_ids == sampler.take(0).completion_ids  # Until it is finished.
@@ -138,10 +134,7 @@ def test_an_error_in_a_thread_is_raised_to_who_waits_and_nothing_starts_after_it
             raise Fault("the server is gone")
         return Bench()(version, prompt_ids, given)
 
-    sampler = AsyncSampler(sample, 4, 2, rows_per_part=4, max_rows=4)
-    sampler.publish(0, 0)
-    for iteration in range(3):
-        offer(sampler, iteration)
+    sampler = published(sample, 2, offers=range(3), max_rows=4)
     assert len(sampler.take(0)) == 4  # What was sampled before is still there.
     sampler.finish(0)
     with pytest.raises(Fault, match="the server is gone"):
@@ -152,9 +145,7 @@ def test_an_error_in_a_thread_is_raised_to_who_waits_and_nothing_starts_after_it
 
 def test_a_wait_is_given_up_when_poll_raises_and_can_be_repeated():
     bench = Bench(is_open=False)
-    sampler = AsyncSampler(bench, 4, 0, 4)
-    sampler.publish(0, 0)
-    offer(sampler, 0)
+    sampler = published(bench, 0, offers=(0,))
 
     def poll():
         raise Fault
@@ -177,11 +168,8 @@ def test_after_the_end_nothing_starts_and_calls_that_run_can_see_it():
         seen.set()
         samples_ahead()
 
-    sampler = AsyncSampler(sample, 4, 1, rows_per_part=4, max_rows=4)
     assert not samples_ahead()
-    sampler.publish(0, 0)
-    offer(sampler, 0)
-    offer(sampler, 1)
+    sampler = published(sample, offers=(0, 1), max_rows=4)
     sampler.close()
     assert seen.wait(LONG_S)
     with pytest.raises((Closed, RuntimeError)):
@@ -210,14 +198,9 @@ def test_a_process_ends_although_a_call_never_does():
     assert run.returncode == 3, run.stderr
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_has_what_was_sampled_and_the_versions_of_what_runs():
     bench = Bench()
-    sampler = AsyncSampler(bench, 4, 1, rows_per_part=2)
-    sampler.publish(0, 0)
-    offer(sampler, 0)
+    sampler = published(bench, rows_per_part=2, offers=(0,))
     sampler.take(0)
     bench.gate.clear()
     offer(sampler, 1)

@@ -5,7 +5,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-import torch
 
 from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_bytes, sampling_bytes
 from onetrunk.parallel.stages import LayerSplit, StageCache, verify_split
@@ -91,12 +90,6 @@ def test_each_stage_keeps_its_share_of_the_cache(place):
     for rank in launched(2, place):
         # Both stages hold both processes' rows: 8 instead of 4, in half of the layers.
         assert rank["cache"]["pipeline"] == rank["cache"]["alone"] > 0
-
-
-def test_a_pipeline_of_one_stage_is_one_process():
-    alone = pipeline_worker.compare("lora, greedy", torch.device("cpu"))
-    assert alone["same_tokens"] and alone["logprob_gap"] < 1e-5
-    assert alone["layers_run"] == [0, 1, 2, 3] and alone["progress"] == [(ROWS, ROWS, sum(alone["lengths"]))]
 
 
 def test_stages_are_balanced_by_the_time_of_their_layers():

@@ -17,7 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 import onetrunk
 from onetrunk.models.trunk import TrunkModel
@@ -25,16 +25,13 @@ from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.vllm import VLLMBackend, loaded_adapters, vllm_policy
 from tests import learning
 from tests.learning import EOS, FORBIDDEN_BIAS, PAD, TASK_B
-from tests.rollouts.small import PROMPTS
+from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES
 from tests.rollouts.test_vllm import assert_sampled_from, shaken
 from tests.rollouts.vllm_environment import vllm_python
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
-# Heads of 32 are the smallest that vLLM computes on a CPU.
-SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "initializer_range": 0.06}
-KEYS = [(0, 0, row) for row in range(len(PROMPTS))]
 STOPS = tuple(range(8, 14))
 PATIENT = vllm_policy(300.0)
 
@@ -82,7 +79,7 @@ class Serving:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    model = tiny_model("llama", **SIZES)
+    model = tiny_model("llama", **SERVED_SIZES)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -102,7 +99,7 @@ def serving(base, tmp_path_factory):
 def policy(rank=4, **config):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = tiny_model("llama", **SIZES)
+        model = tiny_model("llama", **SERVED_SIZES)
         lora = LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **config)
         return shaken(TrunkModel(model, lora))
 
@@ -172,7 +169,7 @@ def test_what_it_cannot_serve_is_said_before_training(serving, tmp_path):
         backend_of(serving, tmp_path / "rank").sync(policy(rank=32), 0)
     with pytest.raises(ValueError, match="is DoRA"):
         backend_of(serving, tmp_path / "dora").check_policy(policy(use_dora=True))
-    other = TrunkModel(tiny_model("llama", seed=1, **SIZES), LoraConfig(r=4, target_modules="all-linear"))
+    other = TrunkModel(tiny_model("llama", seed=1, **SERVED_SIZES), LoraConfig(r=4, target_modules="all-linear"))
     with pytest.raises(RuntimeError, match="serves another base model: its logprobs of 64 tokens differ"):
         backend_of(serving, tmp_path / "base").check_policy(other)
     with pytest.raises(RuntimeError, match="start it with --max-model-len 200"):
@@ -189,19 +186,7 @@ def served_task_model(seed):
 
     Feature 0 is the same large number at every position, and only the head's rows of PAD and EOS read it.
     """
-    config = Qwen2Config(
-        vocab_size=TASK_B.vocab_size,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
+    config = learning.task_config(TASK_B, hidden_size=64, num_layers=2, num_heads=2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).eval()

@@ -181,15 +181,10 @@ class Usage:
         return (read * price[0] + written * price[1]) / 1e6
 
     def as_dict(self, usd: float | None = None) -> dict[str, Any]:
-        """Return the counters, and per question what a label costs; in USD too if `usd`, the whole cost, is known."""
+        """Return the counters; with `usd`, the whole cost, also that of 1,000 questions."""
         values: dict[str, Any] = asdict(self) | {"seconds": round(self.seconds, 3)}
-        questions = max(1, self.questions)
-        values["calls_per_question"] = round(self.calls / questions, 4)
-        values["tokens_per_question"] = round((self.prompt_tokens + self.completion_tokens) / questions, 2)
-        values["seconds_per_question"] = round(self.seconds / questions, 5)
         if usd is not None:
-            values["usd"] = round(usd, 6)
-            values["usd_per_1000_questions"] = round(1000 * usd / questions, 6)
+            values |= {"usd": round(usd, 6), "usd_per_1000_questions": round(1000 * usd / max(1, self.questions), 6)}
         return values
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from onetrunk.parallel.sharding import group_size, is_divided, training_stages
+from onetrunk.parallel.sharding import group_size, is_divided, training_stages, world_size
 from onetrunk.types import Pack, PackOutput
 
 T = TypeVar("T")
@@ -66,11 +66,6 @@ class DataParallel:
     @property
     def is_first_of_group(self) -> bool:
         return self.accelerator.state.process_index % self.group_size == 0
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether other processes have the same rows as this one."""
-        return self.group_size > 1
 
     @property
     def layout(self) -> dict[str, int]:
@@ -200,12 +195,12 @@ def once_per_group(compute: Callable[[], T]) -> T:
 
 def is_first_process() -> bool:
     """Return whether this is the first of all processes, or the only one."""
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def on_first_process(compute: Callable[[], T]) -> T:
     """Return what `compute` returns on the first of all processes, on each of them; errors as in `once_per_group`."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return compute()
     return _computed_by(0, compute, None)
 
@@ -224,9 +219,6 @@ def _computed_by(first: int, compute: Callable[[], T], group: dist.ProcessGroup 
     if result[1] is not None:
         raise RuntimeError(f"process {first}, which does this for the others, failed: {result[1]}")
     return result[0]
-
-
-# --- models in pipeline stages ---------------------------------------------------------------------------------------
 
 
 def staged(model: nn.Module) -> Any | None:

@@ -11,7 +11,6 @@ A sharded layer gathers its weights in each forward and backward, so all process
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import warnings
@@ -37,8 +36,6 @@ from onetrunk.models.loading import base_fingerprint, keep_identity
 from onetrunk.utils.options import reject_deepspeed
 
 USE_FSDP, USE_PARALLELISM = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "PARALLELISM_CONFIG"))
-# malloc.h: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, and M_ARENA_MAX.
-MALLOC = {-3: 2**20, -1: 2**20, -8: 2}
 WHOLE_SIZE = "onetrunk_whole_size"
 GATHERED = "onetrunk_is_gathered"
 DIVIDED = "onetrunk_is_divided"
@@ -191,8 +188,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     whole base. Call it on all processes, after everything that reads base weights (the base's marks and fingerprint
     are taken here) and before the trainer wraps the model.
     """
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if layout is None or world_size == 1 or is_sharded(model) or is_divided(model):
+    if layout is None or world_size() == 1 or is_sharded(model) or is_divided(model):
         return None
     require_adapters(model, "FSDP2 shards")
     if any(type(p).__name__ == "Int8Params" for p in model.parameters()):
@@ -200,9 +196,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
             "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
             " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
         )
-    if device.type == "cpu":
-        return_freed_memory()
-    replicas, shards = layout.sizes(world_size)
+    replicas, shards = layout.sizes(world_size())
     whole_bytes = begin_sharing(model)
     kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
     shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
@@ -254,16 +248,6 @@ def share_line(model: nn.Module, how: str, whole_bytes: int, copies: int) -> str
     )
 
 
-def return_freed_memory() -> None:
-    """Let glibc give large freed blocks, such as gathered layers, back to the system at once.
-
-    Without fixed thresholds, glibc raises them when a large block is freed, and then keeps blocks up to that size.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
-    for parameter, value in MALLOC.items() if mallopt else ():
-        mallopt(parameter, value)
-
-
 def cast_when_sharded(quantization: Any = None) -> AbstractContextManager[None]:
     """Return a block in which the base of this launch is loaded: if it will be sharded or divided, with late casts.
 
@@ -288,6 +272,11 @@ def require_one_base(model: PeftModel) -> None:
                 f"process {process} loaded another base than process 0 ({fingerprint}; {fingerprints[0]}). Give all"
                 " machines the same files, and load the model after its trainer's config was made, or by name"
             )
+
+
+def world_size() -> int:
+    """Return the number of processes that run together; 1 without a group of torch.distributed."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -394,9 +383,6 @@ def reshard(model: nn.Module) -> None:
 def local_bytes(model: nn.Module) -> int:
     """Return the bytes of weights that this process holds between forwards: of a shared base, its share."""
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
-
-
-# --- weights that are cast when they are read -----------------------------------------------------------------------
 
 
 # Reads a tensor of a file in transformers; tests/parallel/test_cast_on_read.py pins it.

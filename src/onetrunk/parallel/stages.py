@@ -28,6 +28,7 @@ from onetrunk.costs import ModelShape, decode_split
 from onetrunk.models.base_model import backbone, computes, decoder_layers, probe_inputs
 from onetrunk.models.frozen_layers import StageRun, only_between
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.parallel.sharding import world_size
 
 T = TypeVar("T")
 
@@ -199,14 +200,10 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
         )
 
 
-# --- messages between stages ---------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _groups_of(_world: dist.ProcessGroup, num_stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the groups of this process's pipeline for plans and for states. The first call is collective."""
-    world_size = dist.get_world_size()
-    ranks = [list(range(first, first + num_stages)) for first in range(0, world_size, num_stages)]
+    ranks = [list(range(first, first + num_stages)) for first in range(0, world_size(), num_stages)]
     control, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
     states, _ = dist.new_subgroups_by_enumeration(ranks)
     return control, states
@@ -216,30 +213,25 @@ class StageLinks:
     """This process's place in its pipeline, and its links to the other stages.
 
     Args:
-        num_stages: divides the number of processes; 1: nothing is sent.
+        num_stages: 2 or more; divides the number of processes.
 
     Raises:
-        ValueError: the number of processes is not a multiple of the stages.
+        ValueError: there is one stage, or the number of processes is not a multiple of the stages.
     """
 
     def __init__(self, num_stages: int):
+        if num_stages == 1 or world_size() % num_stages:
+            raise ValueError(
+                f"{num_stages} pipeline stages and {world_size()} processes: the number of processes must be a"
+                " multiple of pipeline_stages, which is 2 or more"
+            )
         self.num_stages = num_stages
-        self.stage = 0
-        self.first_process = 0
+        self.stage = dist.get_rank() % num_stages
+        self.first_process = dist.get_rank() - self.stage
         # What was sent must stay in memory until it has arrived: at most two messages of each turn under way.
         self.max_turns = 1
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        if num_stages == 1:
-            return
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if world_size % num_stages:
-            raise ValueError(
-                f"{num_stages} pipeline stages and {world_size} processes: the number of processes must be a multiple"
-                " of pipeline_stages"
-            )
         self._control, self._states = _groups_of(dist.group.WORLD, num_stages)
-        self.first_process, self.stage = divmod(dist.get_rank(), num_stages)
-        self.first_process *= num_stages
 
     @property
     def is_first(self) -> bool:
@@ -249,26 +241,18 @@ class StageLinks:
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
-    # --- what all stages do together ---------------------------------------------------------------------------------
-
     def shared(self, item: T) -> list[T]:
         """Return the items of all stages, in their order."""
-        if self.num_stages == 1:
-            return [item]
         items: list[Any] = [None] * self.num_stages
         dist.all_gather_object(items, item, group=self._control)
         return items
 
     def dealt(self, items: Sequence[T] | None) -> T:
         """Return this stage's share of `items`, which the last stage has: one for each stage."""
-        if self.num_stages == 1:
-            return items[0]
         share: list[Any] = [None]
-        last = self._process(self.num_stages - 1)
+        last = self.first_process + self.num_stages - 1
         dist.scatter_object_list(share, None if items is None else list(items), src=last, group=self._control)
         return share[0]
-
-    # --- forward -----------------------------------------------------------------------------------------------------
 
     def send_on(self, plan: Tensor, states: Tensor | None = None) -> None:
         """Send a plan (int64, on the CPU) to the next stage, and states if there are any."""
@@ -291,8 +275,6 @@ class StageLinks:
         self._receive(states, self.stage - 1, self._states)
         return states
 
-    # --- back --------------------------------------------------------------------------------------------------------
-
     def send_back(self, tokens: Tensor) -> None:
         """Send tokens (int64, on the CPU) from the last stage to the first."""
         self._send(tokens.contiguous(), 0, self._control)
@@ -308,13 +290,8 @@ class StageLinks:
         while self._sent:
             self._drop_oldest()
 
-    # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _process(self, stage: int) -> int:
-        return self.first_process + stage
-
     def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
-        self._sent.append((dist.isend(tensor, self._process(stage), group=group), tensor))
+        self._sent.append((dist.isend(tensor, self.first_process + stage, group=group), tensor))
         # gloo does not say whether a message has arrived. In a turn that is over it has, so this does not wait.
         while len(self._sent) > 2 * (self.max_turns + 1):
             self._drop_oldest()
@@ -324,4 +301,4 @@ class StageLinks:
         self._sent.popleft()
 
     def _receive(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
-        dist.recv(tensor, self._process(stage), group=group)
+        dist.recv(tensor, self.first_process + stage, group=group)

@@ -258,9 +258,6 @@ class _DividedLora:
         return F.linear(down, lora_b, bias) * layer.scaling[name]
 
 
-# --- the divided head under TRL's SFTTrainer ---
-
-
 class FusedOutput(NamedTuple):
     """What the loss and the metrics of SFTTrainer read of a forward; all [B, T - 1], 0 where no token is learnt."""
 

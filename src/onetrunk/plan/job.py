@@ -47,9 +47,6 @@ SAME_NAMES = (
 NORMAL = statistics.NormalDist()
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ModelFacts:
     """What a plan knows of a model.
@@ -138,9 +135,6 @@ def base_weights_bytes(shape: ModelShape, base_bytes: float) -> float:
     return (shape.parameters - shape.outer_parameters) * base_bytes + shape.outer_parameters * outer
 
 
-# --- lengths --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lengths:
     """Tokens of prompts and completions. Completions are log-normal, cut off at `longest`.
@@ -199,9 +193,6 @@ def _log_middle(mean: float, longest: int, spread: float) -> float:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if cut_mean(middle) < mean else (low, middle)
     return math.log(high) - spread**2 / 2
-
-
-# --- the job --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -171,13 +171,8 @@ def server_command(launch: Launch) -> str:
     job, sample = launch.job, launch.plan.sample
     rank = next((rank for rank in RANKS if rank >= job.lora_rank), RANKS[-1])
     adapters = 2 + {"sync": 0, "one_step": 1, "async": ASYNC_STALENESS}[launch.plan.schedule]
-    words = [
-        "onetrunk",
-        "serve",
-        job.model.base or job.model.name,
-        "--host",
-        "127.0.0.1" if launch.shares_machine else "0.0.0.0",
-    ]
+    host = "127.0.0.1" if launch.shares_machine else "0.0.0.0"
+    words = ["onetrunk", "serve", job.model.base or job.model.name, "--host", host]
     words += ["--max_lora_rank", str(rank), "--max_loras", str(adapters), "--max_model_len", str(job.lengths.width)]
     words += ["--tensor_parallel_size", str(sample.tensor), "--port"]
     # In an environment of its own vLLM has an interpreter of its own.

@@ -121,9 +121,6 @@ def training_parts(training: Training, constants: Constants = FITTED) -> Parts:
     }
 
 
-# --- the trainer ----------------------------------------------------------------------------------------------------
-
-
 def train_memory(job: Job, train: TrainLayout) -> dict[str, Parts]:
     """Return the bytes of a trainer's device, by part, in scoring and in the update.
 
@@ -187,9 +184,6 @@ def forward_tokens(job: Job, train: TrainLayout) -> int:
     """Return the most tokens of a forward of a layout."""
     rows = max(1, job.rows // train.data // job.num_minibatches)
     return int(min(min(rows, train.rows) * job.lengths.width, max(train.tokens, job.lengths.width)))
-
-
-# --- the sampler ----------------------------------------------------------------------------------------------------
 
 
 def sample_memory(

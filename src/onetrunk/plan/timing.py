@@ -46,7 +46,6 @@ LATENCY_S = 2e-5
 WHOLE = 1e9
 # Launches of a forward with its backward that is not checkpointed, over those of one that is.
 UNCHECKPOINTED = 0.75
-WHOLE_BASE = "whole base"
 # Points at which the falling number of decoding rows is read.
 SEGMENTS = 24
 # Truth over prediction. Without a calibration, 9 of 10 step times of a program that the rates were not fitted to lie
@@ -99,13 +98,9 @@ class TrainLayout:
         """How the devices hold the base, in words."""
         if self.is_staged:
             return f"{self.stages} stages"
-        return (
-            f"{self.tensor} per matrix"
-            if self.tensor > 1
-            else f"{self.shards} shards"
-            if self.shards > 1
-            else WHOLE_BASE
-        )
+        if self.tensor > 1:
+            return f"{self.tensor} per matrix"
+        return f"{self.shards} shards" if self.shards > 1 else "whole base"
 
     @property
     def words(self) -> str:
@@ -215,9 +210,6 @@ def link_seconds(device: Device, num_bytes: float, is_inside: bool) -> float:
 def _is_pipeline_inside(layout: TrainLayout | SampleLayout) -> bool:
     """Whether pipelines of consecutive processes never cross machines."""
     return layout.count <= layout.per_node or layout.per_node % layout.stages == 0
-
-
-# --- generation -----------------------------------------------------------------------------------------------------
 
 
 def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> dict[str, float]:
@@ -330,9 +322,6 @@ def generate_time(job: Job, layout: SampleLayout) -> PhaseTime:
         tokens=prompts,
     )
     return PhaseTime(decoding.parts | {"prompts": prefill / layout.tensor / stages}, decoding.tail)
-
-
-# --- scoring and update ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -550,8 +539,6 @@ def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float
     # The engine wakes up: its weights come back from host memory.
     return PUBLISH_S + 2.0 * job.shape.parameters / sample.tensor / RELOAD
 
-
-# --- stages around PPO ----------------------------------------------------------------------------------------------
 
 # A judge reads the prompt, both completions and a constitution of about this many tokens, in both orders.
 JUDGE_TEXT, ORDERS = 300, 2

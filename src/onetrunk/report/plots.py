@@ -102,8 +102,8 @@ PLOTS = (
 def plots_of(runs: Sequence[Run]) -> list[Plot]:
     """Return the plots for which at least one of some runs has data."""
     plots = list(PLOTS)
-    parts = {name: name.removeprefix("score/") for run in runs for name in run.metrics_like("score/")}
-    components = {name: label for name, label in parts.items() if label not in ("mean", "std")}
+    scores = [name for run in runs for entry in run.log for name in entry if name.startswith("score/")]
+    components = {name: name.removeprefix("score/") for name in scores if name not in ("score/mean", "score/std")}
     if len(components) > 1:
         plots.insert(3, Plot("components", "Reward components", "mean score", components))
     return [plot for plot in plots if any(_points(run, plot, metric)[0] for run in runs for metric in plot.curves)]

@@ -57,8 +57,6 @@ class RunRecord(TrainerCallback):
         self._has_begun = False
         self._num_alarms = self._num_monitor_alarms = 0
 
-    # --- events of the training loop --------------------------------------------------------------------------------
-
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._safely(self._begin, state)
 
@@ -80,8 +78,6 @@ class RunRecord(TrainerCallback):
         """Record that a signal has stopped the run, with a checkpoint."""
         step = self.trainer.state.global_step
         self._safely(self._append, {"event": STOP, "signal": signal_name, "step": step, "time": time.time()})
-
-    # --- what is written --------------------------------------------------------------------------------------------
 
     def write_samples(self) -> None:
         """Write the completions of the last evaluations of a PPO run, before training and after."""

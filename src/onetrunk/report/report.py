@@ -219,9 +219,6 @@ def _setting(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + " ..."
 
 
-# --- how well judges agree with people ------------------------------------------------------------------------------
-
-
 NUM_SAMPLES = 3
 Judges = dict[str, dict[str, Any]]
 # Rows of the first table: title, and where the value is.
@@ -246,7 +243,6 @@ def judge_blocks(run: Run, target: Path) -> list[Block]:
         first_block(run.results),
         figures_block("Plots", target, (), run.images),
         *table_blocks(run.results),
-        reliability_block(judges),
         *wrong_blocks(run, judges),
         all_measured(judges, "All that was measured"),
     ]
@@ -295,19 +291,6 @@ def cost_blocks(costs: dict[str, Any]) -> list[Block]:
     names = list(dict.fromkeys(key for values in costs.values() for key in values))
     rows = [[key.replace("_", " "), *(number(values.get(key)) for values in costs.values())] for key in names]
     return [Block("Costs", columns=["all runs in this folder", *costs], rows=rows)] if costs else []
-
-
-def reliability_block(judges: Judges) -> Block:
-    """Return the reliability tables, folded."""
-    columns = ["probability", "pairs", "mean probability", "share that is right"]
-    tables = []
-    for name, entry in judges.items():
-        rows = [
-            [f"{b['low']:.2f} to {b['high']:.2f}", str(b["count"]), number(b["predicted"]), number(b["observed"])]
-            for b in entry["all"]["reliability"]
-        ]
-        tables.append(Block(name, columns=columns, rows=rows))
-    return Block("Reliability: how often a judge is right when it is so sure", blocks=tables, is_folded=True)
 
 
 def wrong_blocks(run: Run, judges: Judges) -> list[Block]:

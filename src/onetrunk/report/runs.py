@@ -72,10 +72,6 @@ class Run:
         steps = sorted(points)
         return steps, [points[step] for step in steps]
 
-    def metrics_like(self, prefix: str) -> list[str]:
-        """Return the names of the logged metrics that begin with a prefix, in the order of their appearance."""
-        return list(dict.fromkeys(name for entry in self.log for name in entry if name.startswith(prefix)))
-
     def alarms(self) -> list[Alarm]:
         """Return the alarms, the worst first: those that ended the run, then those that lasted longest."""
         alarms = []

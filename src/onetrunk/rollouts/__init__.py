@@ -10,7 +10,6 @@ _HOMES = {
     "SamplingParams": "base",
     "VLLMBackend": "vllm",
     "VersionedBackend": "base",
-    "load_backend": "load",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604
 __getattr__ = imported_when_used(__name__, _HOMES)

@@ -77,11 +77,6 @@ class Part:
     version: int | None = None
     rows: list[StartedRow] | None = None
 
-    def started(self) -> dict[RowKey, StartedRow]:
-        """Return the rows as they are; the part must have started."""
-        rows = self.rows or [StartedRow(self.version)] * len(self.keys)
-        return dict(zip(self.keys, rows, strict=True))
-
 
 class AsyncSampler:
     """Samples offered rollouts in threads, at most `max_staleness` rollouts ahead of the version that it samples from.
@@ -122,8 +117,6 @@ class AsyncSampler:
         self._threads: set[threading.Thread] = set()
         _samplers.add(self)
 
-    # --- what the trainer says --------------------------------------------------------------------------------------
-
     def remember(self, rows: Mapping[RowKey, StartedRow]) -> None:
         """Use completions of a checkpoint, and start rows that have none with the version that they had started with.
 
@@ -163,7 +156,7 @@ class AsyncSampler:
             RuntimeError: another rollout than the next one, or the sampler was closed.
             BaseException: what `sample` raised for one of its rows, or for rows before them.
         """
-        if not self._first <= iteration <= self._last or iteration != self._first:
+        if iteration != self._first or iteration > self._last:
             raise RuntimeError(f"rollout {iteration} was asked for, and the next one is rollout {self._first}")
 
         def is_over() -> bool:
@@ -204,7 +197,8 @@ class AsyncSampler:
             rows: dict[RowKey, StartedRow] = {}
             for part in self._parts:
                 if part.version is not None:
-                    rows |= part.started()
+                    sampled = part.rows or [StartedRow(part.version)] * len(part.keys)
+                    rows |= zip(part.keys, sampled, strict=True)
             # Rows of a checkpoint that were not offered again yet.
             return {key: row for key, row in self._known.items() if key not in rows} | rows
 
@@ -213,8 +207,6 @@ class AsyncSampler:
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()
-
-    # --- inside ------------------------------------------------------------------------------------------------------
 
     def _split(self, iteration: int, prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]) -> list[Part]:
         """Return the parts of a rollout in the order of their first rows; known rows of one state stay together."""
@@ -265,7 +257,9 @@ class AsyncSampler:
     def _run(self, part: Part) -> None:
         _own.sampler, error, rows = self, None, []
         try:
-            rows = _rows(part.version, self.sample(part.version, part.prompt_ids, part.keys))
+            rollout = self.sample(part.version, part.prompt_ids, part.keys)
+            columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped
+            rows = [StartedRow(part.version, *row) for row in zip(*columns, strict=True)]
         except BaseException as raised:
             error = raised
         with self._changed:
@@ -280,11 +274,6 @@ class AsyncSampler:
 
     def _has_all(self, iteration: int) -> bool:
         return all(part.rows is not None for part in self._parts if part.iteration == iteration)
-
-
-def _rows(version: int, rollout: Rollout) -> list[StartedRow]:
-    columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped
-    return [StartedRow(version, *row) for row in zip(*columns, strict=True)]
 
 
 _samplers: weakref.WeakSet[AsyncSampler] = weakref.WeakSet()

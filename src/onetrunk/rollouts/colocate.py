@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import gc
 import importlib.util
-import logging
 import os
 import random
 import shutil
@@ -42,8 +41,6 @@ from onetrunk.rollouts.publishing import (
 from onetrunk.rollouts.vllm_requests import Request, checked_completion, probe_requests, requests_of, require_same_base
 from onetrunk.servers.errors import CallError
 from onetrunk.types import Rollout, RowKey
-
-logger = logging.getLogger(__name__)
 
 # On a CPU: torch.compile of the sampler alone takes minutes on a busy machine.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -90,8 +87,6 @@ class ColocatedBackend:
         self._published: Published | None = None
         self._loaded: Published | None = None
 
-    # --- checks before training --------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Check what needs no model: vLLM is installed, one process trains, and sleep mode has a GPU."""
         if importlib.util.find_spec("vllm") is None:
@@ -100,8 +95,7 @@ class ColocatedBackend:
                 " onetrunk: src/onetrunk/rollouts/README.md says how it was installed beside it. Or set vllm_mode to"
                 " 'server' and start a server in an environment of its own (onetrunk serve MODEL --python ...)"
             )
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if max(world_size, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 "vllm_mode 'colocate' works with one process; with several, set it to 'server' and start the servers"
                 " on GPUs of their own (onetrunk serve)"
@@ -164,7 +158,7 @@ class ColocatedBackend:
         if not has_gpu():
             for name, value in CPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
-        self._has_process_group = dist.is_available() and dist.is_initialized()
+        self._has_process_group = dist.is_initialized()
         num_threads = torch.get_num_threads()
         from vllm import LLM
 
@@ -189,8 +183,6 @@ class ColocatedBackend:
                 f"{ENGINE} has {self._positions} positions, and a prompt with its completion may have"
                 f" {longest_row} tokens; set max_prompt_length, or lower max_completion_length"
             )
-
-    # --- publishing --------------------------------------------------------------------------------------------------
 
     def sync(self, model: nn.Module, version: int) -> None:
         """Write the active adapter for the engine, which samples from it from now on.
@@ -227,8 +219,6 @@ class ColocatedBackend:
             engine.add_lora(request)
             self._loaded = self._published
         return request
-
-    # --- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
         """Return one completion per prompt, from the role and version of the last `sync`."""

@@ -55,9 +55,6 @@ FAULTS = {
 }
 
 
-# --- drawing --------------------------------------------------------------------------------------------------------
-
-
 def row_uniforms(key: RowKey, count: int) -> np.ndarray:
     """Return `count` float64 uniforms in [0, 1), one per completion token; a longer list starts with a shorter one.
 
@@ -118,9 +115,6 @@ def status_of(tokens: Tensor, logprobs: Tensor, logits: Tensor, stop_ids: Tensor
     status = status.masked_fill(~logprobs.isfinite(), NO_TOKEN_LEFT)
     is_finite = logits.sum(-1, dtype=torch.float64).isfinite()  # float64: the sum of float32 numbers can't overflow.
     return status.masked_fill(~is_finite, NOT_FINITE)
-
-
-# --- the rows -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -206,10 +200,6 @@ class DecodeState:
         last = torch.arange(1, len(mask) + 1, device=mask.device) * self.width - 1
         return Positions.at(mask, last)
 
-    def next_uniforms(self) -> Tensor:
-        """Return the uniforms [b] of the next tokens."""
-        return self.uniforms.gather(1, self.places[:, None])[:, 0]
-
     def append(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Add the next completion token of every row."""
         self.token_ids[:, self.width] = tokens
@@ -227,7 +217,7 @@ class DecodeState:
         """
         if scores is None:
             scores = logits / params.temperature if params.temperature > 0 else logits
-        uniforms = self.next_uniforms() if params.temperature > 0 else None
+        uniforms = self.uniforms.gather(1, self.places[:, None])[:, 0] if params.temperature > 0 else None
         tokens, logprobs = draw(scores, uniforms, truncation(params))
         self.append(tokens, logprobs)
         stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=tokens.device)
@@ -286,11 +276,6 @@ class DecodeState:
         join_caches(self.cache, other.cache, unused)
         self.rows, self.counts = self.rows + other.rows, self.counts + other.counts
         self.seen = self.width = width - unused
-
-    @property
-    def can_be_joined(self) -> bool:
-        """Whether rows can be added: the layers of the cache are of kinds that are known here."""
-        return all(type(layer) in JOINABLE_LAYERS for layer in self.cache.layers)
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:
@@ -356,7 +341,21 @@ def distinct_prompts(call: SamplingCall, rows: Sequence[int]) -> tuple[list[int]
 def free_places(state: DecodeState, num_rows: int, most: int) -> int:
     """Return how many rows may join a state that keeps `num_rows` rows; `most` rows decode at once."""
     free = most - num_rows
-    return free if free * REFILL_SHARE >= most and state.can_be_joined else 0
+    can_be_joined = all(type(layer) in JOINABLE_LAYERS for layer in state.cache.layers)
+    return free if free * REFILL_SHARE >= most and can_be_joined else 0
+
+
+def require_rows(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> None:
+    """Raise ValueError for an empty prompt, or for rows without a key of their own."""
+    if len(keys) != len(prompt_ids):
+        raise ValueError(f"{len(prompt_ids)} prompts came with {len(keys)} keys; give one key per prompt")
+    if params.temperature > 0 and len(set(keys)) != len(keys):
+        raise ValueError("two rows have the same key and would draw the same random numbers; give each row its own")
+    for row, ids in enumerate(prompt_ids):
+        if len(ids) == 0:
+            raise ValueError(
+                f"prompt {row} is empty; give it at least one token, such as the beginning-of-sequence id"
+            )
 
 
 def rollout_of(

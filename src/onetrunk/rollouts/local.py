@@ -33,6 +33,7 @@ from onetrunk.rollouts.decoding import (
     free_places,
     next_logits,
     prefill,
+    require_rows,
     rollout_of,
 )
 from onetrunk.types import Rollout, RowKey
@@ -179,15 +180,7 @@ def require_inputs(
     """Return `model`, or raise the error of the call."""
     if model is None:
         raise RuntimeError("the backend has no model; pass one to it or call sync(model, version) first")
-    if len(keys) != len(prompt_ids):
-        raise ValueError(f"{len(prompt_ids)} prompts came with {len(keys)} keys; give one key per prompt")
-    if params.temperature > 0 and len(set(keys)) != len(keys):
-        raise ValueError("two rows have the same key and would draw the same random numbers; give each row its own")
-    for row, ids in enumerate(prompt_ids):
-        if len(ids) == 0:
-            raise ValueError(
-                f"prompt {row} is empty; give it at least one token, such as the beginning-of-sequence id"
-            )
+    require_rows(prompt_ids, params, keys)
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)  # models without positional limit lack it
     longest, added = max(map(len, prompt_ids), default=0), params.max_completion_length

@@ -26,7 +26,7 @@ from onetrunk.models.speedups.memory_use import used_gib
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import staged
-from onetrunk.parallel.sharding import gathered, is_divided, is_sharded
+from onetrunk.parallel.sharding import gathered, is_divided, is_sharded, world_size
 from onetrunk.parallel.stages import LayerSplit, StageLinks, StageModel, verify_split
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import (
@@ -59,7 +59,6 @@ class PipelinedBackend:
         stages: consecutive processes that form one pipeline; None: all processes.
         batches: batches in flight; fewer than `stages` leave stages idle. None: one per stage.
         split: layers of each stage; None: modelled to be equally fast (`costs.decode_split`).
-        rows_per_batch: most rows of one batch; None: the rows of the call, divided by `batches`.
         max_rows: most rows that decode at once per process of the pipeline, all batches together; None: no bound.
             Each process has the cache of its share of the layers, so `stages` times as many rows need the same memory.
         progress: called on the first stage as `progress(done_rows, total_rows, done_tokens)`, rows of the pipeline.
@@ -74,7 +73,6 @@ class PipelinedBackend:
     stages: int | None = None
     batches: int | None = None
     split: Sequence[int] | None = None
-    rows_per_batch: int | None = None
     max_rows: int | None = None
     progress: Callable[[int, int, int], None] | None = None
     poll: Callable[[], None] | None = None
@@ -87,7 +85,7 @@ class PipelinedBackend:
     stage_gib: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        for name in ("stages", "batches", "rows_per_batch", "max_rows"):
+        for name in ("stages", "batches", "max_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; set it to 1 or more, or leave it out")
@@ -100,10 +98,7 @@ class PipelinedBackend:
     @property
     def num_stages(self) -> int:
         """Processes of one pipeline."""
-        if self.stages is not None:
-            return self.stages
-        is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return torch.distributed.get_world_size() if is_group else 1
+        return self.stages or world_size()
 
     def split_of(self, model: nn.Module) -> LayerSplit:
         """Return which layers of a model each stage has."""
@@ -151,11 +146,11 @@ class PipelinedBackend:
         stage = StageModel(call.model, split.layers(links.stage), call.last_only)
         with ExitStack() as stack:
             # A sharded base: each layer is gathered on all processes, and stays on the processes of its stage.
-            stack.enter_context(gathered(call.model, own if links.num_stages > 1 else None))
+            stack.enter_context(gathered(call.model, own))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(call.model))
             # The proof of merging runs all layers: collective if the base is sharded, impossible on a stage of it.
-            if links.num_stages == 1 or not (is_sharded(call.model) or staged(call.model)):
+            if not (is_sharded(call.model) or staged(call.model)):
                 stack.enter_context(merged_policy(call.model, own))
             stack.enter_context(packed_weights(call.model))
             stack.enter_context(stage.running())
@@ -186,8 +181,7 @@ class PipelinedBackend:
             # The others wait for this stage: they must learn of it.
             error = raised
         own = [(list(ids), tuple(key)) for ids, key in zip(prompt_ids, keys, strict=False)]
-        bounds = (self.batches, self.rows_per_batch, self.max_rows)
-        settings = (params, self.policy_version, *bounds, self.shares_rows)
+        settings = (params, self.policy_version, self.batches, self.max_rows, self.shares_rows)
         if self.shares_rows and not links.is_first:
             own = []
         stages = links.shared((own, settings, None if error is None else str(error)))
@@ -236,18 +230,14 @@ class _StageRun:
         self.hidden_size = call.model.config.get_text_config(decoder=True).hidden_size
         self.num_batches = links.max_turns = backend.batches or links.num_stages
         num_rows, prompts = len(call.prompt_ids), call.prompt_ids
-        bounds = [-(-num_rows // self.num_batches)]
-        if backend.rows_per_batch is not None:
-            bounds.append(backend.rows_per_batch)
+        capacity = -(-num_rows // self.num_batches)
         if backend.max_rows is not None:
-            bounds.append(backend.max_rows * links.num_stages // self.num_batches)
-        self.capacity = max(1, min(bounds))
+            capacity = min(capacity, backend.max_rows * links.num_stages // self.num_batches)
+        self.capacity = max(1, capacity)
         # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
         self.waiting = deque(sorted(range(num_rows), key=lambda row: (-len(prompts[row]), prompts[row])))
         self.most_gib = 0.0
         self.states: dict[int, DecodeState] = {}
-        # Status of the rows of a turn, if the first stage is the last one too.
-        self._drawn: dict[int, list[int]] = {}
         # Of the last stage: rows that ended.
         self.completions: dict[int, Completion] = {}
 
@@ -258,8 +248,6 @@ class _StageRun:
             for row, owner in enumerate(self.owners)
             if owner == stage and row in self.completions
         ]
-
-    # --- the first stage ---------------------------------------------------------------------------------------------
 
     def lead(self) -> str | None:
         """Start the batches, and give each its next turn when its tokens are back; return an error message."""
@@ -272,7 +260,10 @@ class _StageRun:
                 flight.append(self._begin_turn(_Turn(batch, [], new)))
         while flight:
             batch = flight.popleft()
-            state, status = self.states[batch], self._status_of(batch)
+            state = self.states[batch]
+            tokens, status = self.links.next_tokens(len(state.rows))
+            _append(state, tokens.to(self.device))
+            status = status.tolist()
             error = error or state.fault(status, self.backend.policy_version)
             ended = state.ended(status, self.call.params.max_completion_length)
             lengths = [n for n, has_ended in zip(state.counts, ended, strict=True) if has_ended]
@@ -281,41 +272,21 @@ class _StageRun:
                 if self.backend.progress is not None:
                     self.backend.progress(num_done, num_rows, num_tokens)
             staying = [place for place, has_ended in enumerate(ended) if not has_ended]
-            new = self._next_rows(self._room(state, len(staying))) if error is None else []
+            room = free_places(state, len(staying), self.capacity) if staying else self.capacity
+            new = self._next_rows(room) if error is None else []
             if error is None and (staying or new):
                 flight.append(self._begin_turn(_Turn(batch, staying, new)))
-            elif not self.links.is_last:
+            else:
                 del self.states[batch]
-        if not self.links.is_last:
-            self.links.send_on(_Turn(END, [], []).encoded(self.capacity))
+        self.links.send_on(_Turn(END, [], []).encoded(self.capacity))
         return error
 
     def _next_rows(self, count: int) -> list[int]:
         return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
 
-    def _room(self, state: DecodeState, num_staying: int) -> int:
-        if not num_staying:
-            return self.capacity
-        return free_places(state, num_staying, self.capacity)
-
     def _begin_turn(self, turn: _Turn) -> int:
-        result = self._forward(turn, None)
-        if self.links.is_last:
-            self._drawn[turn.batch] = self._draw(self.states[turn.batch], result)[1].tolist()
-        else:
-            self.links.send_on(turn.encoded(self.capacity), result)
+        self.links.send_on(turn.encoded(self.capacity), self._forward(turn, None))
         return turn.batch
-
-    def _status_of(self, batch: int) -> list[int]:
-        """Wait for the tokens of a batch, add them to its state, and return the status of its rows."""
-        state = self.states[batch]
-        if self.links.is_last:  # A pipeline of one stage.
-            return self._drawn.pop(batch)
-        tokens, status = self.links.next_tokens(len(state.rows))
-        _append(state, tokens.to(self.device))
-        return status.tolist()
-
-    # --- the other stages --------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
         """Take the turns of the stage before, and pass them on, until it sends the end."""
@@ -334,8 +305,6 @@ class _StageRun:
             else:
                 self.links.send_on(message, result)
                 _append(state, torch.zeros(len(state.rows), dtype=torch.int64, device=self.device))
-
-    # --- every stage -------------------------------------------------------------------------------------------------
 
     def _forward(self, turn: _Turn, dtype: torch.dtype | None) -> Tensor:
         """Apply a turn to its batch and run it; return its states, flat, or of the last stage its logits [b, V].

@@ -220,7 +220,7 @@ class VLLMBackend:
         """Wait for the servers, and unload what killed processes of this run have left on them. Runs once."""
         if not self._is_checked:
             on_first_process(self._check_servers)
-            self._bases = self._on_each(served_base)
+            self._bases = {server: base for server, (base, _) in self._on_each(served_models).items()}
             self._is_checked = True
             atexit.register(self.close)
 
@@ -404,7 +404,7 @@ def _lost(name: str) -> str:
 # --- the calls of a server ------------------------------------------------------------------------------------------
 
 
-async def _models(to: Connection) -> tuple[ServedBase, dict[str, str]]:
+async def served_models(to: Connection) -> tuple[ServedBase, dict[str, str]]:
     """Return the base model and the loaded adapters, {name: folder}."""
     answer = await to.ask("GET", "/v1/models")
     try:
@@ -415,14 +415,9 @@ async def _models(to: Connection) -> tuple[ServedBase, dict[str, str]]:
         raise CallError("a list of models of an unknown form") from None
 
 
-async def served_base(to: Connection) -> ServedBase:
-    """Return the base model of a server."""
-    return (await _models(to))[0]
-
-
 async def loaded_adapters(to: Connection) -> dict[str, str]:
     """Return the adapters that a server has, {name: folder}."""
-    return (await _models(to))[1]
+    return (await served_models(to))[1]
 
 
 async def vllm_version(to: Connection) -> str:

@@ -22,7 +22,7 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.decoding import Completion
+from onetrunk.rollouts.decoding import Completion, require_rows
 from onetrunk.servers.errors import CallError
 from onetrunk.types import RowKey, to_device
 from onetrunk.utils.randomness import derived_seed
@@ -82,17 +82,10 @@ class Request:
 
 
 def requests_of(
-    prompt_ids: Sequence[list[int]],
-    params: SamplingParams,
-    keys: Sequence[RowKey],
-    model: str | None,
-    vocab_size: int = sys.maxsize,
+    prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey], model: str | None, vocab_size: int
 ) -> list[Request]:
-    """Return a request per prompt; ValueError for an empty prompt, or rows without a key of their own."""
-    if len(keys) != len(prompt_ids) or len(set(keys)) < len(keys):
-        raise ValueError(f"{len(prompt_ids)} prompts and {len(set(keys))} different keys; give each row its own key")
-    if not all(prompt_ids):
-        raise ValueError("a prompt has no tokens; give it at least one, such as the beginning-of-sequence token")
+    """Return a request per prompt, as `Request` has it; ValueError as in `require_rows`."""
+    require_rows(prompt_ids, params, keys)
     return [
         Request(list(ids), params, derived_seed(*key), model, vocab_size)
         for ids, key in zip(prompt_ids, keys, strict=True)
@@ -141,9 +134,6 @@ def checked_completion(answer: Any, request: Request, model: str) -> Completion:
 def _are(values: Any, kind: type) -> bool:
     kinds = (int,) if kind is int else (int, float)
     return isinstance(values, Sequence) and all(type(value) in kinds for value in values)
-
-
-# --- the proof of the base -------------------------------------------------------------------------------------------
 
 
 def probe_requests(model: nn.Module, positions: int) -> list[Request]:

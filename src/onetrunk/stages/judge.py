@@ -76,7 +76,7 @@ class Judged:
     @property
     def is_decided(self) -> bool:
         """Whether every pair has a label."""
-        return all(not label.errors and label.probability is not None for label in self.labels)
+        return all(label.probability is not None for label in self.labels)
 
     @cached_property
     def score(self) -> float:
@@ -300,7 +300,7 @@ def agreement(judged: dict[str, Sequence[Judged]]) -> dict[str, dict[str, Any]]:
     opinions: dict[str, list[float | None]] = {name: [] for name in [*judged, "people"]}
     for rows in zip(*judged.values(), strict=True):
         for labels in zip(*(row.labels for row in rows), strict=True):
-            said = [None if label.errors else label.probability for label in labels]
+            said = [label.probability for label in labels]
             for name, probability in zip(opinions, [*said, rows[0].group.probability], strict=True):
                 opinions[name].append(probability)
     result = {}

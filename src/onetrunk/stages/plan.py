@@ -23,7 +23,17 @@ from rich.table import Table
 from onetrunk.costs import ModelShape
 from onetrunk.plan.calibrate import calibrate, hardware_text, lines_of
 from onetrunk.plan.hardware import GIB, Catalog, Device, Pool, load_catalog, parse_pools
-from onetrunk.plan.job import ALLOCATOR, DTYPES, MARGIN, Job, ModelFacts, job_of, read_model, reward_specs
+from onetrunk.plan.job import (
+    ALLOCATOR,
+    CHANGING_MARGIN,
+    DTYPES,
+    MARGIN,
+    Job,
+    ModelFacts,
+    job_of,
+    read_model,
+    reward_specs,
+)
 from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.search import (
     MANY_ROWS,
@@ -72,6 +82,10 @@ GPU_NOTE = (
     " none of them was measured with onetrunk"
 )
 EXPERTS_NOTE = "; the one program that trained mixtures of experts took 1.2 to 7 times as long as predicted"
+MARGIN_NOTE = (
+    f"{CHANGING_MARGIN:.0%} of a device stay free, because rows change their length; {MARGIN:.0%} where"
+    f" {ALLOCATOR[0]}=expandable_segments:True is set, here and in the run"
+)
 # Columns of a text that goes to a file or a pipe.
 WIDTH = 160
 
@@ -381,7 +395,7 @@ def plan_parts(
         *best_lines(job, best, sum(pool.count for pool in pools)),
         phase_table(best),
         memory_table(best),
-        *margin_lines(best),
+        *([MARGIN_NOTE] if best.margin > MARGIN else []),
         "\nthe run",
         *cost_lines(job, best, cost, own["market"]),
         ranking_table(ranking, own["objective"], own["market"]),
@@ -464,16 +478,6 @@ def memory_table(plan: Plan) -> Table:
     rows["left"] = [usable - peak for usable, peak in zip(rows["usable"], rows["peak"], strict=True)]
     cells = [(name, *(f"{value / GIB:.2f}" for value in values)) for name, values in rows.items()]
     return table_of("memory of a device, GiB", ("part", *phases), cells)
-
-
-def margin_lines(plan: Plan) -> list[str]:
-    """Return why much of a device stays free, where it does."""
-    if plan.margin <= MARGIN:
-        return []
-    return [
-        f"{plan.margin:.0%} of a device stay free, because rows change their length; {MARGIN:.0%} where"
-        f" {ALLOCATOR[0]}=expandable_segments:True is set, here and in the run"
-    ]
 
 
 def cost_lines(job: Job, plan: Plan, cost: Cost, market: str) -> list[str]:
