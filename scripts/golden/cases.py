@@ -92,7 +92,7 @@ CASES = {
         missing_eos_penalty=0.5,
         **EVALUATED,
     ),
-    "ppo-padding-free": ppo(padding_free=True, value_head="detached", temperature=0.8, top_p=0.9),
+    "ppo-padding-free": ppo(padding_free=True, temperature=0.8, top_p=0.9),
     "ppo-server": ppo(sampler="server"),
     "ppo-one-step": ppo(sampler="server", schedule="one_step"),
     "ppo-async": ppo(sampler="server", schedule="async", max_staleness=2, num_rollouts=4, save_steps=8),

@@ -26,7 +26,7 @@ OTHERS: dict[str, Any] = {
     "lr_scheduler_kwargs": {}, "max_prompt_length": 30, "microbatch_tokens": 64, "max_rollout_rows": 2,
     "missing_eos_penalty": 1.0, "num_ppo_epochs": 2, "num_minibatches": 2, "num_generations": 2,
     "overlong_prompts": "drop", "optim": "sgd", "reward_weights": [2.0], "score_clip": 1.0, "stop_tokens": ["cat"],
-    "target_kl": 0.1, "trunk_cache": "off", "truncated_completions": "mask", "value_head": "detached",
+    "target_kl": 0.1, "trunk_cache": "off", "truncated_completions": "mask", "value_head": "adapter",
     "value_learning_rate": 0.1, "warmup_steps": 1, "weight_decay": 0.1, "rollout_batch_size": 8,
     "chat_template_kwargs": {"x": 1}, "capture_trunk_states": False, "save_strategy": "steps", "report_to": ["none"],
     "logging_strategy": "epoch", "max_grad_norm": 0.5, "kl_estimator": "k3",

@@ -6,10 +6,11 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from onetrunk.models.adapters import ADAPTER_FILE, VALUE_HEAD_FILE, adapter_parameters
+from onetrunk.models.adapters import ADAPTER_FILE, adapter_parameters
 from onetrunk.models.base_model import load_base, load_tokenizer, stop_token_ids
 from onetrunk.models.build import BaseShape, build_trunk, default_peft_config, make_base, train_tokenizer
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.models.value_head import VALUE_HEAD_FILE
 from tests.models.branches import FEW, a_pack, a_trunk, an_sft_model, logits, lora, loss_of, move, same, step_gradients
 from tests.tiny import tiny_model
 
@@ -22,9 +23,9 @@ def test_a_trunk_is_built_from_a_model_a_name_and_a_path(tmp_path):
     base = tiny_model("llama")
     base.save_pretrained(tmp_path)
     for model in (base, str(tmp_path), tmp_path):
-        trunk = build_trunk(model, adapter_layers="top-2", value_head="detached")
+        trunk = build_trunk(model, adapter_layers="top-2", value_head="adapter")
         assert trunk.peft_config["default"].r == 16 and trunk.cut == 2 and not trunk.has_reference_adapter
-        assert trunk.value_head_kind == "detached"
+        assert trunk.value_head_kind == "adapter"
         assert same(logits(trunk), logits(tiny_model("llama")))
     assert default_peft_config().lora_dropout == 0
     trunk = build_trunk(str(tmp_path), lora(), model_init_kwargs={"dtype": "bfloat16"})

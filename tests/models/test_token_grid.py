@@ -79,7 +79,7 @@ def test_rows_in_one_sequence_give_the_outputs_and_gradients_of_padded_rows(fami
 @pytest.mark.parametrize(
     "settings",
     [
-        {"value_head": "detached", "adapter_layers": "top-2"},
+        {"adapter_layers": "top-2"},
         {"value_head": "adapter", "adapter_layers": "top-3"},
         {"config": lora(use_dora=True)},
     ],

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.nn import functional as F
 
-from onetrunk.models.adapters import ValueHead, adapter_parameters
+from onetrunk.models.adapters import adapter_parameters
 from onetrunk.models.base_model import backbone
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.packing import make_pack
 from tests.models.branches import COMPLETIONS, PROMPTS, a_pack, a_trunk, gradients, lora, same, step_gradients
 from tests.tiny import FAMILIES, tiny_model
@@ -174,7 +175,6 @@ def test_a_new_head_says_zero_in_float32_whatever_the_trunk():
         output = trunk(pack=a_pack())
     assert not output.values.any() and not output.next_values.any()
     assert output.values.dtype == output.next_values.dtype == torch.float32
-    assert output.values.requires_grad
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -189,15 +189,14 @@ def test_the_head_multiplies_in_float32(autocast):
     assert values.tolist() == [3.0029296875, 4.00390625]
 
 
-@pytest.mark.parametrize(("family", "value_head"), [("llama", "shared"), ("gpt2", "detached"), ("gemma2", "adapter")])
+@pytest.mark.parametrize(("family", "value_head"), [("llama", "shared"), ("gpt2", "shared"), ("gemma2", "adapter")])
 def test_values_read_the_state_that_predicts_their_token(family, value_head):
     trunk = a_trunk(family, value_head=value_head).eval()
     output = trunk(pack=a_pack(), roles=("value",))
-    weight, bias = trunk.value_head.linear.weight[0], trunk.value_head.linear.bias[0]
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
         with torch.no_grad(), trunk.as_role("value"):
             hidden = backbone(trunk)(input_ids=torch.tensor([prompt + completion])).last_hidden_state[0]
-            every = [(state * weight).sum() + bias for state in hidden]
+            every = [trunk.value_head(state) for state in hidden]
         # The first completion token is predicted by the last prompt token; the state after the last one is the last.
         expected = torch.stack(every[len(prompt) - 1 :])
         assert len(expected) == len(completion) + 1
@@ -207,20 +206,20 @@ def test_values_read_the_state_that_predicts_their_token(family, value_head):
         assert not output.values[row, len(completion) :].any()
 
 
-def test_the_gradient_of_the_value_goes_where_the_kind_of_head_says():
-    roles = ("policy", "value")
-    shared, detached, own = (a_trunk(value_head=kind) for kind in ("shared", "detached", "adapter"))
-    assert value_gradients(shared, roles) == HEAD | set(adapter_parameters(shared, "default"))
-    assert value_gradients(detached, roles) == HEAD
-    assert value_gradients(own, roles) == HEAD | set(adapter_parameters(own, "value"))
+def test_a_shared_head_gets_and_passes_no_gradient_and_hands_out_the_states_that_it_reads():
+    trunk = a_trunk(value_head="shared", adapter_layers="top-2")
+    output = trunk(pack=a_pack(), roles=("policy", "value"))
+    assert output.logprobs.requires_grad and not output.values.requires_grad
+    mask = a_pack().completion_mask
+    assert output.value_states.shape == (int(mask.sum()), 32)
+    assert same(trunk.value_head(output.value_states), output.values[mask])
 
 
-@pytest.mark.parametrize("value_head", ["shared", "detached", "adapter"])
-def test_asked_alone_the_value_leaves_the_policy_without_gradient(value_head):
-    trunk = a_trunk(value_head=value_head, adapter_layers="top-2")
+def test_the_gradient_of_the_value_goes_to_its_adapter_and_head_alone():
+    trunk = a_trunk(value_head="adapter", adapter_layers="top-2")
     with_policy = trunk(pack=a_pack(), roles=("policy", "value"))
-    own = set(adapter_parameters(trunk, "value")) if value_head == "adapter" else set()
-    assert value_gradients(trunk, ("value",)) == HEAD | own
+    for roles in (("policy", "value"), ("value",)):
+        assert value_gradients(trunk, roles) == HEAD | set(adapter_parameters(trunk, "value"))
     assert all(p.grad is None for p in adapter_parameters(trunk, "default").values())
     assert same(trunk(pack=a_pack(), roles=("value",)).values, with_policy.values)
     assert trunk(pack=a_pack(), roles=("value",)).logprobs is None

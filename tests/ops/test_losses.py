@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from onetrunk.ops import bradley_terry_loss, masked_whiten, policy_loss, value_loss
-from onetrunk.ops.losses import explained_variance_from_stats
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
 many = settings(max_examples=200, deadline=None)
@@ -27,12 +26,6 @@ def random_step(seed, rows=6, width=5):
     generator = torch.Generator().manual_seed(seed)
     tensors = torch.randn(4, rows, width, generator=generator, dtype=torch.float64)
     return (*tensors, torch.rand(rows, width, generator=generator) < 0.6)
-
-
-def explained_variance(values, returns, mask):
-    """1 - Var(R - V) / Var(R) over the counted tokens, in float64."""
-    values, returns = values.double()[mask], returns.double()[mask]
-    return 1 - (returns - values).var() / returns.var()
 
 
 def test_losses_and_clip_fractions_agree_with_the_oracle(oracle):
@@ -159,36 +152,6 @@ def test_losses_of_bfloat16_inputs_are_computed_in_float32():
     assert policy.dtype == value.dtype == torch.float32
     assert torch.equal(policy, policy_loss(*(x.float() for x in low[:3]), mask, 0.2)[0])
     assert torch.equal(value, value_loss(low[0].float(), low[1].float(), low[3].float(), mask, clip=0.2)[0])
-
-
-def test_explained_variance_by_hand():
-    returns, mask = torch.tensor([[1.0, 2.0, 3.0, 99.0]]), torch.tensor([[True, True, True, False]])
-
-    def explained(values, returns):
-        return explained_variance_from_stats(value_loss(values, None, returns, mask)[1]).item()
-
-    assert explained(returns, returns) == 1
-    assert explained(torch.zeros(1, 4), returns) == pytest.approx(0)
-    assert explained(-returns, returns) == pytest.approx(-3)  # Var(2R) / Var(R) = 4
-    # R - V = 0, 1, 1: variance 1/3 of 1
-    values = torch.tensor([[1.0, 1.0, 2.0, -5.0]])
-    assert explained(values, returns) == pytest.approx(2 / 3)
-    assert explained(values, torch.ones(1, 4)) == 0
-
-
-def test_explained_variance_keeps_its_digits_for_returns_around_1000():
-    generator = torch.Generator().manual_seed(0)
-    noise, error = (torch.randn(8, 50, generator=generator, dtype=torch.float64) for _ in range(2))
-    mask = torch.rand(8, 50, generator=generator) < 0.8
-    returns = (1000 + 0.05 * noise).float()
-    values = (returns.double() + 0.02 * error).float()
-    expected = explained_variance(values, returns, mask).item()
-    stats = [
-        value_loss(values[p], None, returns[p], mask[p], num_tokens=mask.sum())[1]
-        for p in ([0, 1, 2], [3, 4, 5, 6, 7])
-    ]
-    added = {name: stats[0][name] + stats[1][name] for name in stats[0]}
-    assert explained_variance_from_stats(added).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_soft_labels_and_margins_by_hand():

@@ -40,13 +40,13 @@ def cases() -> dict[str, dict[str, Any]]:
     """Return what builds the trunk of each case, and what else differs from the usual."""
     return {
         "llama": {"build": a_trunk},
-        "gemma2": {"build": partial(a_trunk, "gemma2", value_head="detached")},
+        "gemma2": {"build": partial(a_trunk, "gemma2")},
         "top-2": {"build": partial(a_trunk, value_head="adapter", adapter_layers="top-2")},
         "uneven": {"build": partial(a_trunk, adapter_layers="top-2"), "sizes": (1, 3)},
         "checkpointing": {"build": partial(a_trunk, value_head="adapter"), "checkpointing": True},
         "padding-free": {"build": partial(packed, "mistral", value_head="adapter", adapter_layers="top-2")},
         "continued": {"build": continued},
-        "pretraining": {"build": a_trunk, "roles": ("value",)},
+        "pretraining": {"build": partial(a_trunk, value_head="adapter"), "roles": ("value",)},
         "one pack": {"build": a_trunk, "num_packs": 1},
         "bfloat16": {"build": partial(a_trunk, dtype=torch.bfloat16)},
     }

@@ -89,7 +89,7 @@ REFUSED = [
     ({"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_high 0.2 is below epsilon 0.3"),
     ({"gamma": 1.1}, "gamma is 1.1; it must be between 0 and 1"),
     ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be above 1"),
-    ({"value_head": "twin"}, "value_head is 'twin'; it must be one of shared, detached, adapter"),
+    ({"value_head": "twin"}, "value_head is 'twin'; it must be one of shared, adapter"),
     ({"adapter_layers": "top-0"}, "adapter_layers is 'top-0'; it must be 'all', or 'top-k'"),
     ({"padding_free": "yes"}, "padding_free is 'yes'; it must be true or false"),
     ({"overlong_prompts": "drop"}, "overlong_prompts 'drop' needs max_prompt_length"),

@@ -58,7 +58,7 @@ MODELS: dict[str, Any] = {
     "lora": a_trunk,
     "lora, tied": partial(a_trunk, "qwen2"),
     "lora, soft-capped": partial(a_trunk, "gemma2"),
-    "lora, top-2": partial(a_trunk, adapter_layers="top-2", value_head="detached"),
+    "lora, top-2": partial(a_trunk, adapter_layers="top-2"),
     "lora, 4-bit": four_bit,
     "lora, bfloat16": partial(a_trunk, dtype=torch.bfloat16),
 }
