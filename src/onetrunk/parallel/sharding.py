@@ -48,25 +48,14 @@ class Layout:
     """How the processes of a launch share the frozen base.
 
     Args:
-        shards: processes that hold one copy together; None: all of them.
-        replicas: number of such copies. Only gradients of what trains cross between copies.
+        replicas: copies of the base, each of which equally many consecutive processes hold together. Only gradients
+            of what trains cross between copies.
         tensor: processes that divide every matrix and run each forward together (tensor parallelism); 1: the base is
             sharded.
     """
 
-    shards: int | None = None
     replicas: int = 1
     tensor: int = 1
-
-    def sizes(self, world_size: int) -> tuple[int, int]:
-        """Return (replicas, shards) for a number of processes."""
-        shards = world_size // self.replicas if self.shards is None else self.shards
-        if shards * self.replicas != world_size:
-            raise ValueError(
-                f"parallelism_config asks for {self.replicas} replicas of {shards} shards and {world_size} processes"
-                " run; dp_replicate_size x dp_shard_size must be the number of processes"
-            )
-        return self.replicas, shards
 
 
 @functools.cache
@@ -91,8 +80,13 @@ def launch_layout() -> Layout | None:
     _check_fsdp_options()
     for name in (USE_FSDP, USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         os.environ[name] = "false"
-    replicas, shards = sizes["DP_REPLICATE_SIZE"], sizes["DP_SHARD_SIZE"]
-    return Layout(shards if shards > 1 else None, replicas)
+    replicas, shards, world_size = sizes["DP_REPLICATE_SIZE"], sizes["DP_SHARD_SIZE"], _launched_processes()
+    if world_size % replicas or shards not in (1, world_size // replicas):
+        raise ValueError(
+            f"parallelism_config asks for {replicas} replicas of {shards} shards and {world_size} processes run;"
+            " dp_replicate_size x dp_shard_size must be the number of processes"
+        )
+    return Layout(replicas)
 
 
 def train_in_stages(stages: int) -> None:
@@ -137,7 +131,7 @@ def group_size() -> int:
 
 
 def _tensor_layout(sizes: dict[str, int]) -> Layout:
-    tensor, world_size = sizes["TP_SIZE"], int(os.environ.get("WORLD_SIZE", "1"))
+    tensor, world_size = sizes["TP_SIZE"], _launched_processes()
     if _is_set(USE_FSDP) or sizes["DP_SHARD_SIZE"] > 1:
         raise ValueError(
             f"parallelism_config_tp_size is {tensor} and the config also shards (fsdp_config or dp_shard_size); choose"
@@ -150,7 +144,11 @@ def _tensor_layout(sizes: dict[str, int]) -> Layout:
             " run; the number of processes must be a multiple of tp_size, and dp_replicate_size 1 or their quotient"
         )
     os.environ[USE_PARALLELISM] = "false"
-    return Layout(shards=1, replicas=world_size // tensor, tensor=tensor)
+    return Layout(world_size // tensor, tensor)
+
+
+def _launched_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _is_set(name: str) -> bool:
@@ -168,17 +166,13 @@ def _check_fsdp_options() -> None:
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError("fsdp_version 1 is not supported; set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
     advice = {
-        "FSDP_OFFLOAD_PARAMS": "load the base in 4 bit, or shard it over more processes",
-        "FSDP_ACTIVATION_CHECKPOINTING": "set activation_checkpointing in the trainer's settings",
+        ("FSDP_OFFLOAD_PARAMS", "true"): "load the base in 4 bit, or shard it over more processes",
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true"): "set activation_checkpointing in the trainer's settings",
+        ("FSDP_RESHARD_AFTER_FORWARD", "false"): "set it to true, or launch with accelerate_configs/ddp.yaml",
     }
-    for name, remedy in advice.items():
-        if _is_set(name):
-            raise ValueError(f"{name.lower()}: true is not supported; set it to false and {remedy}")
-    if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
-        raise ValueError(
-            "fsdp_reshard_after_forward: false keeps the gathered base on every process, which saves nothing here;"
-            " set it to true, or launch with accelerate_configs/ddp.yaml"
-        )
+    for (name, value), remedy in advice.items():
+        if os.environ.get(name, "").lower() == value:
+            raise ValueError(f"{name.lower()}: {value} is not supported; {remedy}")
 
 
 def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) -> str | None:
@@ -196,7 +190,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
             "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
             " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
         )
-    replicas, shards = layout.sizes(world_size())
+    replicas, shards = layout.replicas, world_size() // layout.replicas
     whole_bytes = begin_sharing(model)
     kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
     shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
@@ -258,7 +252,7 @@ def cast_when_sharded(quantization: Any = None) -> AbstractContextManager[None]:
         quantization: config of a base that is quantised while it loads, which reads its weights at once.
     """
     is_divided = launch_layout() is not None or training_stages() > 1
-    is_shared = is_divided and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    is_shared = is_divided and _launched_processes() > 1
     return casting_later() if is_shared and quantization is None else contextlib.nullcontext()
 
 
