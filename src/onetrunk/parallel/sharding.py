@@ -179,8 +179,7 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
     """Shard the frozen weights of a model in place; return a line for the user, or None if nothing was sharded.
 
     Every layer becomes one FSDP2 unit and the rest another, moved to the device unit by unit: a GPU never holds the
-    whole base. Call it on all processes, after everything that reads base weights (the base's marks and fingerprint
-    are taken here) and before the trainer wraps the model.
+    whole base. Call it where `share_frozen` may be called.
     """
     if layout is None or world_size() == 1 or is_sharded(model) or is_divided(model):
         return None
@@ -191,21 +190,18 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
             " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
         )
     replicas, shards = layout.replicas, world_size() // layout.replicas
-    whole_bytes = begin_sharing(model)
     kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
     shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     # Values and next values are views of a head's output; nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for layer in decoder_layers(model):
-        cast_now(layer)
-        fully_shard(layer, mesh=mesh, ignored_params=kept)
-    cast_now(model)
-    fully_shard(model, mesh=mesh, ignored_params=kept)
-    model.to(device)
-    ignore_frozen(model)
-    how = f"fsdp2: the frozen base is sharded over {shards} processes"
-    return share_line(model, how, whole_bytes, replicas)
+
+    def share() -> None:
+        for unit in (*decoder_layers(model), model):
+            cast_now(unit)
+            fully_shard(unit, mesh=mesh, ignored_params=kept)
+
+    return share_frozen(model, device, share, f"fsdp2: the frozen base is sharded over {shards} processes", replicas)
 
 
 def require_adapters(model: nn.Module, what: str) -> None:
@@ -217,25 +213,27 @@ def require_adapters(model: nn.Module, what: str) -> None:
         )
 
 
-def begin_sharing(model: PeftModel) -> int:
-    """Keep a base's identity and size while every process has all of it; return the bytes of the model's weights."""
+def share_frozen(model: PeftModel, device: torch.device, share: Callable[[], None], how: str, copies: int) -> str:
+    """Let `share` drop what other processes hold of a frozen base; return a line for the user that begins with `how`.
+
+    Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
+    here) and before the trainer wraps the model.
+
+    Args:
+        copies: number of groups of processes that hold a whole base together.
+    """
     base = model.get_base_model()
     keep_identity(base)
     vars(base)[WHOLE_SIZE] = whole_size(base)
     require_one_base(model)
-    return local_bytes(model)
-
-
-def ignore_frozen(model: nn.Module) -> None:
-    """Let DDP leave alone what never changes: it would make the shares of all processes equal to the first's."""
+    whole_bytes = local_bytes(model)
+    share()
+    model.to(device)
+    # DDP would make the shares of all processes equal to the first's.
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, frozen + [name for name, _ in model.named_buffers()]
     )
-
-
-def share_line(model: nn.Module, how: str, whole_bytes: int, copies: int) -> str:
-    """Return a line for the user on how processes share the base, and how many bytes this process holds."""
     return (
         f"{how}{'' if copies == 1 else f', {copies} copies'}: {local_bytes(model) / 2**20:,.1f} of"
         f" {whole_bytes / 2**20:,.1f} MiB of weights on this process; adapters and heads are replicated"
