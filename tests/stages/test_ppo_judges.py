@@ -1,10 +1,7 @@
 """Judges in `onetrunk ppo`: as a rating and as a monitor; on a tiny model."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from onetrunk.rewards.reward import JudgeReward
 from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts
-from tests.stages.recipes import ROOT
+from tests.stages.small_runs import metrics, on_two_processes
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 CHECKS = """
@@ -70,10 +67,6 @@ def ppo(output, *options):
     return cli.main(["ppo", *PPO, "--output_dir", output, *options])
 
 
-def metrics(output):
-    return json.loads(Path(output, "metrics.json").read_text())
-
-
 def test_a_judge_rates_and_another_watches(there, capsys):
     assert ppo("rated", "--reward_funcs", "judge", "checks.py:even", *JUDGE, *MONITOR) == 0
     figures = metrics("rated")
@@ -103,11 +96,7 @@ def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
 def test_of_two_processes_the_first_one_alone_asks_for_the_monitor(there):
     options = ["--reward_funcs", "judge", *JUDGE, *MONITOR]
     assert ppo("one", *options) == 0
-    script = [str(ROOT / "scripts/ppo.py"), *PPO, "--output_dir", "two", *options]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(launch, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    on_two_processes("ppo", *PPO, "--output_dir", "two", *options)
 
     def ratings(rank):
         answers = answers_in(f"two/_kept/judged-{rank}.db").values()
