@@ -86,7 +86,7 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({}, "judge is []; give rubric, reward:FOLDER"),
+        ({}, "judge is []; give rubric; reward:FOLDER"),
         ({"judge": ["reward:"]}, "judge is ['reward:']; give rubric"),
         ({"judge": [URL]}, "judge_model is not set, and the server http://127.0.0.1:9/v1 may have several models"),
         ({"judge": [f"{URL}#name=m"]}, "'#name=m' after it; expected '#model=NAME'"),

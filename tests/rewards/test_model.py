@@ -63,8 +63,7 @@ def test_the_models_tokenizer_is_used_and_not_the_policys(tmp_path):
 
 def test_long_texts_keep_the_completion_and_are_counted_with_one_warning(caplog):
     model, tokenizer = scorer(), tiny_tokenizer(chat_template=TEMPLATE)
-    tokenizer.model_max_length = 4
-    reward = ModelReward(model, tokenizer)
+    reward = ModelReward(model, tokenizer, max_length=4)
     prompts, completions = [[USER], [USER]], [assistant("red fish"), assistant("yes")]
     with caplog.at_level(logging.WARNING):
         scores = reward(prompts=prompts, completions=completions)
@@ -77,17 +76,20 @@ def test_long_texts_keep_the_completion_and_are_counted_with_one_warning(caplog)
     assert reward.num_shortened == 4
 
 
-def test_the_limit_is_that_of_the_model_and_of_its_tokenizer():
+def test_the_limit_is_the_models_own_unless_given():
     assert ModelReward(scorer(), tiny_tokenizer()).max_length == 32
     tokenizer = tiny_tokenizer()
     tokenizer.model_max_length = 16
     assert ModelReward(scorer(), tokenizer).max_length == 16
+    assert ModelReward(scorer(), tokenizer, max_length=8).max_length == 8
+    with pytest.raises(ValueError, match="max_length 33 is more than the 16 tokens"):
+        ModelReward(scorer(), tokenizer, max_length=33)
 
 
 def test_pieces_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="needs its tokenizer; give tokenizer="):
         ModelReward(scorer())
-    with pytest.raises(ValueError, match="batch_size is 0; set it to 1 or more"):
+    with pytest.raises(ValueError, match="batch_size 0 and max_length None must be at least 1"):
         ModelReward(scorer(), tiny_tokenizer(), batch_size=0)
     with pytest.raises(ValueError, match="has no chat template; set tokenizer.chat_template"):
         ModelReward(scorer(), tiny_tokenizer())(prompts=[[USER]], completions=[assistant("yes")])

@@ -145,7 +145,6 @@ def test_a_recipe_names_it_by_its_address_with_options_behind_a_hash(monkeypatch
     ("spec", "sentence"),
     [
         ("http://me:hunter2@127.0.0.1/classify", "api_key_env"),
-        ("http://127.0.0.1:9/classify#batchsize=2", "did you mean batch_size"),
         ("http://127.0.0.1:9/classify#colour=2", "there are model, tokenizer"),
         ("http://127.0.0.1:9/classify#batch_size=many", "'many' is no value for batch_size"),
         ("http://127.0.0.1:9/classify#batch_size=0", "batch_size is 0"),

@@ -150,9 +150,7 @@ def test_a_model_is_known_by_its_weights_its_tokenizer_and_what_it_reads(tmp_pat
     tiny_tokenizer().save_pretrained(tmp_path / "rm")
     before = content_of(ModelReward(tmp_path / "rm"))
     assert content_of(ModelReward(tmp_path / "rm", batch_size=2, name="other")) == before
-    shorter = tiny_tokenizer()
-    shorter.model_max_length = 8
-    assert content_of(ModelReward(tmp_path / "rm", shorter)) != before
+    assert content_of(ModelReward(tmp_path / "rm", max_length=8)) != before
     assert content_of(ModelReward(tmp_path / "rm", tiny_tokenizer(chat_template=TEMPLATE))) != before
     trained = scorer()
     with torch.no_grad():

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from onetrunk import cli
+from onetrunk.utils.files import load_tensors
 from tests.tiny import tiny_model, tiny_tokenizer
 
+ROOT = Path(__file__).parents[2]
 NOUNS = "cat dog bird fish tree house river stone".split()
 TRAINING = ("sft", "reward", "distill", "ppo")
 TRAIN = "--use_cpu true --report_to none --disable_tqdm true --save_strategy no --lora_r 2".split()
@@ -20,6 +28,10 @@ OWN = {
     "eval": "--reward_funcs reward.py:short --max_completion_length 4 --use_cpu true",
     "prefs": "--judge rubric --constitution principles.yaml --max_completion_length 4 --use_cpu true",
 }
+# SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
+LINEAR = "--report_to none --disable_tqdm true --lr_scheduler_type constant --optim sgd --learning_rate 0.1".split()
+LINEAR += "--model_name_or_path base --lora_r 4 --dtype float32".split()
+REWARD = "def short(completions, **kwargs):\n    return [-float(len(c)) for c in completions]\n"
 CONSTITUTION = """
 name: short
 principles:
@@ -34,6 +46,19 @@ def write_rows(path: Path, rows: list) -> str:
     return path.name
 
 
+def nouns(number: int) -> list[tuple[str, str, int]]:
+    """Return two nouns and the index of each of so many rows."""
+    return [(NOUNS[i % 8], NOUNS[(i + 3) % 8], i) for i in range(number)]
+
+
+def judged_pairs(number: int) -> list[dict[str, Any]]:
+    """Return so many pairs with the probability that a judge gave them."""
+    return [
+        {"prompt": f"the {n} ", "chosen": f"runs {n} .", "rejected": f"no {o}", "probability": 0.6 + i % 3 / 10}
+        for n, o, i in nouns(number)
+    ]
+
+
 def make_material(folder: Path) -> None:
     """Write a base, a reward function, a constitution and rows of every kind into a folder."""
     tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
@@ -44,9 +69,7 @@ def make_material(folder: Path) -> None:
     pairs = [{"prompt": row["prompt"], "chosen": "runs fast", "rejected": "no"} for row in rows]
     write_rows(folder / "reward.jsonl", pairs)
     write_rows(folder / "distill.jsonl", [{**pair, "probability": 0.8} for pair in pairs])
-    (folder / "reward.py").write_text(
-        "def short(completions, **kwargs):\n    return [-float(len(c)) for c in completions]\n"
-    )
+    (folder / "reward.py").write_text(REWARD)
     (folder / "principles.yaml").write_text(CONSTITUTION)
 
 
@@ -63,3 +86,28 @@ def words_of(verb: str, *options: str) -> list[str]:
 def run(verb: str, *options: str) -> int:
     """Run a stage in this process; return its exit code."""
     return cli.main(words_of(verb, *options))
+
+
+def error_of(capsys: Any) -> str:
+    """Return the first error message that was printed; there must be one, and no stack trace."""
+    err = capsys.readouterr().err
+    assert "Traceback" not in err, err
+    return next(line for line in err.splitlines() if line.startswith("error: "))
+
+
+def metrics(folder: str | Path) -> dict[str, Any]:
+    return json.loads(Path(folder, "metrics.json").read_text())
+
+
+def adapter(folder: Path) -> dict[str, Tensor]:
+    return load_tensors(folder / "adapter_model.safetensors")
+
+
+def on_two_processes(verb: str, *words: object) -> str:
+    """Run the script of a stage in two CPU processes, in the working folder; return what it printed."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, f"{ROOT}/scripts/{verb}.py", *map(str, words)]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -2,19 +2,13 @@
 
 import pytest
 
-from tests.stages.small_runs import OWN, run, write_rows
+from tests.stages.small_runs import OWN, error_of, run, write_rows
 from tests.tiny import tiny_model, tiny_tokenizer
 
 NOWHERE = ["--model_name_or_path", "./nowhere"]
 STAGES = tuple(OWN)
 pytestmark = pytest.mark.usefixtures("in_folder")
 USER, SAID = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "runs"}
-
-
-def error(capsys):
-    err = capsys.readouterr().err
-    assert "Traceback" not in err, err
-    return "error: " + err.split("error: ", 1)[1]
 
 
 # The kinds of bad rows are in tests/data; here every stage checks its columns.
@@ -39,19 +33,14 @@ def good_row(verb, conversational=False):
     return {"prompt": prompt}
 
 
-def refused_rows(verb, rows, tmp_path, capsys):
-    write_rows(tmp_path / "rows.jsonl", rows)
-    options = ["--dataset_name", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out"]
-    assert run(verb, *NOWHERE, *options) == 1
-    return error(capsys)
-
-
 @pytest.mark.parametrize("verb", STAGES)
 def test_a_bad_row_is_named_before_anything_is_loaded(tmp_path, capsys, verb):
     change = dict(BAD[verb])
     reason, good = change.pop("reason"), good_row(verb)
-    said = refused_rows(verb, [good, {**good, **change}, good], tmp_path, capsys)
-    assert f"row 1: {reason}" in said
+    write_rows(tmp_path / "rows.jsonl", [good, {**good, **change}, good])
+    options = ["--dataset_name", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out"]
+    assert run(verb, *NOWHERE, *options) == 1
+    assert f"row 1: {reason}" in error_of(capsys)
 
 
 def test_the_number_of_a_row_is_that_of_the_file_where_a_part_is_held_out(tmp_path, capsys):
@@ -60,12 +49,12 @@ def test_the_number_of_a_row_is_that_of_the_file_where_a_part_is_held_out(tmp_pa
     write_rows(tmp_path / "rows.jsonl", rows)
     options = ["--dataset_name", tmp_path / "rows.jsonl", "--eval_size", "5", "--output_dir", tmp_path / "out"]
     assert run("reward", *NOWHERE, *options) == 1
-    assert "row 7: prompt is empty" in error(capsys)
+    assert "row 7: prompt is empty" in error_of(capsys)
 
 
 def refused_tokens(verb, capsys, tmp_path, *options):
     assert run(verb, "--model_name_or_path", "unloadable", "--output_dir", tmp_path / "out", *options) == 1
-    return error(capsys)
+    return error_of(capsys)
 
 
 @pytest.mark.parametrize("verb", ["ppo", "eval", "prefs"])

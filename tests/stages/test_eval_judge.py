@@ -1,9 +1,6 @@
 """`onetrunk eval` with a judge, opponents and checks: what it writes, what it refuses, and what must hold of it."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -17,7 +14,7 @@ from onetrunk.judges.judge import Judge, Pair, Verdict
 from onetrunk.report.blocks import contest_findings
 from onetrunk.stages.eval import EvalArguments, hold_contest
 from tests.feedback import runs
-from tests.stages.recipes import ROOT
+from tests.stages.small_runs import metrics, on_two_processes
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 CHECKS = '''
@@ -79,10 +76,6 @@ def evaluate(inputs, tmp_path, monkeypatch):
         return cli.main(["eval", *map(str, words)])
 
     return call
-
-
-def metrics(folder):
-    return json.loads((folder / "metrics.json").read_text())
 
 
 def lines(path):
@@ -163,12 +156,7 @@ def test_a_mistake_is_one_sentence(evaluate, inputs, capsys, config, options, co
 @pytest.mark.multi_process
 def test_two_processes_compare_what_one_does(evaluate, inputs, tmp_path):
     assert evaluate() == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [ROOT / "scripts/evaluate.py", "--config", inputs / "judged.yaml", "--output_dir", "two"]
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([*launch, *map(str, words)], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    on_two_processes("evaluate", "--config", inputs / "judged.yaml", "--output_dir", "two")
     assert lines(tmp_path / "two/pairs.jsonl") == lines(tmp_path / "out/pairs.jsonl")
     assert metrics(tmp_path / "two")["win_rate"] == metrics(tmp_path / "out")["win_rate"]
 

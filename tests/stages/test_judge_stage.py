@@ -10,6 +10,7 @@ from onetrunk.data.groups import Group
 from onetrunk.judges.labels import PairLabel
 from onetrunk.stages.judge import Judged, agreement, findings, judge_metrics, wilson_interval
 from tests.judges.stub_server import StubServer
+from tests.stages.small_runs import metrics as read_metrics
 
 LENGTHS = """
 def longer(prompts, completions, **columns):
@@ -63,7 +64,7 @@ def test_the_best_of_four_is_right_only_above_all_others_and_shares_a_tie():
 
 
 def test_a_row_without_an_answer_is_not_counted_as_wrong():
-    missing = Judged(Group("p", ("a", "b"), 1), (PairLabel(0.9, True, (("p", (0.9, None)),), errors=("server",)),))
+    missing = Judged(Group("p", ("a", "b"), 1), (PairLabel(None, False, (("p", (0.9, None)),), errors=("server",)),))
     silent = Judged(Group("p", ("a", "b"), 1), (PairLabel(None, False, (("p", (None, None)),), abstentions=2),))
     metrics = judge_metrics([row((0.9, 0.9)), missing, silent])
     assert (metrics["accuracy"], metrics["decided"]) == (1.0, 1)
@@ -123,13 +124,9 @@ def rubric(tag):
     return ["--judge", "rubric", "--rubric", check, "--constitution", "principles.yaml"]
 
 
-def metrics_of(folder):
-    return json.loads((folder / "metrics.json").read_text())
-
-
 def test_a_judge_that_is_always_for_the_longer_one_is_exposed_in_the_report(judge, tmp_path, capsys):
     assert judge(WRITTEN, *rubric("longer")) == 0
-    entry = metrics_of(tmp_path / "out")["judges"]["rubric"]
+    entry = read_metrics(tmp_path / "out")["judges"]["rubric"]
     assert entry["all"]["accuracy"] == 0 and entry["all"]["length"]["preferred"] == 1
     assert entry["all"]["position"]["position_consistency"] == 1
     assert set(entry["subsets"]) == {"easy", "hard"} and entry["subsets"]["easy"]["rows"] == 12
@@ -152,7 +149,7 @@ def test_a_judge_on_a_server_that_takes_the_first_is_exposed_and_costs_are_count
         asked = len(stub.bodies)
         assert judge(WRITTEN, *words) == 0  # From the ledger, but for the questions of the check at startup.
         again = len(stub.bodies) - asked
-    values = metrics_of(tmp_path / "out")
+    values = read_metrics(tmp_path / "out")
     position = values["judges"]["judge-1"]["all"]["position"]
     assert position["first_slot_rate"] == 1 and position["position_consistency"] == 0
     assert values["judges"]["judge-1"]["all"]["accuracy"] == 0.5 == values["judges"]["judge-1"]["all"]["ties"] / 48
@@ -169,7 +166,7 @@ def test_several_judges_are_measured_alone_and_together_and_compared(judge, tmp_
         words = ["--judge", "rubric", stub.url, "--judge_model", stub.model, *rubric("right")[2:]]
         assert judge(WRITTEN, *words) == 0
         questions = [body for body in stub.bodies if "> prompt 3\n" in body["messages"][0]["content"]]
-    values = metrics_of(tmp_path / "out")
+    values = read_metrics(tmp_path / "out")
     assert list(values["judges"]) == ["rubric", "judge-1", "ensemble"]
     assert values["judges"]["rubric"]["all"]["accuracy"] == 1
     # The ensemble is made of what the members said: nothing was bought for it.

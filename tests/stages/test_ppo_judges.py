@@ -1,10 +1,6 @@
 """Judges in `onetrunk ppo`: as a rating and as a monitor; on a tiny model."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,7 @@ from onetrunk.rewards.reward import JudgeReward
 from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts
-from tests.stages.recipes import ROOT
+from tests.stages.small_runs import metrics, on_two_processes, write_rows
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 CHECKS = """
@@ -50,9 +46,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judged")
     tiny_model("llama", num_hidden_layers=2, initializer_range=0.1).save_pretrained(folder / "base")
     tiny_tokenizer().save_pretrained(folder / "base")
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{WORDS[i]} {WORDS[i + 1]}"}) + "\n" for i in range(20))
-    )
+    write_rows(folder / "rows.jsonl", [{"prompt": f"{WORDS[i]} {WORDS[i + 1]}"} for i in range(20)])
     (folder / "checks.py").write_text(CHECKS)
     for name in ("long", "brief"):
         (folder / f"{name}.yaml").write_text(CONSTITUTION.format(name))
@@ -68,10 +62,6 @@ def there(made, monkeypatch):
 
 def ppo(output, *options):
     return cli.main(["ppo", *PPO, "--output_dir", output, *options])
-
-
-def metrics(output):
-    return json.loads(Path(output, "metrics.json").read_text())
 
 
 def test_a_judge_rates_and_another_watches(there, capsys):
@@ -103,11 +93,7 @@ def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
 def test_of_two_processes_the_first_one_alone_asks_for_the_monitor(there):
     options = ["--reward_funcs", "judge", *JUDGE, *MONITOR]
     assert ppo("one", *options) == 0
-    script = [str(ROOT / "scripts/ppo.py"), *PPO, "--output_dir", "two", *options]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(launch, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    on_two_processes("ppo", *PPO, "--output_dir", "two", *options)
 
     def ratings(rank):
         answers = answers_in(f"two/_kept/judged-{rank}.db").values()

@@ -8,7 +8,7 @@ from huggingface_hub import DatasetCard, constants
 from onetrunk import cli
 from onetrunk.checkpoints import hub as pushing
 from tests.checkpoints.hub_stub import stand_in
-from tests.stages.small_runs import TRAINING, run
+from tests.stages.small_runs import TRAINING, error_of, run
 
 PUSH = ["--push_to_hub", "true", "--hub_model_id", "someone/out"]
 NOWHERE = ["--model_name_or_path", "./nowhere"]
@@ -22,12 +22,6 @@ def hub(material, monkeypatch):
     pushing._create.cache_clear()
     yield stub
     stub.close()
-
-
-def last_line(capsys):
-    err = capsys.readouterr().err
-    assert "Traceback" not in err
-    return err.strip().splitlines()[-1]
 
 
 def new(tmp_path):
@@ -60,33 +54,33 @@ def test_what_the_hub_has_against_a_push_is_said_before_a_model_loads(hub, tmp_p
         hub.refusals["/api/models/"] = 404 if "create" in path else status
     revision = ["--hub_revision", "other"] if "revision" in path else []
     assert run(verb, *PUSH, *revision, *NOWHERE, *new(tmp_path)) == 1
-    line = last_line(capsys)
+    line = error_of(capsys)
     assert line.startswith("error: push_to_hub is true and someone/out cannot be pushed to: ") and sentence in line
 
 
 def test_without_a_token_or_a_connection_the_reason_is_said(hub, tmp_path, capsys, monkeypatch):
     assert run("ppo", *PUSH, "--hub_model_id", "a/b/c", *NOWHERE, *new(tmp_path)) == 1
-    assert "is no name of a repository" in last_line(capsys)
+    assert "is no name of a repository" in error_of(capsys)
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-        assert "HF_HUB_OFFLINE is set; leave it out to push" in last_line(capsys)
+        assert "HF_HUB_OFFLINE is set; leave it out to push" in error_of(capsys)
     with monkeypatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-        assert "http://127.0.0.1:9 cannot be reached (" in last_line(capsys)
+        assert "http://127.0.0.1:9 cannot be reached (" in error_of(capsys)
     num_asked = len(hub.asked)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     assert run("distill", *PUSH, *NOWHERE, *new(tmp_path)) == 1
-    assert "there is no token of the Hub; set HF_TOKEN, or log in with" in last_line(capsys)
+    assert "there is no token of the Hub; set HF_TOKEN, or log in with" in error_of(capsys)
     assert len(hub.asked) == num_asked
 
 
 def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(hub, tmp_path, capsys):
     hub.refusals["/commit/"] = 403
     assert run("ppo", *PUSH, "--eval_dataset_name", "prompts.jsonl", *new(tmp_path)) == 1
-    line, out = last_line(capsys), tmp_path / "out"
+    line, out = error_of(capsys), tmp_path / "out"
     assert f"the result is in {out} and could not be pushed to someone/out: HTTP 403, " in line
     # What comes after the saving of the result has been written too.
     assert {"adapter_model.safetensors", "metrics.json"} <= {path.name for path in out.iterdir()}
@@ -119,12 +113,12 @@ def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses
     hub.refusals["/api/"] = 401
     words = [*PREFS, *new(tmp_path)]
     assert cli.main([*words, "--judge", "./nowhere"]) == 1
-    assert "someone/out cannot be pushed to: HTTP 401, the token is not valid" in last_line(capsys)
+    assert "someone/out cannot be pushed to: HTTP 401, the token is not valid" in error_of(capsys)
     pushing._create.cache_clear()
     hub.refusals.clear()
     hub.refusals["/commit/"] = 403
     assert cli.main(words) == 1
-    line = last_line(capsys)
+    line = error_of(capsys)
     assert f"in {tmp_path / 'out'} and could not be pushed to someone/out: HTTP 403" in line
     assert (tmp_path / "out/README.md").is_file()
 

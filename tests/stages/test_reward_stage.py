@@ -1,10 +1,7 @@
 """`onetrunk reward` and `onetrunk distill` on tiny models: what they leave, how they go on, how they end."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,10 +14,8 @@ from onetrunk.stages.distill import StudentArguments
 from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
 from tests.models.reward_adapters import saved_base
-from tests.stages.recipes import ROOT
-from tests.stages.small_runs import write_rows
+from tests.stages.small_runs import NOUNS, metrics, on_two_processes, write_rows
 
-NOUNS = "cat dog bird fish tree house river stone".split()
 TRAIN = "--use_cpu true --report_to none --activation_checkpointing false --learning_rate 1e-2 --max_steps 6".split()
 TRAIN += "--per_device_train_batch_size 8 --disable_tqdm true --save_steps 3 --save_total_limit 4".split()
 TRAIN += ["--write_report", "false"]
@@ -70,10 +65,6 @@ def distill(*options):
     data = ["--dataset_name", "train.jsonl", "--eval_dataset_name", "held_out.jsonl", "--teacher", "rm"]
     student = [] if "--student_config" in options else ["--model_name_or_path", "small"]
     return cli.main(["distill", *data, *student, *TRAIN, *options])
-
-
-def metrics(folder):
-    return json.loads((folder / "metrics.json").read_text())
 
 
 def scores(name):
@@ -156,12 +147,8 @@ def test_two_processes_with_half_the_rows_each_end_where_one_does(there):
     data = ["--dataset_name", "train.jsonl", "--eval_dataset_name", "held_out.jsonl", *TRAIN, "--teacher", "rm"]
     data += ["--model_name_or_path", "small", "--max_steps", "3", "--save_strategy", "no"]
     assert cli.main(["distill", *data, "--output_dir", "ddp-1"]) == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = [str(ROOT / "scripts/distill.py"), *data, "--output_dir", "ddp-2", "--per_device_train_batch_size", "4"]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([*launch, *script], env=env, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert metrics(there / "ddp-2")["num_processes"] == 2 and done.stdout.count("distill: saved") == 1
+    said = on_two_processes("distill", *data, "--output_dir", "ddp-2", "--per_device_train_batch_size", 4)
+    assert metrics(there / "ddp-2")["num_processes"] == 2 and said.count("distill: saved") == 1
     one, two = (load_tensors(there / n / "model.safetensors") for n in ("ddp-1", "ddp-2"))
     for key in one:
         torch.testing.assert_close(two[key], one[key], atol=2e-4, rtol=0)

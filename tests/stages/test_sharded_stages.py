@@ -8,20 +8,14 @@ import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base
 from tests.places import launcher
 from tests.stages.recipes import ROOT
-from tests.stages.small_runs import write_rows
+from tests.stages.small_runs import LINEAR, REWARD, adapter, judged_pairs, nouns, write_rows
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
-NOUNS = "cat dog bird fish tree house river stone".split()
-# SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
-OPTIONS = "--report_to none --activation_checkpointing false --optim sgd --learning_rate 0.1 --max_grad_norm 0".split()
-OPTIONS += ["--write_report", "false"]
-OPTIONS += "--disable_tqdm true --save_steps 2 --lr_scheduler_type constant".split()
-OPTIONS += "--model_name_or_path base --lora_r 4 --dtype float32".split()
+OPTIONS = "--activation_checkpointing false --max_grad_norm 0 --write_report false --save_steps 2".split() + LINEAR
 TRAINING = "--max_steps 4 --use_peft true".split()
 VERBS = {
     "sft": ["--dataset_name", "texts.jsonl", "--lora_target_modules", "all-linear"],
@@ -40,19 +34,15 @@ STREAMED += ["--num_minibatches", "2", "--learning_rate", "0.001"]
 def there(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     saved_base(folder / "base")
-    rows = [(NOUNS[i % 8], NOUNS[(i + 3) % 8], i) for i in range(36)]
     # Equally long completions: the mean over the tokens of two processes is then the mean over all.
-    write_rows(folder / "texts.jsonl", [{"prompt": f"the {n} ", "completion": f"runs {o} fast ."} for n, o, _ in rows])
-    pairs = [{"prompt": f"the {n} ", "chosen": f"runs {n} .", "rejected": f"no {o}", "probability": 0.6 + i % 3 / 10}
-             for n, o, i in rows]  # fmt: skip
-    write_rows(folder / "pairs.jsonl", pairs)
+    texts = [{"prompt": f"the {n} ", "completion": f"runs {o} fast ."} for n, o, _ in nouns(36)]
+    write_rows(folder / "texts.jsonl", texts)
+    write_rows(folder / "pairs.jsonl", judged_pairs(36))
     lines = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
     (folder / "files-of-texts").mkdir()
     for number, part in enumerate((lines[:15], lines[15:])):
         (folder / "files-of-texts" / f"{number}.jsonl").write_text("".join(part))
-    (folder / "reward.py").write_text(
-        "def short(completions, **kwargs):\n    return [-float(len(c)) for c in completions]\n"
-    )
+    (folder / "reward.py").write_text(REWARD)
     return folder
 
 
@@ -71,10 +61,6 @@ def launched(config, verb, *options, data=None):
     words = [*OPTIONS, *(data or trained_on(verb)), *options]
     command = [*launcher(config, 2), str(ROOT / f"scripts/{verb}.py"), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
-
-
-def adapter(folder):
-    return load_tensors(folder / "adapter_model.safetensors")
 
 
 def run_alone(verb, data, output):

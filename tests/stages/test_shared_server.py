@@ -10,7 +10,8 @@ from onetrunk.rollouts.vllm_requests import PROBE_PROMPTS
 from tests.feedback import runs
 from tests.ppo.support import base_model
 from tests.rollouts.stub_vllm import BASE, StubVLLM
-from tests.stages.test_eval_judge import CHECKS, lines, metrics, save_adapter
+from tests.stages.small_runs import metrics
+from tests.stages.test_eval_judge import CHECKS, lines, save_adapter
 
 NUM_PROMPTS = 6
 # So cold that every draw is the most probable token: a server and this process then give the same completions.

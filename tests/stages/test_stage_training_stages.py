@@ -14,8 +14,8 @@ import torch
 
 from tests.models.reward_adapters import saved_reward_adapter
 from tests.places import CPU
-from tests.stages.small_runs import write_rows
-from tests.stages.test_tensor_parallel_stages import BASE, HELD_OUT, NOUNS, OPTIONS, adapter, launch, log_of, material
+from tests.stages.small_runs import NOUNS, adapter, metrics, write_rows
+from tests.stages.test_tensor_parallel_stages import HELD_OUT, OPTIONS, launch, log_of, material
 from tests.tiny import tiny_tokenizer
 
 CONFIG = "pipelined"
@@ -41,7 +41,7 @@ def words_of(name, output, processes=1):
     rows = 4 // (2 if "--gradient_accumulation_steps" in own else 1) // (2 if processes == 4 else 1)
     staged = [] if processes == 1 else STAGED + OWN.get(name, [])
     sized = ["--per_device_train_batch_size", str(rows), "--output_dir", output]
-    return [verb, *OPTIONS, *HELD_OUT, *BASE, *own, *staged, *sized]
+    return [verb, *OPTIONS, *HELD_OUT, *own, *staged, *sized]
 
 
 @cache
@@ -100,7 +100,7 @@ def test_log_and_metrics_count_each_row_once(processes, name):
                 assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
     files = [sorted(p.name for p in (launched(n) / name).iterdir()) for n in (processes, 1)]
     assert files[0] == files[1]
-    found, alone = (json.loads((launched(n) / name / "metrics.json").read_text()) for n in (processes, 1))
+    found, alone = (metrics(launched(n) / name) for n in (processes, 1))
     part = "held_out" if CASES[name].startswith("reward") else "fidelity"
     assert found["num_processes"] == processes / 2 and found[part].keys() == alone[part].keys()
     for key, value in alone[part].items():

@@ -10,6 +10,7 @@ import yaml
 from onetrunk import cli
 from onetrunk.utils.files import load_tensors
 from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.small_runs import metrics
 
 REWARDS = [f"{ROOT}/recipes/tiny/rewards.py:{name}" for name in ("on_task", "polite", "concise", "finished")]
 PPO = "--rollout_batch_size 8 --max_completion_length 6 --num_ppo_epochs 2 --num_minibatches 2 --eval_strategy no"
@@ -51,10 +52,6 @@ def trained(tmp_path_factory):
 def there(trained, monkeypatch):
     monkeypatch.chdir(trained)
     return trained
-
-
-def metrics(folder):
-    return json.loads((folder / "metrics.json").read_text())
 
 
 def same_files(left, right, names=("adapter_model.safetensors", "value_head.safetensors")):

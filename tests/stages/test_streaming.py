@@ -9,17 +9,12 @@ import torch
 
 from onetrunk import cli
 from onetrunk.stages.pipeline import paths_in
-from onetrunk.utils.files import load_tensors
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.stages.small_runs import write_rows
+from tests.stages.small_runs import LINEAR, NOUNS, REWARD, adapter, judged_pairs, nouns, write_rows
 from tests.tiny import tiny_tokenizer
 
-NOUNS = "cat dog bird fish tree house river stone".split()
-# SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
-OPTIONS = "--report_to none --activation_checkpointing false --optim sgd --learning_rate 0.1 --max_grad_norm 0".split()
-OPTIONS += ["--write_report", "false"]
-OPTIONS += "--disable_tqdm true --save_steps 2 --save_total_limit 20 --lr_scheduler_type constant".split()
-OPTIONS += "--model_name_or_path base --lora_r 4 --dtype float32".split()
+OPTIONS = [*LINEAR, *"--activation_checkpointing false --max_grad_norm 0 --write_report false".split()]
+OPTIONS += "--save_steps 2 --save_total_limit 20".split()
 # 30 rows: two passes with an incomplete last batch.
 PASSES = "--num_train_epochs 2 --use_peft true".split()
 OWN = {
@@ -38,23 +33,17 @@ def there(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streaming")
     base = saved_base(folder / "base")
     saved_reward_adapter(folder / "teacher", base, tokenizer=tiny_tokenizer())
-    words = [(NOUNS[i % 8], NOUNS[(i + 3) % 8], i) for i in range(30)]
     kinds = {
-        "sft": [{"prompt": f"the {n} ", "completion": f"runs {o} fast ."} for n, o, _ in words],
-        "pairs": [
-            {"prompt": f"the {n} ", "chosen": f"runs {n} .", "rejected": f"no {o}", "probability": 0.6 + i % 3 / 10}
-            for n, o, i in words
-        ],
-        "ppo": [{"prompt": f"the {n} {o} {NOUNS[i // 4]}"} for n, o, i in words],
+        "sft": [{"prompt": f"the {n} ", "completion": f"runs {o} fast ."} for n, o, _ in nouns(30)],
+        "pairs": judged_pairs(30),
+        "ppo": [{"prompt": f"the {n} {o} {NOUNS[i // 4]}"} for n, o, i in nouns(30)],
     }
     for kind, rows in kinds.items():
         (folder / kind).mkdir()
         for number, (first, last) in enumerate([(0, 11), (11, 13), (13, 30)]):
             write_rows(folder / kind / f"{number}.jsonl", rows[first:last])
         write_rows(folder / f"{kind}.jsonl", rows)
-    (folder / "reward.py").write_text(
-        "def short(completions, **kwargs):\n    return [-float(len(c)) for c in completions]\n"
-    )
+    (folder / "reward.py").write_text(REWARD)
     return folder
 
 
@@ -77,10 +66,6 @@ def command_of(name):
 def run(name, output, *options, size=4):
     words = ["--use_cpu", "true", "--per_device_train_batch_size", str(size), "--output_dir", output]
     return cli.main([command_of(name), *OPTIONS, *OWN[name], *words, *options])
-
-
-def adapter(folder):
-    return load_tensors(folder / "adapter_model.safetensors")
 
 
 def assert_equal(folder, other):

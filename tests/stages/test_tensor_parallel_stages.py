@@ -12,19 +12,15 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.models.reward_adapters import saved_base
 from tests.places import CPU, REPEATED, launch_environment, launcher, on_gpus, places
-from tests.stages.small_runs import write_rows
+from tests.stages.small_runs import LINEAR, adapter, judged_pairs, metrics, nouns, write_rows
 
 WORKER = str(Path(__file__).with_name("stages_worker.py"))
-NOUNS = "cat dog bird fish tree house river stone".split()
-# SGD: weights are linear in the gradient, so that no sign of a rounding error decides. The norm of every gradient is
-# above 1, so all are clipped. 5 held-out rows: the last batch of an evaluation is not full.
-OPTIONS = "--report_to none --disable_tqdm true --lr_scheduler_type constant --optim sgd --learning_rate 0.1".split()
-OPTIONS += "--max_grad_norm 1 --max_steps 4 --save_steps 2 --logging_steps 1".split()
-OPTIONS += "--use_peft true --lora_r 4 --dtype float32".split()
+# The norm of every gradient is above 1, so all are clipped.
+OPTIONS = [*LINEAR, *"--max_grad_norm 1 --max_steps 4 --save_steps 2 --logging_steps 1 --use_peft true".split()]
+# 5 rows: the last batch of an evaluation is not full.
 HELD_OUT = "--eval_strategy steps --eval_steps 2 --eval_size 5 --per_device_eval_batch_size 2".split()
 # 14 pairs: two groups would fill up the fourth batch.
 PAIRS = "--dataset_name pairs.jsonl --max_steps 3 --activation_checkpointing false"
@@ -44,22 +40,16 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 def words_of(name, output, processes=1):
     verb, *own = CASES[name].split()
     rows = ["--per_device_train_batch_size", str(4 if processes < 4 else 2)]
-    return [verb, *OPTIONS, *HELD_OUT, *BASE, *own, *rows, "--output_dir", output]
-
-
-BASE = ["--model_name_or_path", "base"]
+    return [verb, *OPTIONS, *HELD_OUT, *own, *rows, "--output_dir", output]
 
 
 def make_material(folder):
     saved_base(folder / "base")
     saved_base(folder / "tied", "qwen2")
-    rows = [(NOUNS[i % 8], NOUNS[(i + 3) % 8], i) for i in range(37)]
     # Of different lengths: the groups have different numbers of tokens.
-    texts = [{"prompt": f"the {n} ", "completion": f"runs {o} fast ." + " the dog" * (i % 3)} for n, o, i in rows]
+    texts = [{"prompt": f"the {n} ", "completion": f"runs {o} fast ." + " the dog" * (i % 3)} for n, o, i in nouns(37)]
     write_rows(folder / "texts.jsonl", texts)
-    pairs = [{"prompt": f"the {n} ", "chosen": f"runs {n} .", "rejected": f"no {o}", "probability": 0.6 + i % 3 / 10}
-             for n, o, i in rows]  # fmt: skip
-    write_rows(folder / "pairs.jsonl", pairs)
+    write_rows(folder / "pairs.jsonl", judged_pairs(37))
 
 
 def launch(folder, place, processes, cases, name, config="tensor_parallel"):
@@ -92,10 +82,6 @@ def launched(place, processes):
 
 def facts(place, processes, name, rank=0):
     return json.loads((launched(place, processes) / f"facts-{rank}.json").read_text())[name]
-
-
-def adapter(folder):
-    return load_file(folder / "adapter_model.safetensors")
 
 
 def log_of(folder):
@@ -132,7 +118,7 @@ def test_all_processes_together_train_the_adapter_of_one(place, processes, name)
 
 @pytest.mark.parametrize(("processes", "name"), [(2, "distill"), (4, "reward")])
 def test_the_held_out_rows_are_measured_with_the_divided_model(processes, name):
-    found, alone = (json.loads((launched(CPU, n) / name / "metrics.json").read_text()) for n in (processes, 1))
+    found, alone = (metrics(launched(CPU, n) / name) for n in (processes, 1))
     part = "held_out" if name == "reward" else "fidelity"
     assert found["num_processes"] == processes / 2
     assert found[part].keys() == alone[part].keys()

@@ -7,7 +7,7 @@ same form. All rows in memory are checked before anything runs.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -42,21 +42,22 @@ COMPLETION_KINDS = (("prompt", "completion"), ("messages",), ("text",))
 
 
 def prepare_prompts(
-    dataset: Dataset,
+    rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_length: int | None = None,
     overlong_prompts: Literal["error", "drop", "truncate"] = "error",
     chat_template_kwargs: dict[str, Any] | None = None,
-) -> Dataset:
+) -> Rows:
     """Check every prompt and add the column `prompt_ids`; all other columns are unchanged.
 
     A text gets the tokenizer's special tokens, but no second BOS token if it already begins with one. A conversation
     goes through the chat template and ends where the assistant starts to write; if its last message is the
-    assistant's, the completion continues that message.
+    assistant's, the completion continues that message. Of sharded rows a sample is checked now, and each row when it
+    is read; a dropped one is replaced by the next one, so that every rollout has the same size.
 
     Args:
-        max_prompt_length: in tokens; None for no limit.
+        max_prompt_length: in tokens; None for no limit, which sharded rows must have.
         overlong_prompts: "error" rejects a longer prompt, "drop" removes it, "truncate" keeps its last
             `max_prompt_length` tokens (the column `prompt` is unchanged).
         chat_template_kwargs: variables for the template.
@@ -65,63 +66,92 @@ def prepare_prompts(
         raise ValueError(f"overlong_prompts must be one of {', '.join(OVERLONG)}, got {overlong_prompts!r}")
     if max_prompt_length is not None and max_prompt_length < 1:
         raise ValueError(f"max_prompt_length must be at least 1 token or None, got {max_prompt_length}")
-    _check_columns(dataset)
-    conversational = is_conversational(dataset)
+    if isinstance(rows, ShardedRows) and max_prompt_length is None:
+        raise ValueError(
+            "the prompts are streamed, so the longest one is not known before training; set max_prompt_length"
+        )
+    _check_columns(rows)
+    conversational = is_conversational(rows)
     if conversational and not tokenizer.chat_template:
         raise ValueError(
             "the prompts are conversations and the tokenizer has no chat template; set tokenizer.chat_template to a"
             " Jinja text, or give the prompts as text"
         )
-    encoder = _PromptEncoder(
-        tokenizer, conversational, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
-    )
 
-    def encode(row: dict[str, Any], index: int) -> dict[str, Any]:
+    def encode(prompt: Any) -> list[int]:
+        ids = _prompt_ids(prompt, tokenizer, conversational, chat_template_kwargs or {})
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            if overlong_prompts == "error":
+                raise ValueError(f"prompt has {len(ids)} tokens where max_prompt_length is {max_prompt_length}")
+            if overlong_prompts == "truncate":
+                return ids[-max_prompt_length:]
+        return ids
+
+    longest = max_prompt_length if overlong_prompts == "drop" else None
+    add_ids = _add_streamed_ids if isinstance(rows, ShardedRows) else _add_ids
+    return add_ids(rows, encode, longest)
+
+
+def _add_ids(rows: Dataset, encode: Callable[[Any], list[int]], longest: int | None) -> Dataset:
+    """Return rows with ids, without those whose prompt is longer than `longest`."""
+
+    def with_ids(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            return {"prompt_ids": encoder.ids(row["prompt"])}
+            return {"prompt_ids": encode(row["prompt"])}
         except ValueError as error:
             raise bad_row(index, str(error)) from error
 
-    features = datasets.Features({**dataset.features, "prompt_ids": datasets.List(datasets.Value("int64"))})
-    # No cache: its key does not change with the functions that the encoder calls.
+    features = datasets.Features({**rows.features, "prompt_ids": datasets.List(datasets.Value("int64"))})
+    # No cache: its key does not change with the functions that are called.
     settings = {"features": features, "load_from_cache_file": False, "desc": "prompts"}
-    rows = dataset.map(encode, with_indices=True, **settings)
-    return _drop_overlong(rows, max_prompt_length) if overlong_prompts == "drop" and max_prompt_length else rows
+    rows = rows.map(with_ids, with_indices=True, **settings)
+    if longest is None:
+        return rows
+    kept = rows.filter(lambda row: len(row["prompt_ids"]) <= longest, load_from_cache_file=False)
+    if len(kept) == 0:
+        raise _all_overlong(f"all {len(rows)} prompts", longest)
+    if len(kept) < len(rows):
+        dropped = len(rows) - len(kept)
+        logger.warning("dropped %d of %d prompts longer than %d tokens", dropped, len(rows), longest)
+    return kept
 
 
-def prepare_streamed_prompts(
-    rows: ShardedRows,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int | None,
-    overlong_prompts: Literal["error", "drop", "truncate"] = "error",
-    chat_template_kwargs: dict[str, Any] | None = None,
-) -> ShardedRows:
-    """Return sharded rows whose prompts are checked and tokenized when they are read, as by `prepare_prompts`.
+def _add_streamed_ids(rows: ShardedRows, encode: Callable[[Any], list[int]], longest: int | None) -> ShardedRows:
+    def with_ids(row: dict[str, Any]) -> dict[str, Any] | None:
+        ids = encode(row["prompt"])
+        return None if longest is not None and len(ids) > longest else {**row, "prompt_ids": ids}
 
-    A dropped row is replaced by the next one, so that every rollout has the same size.
-    """
-    if max_prompt_length is None:
-        raise ValueError(
-            "the prompts are streamed, so the longest one is not known before training; set max_prompt_length"
-        )
-    conversational = check_prompts(rows)
-    encoder = _PromptEncoder(
-        tokenizer, conversational, chat_template_kwargs or {}, max_prompt_length, overlong_prompts
+    rows = rows.then(with_ids, added=["prompt_ids"])
+    if not len(rows.sample()):
+        raise _all_overlong("all prompts of a sample of the rows", longest)
+    return rows
+
+
+def _all_overlong(what: str, longest: int | None) -> ValueError:
+    return ValueError(
+        f"{what} are longer than max_prompt_length {longest}; raise it, or set overlong_prompts to 'truncate'"
     )
 
-    def encode(row: dict[str, Any]) -> dict[str, Any] | None:
-        ids = encoder.ids(row["prompt"])
-        is_dropped = overlong_prompts == "drop" and len(ids) > max_prompt_length
-        return None if is_dropped else {**row, "prompt_ids": ids}
 
-    rows = rows.then(encode, added=["prompt_ids"])
-    if not len(rows.sample()):
-        raise ValueError(
-            f"the prompts of a sample of the rows are all longer than max_prompt_length {max_prompt_length}; raise it,"
-            " or set overlong_prompts to 'truncate'"
-        )
-    return rows
+def _prompt_ids(
+    prompt: Any, tokenizer: PreTrainedTokenizerBase, conversational: bool, template_kwargs: dict[str, Any]
+) -> list[int]:
+    """Return the token ids of a prompt; ValueError says what is wrong with it."""
+    if fault := prompt_fault(prompt, conversational):
+        raise ValueError(f"prompt {fault}")
+    try:
+        if isinstance(prompt, str):
+            ids = without_second_bos(tokenizer(prompt)["input_ids"], tokenizer.bos_token_id)
+        else:
+            prefilled = prompt[-1]["role"] == "assistant"
+            settings = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, "tokenize": True}
+            settings |= {"return_dict": True, **template_kwargs}
+            ids = tokenizer.apply_chat_template(prompt, **settings)["input_ids"]
+    except Exception as error:  # A template may raise anything.
+        raise ValueError(f"prompt is rejected by the tokenizer or its chat template: {error}") from error
+    if not ids:
+        raise ValueError("prompt becomes zero tokens")
+    return ids
 
 
 def check_prompts(rows: Dataset | ShardedRows) -> bool:
@@ -136,47 +166,6 @@ def check_prompts(rows: Dataset | ShardedRows) -> bool:
     return conversational
 
 
-@dataclass(frozen=True)
-class _PromptEncoder:
-    """Tokenizes prompts."""
-
-    tokenizer: PreTrainedTokenizerBase
-    conversational: bool
-    chat_template_kwargs: dict[str, Any]
-    max_length: int | None
-    overlong: str
-
-    def ids(self, prompt: Any) -> list[int]:
-        """Return the token ids of a prompt; ValueError says what is wrong with it."""
-        if fault := prompt_fault(prompt, self.conversational):
-            raise ValueError(f"prompt {fault}")
-        try:
-            ids = self._encode(prompt)
-        except Exception as error:  # A template may raise anything.
-            raise ValueError(f"prompt is rejected by the tokenizer or its chat template: {error}") from error
-        if not ids:
-            raise ValueError("prompt becomes zero tokens")
-        if self.max_length is not None and len(ids) > self.max_length:
-            if self.overlong == "error":
-                raise ValueError(f"prompt has {len(ids)} tokens where max_prompt_length is {self.max_length}")
-            if self.overlong == "truncate":
-                return ids[-self.max_length :]
-        return ids
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return without_second_bos(self.tokenizer(prompt)["input_ids"], self.tokenizer.bos_token_id)
-        prefilled = prompt[-1]["role"] == "assistant"
-        return self.tokenizer.apply_chat_template(
-            prompt,
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-            tokenize=True,
-            return_dict=True,
-            **self.chat_template_kwargs,
-        )["input_ids"]
-
-
 def _check_columns(dataset: Dataset | ShardedRows) -> None:
     if "prompt" not in dataset.column_names:
         raise ValueError(
@@ -189,19 +178,6 @@ def _check_columns(dataset: Dataset | ShardedRows) -> None:
             f"the columns {', '.join(reserved)} have names that onetrunk uses itself; rename or remove them"
         )
     require_rows(dataset)
-
-
-def _drop_overlong(rows: Dataset, max_prompt_length: int) -> Dataset:
-    kept = rows.filter(lambda row: len(row["prompt_ids"]) <= max_prompt_length, load_from_cache_file=False)
-    if len(kept) == 0:
-        raise ValueError(
-            f"all {len(rows)} prompts are longer than max_prompt_length {max_prompt_length}; raise it, "
-            "or set overlong_prompts to 'truncate'"
-        )
-    if len(kept) < len(rows):
-        dropped = len(rows) - len(kept)
-        logger.warning("dropped %d of %d prompts longer than %d tokens", dropped, len(rows), max_prompt_length)
-    return kept
 
 
 def completion_columns(dataset: Dataset | ShardedRows) -> list[str]:

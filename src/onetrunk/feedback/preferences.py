@@ -94,8 +94,7 @@ class PreferenceMaker:
 
     def _has_label(self, label: PairLabel) -> bool:
         """Return whether a pair has a label; count it."""
-        # A label over some of the questions would change once the others are answered.
-        if label.errors or label.probability is None:
+        if label.probability is None:
             self.counts["unjudged" if label.errors else "abstained"] += 1
             return False
         self.counts["ties"] += self._is_tie(label)

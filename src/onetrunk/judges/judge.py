@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from onetrunk.servers.errors import ErrorKind
-from onetrunk.types import Message, Prompt
+from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
 
 
@@ -51,11 +51,6 @@ class Single:
     text: str
     stopped: bool = True
     reference: str | None = None
-
-    @property
-    def completion(self) -> str | list[Message]:
-        """The completion in the form of its prompt, as reward functions get it: text or conversation."""
-        return self.text if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.text}]
 
 
 @dataclass(frozen=True)
@@ -181,15 +176,10 @@ class Usage:
         return (read * price[0] + written * price[1]) / 1e6
 
     def as_dict(self, usd: float | None = None) -> dict[str, Any]:
-        """Return the counters, and per question what a label costs; in USD too if `usd`, the whole cost, is known."""
+        """Return the counters; with `usd`, the whole cost, also that of 1,000 questions."""
         values: dict[str, Any] = asdict(self) | {"seconds": round(self.seconds, 3)}
-        questions = max(1, self.questions)
-        values["calls_per_question"] = round(self.calls / questions, 4)
-        values["tokens_per_question"] = round((self.prompt_tokens + self.completion_tokens) / questions, 2)
-        values["seconds_per_question"] = round(self.seconds / questions, 5)
         if usd is not None:
-            values["usd"] = round(usd, 6)
-            values["usd_per_1000_questions"] = round(1000 * usd / questions, 6)
+            values |= {"usd": round(usd, 6), "usd_per_1000_questions": round(1000 * usd / max(1, self.questions), 6)}
         return values
 
 
@@ -200,7 +190,7 @@ class Judge:
         name: the judge's name in reports and metrics, [A-Za-z0-9._-].
         identity: everything that an answer depends on besides the question (model and its revision or fingerprint,
             template, sampling), as JSON values. Ledgers use it in their keys.
-        is_remote: whether it only waits for servers, and so may answer in a thread while other work goes on.
+        is_remote: whether it calls a server, for which a budget needs a price.
     """
 
     name: str

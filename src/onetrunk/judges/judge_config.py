@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 RUBRIC, REWARD, SERVER = "rubric", "reward:", ("http://", "https://")
 KINDS = (
-    "rubric, reward:FOLDER, a server's address (http://host/v1), a Judge of yours (path/to/file.py:NAME), or a causal"
+    "rubric; reward:FOLDER (a reward model, or its Hub name); http(s)://host/v1 (a server; judge_model, or"
+    " '#model=NAME' after the address); a Judge of yours (path/to/file.py:NAME, package.module.NAME); else a causal"
     " model's folder or Hub name"
 )
 # Entries of a call's body that the judge sets itself, with the settings that change them.
@@ -42,12 +43,7 @@ SENT |= {"model": "judge_model", "max_tokens": "judge_verdict_tokens"}
 class JudgeConfig:
     """Which judges, and by which principles. A dataclass for TrlParser: one field is one YAML key and one option."""
 
-    judge: list[str] | None = option(
-        None,
-        "rubric; reward:FOLDER (a reward model, or its Hub name); http(s)://host/v1 (a server; judge_model, or"
-        " '#model=NAME' after the address); a Judge of yours (path/to/file.py:NAME, package.module.NAME); else a"
-        " causal model's folder or Hub name. Several: their mean; servers of one model share its questions.",
-    )
+    judge: list[str] | None = option(None, f"{KINDS}. Several: their mean; servers of one model share its questions.")
     constitution: str | None = option(None, "YAML file with the principles to judge by.")
     rubric: dict[str, str] | None = option(
         None,
@@ -107,9 +103,8 @@ def specs_by_judge(specs: Sequence[str], settings: JudgeConfig) -> list[list[str
     """Return the specs of each judge: servers of one model are one judge, which shares its questions among them."""
     groups: dict[str, list[str]] = {}
     for spec in specs:
-        key = spec
-        if spec.startswith(SERVER):
-            key = f"server {_address(spec)[1] or settings.judge_model}"
+        is_server = spec.startswith(SERVER)
+        key = f"server {_address(spec)[1] or settings.judge_model}" if is_server else spec
         groups.setdefault(key, []).append(spec)
     return list(groups.values())
 

@@ -43,8 +43,8 @@ class PairLabel:
 
     Args:
         probability: that the pair's first completion is the better one. It is the mean over orders and, by weight,
-            over the principles that were answered in both orders and did not tie; 1/2 if all of those tie, None
-            if there are none.
+            over the principles that were answered in both orders and did not tie; 1/2 if all of those tie. None if
+            there are none, or if a question has no answer yet, with which the label would change.
         consistent: True if neither order contradicts the other; a tie contradicts nothing.
         votes: the text of each principle, and the probability of `first` as given and flipped (None: no answer).
         abstentions: questions that the judge did not decide.
@@ -159,27 +159,23 @@ def ask_missing(
 
 def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle]) -> PairLabel:
     """Return the label of a pair from its verdicts per principle, each as given and flipped."""
-    votes, abstentions = [], 0
-    errors: list[ErrorKind] = []
-    answered: list[tuple[float, list[float]]] = []
-    for principle, in_orders in zip(principles, verdicts, strict=True):
-        by_order: list[float | None] = []
-        for is_flipped, verdict in enumerate(in_orders):
-            errors += [verdict.error_kind] if verdict.error is not None else []
-            abstentions += verdict.error is None and verdict.probability is None
-            probability = verdict.probability if verdict.error is None else None
-            by_order.append(1 - probability if is_flipped and probability is not None else probability)
-        votes.append((principle.text, tuple(by_order)))
-        # An answer in one order alone would bring the slot's bias into the mean.
-        if None not in by_order:
-            answered.append((principle.weight, by_order))
+    everything = [verdict for in_orders in verdicts for verdict in in_orders]
+    errors = tuple(verdict.error_kind for verdict in everything if verdict.error is not None)
+    abstentions = sum(verdict.probability is None for verdict in everything) - len(errors)
+    votes = tuple(
+        (principle.text, (given.probability, None if flipped.probability is None else 1 - flipped.probability))
+        for principle, (given, flipped) in zip(principles, verdicts, strict=True)
+    )
+    # An answer in one order alone would bring the slot's bias into the mean.
+    answered = [(p.weight, orders) for p, (_, orders) in zip(principles, votes, strict=True) if None not in orders]
     # A principle that ties in every order would only pull the others towards 1/2. Two orders that contradict each
     # other do count: the judge saw a difference, but cannot be trusted with it.
-    decided = [(weight, by_order) for weight, by_order in answered if any(p != TIE for p in by_order)] or answered
+    decided = [(weight, orders) for weight, orders in answered if orders != (TIE, TIE)] or answered
     weights = [weight for weight, _ in decided]
-    means = [_weighted_mean(in_order, weights) for in_order in zip(*(p for _, p in decided), strict=True)]
-    probability = sum(means) / len(means) if means else None
-    return PairLabel(probability, bool(means) and _agree(*means), tuple(votes), abstentions, tuple(errors))
+    means = [_weighted_mean(in_order, weights) for in_order in zip(*(orders for _, orders in decided), strict=True)]
+    if errors or not means:
+        return PairLabel(None, False, votes, abstentions, errors)
+    return PairLabel(sum(means) / len(means), _agree(*means), votes, abstentions)
 
 
 def weighted_rating(ratings: Sequence[Rating], constitution: Constitution) -> float | None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import has_file
 
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
-from onetrunk.data.prompts import prepare_prompts, prepare_streamed_prompts
+from onetrunk.data.prompts import prepare_prompts
 from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.adapters import check_adapter_config
 from onetrunk.models.base_model import (
@@ -278,19 +278,18 @@ def prepare_dataset(
     dataset: Dataset | ShardedRows, tokenizer: PreTrainedTokenizerBase, args: PPOConfig
 ) -> Dataset | ShardedRows:
     """Return a dataset with every prompt checked and tokenized; sharded rows, when they are read."""
-    settings = {
-        "max_prompt_length": args.max_prompt_length,
-        "overlong_prompts": args.overlong_prompts,
-        "chat_template_kwargs": args.chat_template_kwargs,
-    }
-    if isinstance(dataset, ShardedRows):
-        return prepare_streamed_prompts(dataset, tokenizer, **settings)
-    if not isinstance(dataset, Dataset):
+    if not isinstance(dataset, (Dataset, ShardedRows)):
         raise ValueError(
             f"the dataset is a {type(dataset).__name__}; pass a map-style datasets.Dataset, whose order can be resumed"
             ", or ShardedRows (onetrunk.data.sharded.load_sharded_rows), which are read while training"
         )
-    return prepare_prompts(dataset, tokenizer, **settings)
+    return prepare_prompts(
+        dataset,
+        tokenizer,
+        max_prompt_length=args.max_prompt_length,
+        overlong_prompts=args.overlong_prompts,
+        chat_template_kwargs=args.chat_template_kwargs,
+    )
 
 
 def resolve_rewards(

@@ -37,7 +37,7 @@ from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
 from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import check_stage_launch, check_stage_layout, train_in_stages
-from onetrunk.parallel.staged import StagedScorer, keep_stage, reduce_gradients
+from onetrunk.parallel.staged import keep_stage, reduce_gradients
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.rewards.model import encode_rows
 from onetrunk.utils.options import is_whole, option, require_seed, require_split
@@ -273,7 +273,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         join_pipeline(args, has_adapter=trl.get("peft_config") is not None or isinstance(model, PeftModel))
         if trl.get("peft_config") is not None:
             require_lora(trl["peft_config"], "peft_config")
-        check_tokenizer(processing_class, model)
+        check_tokenizer(processing_class)
         check_length(args, model, processing_class)
         reads_end = args.end_token or trl.get("peft_config") is not None or hasattr(model, "peft_config")
         model.config.update({READS_END: reads_end})
@@ -321,7 +321,21 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         if dataset is None or isinstance(dataset, str) or set(ENCODED) <= set(dataset.column_names):
             return dataset
         self.check_rows(dataset, args)
-        return drop_overlong(self.encode_rows(dataset, tokenizer, args, kind), args.max_length, kind)
+        encoder = self.encoder(dataset.column_names, tokenizer, args)
+        # Written to the cache of `datasets` and mapped from there, so that memory does not grow with the rows; rows in
+        # memory stay there.
+        encoded = dataset.with_format(None).map(
+            encoder,
+            batched=True,
+            with_indices=True,
+            features=encoder.features(dataset),
+            remove_columns=dataset.column_names,
+            num_proc=args.dataset_num_proc,
+            # The key of the cache does not change with the functions that the encoder calls.
+            load_from_cache_file=False,
+            desc=f"{kind} rows",
+        )
+        return drop_overlong(encoded, args.max_length, kind)
 
     def check_rows(self, dataset: Dataset, args: RewardModelConfig) -> None:
         """Raise ValueError for rows that cannot be learned from."""
@@ -337,31 +351,10 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         used = tuple(name for name in labels if name in columns)
         return PairEncoder(tokenizer, self.reads_end, used)
 
-    def encode_rows(
-        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig, kind: str
-    ) -> Dataset:
-        """Return checked rows as chosen_ids, rejected_ids and the labels that are used.
-
-        They are written to the cache of `datasets`, and mapped from there: memory does not grow with their number.
-        Rows in memory stay there.
-        """
-        encoder = self.encoder(dataset.column_names, tokenizer, args)
-        return dataset.with_format(None).map(
-            encoder,
-            batched=True,
-            with_indices=True,
-            features=encoder.features(dataset),
-            remove_columns=dataset.column_names,
-            num_proc=args.dataset_num_proc,
-            # The key of the cache does not change with the functions that the encoder calls.
-            load_from_cache_file=False,
-            desc=f"{kind} rows",
-        )
-
     def encode_streamed(
         self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig
     ) -> list[dict[str, Any] | None]:
-        """Return rows of a batch as `encode_rows` does, None for those that are longer than max_length."""
+        """Return rows of a batch as `encode` does, None for those that are longer than max_length."""
         limit, dataset = args.max_length, Dataset.from_list(rows)
         self.check_rows(dataset, args)
         encoder = self.encoder(dataset.column_names, tokenizer, args)
@@ -394,7 +387,8 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         if stage is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        parts = self._microbatches(inputs, stage)
+        number = self.args.pipeline_batches or BATCHES_PER_STAGE * stage.num_stages
+        parts = send_to_device(self.data_collator.parts(inputs, number), self.accelerator.device)
         total = torch.zeros((), device=self.accelerator.device)
 
         def loss_of(number: int, run: Callable[..., Any]) -> Tensor:
@@ -407,10 +401,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         if self.accelerator.sync_gradients:
             reduce_gradients(stage.model)
         return total
-
-    def _microbatches(self, inputs: dict[str, Any], stage: StagedScorer) -> list[dict[str, Any]]:
-        number = self.args.pipeline_batches or BATCHES_PER_STAGE * stage.num_stages
-        return send_to_device(self.data_collator.parts(inputs, number), self.accelerator.device)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -471,8 +461,8 @@ def join_pipeline(args: RewardModelConfig, has_adapter: bool, script: str = "scr
     train_in_stages(args.pipeline_stages or args.world_size)
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> None:
-    """Raise ValueError for a tokenizer that is missing, cannot pad, or belongs to another model."""
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raise ValueError for a tokenizer that is missing or cannot pad."""
     if tokenizer is None:
         raise ValueError("the trainer needs the model's tokenizer; pass processing_class")
     if tokenizer.pad_token_id is None:
@@ -480,11 +470,6 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, model: PreTrained
             "the tokenizer has no padding token, and a reward model reads its score at the last token before the"
             " padding; set tokenizer.pad_token to a token that no text contains (the end token works, and is then not"
             " read)"
-        )
-    size = model.get_input_embeddings().num_embeddings
-    if max(tokenizer.get_vocab().values(), default=0) >= size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model knows {size}; use the tokenizer of this model"
         )
 
 

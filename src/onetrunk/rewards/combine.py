@@ -26,6 +26,7 @@ from onetrunk.rewards.reward import (
     content_of,
     is_async,
     names_a_model,
+    parameters_of,
     reward_name,
 )
 from onetrunk.types import Prompt
@@ -228,23 +229,15 @@ def _background_loop() -> asyncio.AbstractEventLoop:
 os.register_at_fork(after_in_child=_background_loop.cache_clear)
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return the parameters of a function; None for one that is written in C and has no signature."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return None
-
-
 def _keywords_for(function: Callable[..., Any], keywords: Iterable[str]) -> list[str]:
     """Return the keywords that a function is called with: OPTIONAL only if it lists it or takes all."""
-    named = {p.name for p in _parameters(function) or () if p.kind is not p.POSITIONAL_ONLY}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in _parameters(function) or ())
+    named = {p.name for p in parameters_of(function) or () if p.kind is not p.POSITIONAL_ONLY}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(function) or ())
     return [keyword for keyword in keywords if keyword != OPTIONAL or takes_all or OPTIONAL in named]
 
 
 def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> None:
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if parameters is None:
         return
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -55,6 +55,7 @@ class ModelReward(BuiltInReward):
     Args:
         model_or_path: a model, or the path or Hub name of one (see `load_scorer`).
         tokenizer: the model's own; None: the one next to the model.
+        max_length: tokens of prompt and completion; None: what model and tokenizer allow.
         batch_size: texts per forward.
         device: None leaves the model where it is.
         name: the name in metrics; None: the last part of the path.
@@ -68,12 +69,13 @@ class ModelReward(BuiltInReward):
         model_or_path: PreTrainedModel | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
+        max_length: int | None = None,
         batch_size: int = 16,
         device: torch.device | str | None = None,
         name: str | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; set it to 1 or more")
+        if batch_size < 1 or (max_length is not None and max_length < 1):
+            raise ValueError(f"batch_size {batch_size} and max_length {max_length} must be at least 1")
         is_model = isinstance(model_or_path, PreTrainedModel)
         source = model_or_path.name_or_path if is_model else scorer_source(model_or_path)
         if tokenizer is None and not source:
@@ -86,7 +88,10 @@ class ModelReward(BuiltInReward):
             self.model = load_scorer(model_or_path, device=device)
         check_scorer(self.model)
         self.model.eval()
-        self.max_length = length_limit(self.model, self.tokenizer)
+        limit = length_limit(self.model, self.tokenizer)
+        if max_length is not None and limit is not None and max_length > limit:
+            raise ValueError(f"max_length {max_length} is more than the {limit} tokens that the reward model can read")
+        self.max_length = limit if max_length is None else max_length
         self.batch_size = batch_size
         self.num_shortened = 0
         self.__name__ = name or Path(source).name or type(self.model).__name__

@@ -13,7 +13,6 @@ was cut off at max_completion_length) and answers {"scores": [number or null, ..
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -61,9 +60,7 @@ def remote_reward(spec: str) -> RemoteReward:
     options: dict[str, Any] = {}
     for key, value in parse_qsl(fragment, keep_blank_values=True):
         if key not in OPTIONS:
-            near = difflib.get_close_matches(key, OPTIONS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"
-            raise ValueError(f"{WHAT} has an unknown option {key!r} after '#'; {hint}")
+            raise ValueError(f"{WHAT} has an unknown option {key!r} after '#'; there are {', '.join(OPTIONS)}")
         try:
             options[key] = OPTIONS[key](value)
         except ValueError:

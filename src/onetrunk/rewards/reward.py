@@ -124,12 +124,18 @@ def columns_read(reward: Callable[..., Any], columns: Sequence[str]) -> list[str
     """Return the columns of the dataset that a reward function reads: those it names; with `**kwargs`, all of them."""
     if isinstance(reward, BuiltInReward):
         return []
-    try:
-        parameters = inspect.signature(reward).parameters
-    except (TypeError, ValueError):
+    parameters = parameters_of(reward)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(columns)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return [name for name in columns if takes_all or name in parameters]
+    return [name for name in columns if name in {p.name for p in parameters}]
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of a function; None for one that is written in C and has no signature."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
 
 
 class JudgeReward(BuiltInReward):

@@ -363,8 +363,7 @@ def hold_contest(
         bar.update(total - bar.n)  # Answers from the ledger.
     same = PairLabel(probability=0.5, consistent=True, votes=())
     labels = [asked.get(i, same) for i in range(len(pairs))]
-    # A label from some of the questions could change when the others are answered.
-    decided = [i for i, label in enumerate(labels) if not label.errors and label.probability is not None]
+    decided = [i for i, label in enumerate(labels) if label.probability is not None]
     if not decided:
         unanswered = asker.statistics.sums["errors"]
         raise RuntimeError(

@@ -37,7 +37,7 @@ from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnin
 from onetrunk.judges.win_rate import CONFIDENCE
 from onetrunk.report.report import PAIRS, write_report_of
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
-from onetrunk.stages.arguments import AskingArguments, parse
+from onetrunk.stages.arguments import AskingArguments, parse, require_set
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
@@ -57,15 +57,6 @@ SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accurac
 SHOWN += ("calibration_error", "loss", "abstained", "unjudged")
 
 
-def check_judge_is_named(settings: JudgeConfig) -> None:
-    """Raise ValueError without a judge."""
-    if not settings.judge:
-        raise ValueError(
-            "judge is not set; name who is measured, such as reward:runs/reward, a server's address, or a causal"
-            " model's folder; several are measured one by one and as an ensemble"
-        )
-
-
 @dataclass(frozen=True)
 class Judged:
     """A row with the judge's labels of its pairs, in the order of `Group.pairs`."""
@@ -76,7 +67,7 @@ class Judged:
     @property
     def is_decided(self) -> bool:
         """Whether every pair has a label."""
-        return all(not label.errors and label.probability is not None for label in self.labels)
+        return all(label.probability is not None for label in self.labels)
 
     @cached_property
     def score(self) -> float:
@@ -300,7 +291,7 @@ def agreement(judged: dict[str, Sequence[Judged]]) -> dict[str, dict[str, Any]]:
     opinions: dict[str, list[float | None]] = {name: [] for name in [*judged, "people"]}
     for rows in zip(*judged.values(), strict=True):
         for labels in zip(*(row.labels for row in rows), strict=True):
-            said = [None if label.errors else label.probability for label in labels]
+            said = [label.probability for label in labels]
             for name, probability in zip(opinions, [*said, rows[0].group.probability], strict=True):
                 opinions[name].append(probability)
     result = {}
@@ -347,6 +338,6 @@ parse_judge = partial(
     parse,
     verb="judge",
     dataclass_types=(AskingArguments, JudgeConfig, CostConfig),
-    check=lambda args, settings, prices: check_judge_is_named(settings),
+    check=lambda args, settings, prices: require_set(settings, "judge"),
 )
 main = partial(run_stage, "judge", parse_judge, run)

@@ -125,8 +125,8 @@ def trained_reward(trainer: RewardModelTrainer) -> ModelReward:
     """Return the trained model as a reward function, as PPO will call it."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    settings = {"max_length": trainer.args.max_length, "batch_size": trainer.args.per_device_eval_batch_size}
-    return ModelReward(inner, trainer.processing_class, name=Path(trainer.args.output_dir).name, **settings)
+    name, batch_size = Path(trainer.args.output_dir).name, trainer.args.per_device_eval_batch_size
+    return ModelReward(inner, trainer.processing_class, name=name, batch_size=batch_size)
 
 
 def result_of(model_args: ModelArguments) -> str:
