@@ -31,3 +31,25 @@ def pytest_collection_finish() -> None:
     gc.collect()
     freeze_loaded()
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """Return the address of a bucket on a real S3 server (moto's) on the loopback."""
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        fsspec.filesystem("s3").clear_instance_cache()
+        fsspec.filesystem("s3").makedirs("bucket", exist_ok=True)  # The server is new, its buckets are not.
+        yield "s3://bucket"
+    fsspec.filesystem("s3").clear_instance_cache()
+    server.stop()

@@ -65,13 +65,8 @@ def pairs(count: int = 10) -> Dataset:
     return Dataset.from_list(rows)
 
 
-ON_SCORE: list[Callable[[], None]] = []
-
-
 def drawing(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """Score by length and by numbers drawn from the global generators, as reward functions of users do."""
-    for hook in ON_SCORE:
-        hook()
     return [len(ids) / 6 + random.random() + float(np.random.rand()) + torch.rand(()).item() for ids in completion_ids]
 
 
@@ -130,7 +125,14 @@ def ppo_monitor(folder: Path, **settings: Any) -> Any:
 KINDS: dict[str, Callable[..., Any]] = {
     "ppo": ppo,
     "ppo_adaptive": lambda folder, **s: ppo(
-        folder, kl_target=0.05, kl_horizon=40, normalize_scores=True, value_head="adapter", num_generations=2, **s
+        folder,
+        kl_target=0.05,
+        kl_horizon=40,
+        normalize_scores=True,
+        value_head="adapter",
+        num_generations=2,
+        value_learning_rate=3e-2,
+        **s,
     ),
     "ppo_cut": lambda folder, **s: ppo(folder, adapter_layers="top-1", trunk_cache="cpu", **s),
     "ppo_in_loss": lambda folder, **s: ppo(
@@ -211,14 +213,12 @@ def _text(value: Any) -> bytes:
 def finish(kind: str, folder: Path, resume: str | None = "auto", **settings: Any) -> None:
     """Train to the end, from what lies in the folder, save, and write down what came of it."""
     trainer = KINDS[kind](folder, **settings)
-    start = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
     found = digest(trainer)
     trainer.save_model()
     if trainer.eval_dataset is not None:
         found["evaluation"] = evaluated(trainer)
     (folder / "digest.json").write_text(json.dumps(found))
-    (folder / "seconds.json").write_text(json.dumps(time.perf_counter() - start))
 
 
 class FileEvents:
@@ -326,19 +326,11 @@ def signalled(kind: str, folder: Path, place: str, count: int, number: int, resu
     elif place == "token":
         poll = trainer.sampler.backend.poll
         trainer.sampler.backend.poll = lambda: (pass_by(), poll())[1]
-    elif place == "score":
-        ON_SCORE.append(pass_by)
     elif place == "forward":
         torch.nn.modules.module.register_module_forward_hook(pass_by)
-    elif place == "pack":
-        loss = trainer.compute_loss
-        trainer.compute_loss = lambda *args, **kwargs: (pass_by(), loss(*args, **kwargs))[1]
     elif place == "evaluation":
         evaluate = trainer.evaluate
         trainer.evaluate = lambda *args, **kwargs: (pass_by(), evaluate(*args, **kwargs))[1]
-    elif place == "save":
-        fsync = os.fsync
-        os.fsync = lambda descriptor: (pass_by(), fsync(descriptor))[1]
     trainer.train(resume_from_checkpoint=resume)
     found = digest(trainer)
     (folder / "digest.json").write_text(json.dumps(found))

@@ -22,7 +22,7 @@ from tests.ppo.support import assert_same, make_trainer, prompts, trained_weight
 KIND, LAST = "ppo_best", 12
 pytestmark = pytest.mark.timeout(3600)
 # Made by the tests.
-APART = ("digest.json", "seconds.json", "events.json", "_run.lock")
+APART = ("digest.json", "events.json", "_run.lock")
 
 
 class Ending:

@@ -14,7 +14,6 @@ from accelerate.data_loader import prepare_data_loader
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 from torch.utils.data import DataLoader
 
 from onetrunk.data import sharded
@@ -279,25 +278,6 @@ def test_names_without_files_are_explained(tmp_path, monkeypatch, name, split, e
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         load_sharded_rows(name, split=split)
-
-
-@pytest.fixture(scope="module")
-def s3():
-    """Return the address of a bucket on a real S3 server (moto's) on the loopback."""
-    pytest.importorskip("s3fs")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "testing")
-        fsspec.filesystem("s3").clear_instance_cache()
-        fsspec.filesystem("s3").mkdir("rows")
-        yield "s3://rows"
-    fsspec.filesystem("s3").clear_instance_cache()
-    server.stop()
 
 
 def test_rows_in_a_bucket_are_those_on_the_disk(tmp_path, s3):

@@ -116,8 +116,6 @@ def test_a_wrong_key_is_said_to_be_one_and_not_repeated(monkeypatch):
     assert "tok-123" not in repr(vars(judge)) + repr(judge.identity)
 
 
-# --- models that reason before they answer
-
 THINKS = pytest.mark.parametrize("thinks", ["reasoning", "reasoning_content", "inline"])
 
 

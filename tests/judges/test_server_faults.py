@@ -119,9 +119,6 @@ def test_ctrl_c_ends_a_run_at_once_and_keeps_what_was_answered():
         assert time.monotonic() - start < 600 and 3 <= len(told) < 20
 
 
-# --- several servers ---------------------------------------------------------------------------------------------
-
-
 def test_servers_of_one_model_are_one_judge_with_its_identity():
     with StubServer() as one, StubServer() as other:
         judge = load_judge(JudgeConfig(judge=[one.url, other.url], judge_model="judge-1"))

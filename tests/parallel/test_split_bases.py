@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 LAYERS = 4
 # Of FSDP2: layers above the cut are gathered once for each role; the root and the layers below it once for a pack.
 GATHERS = {"shared": 14, "adapter, top-2": 12, "checkpointing": 22}
-LAYOUTS = {"FSDP2": Layout(), "TP": Layout(1, 1, tensor=2)}
+LAYOUTS = {"FSDP2": Layout(), "TP": Layout(tensor=2)}
 EVERY = [(kind, case) for kind, cases in CASES.items() for case in cases]
 
 
@@ -99,7 +99,7 @@ def test_accelerate_wraps_a_split_model_on_several_gpus(place, kind):
     assert [found["accepted"] for found in two(kind, "shared", place)] == [True, True]
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("FSDP2", Layout(shards=2, replicas=2)), ("TP", Layout(1, 2, tensor=2))])
+@pytest.mark.parametrize(("kind", "layout"), [("FSDP2", Layout(2)), ("TP", Layout(2, tensor=2))])
 @pytest.mark.parametrize("place", places(4))
 def test_two_copies_over_two_processes_each_give_what_a_whole_base_gives(place, kind, layout):
     for rank in launch(4, layout, ["shared", "adapter, top-2"], place):

@@ -134,7 +134,7 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
         check_stage_training(config, quantization_config=None, scores_on_trunk=True)
     launch = SimpleNamespace(rollout_backend="pipelined", pipeline_stages=None, pipeline_training=True, world_size=2)
     check_pipeline(launch)
-    monkeypatch.setattr(setup, "launch_layout", lambda: Layout(1, 1, tensor=2))
+    monkeypatch.setattr(setup, "launch_layout", lambda: Layout(tensor=2))
     with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set .* to 'local'"):
         check_pipeline(launch)
     monkeypatch.undo()

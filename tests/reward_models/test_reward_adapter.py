@@ -131,9 +131,6 @@ def test_conversations_are_read_as_the_policy_reads_them(tmp_path, caplog):
     torch.testing.assert_close(scored.scores.total, expected_scores(scored), atol=1e-5, rtol=1e-5)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------
-
-
 def test_an_adapter_on_another_base_is_rejected_with_both_names(tmp_path):
     other = saved_base(tmp_path / "other", num_hidden_layers=2)
     with pytest.raises(ValueError, match=f"on the base model {base()}, and the policy's is {other}.* merge it into"):

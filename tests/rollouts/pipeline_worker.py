@@ -35,10 +35,6 @@ def rows_of(rank: int, world_size: int) -> tuple[list[list[int]], list[tuple[int
     return [PROMPTS[(i // 2) % len(PROMPTS)] for i in places], [(4, 0, i) for i in places]
 
 
-def plain(family: str) -> nn.Module:
-    return tiny(family)
-
-
 def four_bit() -> nn.Module:
     """Return a trunk over a base in NF4; its layers have at least 64 columns."""
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -54,7 +50,7 @@ def four_bit() -> nn.Module:
 
 
 MODELS: dict[str, Any] = {
-    **{family: partial(plain, family) for family in ("llama", "gemma3", "gpt2")},
+    **{family: partial(tiny, family) for family in ("llama", "gemma3", "gpt2")},
     "lora": a_trunk,
     "lora, tied": partial(a_trunk, "qwen2"),
     "lora, soft-capped": partial(a_trunk, "gemma2"),

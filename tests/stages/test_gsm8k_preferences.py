@@ -4,6 +4,7 @@ import json
 import random
 
 from tests.stages.recipes import load_recipe_module
+from tests.stages.small_runs import write_rows
 
 prepare = load_recipe_module("gsm8k-tiny", "prepare_preferences")
 rewards = load_recipe_module("gsm8k-tiny", "rewards")
@@ -28,26 +29,23 @@ def test_what_follows_a_result_or_ends_an_answer_stays_where_it_is_another_numbe
     assert prepare.corrupted("no calculation\n#### 5", random.Random(0)) == "no calculation\n#### 5"
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def solutions(path, n):
     def said(i, model):
         return {"is_correct": (i + MODELS.index(model)) % 3 != 0, "solution": f"by {model} {i}"}
 
     rows = [{"question": f"how many {i} ?", "ground_truth": "x", **{m: said(i, m) for m in MODELS}} for i in range(n)]
-    return write(path, rows)
+    write_rows(path, rows)
 
 
 def answers(path, n):
     rows = [{"question": f"what is {i} + 1 ?", "answer": f"<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(n)]
-    return write(path, rows)
+    write_rows(path, rows)
 
 
 def test_both_tasks_are_split_by_question(tmp_path, monkeypatch, capsys):
-    given = [solutions(tmp_path / "s.jsonl", 160), answers(tmp_path / "t.jsonl", 520)]
+    given = [str(tmp_path / name) for name in ("s.jsonl", "t.jsonl")]
+    solutions(tmp_path / "s.jsonl", 160)
+    answers(tmp_path / "t.jsonl", 520)
     monkeypatch.setattr("sys.argv", ["prepare_preferences.py", *given, "--output_dir", str(tmp_path / "out")])
     assert prepare.main() == 0
 

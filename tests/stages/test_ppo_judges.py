@@ -1,6 +1,5 @@
 """Judges in `onetrunk ppo`: as a rating and as a monitor; on a tiny model."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from onetrunk.rewards.reward import JudgeReward
 from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts
-from tests.stages.small_runs import metrics, on_two_processes
+from tests.stages.small_runs import metrics, on_two_processes, write_rows
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 CHECKS = """
@@ -47,9 +46,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judged")
     tiny_model("llama", num_hidden_layers=2, initializer_range=0.1).save_pretrained(folder / "base")
     tiny_tokenizer().save_pretrained(folder / "base")
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{WORDS[i]} {WORDS[i + 1]}"}) + "\n" for i in range(20))
-    )
+    write_rows(folder / "rows.jsonl", [{"prompt": f"{WORDS[i]} {WORDS[i + 1]}"} for i in range(20)])
     (folder / "checks.py").write_text(CHECKS)
     for name in ("long", "brief"):
         (folder / f"{name}.yaml").write_text(CONSTITUTION.format(name))

@@ -229,14 +229,9 @@ class RunTensorBoard(TensorBoardCallback):
         if self.tb_writer is not None or not state.is_world_process_zero:
             return
         if self.logging_dir is None:
-            earlier = last_tensorboard_run(args.output_dir) if state.global_step else None
-            self.logging_dir = str(earlier or Path(args.output_dir) / default_logdir())
+            earlier = (Path(args.output_dir) / "runs").glob("*/events.out.tfevents.*") if state.global_step else ()
+            newest = max(earlier, key=lambda path: path.stat().st_mtime_ns, default=None)
+            self.logging_dir = str(Path(args.output_dir) / default_logdir() if newest is None else newest.parent)
         from torch.utils.tensorboard import SummaryWriter
 
         self.tb_writer = SummaryWriter(log_dir=self.logging_dir, purge_step=purge_step)
-
-
-def last_tensorboard_run(output_dir: str | Path) -> Path | None:
-    """Return the folder of the newest events in an output folder; None without any."""
-    files = list((Path(output_dir) / "runs").glob("*/events.out.tfevents.*"))
-    return max(files, key=lambda path: path.stat().st_mtime_ns).parent if files else None

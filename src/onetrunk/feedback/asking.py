@@ -63,10 +63,9 @@ class Asker:
 
     def labels(self, pairs: Sequence[Pair]) -> list[PairLabel]:
         """Return a label per pair; its `errors` count the questions without an answer."""
-        labels: list[PairLabel] = []
-        for start in range(0, len(pairs), PAIRS_PER_PART):
-            part = pairs[start : start + PAIRS_PER_PART]
-            labels += judge_pairs(self.judge, part, self.constitution, memory=self.ledger, on_answer=self._note)
+        how = {"memory": self.ledger, "on_answer": self._note}
+        parts = chunked(pairs, PAIRS_PER_PART)
+        labels = [label for part in parts for label in judge_pairs(self.judge, part, self.constitution, **how)]
         for label in labels:
             self.statistics.add(label)
         return labels

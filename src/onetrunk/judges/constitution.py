@@ -21,6 +21,7 @@ from typing import Any
 
 from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdict, logistic
 from onetrunk.servers.fleet import run_async
+from onetrunk.types import as_completion
 from onetrunk.utils.files import digest, read_yaml
 from onetrunk.utils.import_path import source_identity
 
@@ -163,7 +164,7 @@ class RubricJudge(ScoringJudge):
         return [dict(zip(tags, scores, strict=True)) for scores in zip(*columns, strict=True)]
 
     def _call(self, tag: str, rows: Sequence[Single]) -> list[float | None]:
-        prompts, completions = [row.prompt for row in rows], [row.completion for row in rows]
+        prompts, completions = [row.prompt for row in rows], [as_completion(row.prompt, row.text) for row in rows]
         try:
             result = self.checks[tag](prompts=prompts, completions=completions, completion_ids=None)
             if inspect.iscoroutine(result):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from onetrunk.servers.errors import ErrorKind
-from onetrunk.types import Message, Prompt
+from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
 
 
@@ -51,11 +51,6 @@ class Single:
     text: str
     stopped: bool = True
     reference: str | None = None
-
-    @property
-    def completion(self) -> str | list[Message]:
-        """The completion in the form of its prompt, as reward functions get it: text or conversation."""
-        return self.text if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.text}]
 
 
 @dataclass(frozen=True)
@@ -195,7 +190,7 @@ class Judge:
         name: the judge's name in reports and metrics, [A-Za-z0-9._-].
         identity: everything that an answer depends on besides the question (model and its revision or fingerprint,
             template, sampling), as JSON values. Ledgers use it in their keys.
-        is_remote: whether it only waits for servers, and so may answer in a thread while other work goes on.
+        is_remote: whether it calls a server, for which a budget needs a price.
     """
 
     name: str

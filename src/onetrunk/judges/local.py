@@ -6,7 +6,6 @@ The label tokens after the question are compared by a softmax over them alone. T
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from onetrunk.judges.template import (
 from onetrunk.models.base_model import load_base, load_tokenizer, repair_padding
 from onetrunk.models.loading import adapter_base, base_fingerprint, base_of, put_adapter_on, reading
 from onetrunk.models.reward_model import length_limit
+from onetrunk.rollouts.local import last_logits_only
 from onetrunk.types import Message
 from onetrunk.utils.files import digest
 from onetrunk.utils.startup import peft_calls
@@ -251,13 +251,12 @@ def last_logits(model: PreTrainedModel, rows: Sequence[list[int]], pad_token_id:
     input_ids = torch.tensor([[pad_token_id] * (width - len(row)) + row for row in rows], device=model.device)
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     attention_mask = (torch.arange(width, device=model.device) >= width - lengths[:, None]).long()
-    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     outputs = model(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0),
         use_cache=False,
-        **({"logits_to_keep": 1} if keeps else {}),
+        **last_logits_only(model),
     )
     return outputs.logits[:, -1].float()
 

@@ -28,6 +28,7 @@ from onetrunk.models.reward_model import (
     reads_end_token,
     score_token_ids,
 )
+from onetrunk.types import as_completion
 from onetrunk.utils.files import digest
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class RewardModelJudge(ScoringJudge):
         token_ids, num_shortened = encode_rows(
             self.tokenizer,
             [row.prompt for row in unique],
-            [row.completion for row in unique],
+            [as_completion(row.prompt, row.text) for row in unique],
             self.max_length,
             reads_end_token(self.model),
             self.name,

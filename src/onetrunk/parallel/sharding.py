@@ -48,25 +48,14 @@ class Layout:
     """How the processes of a launch share the frozen base.
 
     Args:
-        shards: processes that hold one copy together; None: all of them.
-        replicas: number of such copies. Only gradients of what trains cross between copies.
+        replicas: copies of the base, each of which equally many consecutive processes hold together. Only gradients
+            of what trains cross between copies.
         tensor: processes that divide every matrix and run each forward together (tensor parallelism); 1: the base is
             sharded.
     """
 
-    shards: int | None = None
     replicas: int = 1
     tensor: int = 1
-
-    def sizes(self, world_size: int) -> tuple[int, int]:
-        """Return (replicas, shards) for a number of processes."""
-        shards = world_size // self.replicas if self.shards is None else self.shards
-        if shards * self.replicas != world_size:
-            raise ValueError(
-                f"parallelism_config asks for {self.replicas} replicas of {shards} shards and {world_size} processes"
-                " run; dp_replicate_size x dp_shard_size must be the number of processes"
-            )
-        return self.replicas, shards
 
 
 @functools.cache
@@ -91,8 +80,13 @@ def launch_layout() -> Layout | None:
     _check_fsdp_options()
     for name in (USE_FSDP, USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         os.environ[name] = "false"
-    replicas, shards = sizes["DP_REPLICATE_SIZE"], sizes["DP_SHARD_SIZE"]
-    return Layout(shards if shards > 1 else None, replicas)
+    replicas, shards, world_size = sizes["DP_REPLICATE_SIZE"], sizes["DP_SHARD_SIZE"], _launched_processes()
+    if world_size % replicas or shards not in (1, world_size // replicas):
+        raise ValueError(
+            f"parallelism_config asks for {replicas} replicas of {shards} shards and {world_size} processes run;"
+            " dp_replicate_size x dp_shard_size must be the number of processes"
+        )
+    return Layout(replicas)
 
 
 def train_in_stages(stages: int) -> None:
@@ -137,7 +131,7 @@ def group_size() -> int:
 
 
 def _tensor_layout(sizes: dict[str, int]) -> Layout:
-    tensor, world_size = sizes["TP_SIZE"], int(os.environ.get("WORLD_SIZE", "1"))
+    tensor, world_size = sizes["TP_SIZE"], _launched_processes()
     if _is_set(USE_FSDP) or sizes["DP_SHARD_SIZE"] > 1:
         raise ValueError(
             f"parallelism_config_tp_size is {tensor} and the config also shards (fsdp_config or dp_shard_size); choose"
@@ -150,7 +144,11 @@ def _tensor_layout(sizes: dict[str, int]) -> Layout:
             " run; the number of processes must be a multiple of tp_size, and dp_replicate_size 1 or their quotient"
         )
     os.environ[USE_PARALLELISM] = "false"
-    return Layout(shards=1, replicas=world_size // tensor, tensor=tensor)
+    return Layout(world_size // tensor, tensor)
+
+
+def _launched_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _is_set(name: str) -> bool:
@@ -168,25 +166,20 @@ def _check_fsdp_options() -> None:
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError("fsdp_version 1 is not supported; set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
     advice = {
-        "FSDP_OFFLOAD_PARAMS": "load the base in 4 bit, or shard it over more processes",
-        "FSDP_ACTIVATION_CHECKPOINTING": "set activation_checkpointing in the trainer's settings",
+        ("FSDP_OFFLOAD_PARAMS", "true"): "load the base in 4 bit, or shard it over more processes",
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true"): "set activation_checkpointing in the trainer's settings",
+        ("FSDP_RESHARD_AFTER_FORWARD", "false"): "set it to true, or launch with accelerate_configs/ddp.yaml",
     }
-    for name, remedy in advice.items():
-        if _is_set(name):
-            raise ValueError(f"{name.lower()}: true is not supported; set it to false and {remedy}")
-    if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
-        raise ValueError(
-            "fsdp_reshard_after_forward: false keeps the gathered base on every process, which saves nothing here;"
-            " set it to true, or launch with accelerate_configs/ddp.yaml"
-        )
+    for (name, value), remedy in advice.items():
+        if os.environ.get(name, "").lower() == value:
+            raise ValueError(f"{name.lower()}: {value} is not supported; {remedy}")
 
 
 def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) -> str | None:
     """Shard the frozen weights of a model in place; return a line for the user, or None if nothing was sharded.
 
     Every layer becomes one FSDP2 unit and the rest another, moved to the device unit by unit: a GPU never holds the
-    whole base. Call it on all processes, after everything that reads base weights (the base's marks and fingerprint
-    are taken here) and before the trainer wraps the model.
+    whole base. Call it where `share_frozen` may be called.
     """
     if layout is None or world_size() == 1 or is_sharded(model) or is_divided(model):
         return None
@@ -196,22 +189,19 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
             "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
             " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
         )
-    replicas, shards = layout.sizes(world_size())
-    whole_bytes = begin_sharing(model)
+    replicas, shards = layout.replicas, world_size() // layout.replicas
     kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
     shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     # Values and next values are views of a head's output; nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for layer in decoder_layers(model):
-        cast_now(layer)
-        fully_shard(layer, mesh=mesh, ignored_params=kept)
-    cast_now(model)
-    fully_shard(model, mesh=mesh, ignored_params=kept)
-    model.to(device)
-    ignore_frozen(model)
-    how = f"fsdp2: the frozen base is sharded over {shards} processes"
-    return share_line(model, how, whole_bytes, replicas)
+
+    def share() -> None:
+        for unit in (*decoder_layers(model), model):
+            cast_now(unit)
+            fully_shard(unit, mesh=mesh, ignored_params=kept)
+
+    return share_frozen(model, device, share, f"fsdp2: the frozen base is sharded over {shards} processes", replicas)
 
 
 def require_adapters(model: nn.Module, what: str) -> None:
@@ -223,25 +213,27 @@ def require_adapters(model: nn.Module, what: str) -> None:
         )
 
 
-def begin_sharing(model: PeftModel) -> int:
-    """Keep a base's identity and size while every process has all of it; return the bytes of the model's weights."""
+def share_frozen(model: PeftModel, device: torch.device, share: Callable[[], None], how: str, copies: int) -> str:
+    """Let `share` drop what other processes hold of a frozen base; return a line for the user that begins with `how`.
+
+    Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
+    here) and before the trainer wraps the model.
+
+    Args:
+        copies: number of groups of processes that hold a whole base together.
+    """
     base = model.get_base_model()
     keep_identity(base)
     vars(base)[WHOLE_SIZE] = whole_size(base)
     require_one_base(model)
-    return local_bytes(model)
-
-
-def ignore_frozen(model: nn.Module) -> None:
-    """Let DDP leave alone what never changes: it would make the shares of all processes equal to the first's."""
+    whole_bytes = local_bytes(model)
+    share()
+    model.to(device)
+    # DDP would make the shares of all processes equal to the first's.
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, frozen + [name for name, _ in model.named_buffers()]
     )
-
-
-def share_line(model: nn.Module, how: str, whole_bytes: int, copies: int) -> str:
-    """Return a line for the user on how processes share the base, and how many bytes this process holds."""
     return (
         f"{how}{'' if copies == 1 else f', {copies} copies'}: {local_bytes(model) / 2**20:,.1f} of"
         f" {whole_bytes / 2**20:,.1f} MiB of weights on this process; adapters and heads are replicated"
@@ -258,7 +250,7 @@ def cast_when_sharded(quantization: Any = None) -> AbstractContextManager[None]:
         quantization: config of a base that is quantised while it loads, which reads its weights at once.
     """
     is_divided = launch_layout() is not None or training_stages() > 1
-    is_shared = is_divided and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    is_shared = is_divided and _launched_processes() > 1
     return casting_later() if is_shared and quantization is None else contextlib.nullcontext()
 
 

@@ -31,7 +31,7 @@ from onetrunk.models.reward_model import score_layer
 from onetrunk.models.speedups.token_grid import token_grid
 from onetrunk.models.trunk import PackOutput, StageInput, TrunkModel
 from onetrunk.parallel.groups import STAGED, process_mesh, staged
-from onetrunk.parallel.sharding import begin_sharing, cast_now, ignore_frozen, mark_divided, share_line
+from onetrunk.parallel.sharding import cast_now, mark_divided, share_frozen
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.types import Pack
 
@@ -51,28 +51,24 @@ LossOf = Callable[[int, Callable[..., Any]], Tensor]
 
 
 def keep_stage(model: PeftModel, split: LayerSplit, device: torch.device) -> str:
-    """Drop the frozen weights of other stages, move the rest to `device`; return a line for the user.
-
-    Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
-    here) and before the trainer wraps the model.
-    """
+    """Drop the frozen weights of other stages, and move the rest, as `share_frozen`; return a line for the user."""
     obstacle = training_obstacle(model)
     if obstacle is not None:
         raise ValueError(f"pipeline_training is not supported {obstacle}")
     if not isinstance(model, TrunkModel):
         verify_stages(model, split)
-    base, whole_bytes = model.get_base_model(), begin_sharing(model)
-    stage = (StagedTrunk if isinstance(model, TrunkModel) else StagedScorer)(model, split, device)
-    for number, layer in enumerate(decoder_layers(model)):
-        if number not in stage.layers:
-            drop_frozen(layer)
-    _drop_ends(base, stage.is_first, stage.is_last)
-    cast_now(model)
-    mark_divided(base)
-    model.to(device)
-    ignore_frozen(model)
+
+    def keep() -> None:
+        stage = (StagedTrunk if isinstance(model, TrunkModel) else StagedScorer)(model, split, device)
+        for number, layer in enumerate(decoder_layers(model)):
+            if number not in stage.layers:
+                drop_frozen(layer)
+        _drop_ends(model.get_base_model(), stage.is_first, stage.is_last)
+        cast_now(model)
+        mark_divided(model.get_base_model())
+
     how = f"pipelined training: the base is divided into stages of {', '.join(map(str, split.sizes))} layers"
-    return share_line(model, how, whole_bytes, dist.get_world_size() // split.num_stages)
+    return share_frozen(model, device, keep, how, dist.get_world_size() // split.num_stages)
 
 
 def training_obstacle(model: nn.Module) -> str | None:

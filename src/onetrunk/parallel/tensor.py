@@ -37,14 +37,12 @@ from onetrunk.ops.logprobs import fused_logprobs_and_top1
 from onetrunk.parallel.groups import process_mesh
 from onetrunk.parallel.sharding import (
     Layout,
-    begin_sharing,
     cast_now,
-    ignore_frozen,
     is_divided,
     mark_divided,
     require_adapters,
     shard_frozen,
-    share_line,
+    share_frozen,
 )
 
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -70,28 +68,24 @@ def distribute_frozen(model: PeftModel, layout: Layout | None, device: torch.dev
 
 
 def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str:
-    """Divide the frozen weights of a model in place; return a line for the user.
-
-    Call it on all processes, after everything that reads base weights (the base's marks and fingerprint are taken
-    here) and before the trainer wraps the model.
-    """
+    """Divide the frozen weights of a model in place, as `share_frozen`; return a line for the user."""
     require_adapters(model, "tensor parallelism divides")
     base, size = model.get_base_model(), layout.tensor
     plan = _plan_of(base)
     _check_divisible(model, plan, size)
-    whole_bytes = begin_sharing(model)
     mesh = process_mesh(size)["tensor"]
     share = _Share(mesh.get_group(), mesh.get_local_rank(), size, mesh)
-    _divide(base, mesh, plan)
-    for name, layer in _lora_layers(base):
-        style = plan.get(f"{name}.base_layer")
-        if style in (COLUMNS, ROWS):
-            layer.forward = _DividedLora(layer, style, share)
-    mark_divided(base)
-    model.to(device)
-    ignore_frozen(model)
+
+    def divide() -> None:
+        _divide(base, mesh, plan)
+        for name, layer in _lora_layers(base):
+            style = plan.get(f"{name}.base_layer")
+            if style in (COLUMNS, ROWS):
+                layer.forward = _DividedLora(layer, style, share)
+        mark_divided(base)
+
     how = f"tensor parallelism: the frozen base is divided over {size} processes"
-    return share_line(model, how, whole_bytes, dist.get_world_size() // size)
+    return share_frozen(model, device, divide, how, layout.replicas)
 
 
 def _divide(base: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:

@@ -36,6 +36,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # Settings without which a stage does not start, and what to give.
 NEEDED = {
+    "judge": "name who is measured, such as reward:runs/reward, a server's address, or a causal model's folder;"
+    " several are measured one by one and as an ensemble",
     "dataset_name": "give a file, a folder, or the name of a dataset on the Hub",
     "model_name_or_path": "give a folder or a name on the Hub",
     "output_dir": "name the folder that this run writes to",

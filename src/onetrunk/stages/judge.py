@@ -37,7 +37,7 @@ from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnin
 from onetrunk.judges.win_rate import CONFIDENCE
 from onetrunk.report.report import PAIRS, write_report_of
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
-from onetrunk.stages.arguments import AskingArguments, parse
+from onetrunk.stages.arguments import AskingArguments, parse, require_set
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
@@ -55,15 +55,6 @@ LEAST_PROBABILITY = 1e-6
 # Of all rows, in the terminal.
 SHOWN = ("rows", "decided", "accuracy", "accuracy_interval", "consistent_accuracy")
 SHOWN += ("calibration_error", "loss", "abstained", "unjudged")
-
-
-def check_judge_is_named(settings: JudgeConfig) -> None:
-    """Raise ValueError without a judge."""
-    if not settings.judge:
-        raise ValueError(
-            "judge is not set; name who is measured, such as reward:runs/reward, a server's address, or a causal"
-            " model's folder; several are measured one by one and as an ensemble"
-        )
 
 
 @dataclass(frozen=True)
@@ -347,6 +338,6 @@ parse_judge = partial(
     parse,
     verb="judge",
     dataclass_types=(AskingArguments, JudgeConfig, CostConfig),
-    check=lambda args, settings, prices: check_judge_is_named(settings),
+    check=lambda args, settings, prices: require_set(settings, "judge"),
 )
 main = partial(run_stage, "judge", parse_judge, run)

@@ -32,8 +32,7 @@ def option(default: Any, text: str, choices: Sequence[str] | None = None) -> Any
 
 def require_seed(name: str, value: int | None) -> None:
     """Raise ValueError if the setting `name` is neither None nor a whole number from 0 to 2**32 - 1."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_whole and 0 <= value < SEED_LIMIT):
+    if value is not None and not (is_whole(value) and 0 <= value < SEED_LIMIT):
         raise ValueError(f"{name} is {value!r}; set a whole number from 0 to {SEED_LIMIT - 1}")
 
 
@@ -42,8 +41,7 @@ def require_truncation(top_p: float | None, top_k: int | None, prefix: str = "")
     is_share = isinstance(top_p, (int, float)) and not isinstance(top_p, bool) and 0 < top_p <= 1
     if top_p is not None and not is_share:
         raise ValueError(f"{prefix}top_p is {top_p!r}; set it above 0 and at most 1, where 1 leaves all tokens in")
-    is_count = isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 0
-    if top_k is not None and not is_count:
+    if top_k is not None and not (is_whole(top_k) and top_k >= 0):
         raise ValueError(f"{prefix}top_k is {top_k!r}; set a whole number of tokens, where 0 leaves all of them in")
 
 
