@@ -90,8 +90,7 @@ def test_the_reference_of_a_continued_adapter_is_a_frozen_copy_of_it(value_head,
 
 
 @pytest.mark.parametrize(
-    ("value_head", "adapter_layers", "continued"),
-    [("shared", "all", False), ("adapter", "top-2", True)],
+    ("value_head", "adapter_layers", "continued"), [("shared", "all", False), ("adapter", "top-2", True)]
 )
 def test_only_adapters_and_the_head_train_and_the_base_never_moves(value_head, adapter_layers, continued):
     model = an_sft_model() if continued else tiny_model("llama")

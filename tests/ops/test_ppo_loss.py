@@ -49,7 +49,7 @@ def test_the_loss_of_one_token_by_hand():
     # -min(2 * 1.5, 2 * 1.2) + .1 * (2 - 5)^2 / 2 - .5 * .9 + 2 * (1.5 * .3)
     assert loss.item() == pytest.approx(-2.4 + 0.45 - 0.45 + 0.9, abs=1e-12)
     assert stats["policy"]["clip_fraction"] == 1 and stats["policy"]["entropy"].item() == pytest.approx(0.9)
-    assert stats["kl"]["loss"].item() == pytest.approx(0.45) and stats["value"]["error_mean"] == 3
+    assert stats["kl"]["loss"].item() == pytest.approx(0.45) and stats["value"]["loss"] == 4.5
 
 
 @pytest.mark.parametrize("num_tokens", [None, 77.0, torch.tensor(77)])

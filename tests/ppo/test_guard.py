@@ -65,7 +65,8 @@ class InfiniteGradient(Diverging):
 @pytest.mark.parametrize("trainer_class", [NanLoss, InfiniteGradient])
 def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(tmp_path, trainer_class):
     recorder = Recorder()
-    trainer = make_trainer(tmp_path, trainer_class=trainer_class, callbacks=[recorder], num_rollouts=5)
+    settings = {"value_head": "adapter", "num_rollouts": 5}
+    trainer = make_trainer(tmp_path, trainer_class=trainer_class, callbacks=[recorder], **settings)
     first = trained_weights(trainer.model)
     result = trainer.train()
     assert trainer.state.global_step == 5

@@ -13,8 +13,9 @@ from onetrunk.ppo.monitoring.metrics import MetricLog
 from tests.ppo.support import assert_same, differ, even_share, logged, make_trainer, prompts, trained, trained_weights
 
 STEP = """loss grad_norm learning_rate policy/loss policy/clip_fraction kl/approx policy/entropy policy/ratio_max
-value/loss value/clip_fraction value/explained_variance time/update_s memory/peak_gib epoch step""".split()
+time/update_s memory/peak_gib epoch step""".split()
 ROLLOUT = """score/mean score/std score/even_share reward/unscored_fraction kl/ref kl/beta sampling/logprob_gap_mean
+value/loss value/explained_variance value/variance_ratio
 sampling/logprob_gap_max sampling/logprob_gap_k3 completion/length
 completion/stopped_fraction completion/repeated_ngrams time/generate_s time/score_s
 throughput/completion_tokens_per_s""".split()
@@ -58,7 +59,8 @@ def test_a_skipped_step_counts_with_what_it_measured_unless_that_is_nothing_or_n
 
 
 def test_the_loss_is_made_of_the_parts_that_are_logged(tmp_path):
-    trainer = trained(tmp_path, num_ppo_epochs=2, value_coef=0.7, entropy_coef=0.3, per_device_train_batch_size=1)
+    settings = {"value_head": "adapter", "value_coef": 0.7, "entropy_coef": 0.3, "per_device_train_batch_size": 1}
+    trainer = trained(tmp_path, num_ppo_epochs=2, **settings)
     parts = (logged(trainer, n) for n in ("loss", "policy/loss", "value/loss", "policy/entropy"))
     for loss, policy, value, entropy in zip(*parts, strict=True):
         assert loss == pytest.approx(policy + 0.7 * value - 0.3 * entropy, rel=1e-5)

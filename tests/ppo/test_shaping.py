@@ -94,8 +94,8 @@ def test_normalize_scores_remembers_the_rollouts_before(tmp_path):
     stream = trainer.get_train_dataloader()
     stream.make_rollout()
     # 1, 3, 5, 7: mean 4, sum of squares 9 + 1 + 1 + 9 = 20, variance 20/3.
-    advantages = stream.make_rollout()[0].advantages[:, 0].sort().values
-    torch.testing.assert_close(advantages, torch.tensor([1.0, 3.0]) / (20 / 3) ** 0.5)
+    returns = stream.make_rollout()[0].returns[:, 0].sort().values
+    torch.testing.assert_close(returns, torch.tensor([1.0, 3.0]) / (20 / 3) ** 0.5)
 
 
 def test_whiten_rewards_scales_by_the_deviation_of_the_token_rewards_and_keeps_their_mean(tmp_path):
@@ -150,7 +150,7 @@ def test_the_kl_is_taken_off_the_reward_of_its_token(tmp_path):
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_with_kl_in_loss_the_reward_is_the_score_alone_and_the_loss_has_the_kl(tmp_path, estimator):
-    settings = {**PLAIN, "beta": 0.5, "kl_in_loss": True, "kl_estimator": estimator, "value_coef": 0.0}
+    settings = {**PLAIN, "beta": 0.5, "kl_in_loss": True, "kl_estimator": estimator}
     trainer = make_trainer(tmp_path, reward=lambda prompts, **kw: [3.0] * 4, **settings)
     moved_policy(trainer)
     advantages = torch.cat(by_row(trainer.get_train_dataloader().make_rollout(), "advantages"))
@@ -173,7 +173,7 @@ def test_kl_target_moves_beta_by_the_rule_of_ziegler(tmp_path):
 
 def test_the_loss_of_a_rollout_uses_the_beta_that_is_logged_for_it(tmp_path):
     settings = {"beta": 0.5, "kl_target": 1e-3, "kl_horizon": 4, "kl_in_loss": True, "kl_estimator": "k3"}
-    trainer = make_trainer(tmp_path, num_rollouts=2, num_ppo_epochs=2, value_coef=0.0, **settings)
+    trainer = make_trainer(tmp_path, num_rollouts=2, num_ppo_epochs=2, **settings)
     moved_policy(trainer)
     trainer.train()
     beta = [b for b in logged(trainer, "kl/beta") for _ in range(2)]

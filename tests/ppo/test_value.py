@@ -1,22 +1,192 @@
-"""The value: pretraining, a learning rate of its own, and the optimizers that train it."""
+"""The value: how the shared head is fitted, and how a value adapter trains with the policy."""
 
 import pytest
 import torch
 
-from tests.ppo.support import Recorder, differ, logged, make_trainer, trained_weights
+from onetrunk.models.value_head import ValueHead
+from onetrunk.ops.packing import make_pack
+from onetrunk.ppo.monitoring.metrics import value_metrics
+from onetrunk.ppo.rollout import RolloutPack
+from onetrunk.ppo.value_fit import BATCH_SIZE, ValueFit
+from onetrunk.types import Experience, PackOutput
+from tests.ppo.support import Recorder, differ, logged, make_config, make_trainer, trained, trained_weights
 
-HEADS = ("shared", "detached", "adapter")
+
+class Processes:
+    """Several processes in one: what the others add to a sum is kept from their own run of the same fit."""
+
+    def __init__(self, others=()):
+        self.others = iter(others)
+        self.own = []
+
+    def gather(self, tensor):
+        return tensor
+
+    def sum(self, tensor):
+        self.own.append(tensor.clone())
+        return tensor + next(self.others, torch.zeros_like(tensor))
 
 
 def is_policy(name):
     return "lora_" in name and ".default." in name
 
 
-@pytest.mark.parametrize("value_head", HEADS)
-def test_value_pretraining_moves_the_value_and_not_the_policy(tmp_path, value_head):
+def a_pack_of(states, returns, lengths, rows, trains=None):
+    """Return a pack of completions of the given lengths whose values can be read off the states [K, H]."""
+    pack = make_pack([[5]] * len(lengths), [[6] * length for length in lengths], 0)
+    mask = pack.completion_mask
+    targets = torch.zeros(mask.shape).masked_scatter(mask, returns)
+    loss_mask = mask if trains is None else mask & torch.tensor(trains)[:, None]
+    item = RolloutPack(pack, rows, None, output=PackOutput(value_states=states))
+    zeros = torch.zeros(mask.shape)
+    return item, Experience(pack, loss_mask, zeros, zeros, zeros, targets)
+
+
+def data(num_tokens, seed=0):
+    states = torch.randn(num_tokens, 8, generator=torch.Generator().manual_seed(seed))
+    return states, states[:, 0].abs() + 2
+
+
+def fit_of(tmp_path, steps=40, processes=None, **settings):
+    head = ValueHead(8, 16).requires_grad_(False)
+    return ValueFit(head, make_config(tmp_path, value_steps=steps, **settings), processes or Processes())
+
+
+def test_the_head_learns_returns_that_are_not_linear_in_the_states(tmp_path):
+    (states, returns), fit = data(600), fit_of(tmp_path)
+    errors = [fit.fit(*zip(a_pack_of(states, returns, [300, 300], [0, 1]), strict=False), [0, 1], i) for i in range(8)]
+    assert errors[-1] < 0.5 * errors[0]
+    assert (fit.head(states) - returns).square().mean() < 0.5 * returns.var()
+    assert not any(p.requires_grad or p.grad is not None for p in fit.head.parameters())
+
+
+def test_tokens_that_do_not_train_have_no_part_in_the_fit(tmp_path):
+    states, returns = data(40)
+    spoiled = torch.cat([returns[:30], torch.full((10,), torch.inf)])
+    heads = []
+    for lengths, targets, trains in (([30, 10], spoiled, [True, False]), ([30], returns[:30], None)):
+        fit = fit_of(tmp_path)
+        pack = a_pack_of(states[: sum(lengths)], targets, lengths, list(range(len(lengths))), trains)
+        fit.fit([pack[0]], [pack[1]], list(range(len(lengths))), 0)
+        heads.append(fit.head)
+    for own, expected in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_packs_and_their_order_do_not_change_the_fit(tmp_path):
+    states, returns = data(60)
+    whole, parts = fit_of(tmp_path), fit_of(tmp_path)
+    item, experience = a_pack_of(states, returns, [10, 20, 30], [0, 1, 2])
+    whole.fit([item], [experience], [0, 1, 2], 0)
+    last = a_pack_of(states[30:], returns[30:], [30], [2])
+    first = a_pack_of(states[:30], returns[:30], [10, 20], [0, 1])
+    parts.fit([last[0], first[0]], [last[1], first[1]], [0, 1, 2], 0)
+    for own, expected in zip(parts.head.parameters(), whole.head.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_small_rollout_gets_fewer_steps(tmp_path):
+    states, returns = data(64)
+    fit = fit_of(tmp_path, processes=Processes())
+    item, experience = a_pack_of(states, returns, [64], [0])
+    fit.fit([item], [experience], [0], 0)
+    # Two sums are those of lengths and of returns; 40 steps of 512 tokens would draw each of 64 tokens 320 times.
+    assert len(fit.data_parallel.own) - 2 == 40 * 64 // BATCH_SIZE
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_fit_does_not_depend_on_the_scale_of_the_returns(tmp_path, scale):
+    (states, returns), fit = data(600), fit_of(tmp_path)
+    for i in range(8):
+        fit.fit(*zip(a_pack_of(states, returns * scale, [600], [0]), strict=False), [0], i)
+    assert (fit.head(states) / scale - returns).square().mean() < 0.5 * returns.var()
+
+
+def test_new_moments_change_no_value_except_those_of_a_new_head():
+    states, _ = data(20)
+    head = ValueHead(8, 16)
+    head.rescale(3.0, 2.0)
+    assert torch.equal(head(states), torch.full((20,), 3.0))
+    torch.nn.init.normal_(head.linear.weight)
+    before = head(states)
+    head.rescale(-40.0, 0.5)
+    torch.testing.assert_close(head(states), before, atol=1e-4, rtol=1e-5)
+
+
+def test_returns_that_are_all_equal_are_learnt_without_a_scale(tmp_path):
+    states, fit = data(30)[0], fit_of(tmp_path)
+    fit.fit(*zip(a_pack_of(states, torch.full((30,), 7.0), [30], [0]), strict=False), [0], 0)
+    assert (fit.head(states) - 7).abs().max() < 0.1
+
+
+def test_a_linear_head_of_an_older_version_loads_and_is_fitted_as_such(tmp_path):
+    old = ValueHead(8)
+    torch.nn.init.normal_(old.linear.weight)
+    old.save(tmp_path)
+    fit, states = fit_of(tmp_path / "run"), data(30)[0]
+    fit.head.load(tmp_path)
+    assert torch.equal(fit.head(states), old(states))
+    fit.head.save(tmp_path)
+    fit.head.load(tmp_path)
+    with pytest.raises(ValueError, match="it was trained on another base model, or with another value_head"):
+        ValueHead(9, 16).load(tmp_path)
+
+
+def test_how_well_values_predict_and_what_they_take_from_the_variance_by_hand():
+    class Alone:
+        device, num_processes = torch.device("cpu"), 1
+
+        class state:
+            num_processes, process_index = 1, 0
+
+        def gather(self, tensor):
+            return tensor
+
+        reduce = gather
+
+    pack = make_pack([[5]] * 2, [[6, 7], [8]], 0)
+    mask = pack.completion_mask
+    values, returns = torch.tensor([[1.0, 2.0], [5.0, 9.0]]), torch.tensor([[2.0, 4.0], [9.0, 9.0]])
+    rewards = torch.tensor([[-1.0, 4.0], [9.0, 0.0]])
+    item = RolloutPack(pack, [0, 1], None, output=PackOutput(), rewards=rewards)
+    experience = Experience(pack, mask, values, values, returns - values, returns)
+    found = value_metrics([item], [experience], 1.0, Alone())
+    # Returns 2, 4, 9: mean 5, squares 9 + 1 + 16 = 26. Errors 1, 2, 4: mean 7/3, squares 21 - 49/3 = 14/3.
+    assert found["value/explained_variance"] == pytest.approx(1 - (14 / 3) / 26)
+    # The rewards from each token on are 3, 4, 9: mean 16/3, squares 106 - 256/3 = 62/3.
+    assert found["value/variance_ratio"] == pytest.approx((14 / 3) / (62 / 3))
+
+
+def test_the_shared_head_is_fitted_between_rollouts_and_pretraining_keeps_the_policy(tmp_path):
+    recorder = Recorder()
+    settings = {"num_rollouts": 3, "num_ppo_epochs": 3, "value_pretraining_rollouts": 1, "weight_decay": 0.1}
+    trainer = make_trainer(tmp_path, callbacks=[recorder], **settings)
+    first, head = trained_weights(trainer.model), trainer.model.value_head
+    assert all(is_policy(name) for name in first)
+    trainer.train()
+    assert differ(recorder.weights[2], first) == set()
+    assert differ(recorder.weights[-1], first) == set(first)
+    assert head.linear.weight.any() and not any(p.requires_grad for p in head.parameters())
+    assert trainer.state.global_step == 9 and len(logged(trainer, "policy/loss")) == 6
+    assert len(logged(trainer, "value/loss")) == 3 and not any(logged(trainer, "policy/skipped_steps"))
+
+
+def test_the_first_values_are_zero_and_later_ones_explain_returns_that_can_be_known(tmp_path):
+    def length(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    settings = {"num_rollouts": 8, "rollout_batch_size": 128, "beta": 0.0, "learning_rate": 1e-6}
+    trainer = trained(tmp_path, reward=length, **settings)
+    explained, ratio = logged(trainer, "value/explained_variance"), logged(trainer, "value/variance_ratio")
+    # Zeros explain nothing; what a completion has written so far says much about its length.
+    assert explained[0] == 0 and min(explained[4:]) > 0.3
+    assert max(ratio[4:]) < 0.7
+
+
+def test_value_pretraining_moves_the_value_adapter_and_not_the_policy(tmp_path):
     recorder = Recorder()
     settings = {"num_rollouts": 2, "num_ppo_epochs": 3, "value_pretraining_rollouts": 1, "weight_decay": 0.1}
-    trainer = make_trainer(tmp_path, value_head=value_head, callbacks=[recorder], **settings)
+    trainer = make_trainer(tmp_path, value_head="adapter", callbacks=[recorder], **settings)
     first = trained_weights(trainer.model)
     trainer.train()
     pretrained, last = recorder.weights[2], recorder.weights[-1]
@@ -30,11 +200,10 @@ def test_value_pretraining_moves_the_value_and_not_the_policy(tmp_path, value_he
     assert len(value_losses) == 6 and value_losses[2] < value_losses[0]
 
 
-@pytest.mark.parametrize("value_head", HEADS)
-def test_value_learning_rate_is_that_of_head_and_value_adapter_alone(tmp_path, value_head):
+def test_value_learning_rate_is_that_of_the_value_adapter_and_its_head_alone(tmp_path):
     recorder = Recorder()
     rates = {"learning_rate": 1e-3, "value_learning_rate": 5e-2, "lr_scheduler_type": "constant"}
-    trainer = make_trainer(tmp_path, value_head=value_head, callbacks=[recorder], optim="sgd", **rates)
+    trainer = make_trainer(tmp_path, value_head="adapter", callbacks=[recorder], optim="sgd", **rates)
     first = trained_weights(trainer.model)
     trainer.train()
     for name, before in first.items():

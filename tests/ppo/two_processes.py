@@ -57,7 +57,7 @@ CASES = {
     "dealt": {
         "num_minibatches": 4,
         "per_device_train_batch_size": 8,
-        "value_head": "detached",
+        "value_head": "adapter",
         "value_pretraining_rollouts": 1,
     },
 }

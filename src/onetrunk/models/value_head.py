@@ -18,6 +18,9 @@ HEAD_SEED = 0
 class ValueHead(nn.Module):
     """Maps a hidden state to a value, always in float32; the value is 0 at first.
 
+    A head with a hidden layer predicts in units of the returns: its output is multiplied by their standard deviation
+    and added to their mean (`moments`), so that no learning rate depends on the scale of a reward.
+
     Args:
         hidden_size: width H of the states.
         width: of the hidden layer, after a LayerNorm; 0: a linear map.
@@ -34,15 +37,30 @@ class ValueHead(nn.Module):
             self.linear = nn.Linear(width or hidden_size, 1).to(device, torch.float32)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+        # [2], mean and standard deviation of the returns.
+        self.register_buffer("moments", torch.tensor([0.0, 1.0], device=device) if width else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the values [...] of hidden states [..., H], in float32."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.linear(self.hidden(hidden.float())).squeeze(-1)
+            values = self.linear(self.hidden(hidden.float())).squeeze(-1)
+            return values if self.moments is None else values * self.moments[1] + self.moments[0]
+
+    @torch.no_grad()
+    def rescale(self, mean: float, std: float) -> None:
+        """Set `moments`; the values stay as they are, but for a new head, which then predicts the mean.
+
+        Source: PopArt (van Hasselt et al. 2016, 1602.07714).
+        """
+        before, now = self.moments.clone(), self.moments.new_tensor([mean, std])
+        if self.linear.weight.any():
+            self.linear.weight.mul_(before[1] / now[1])
+            self.linear.bias.mul_(before[1] / now[1]).add_((before[0] - now[0]) / now[1])
+        self.moments.copy_(now)
 
     def save(self, folder: str | Path) -> None:
         """Write `value_head.safetensors` into `folder`."""
-        save_tensors(Path(folder) / VALUE_HEAD_FILE, {n: p.detach().cpu().contiguous() for n, p in self._named()})
+        save_tensors(Path(folder) / VALUE_HEAD_FILE, {n: t.cpu().contiguous() for n, t in self._tensors().items()})
 
     def load(self, folder: str | Path) -> None:
         """Read `value_head.safetensors` from `folder`. A linear head in the file makes this head linear.
@@ -55,9 +73,9 @@ class ValueHead(nn.Module):
             raise ValueError(f"{path} is missing; the value head is saved with the adapter: pass a folder with both")
         tensors = load_tensors(path)
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+        expected = {name: tuple(t.shape) for name, t in self._tensors().items()}
         linear = {"weight": (1, self.hidden_size), "bias": (1,)}
-        expected = {name: tuple(p.shape) for name, p in self._named()}
-        if shapes not in (expected, linear):
+        if shapes not in (expected, linear, linear | {"moments": (2,)}):
             raise ValueError(
                 f"{path} holds {shapes}, this trunk needs {expected}: it was trained on another base model, or with"
                 " another value_head"
@@ -67,12 +85,12 @@ class ValueHead(nn.Module):
             self.hidden = nn.Sequential()
             self.linear = nn.Linear(*linear["weight"][::-1], device=weight.device).requires_grad_(weight.requires_grad)
         with torch.no_grad():
-            for name, parameter in self._named():
-                parameter.copy_(tensors[name])
+            for name, tensor in tensors.items():
+                self._tensors()[name].copy_(tensor)
 
     @property
     def hidden_size(self) -> int:
         return self.hidden[0].normalized_shape[0] if len(self.hidden) else self.linear.in_features
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name.removeprefix("linear."), parameter) for name, parameter in self.named_parameters()]
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name.removeprefix("linear."): tensor for name, tensor in self.state_dict().items()}

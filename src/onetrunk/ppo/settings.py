@@ -307,10 +307,12 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
     )
     value_pretraining_rollouts: int = option(0, "Rollouts at the start that train only the value.")
     value_learning_rate: float | None = option(
-        None, "Learning rate of the value head, and of a value adapter. None: 3e-3; with an adapter learning_rate."
+        None, "Learning rate of the value head, and of a value adapter. None: 1e-3; with an adapter learning_rate."
     )
     value_steps: int = option(
-        40, "With value_head shared: steps of 512 tokens by which the head is fitted to the returns of each rollout."
+        40,
+        "With value_head shared: steps of 512 tokens by which the head is fitted to the returns of each rollout. A"
+        " rollout of fewer tokens gets fewer.",
     )
 
     # Trunk

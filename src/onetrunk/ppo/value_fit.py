@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onetrunk.models.value_head import ValueHead
+from onetrunk.ops.masking import widest_dtype
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.rollout import RolloutPack
@@ -17,14 +19,17 @@ from onetrunk.utils.files import load_tensors, save_tensors
 from onetrunk.utils.randomness import VALUE_STREAM, derived_seed
 
 OPTIMIZER_FILE = "value_optimizer.safetensors"
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-3
 # Tokens of one step.
 BATCH_SIZE = 512
+# Weight of a rollout in the running mean and standard deviation of the returns; early rollouts weigh more.
+NEW_WEIGHT = 0.1
 
 
 class ValueFit:
     """Takes `value_steps` steps of Adam after every rollout, on the squared error of tokens drawn from it.
 
+    A rollout of fewer tokens than one batch gets fewer steps, so that no token is drawn more often than in a large one.
     Tokens are drawn by their number in the rollout of all processes, each of which adds the gradient of its own. So
     the fit does not depend on how many there are, but for the order of sums.
 
@@ -69,22 +74,37 @@ class ValueFit:
             tokens.append(first[places[row]] + (mask.cumsum(1) - 1)[mask])
         places = torch.full((num_tokens,), -1)
         places[torch.cat(tokens)] = torch.arange(sum(map(len, tokens)))
+        self._rescale(torch.cat(returns), iteration)
         return self._run(torch.cat(states), torch.cat(returns), places, iteration)
+
+    def _rescale(self, returns: Tensor, iteration: int) -> None:
+        wide = returns.to(widest_dtype(returns.device))
+        sums = torch.stack([torch.ones_like(wide).sum(), wide.sum(), wide.square().sum()])
+        count, total, squares = self.data_parallel.sum(sums).tolist()
+        mean, std = self.head.moments.tolist()
+        weight = max(NEW_WEIGHT, 1 / (iteration + 1))
+        new_mean = (1 - weight) * mean + weight * total / count
+        new_square = (1 - weight) * (mean**2 + std**2) + weight * squares / count
+        # Returns that are all equal have no scale.
+        variance = new_square - new_mean**2
+        self.head.rescale(new_mean, math.sqrt(variance) if variance > 1e-12 * max(1.0, new_square) else 1.0)
 
     def _run(self, states: Tensor, returns: Tensor, places: Tensor, iteration: int) -> float:
         generator = torch.Generator().manual_seed(derived_seed(self.seed, VALUE_STREAM, iteration))
+        num_steps = math.ceil(self.num_steps * min(1.0, len(places) / BATCH_SIZE))
         total, parameters = torch.zeros((), device=self._device), list(self.head.parameters())
+        std = self.head.moments[1]
         self.head.requires_grad_(True)
         try:
-            for drawn in torch.randint(len(places), (self.num_steps, BATCH_SIZE), generator=generator):
+            for drawn in torch.randint(len(places), (num_steps, BATCH_SIZE), generator=generator):
                 own = places[drawn]
                 own = own[own >= 0]
                 with torch.enable_grad():
-                    values = self.head(states[own].to(self._device))
-                    loss = (values - returns[own.to(self._device)]).square().sum() / (2 * BATCH_SIZE)
+                    error = self.head(states[own].to(self._device)) - returns[own.to(self._device)]
+                    loss = (error / std).square().sum() / (2 * BATCH_SIZE)
                     gradients = torch.autograd.grad(loss, parameters)
                 flat = self.data_parallel.sum(torch.cat([loss.detach()[None], *(g.flatten() for g in gradients)]))
-                total += flat[0] / self.num_steps
+                total += flat[0] / num_steps
                 for parameter, gradient in zip(
                     parameters, flat[1:].split([p.numel() for p in parameters]), strict=True
                 ):
@@ -93,7 +113,7 @@ class ValueFit:
         finally:
             self.head.requires_grad_(False)
             self.optimizer.zero_grad()
-        return total.item()
+        return (total * std**2).item()
 
     @property
     def _device(self) -> torch.device:
