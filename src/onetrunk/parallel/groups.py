@@ -68,6 +68,11 @@ class DataParallel:
         return self.accelerator.state.process_index % self.group_size == 0
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether other processes have the same rows as this one."""
+        return self.group_size > 1
+
+    @property
     def layout(self) -> dict[str, int]:
         """The numbers of processes with different rows, of those that divide matrices, and of training stages."""
         stages = training_stages()

@@ -434,7 +434,7 @@ class SyncSource:
         batch, version = stream.prompts(iteration), iteration * stream.config.slots_per_rollout
         sampler.backend.sync(stream.model, version)
         # No process can give up sampling alone where others work on the same rows.
-        is_collective = stream.data_parallel.group_size > 1 or getattr(sampler.backend, "is_collective", False)
+        is_collective = stream.data_parallel.shares_rows or getattr(sampler.backend, "is_collective", False)
         options = sampler.training_options(stream.reads_next_values)
         with stream.sampling(is_collective):
             return Sampled(batch, sampler.generate(batch, version=version, **options))
