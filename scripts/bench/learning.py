@@ -3,8 +3,8 @@
     python scripts/bench/learning.py --task four_tokens
     python scripts/bench/learning.py --task sums --arms shared top-1
 
-Value heads `shared` (the default), `detached`, `adapter` with adapters on all layers, and adapters on the top half and
-the top quarter with the shared head. Needs the repository's root in PYTHONPATH. Results: learning/README.md.
+Value heads `shared` (the default) and `adapter` with adapters on all layers, and adapters on the top half and the top
+quarter with the shared head. Needs the repository's root in PYTHONPATH. Results: learning/README.md.
 """
 
 from __future__ import annotations
@@ -26,31 +26,34 @@ from transformers import PrinterCallback, TrainerCallback
 from onetrunk import PPOConfig, PPOTrainer
 from tests import learning
 
-GRID = {
+WITH_ADAPTER = {
     task: [{"learning_rate": policy, "value_learning_rate": value} for policy, value in rates]
     for task, rates in {
         "four_tokens": [(1e-3, 1e-3), (1e-3, 1e-2), (3e-3, 3e-3), (3e-3, 1e-2)],
         "sums": [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2), (4e-3, 1e-2)],
     }.items()
 }
-# With few layers the best rate was the highest of that grid.
-HIGHER = [{"learning_rate": rate, "value_learning_rate": 1e-2} for rate in (8e-3, 1.6e-2)]
-GRID_OF_FEW_LAYERS = {**GRID, "sums": [*GRID["sums"], *HIGHER]}
+RATES = {"four_tokens": (1e-3, 3e-3), "sums": (5e-4, 1e-3, 2e-3, 4e-3)}
+# The best rate of few layers is higher.
+HIGHER = {"four_tokens": (1e-3, 3e-3), "sums": (2e-3, 4e-3, 8e-3, 1.6e-2)}
+SHARED, FEW_LAYERS = (
+    {task: [{"learning_rate": rate} for rate in rates] for task, rates in grid.items()} for grid in (RATES, HIGHER)
+)
 ARMS = [
-    Arm("shared", {}, GRID),
-    Arm("detached", {"value_head": "detached"}, GRID),
-    Arm("adapter", {"value_head": "adapter"}, GRID),
-    Arm("top-2", {"adapter_layers": "top-2"}, GRID_OF_FEW_LAYERS),
-    Arm("top-1", {"adapter_layers": "top-1"}, GRID_OF_FEW_LAYERS),
+    Arm("shared", {}, SHARED),
+    Arm("adapter", {"value_head": "adapter"}, WITH_ADAPTER),
+    Arm("top-2", {"adapter_layers": "top-2"}, FEW_LAYERS),
+    Arm("top-1", {"adapter_layers": "top-1"}, FEW_LAYERS),
 ]
 
 
 class Recorder(TrainerCallback):
-    """Keeps score, KL and CPU seconds of every rollout."""
+    """Keeps score, KL and CPU seconds of every rollout, and how much the values explained."""
 
     def __init__(self) -> None:
         self.curve = Curve()
         self.start = 0.0
+        self.explained: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start = time.process_time()
@@ -58,6 +61,7 @@ class Recorder(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "score/mean" in logs:
             self.curve.add(logs["score/mean"], logs["kl/ref"], time.process_time() - self.start)
+            self.explained.append(logs["value/explained_variance"])
 
 
 def make_trainer(task: Any, settings: dict[str, Any], seed: int, rollouts: int, folder: str) -> PPOTrainer:
@@ -100,7 +104,9 @@ def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[
         trainer.add_callback(recorder)
         trainer.train()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    return recorder.curve, {"trained": trained, **before, **task.held_out(trainer.model)}
+    later = recorder.explained[rollouts // 10 :]
+    explained = {"explained_variance": round(sum(later) / len(later), 4)}
+    return recorder.curve, {"trained": trained, **explained, **before, **task.held_out(trainer.model)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -65,14 +65,14 @@ def odd_share(**columns):
 
 
 def test_a_changed_objective_is_said_in_one_warning(tmp_path, checkpoint, caplog):
-    changed = {"gamma": 0.9, "epsilon": 0.3, "value_coef": 0.5, "length_penalty": 0.1, "temperature": 0.7}
+    changed = {"gamma": 0.9, "epsilon": 0.3, "value_steps": 50, "length_penalty": 0.1, "temperature": 0.7}
     changed |= {"reward": [odd_share, even_share], "reward_weights": [1.0, 2.0]}
     with pytest.raises(ValueError, match="gamma: 1.0 -> 0.9.*set allow_config_change to true to resume with"):
         resume(tmp_path, checkpoint, **changed)
     resume(tmp_path, checkpoint, allow_config_change=True, **changed)
     told = [r.getMessage() for r in caplog.records if "settings that have changed since" in r.getMessage()]
     assert len(told) == 1
-    expected = ["gamma: 1.0 -> 0.9", "epsilon: 0.2 -> 0.3", "value_coef: 0.1 -> 0.5", "length_penalty: 0.0 -> 0.1"]
+    expected = ["gamma: 1.0 -> 0.9", "epsilon: 0.2 -> 0.3", "value_steps: 40 -> 50", "length_penalty: 0.0 -> 0.1"]
     expected += ["reward_weights: None -> [1.0, 2.0]", "temperature: 1.0 -> 0.7"]
     own = "tests.ppo.support.even_share"
     expected += [f"reward_funcs: ['{own}'] -> ['{__name__}.odd_share', '{own}']"]

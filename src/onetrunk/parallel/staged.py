@@ -289,13 +289,12 @@ def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy
     stage = staged(model)
     packs = [pack] * stage.num_stages
     stage.outputs(packs, ("policy", "value", "reference"), temperature)
-    roles = ("policy", "value") if stage.model.value_head_kind == "adapter" else ("policy",)
 
     def loss_of(_: int, run: Callable[..., PackOutput]) -> Tensor:
         output = run()
-        return output.logprobs.sum() + (output.values.sum() if "value" in roles else 0)
+        return output.logprobs.sum() + output.values.sum()
 
-    stage.update(packs, roles, loss_of, temperature, entropy)
+    stage.update(packs, ("policy", "value"), loss_of, temperature, entropy)
     stage.model.zero_grad(set_to_none=True)
 
 

@@ -269,8 +269,8 @@ class Job:
 
     @property
     def trained_weights(self) -> int:
-        """Weights that train: adapters, and the value head."""
-        return self.trained_copies * self.adapter_weights + self.shape.hidden_size + 1
+        """Weights of the adapters that train; those of a value head are few."""
+        return self.trained_copies * self.adapter_weights
 
 
 def job_of(

@@ -50,13 +50,10 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
             roles = ("policy", "value", "reference", *(() if model.reward_branch is None else ("reward",)))
             model(pack=pack, roles=roles, states=states, temperature=args.temperature)
         with offloaded_activations(model) if args.activation_offloading else contextlib.nullcontext():
-            trained = ("policy", "value") if args.value_head == "adapter" else ("policy",)
-            settings = {"roles": trained, "temperature": args.temperature, "entropy_grad": args.entropy_coef > 0}
-            output = model(pack=pack, states=states, **settings)
+            output = model(pack=pack, states=states, temperature=args.temperature, entropy_grad=args.entropy_coef > 0)
         # Not `backward`: DDP would count its gradients as those of a step.
-        weights = [p for p in model.parameters() if p.requires_grad]
-        total = output.logprobs.sum() + (0 if output.values is None else output.values.sum())
-        torch.autograd.grad(total, weights, allow_unused=True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        torch.autograd.grad(output.logprobs.sum() + output.values.sum(), trained, allow_unused=True)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

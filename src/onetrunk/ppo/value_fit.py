@@ -29,7 +29,8 @@ NEW_WEIGHT = 0.1
 class ValueFit:
     """Takes `value_steps` steps of Adam after every rollout, on the squared error of tokens drawn from it.
 
-    A rollout of fewer tokens than one batch gets fewer steps, so that no token is drawn more often than in a large one.
+    A rollout of fewer tokens than one batch gets fewer steps, so that no token is drawn more than `value_steps` times
+    on average.
     Tokens are drawn by their number in the rollout of all processes, each of which adds the gradient of its own. So
     the fit does not depend on how many there are, but for the order of sums.
 
