@@ -1,5 +1,8 @@
 """The value: how the shared head is fitted, and how a value adapter trains with the policy."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -13,18 +16,17 @@ from tests.ppo.support import Recorder, differ, logged, make_config, make_traine
 
 
 class Processes:
-    """Several processes in one: what the others add to a sum is kept from their own run of the same fit."""
+    """Processes that are threads of this one; `sum` adds what all of them pass, in their order."""
 
-    def __init__(self, others=()):
-        self.others = iter(others)
-        self.own = []
-
-    def gather(self, tensor):
-        return tensor
+    def __init__(self, count=1):
+        self.barrier, self.parts, self.num_sums = threading.Barrier(count), {}, 0
 
     def sum(self, tensor):
-        self.own.append(tensor.clone())
-        return tensor + next(self.others, torch.zeros_like(tensor))
+        self.parts[threading.get_ident()] = tensor.clone()
+        self.barrier.wait(timeout=60)
+        total = sum(self.parts[thread] for thread in sorted(self.parts))
+        self.num_sums += self.barrier.wait(timeout=60) == 0
+        return total
 
 
 def is_policy(name):
@@ -47,9 +49,10 @@ def data(num_tokens, seed=0):
     return states, states[:, 0].abs() + 2
 
 
-def fit_of(tmp_path, steps=40, processes=None, **settings):
+def fit_of(tmp_path, steps=40, processes=None):
     head = ValueHead(8, 16).requires_grad_(False)
-    return ValueFit(head, make_config(tmp_path, value_steps=steps, **settings), processes or Processes())
+    config = make_config(tmp_path, value_steps=steps, rollout_batch_size=4)
+    return ValueFit(head, config, processes or Processes())
 
 
 def test_the_head_learns_returns_that_are_not_linear_in_the_states(tmp_path):
@@ -85,13 +88,35 @@ def test_packs_and_their_order_do_not_change_the_fit(tmp_path):
         torch.testing.assert_close(own, expected, atol=1e-6, rtol=1e-5)
 
 
+def test_two_processes_fit_as_one_does(tmp_path):
+    states, returns = data(60)
+    alone = fit_of(tmp_path)
+    alone.fit(*([part] for part in a_pack_of(states, returns, [10, 20, 30], [0, 1, 2])), [0, 1, 2], 0)
+    processes = Processes(2)
+    fits = [fit_of(tmp_path, processes=processes) for _ in range(2)]
+    # The second process has the first and the last row; numbers say which they are in the whole rollout.
+    first = a_pack_of(states[10:30], returns[10:30], [20], [0])
+    second = a_pack_of(
+        torch.cat([states[30:], states[:10]]), torch.cat([returns[30:], returns[:10]]), [30, 10], [1, 0]
+    )
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(fit.fit, [item], [experience], numbers, 0)
+            for fit, (item, experience), numbers in zip(fits, (first, second), ([1], [0, 2]), strict=True)
+        ]
+        assert runs[0].result() == runs[1].result()
+    for one, other, expected in zip(*(f.head.parameters() for f in (*fits, alone)), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, expected, atol=1e-6, rtol=1e-5)
+
+
 def test_a_small_rollout_gets_fewer_steps(tmp_path):
     states, returns = data(64)
-    fit = fit_of(tmp_path, processes=Processes())
+    fit = fit_of(tmp_path)
     item, experience = a_pack_of(states, returns, [64], [0])
     fit.fit([item], [experience], [0], 0)
     # Two sums are those of lengths and of returns; 40 steps of 512 tokens would draw each of 64 tokens 320 times.
-    assert len(fit.data_parallel.own) - 2 == 40 * 64 // BATCH_SIZE
+    assert fit.data_parallel.num_sums - 2 == 40 * 64 // BATCH_SIZE
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
@@ -172,14 +197,13 @@ def test_the_shared_head_is_fitted_between_rollouts_and_pretraining_keeps_the_po
 
 
 def test_the_first_values_are_zero_and_later_ones_explain_returns_that_can_be_known(tmp_path):
-    def of_the_first_token(completion_ids, **kwargs):
-        return [float(ids[0] % 2) for ids in completion_ids]
+    def of_the_prompt(prompts, **kwargs):
+        return [float(len(prompt)) for prompt in prompts]
 
     settings = {"num_rollouts": 8, "rollout_batch_size": 128, "beta": 0.0, "learning_rate": 1e-6}
-    settings |= {"value_steps": 200, "value_learning_rate": 1e-2}
-    trainer = trained(tmp_path, reward=of_the_first_token, **settings)
+    trainer = trained(tmp_path, reward=of_the_prompt, **settings)
     explained, ratio = logged(trainer, "value/explained_variance"), logged(trainer, "value/variance_ratio")
-    # Zeros explain nothing; after the first token the return is certain.
+    # Zeros explain nothing; after a while the prompt says what the return will be.
     assert explained[0] == 0 and min(explained[4:]) > 0.3
     assert max(ratio[4:]) < 0.7
 

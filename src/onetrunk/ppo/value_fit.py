@@ -29,10 +29,9 @@ NEW_WEIGHT = 0.1
 class ValueFit:
     """Takes `value_steps` steps of Adam after every rollout, on the squared error of tokens drawn from it.
 
-    A rollout of fewer tokens than one batch gets fewer steps, so that no token is drawn more than `value_steps` times
-    on average.
-    Tokens are drawn by their number in the rollout of all processes, each of which adds the gradient of its own. So
-    the fit does not depend on how many there are, but for the order of sums.
+    A rollout of fewer tokens than one batch gets fewer steps, so that a token is drawn at most `value_steps` times on
+    average. Tokens are drawn by their number in the rollout of all processes, each of which adds the gradient of its
+    own: the number of processes changes only the order of sums.
 
     Args:
         head: the head of the trunk; its parameters need no gradients outside the fit.
@@ -42,6 +41,7 @@ class ValueFit:
 
     def __init__(self, head: ValueHead, config: PPOConfig, data_parallel: DataParallel):
         self.head, self.num_steps, self.seed = head, config.value_steps, config.seed
+        self.num_rows = config.rollout_batch_size * config.num_generations
         self.data_parallel = data_parallel
         learning_rate = LEARNING_RATE if config.value_learning_rate is None else config.value_learning_rate
         self.optimizer = torch.optim.Adam(head.parameters(), learning_rate)
@@ -59,20 +59,19 @@ class ValueFit:
         """
         rows = [torch.tensor([numbers[row] for row in item.rows]) for item in packs]
         masks = [experience.loss_mask.cpu() for experience in experiences]
-        num_rows = int(self.data_parallel.gather(torch.tensor([max(numbers)], device=self._device)).max()) + 1
-        counts = torch.zeros(num_rows, dtype=torch.long)
-        for places, mask in zip(rows, masks, strict=True):
-            counts.index_add_(0, places, mask.sum(1))
+        counts = torch.zeros(self.num_rows, dtype=torch.long)
+        for own, mask in zip(rows, masks, strict=True):
+            counts.index_add_(0, own, mask.sum(1))
         counts = self.data_parallel.sum(counts.to(self._device)).cpu()
         num_tokens, first = int(counts.sum()), counts.cumsum(0) - counts
         if not num_tokens:
             return 0.0
         states, returns, tokens = [], [], []
-        for item, experience, places, mask in zip(packs, experiences, rows, masks, strict=True):
+        for item, experience, own, mask in zip(packs, experiences, rows, masks, strict=True):
             states.append(item.output.value_states[mask[item.pack.completion_mask.cpu()]])
             returns.append(experience.returns[experience.loss_mask])
             row, _ = mask.nonzero(as_tuple=True)
-            tokens.append(first[places[row]] + (mask.cumsum(1) - 1)[mask])
+            tokens.append(first[own[row]] + (mask.cumsum(1) - 1)[mask])
         places = torch.full((num_tokens,), -1)
         places[torch.cat(tokens)] = torch.arange(sum(map(len, tokens)))
         self._rescale(torch.cat(returns), iteration)
@@ -128,8 +127,10 @@ class ValueFit:
             save_tensors(Path(folder) / OPTIMIZER_FILE, {n: t.cpu().contiguous() for n, t in tensors.items()})
 
     def load(self, folder: str | Path) -> None:
-        """Restore what `save` wrote, after at least one rollout; ValueError if the file is missing."""
+        """Restore what `save` wrote; ValueError if the file is missing."""
         path = Path(folder) / OPTIMIZER_FILE
+        if not path.is_file() and not self.head.linear.weight.any():
+            return  # No token has trained yet.
         if not path.is_file():
             raise ValueError(f"{path} is missing: the checkpoint was written by a run with another value_head")
         state: dict[int, dict[str, Tensor]] = {}
