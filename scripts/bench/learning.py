@@ -19,13 +19,15 @@ from typing import Any
 
 import datasets
 from datasets import Dataset
-from learning_study import Arm, Curve, parse, study
+from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
+from learning_tasks import TASKS
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 
 from onetrunk import PPOConfig, PPOTrainer
 from tests import learning
 
+RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TASKS}
 WITH_ADAPTER = {
     task: [{"learning_rate": policy, "value_learning_rate": value} for policy, value in rates]
     for task, rates in {
@@ -33,25 +35,21 @@ WITH_ADAPTER = {
         "sums": [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2), (4e-3, 1e-2)],
     }.items()
 }
-RATES = {"four_tokens": (1e-3, 3e-3), "sums": (5e-4, 1e-3, 2e-3, 4e-3)}
 # The best rate of few layers is higher.
-HIGHER = {"four_tokens": (1e-3, 3e-3), "sums": (2e-3, 4e-3, 8e-3, 1.6e-2)}
-SHARED, FEW_LAYERS = (
-    {task: [{"learning_rate": rate} for rate in rates] for task, rates in grid.items()} for grid in (RATES, HIGHER)
-)
+HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in TASKS}
 ARMS = [
-    Arm("shared", {}, SHARED),
+    Arm("shared", {}, RATES),
     Arm("adapter", {"value_head": "adapter"}, WITH_ADAPTER),
-    Arm("top-2", {"adapter_layers": "top-2"}, FEW_LAYERS),
-    Arm("top-1", {"adapter_layers": "top-1"}, FEW_LAYERS),
+    Arm("top-2", {"adapter_layers": "top-2"}, HIGHER),
+    Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
 ]
 
 
 class Recorder(TrainerCallback):
     """Keeps score, KL and CPU seconds of every rollout, and how much the values explained."""
 
-    def __init__(self) -> None:
-        self.curve = Curve()
+    def __init__(self, rule: Rule) -> None:
+        self.curve, self.rule = Curve(), rule
         self.start = 0.0
         self.explained: list[float] = []
 
@@ -60,11 +58,11 @@ class Recorder(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "score/mean" in logs:
-            self.curve.add(logs["score/mean"], logs["kl/ref"], time.process_time() - self.start)
+            self.curve.add(self.rule.taken(), logs["kl/ref"], time.process_time() - self.start)
             self.explained.append(logs["value/explained_variance"])
 
 
-def make_trainer(task: Any, settings: dict[str, Any], seed: int, rollouts: int, folder: str) -> PPOTrainer:
+def make_trainer(task: Any, rule: Rule, settings: dict[str, Any], seed: int, rollouts: int, folder: str) -> PPOTrainer:
     """Return our trainer of a task; settings that are not given are those of the learning tests."""
     chosen = {**learning.SETTINGS, "beta": task.beta, **settings, "num_rollouts": rollouts}
     config = PPOConfig(
@@ -78,18 +76,12 @@ def make_trainer(task: Any, settings: dict[str, Any], seed: int, rollouts: int, 
         disable_tqdm=True,
         **chosen,
     )
-    tokenizer = task.tokenizer()
-
-    def score(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        prompt_ids = tokenizer(prompts)["input_ids"]
-        return [task.score(*ids) for ids in zip(prompt_ids, completion_ids, strict=True)]
-
     trainer = PPOTrainer(
         task.model(seed),
-        score,
+        rule.function(),
         config,
         Dataset.from_dict({"prompt": [task.text(row) for row in task.prompts(seed).tolist()]}),
-        processing_class=tokenizer,
+        processing_class=rule.tokenizer,
         peft_config=LoraConfig(**learning.LORA),
     )
     trainer.remove_callback(PrinterCallback)
@@ -100,7 +92,8 @@ def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[
     """Train once."""
     before = {f"{name}_before": value for name, value in task.held_out(task.model(seed)).items()}
     with tempfile.TemporaryDirectory() as folder:
-        trainer, recorder = make_trainer(task, settings, seed, rollouts, folder), Recorder()
+        rule = Rule(task, task.tokenizer())
+        trainer, recorder = make_trainer(task, rule, settings, seed, rollouts, folder), Recorder(rule)
         trainer.add_callback(recorder)
         trainer.train()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)

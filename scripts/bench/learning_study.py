@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learning_tasks import FourTokens, make_task
+from learning_tasks import TASKS, FourTokens, make_task
 
 MEASURED_ROLLOUTS = 10
 TUNING_SEED = 100
 RESULTS = Path(__file__).parent / "learning"
+
+
+FOUR_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,35 @@ class Arm:
     name: str
     settings: dict[str, Any]
     grid: dict[str, list[dict[str, float]]]
+
+
+class Rule:
+    """A task's reward as a function with TRL's signature; keeps the true scores, without noise.
+
+    Args:
+        task: the task.
+        tokenizer: of its prompts.
+    """
+
+    def __init__(self, task: Any, tokenizer: Any):
+        self.task, self.tokenizer = task, tokenizer
+        self.scores: list[float] = []
+
+    def function(self) -> Callable[..., list[float]]:
+        """Return the reward function."""
+
+        def rule(prompts: list[str], completions: Any, completion_ids: list[list[int]], **_: Any) -> list[float]:
+            pairs = list(zip(self.tokenizer(prompts)["input_ids"], completion_ids, strict=True))
+            self.scores += [self.task.score(*pair) for pair in pairs]
+            return [self.task.reward(*pair) for pair in pairs]
+
+        return rule
+
+    def taken(self) -> float:
+        """Return the mean score since the last call."""
+        mean = sum(self.scores) / len(self.scores)
+        self.scores.clear()
+        return mean
 
 
 @dataclass
@@ -86,7 +118,7 @@ def parse(description: str, arms: list[Arm], arguments: list[str] | None = None)
     """Return the options of both implementations' processes."""
     names = [arm.name for arm in arms]
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--task", choices=["four_tokens", "sums"], default=FourTokens.name)
+    parser.add_argument("--task", choices=TASKS, default=FourTokens.name)
     parser.add_argument("--arms", nargs="+", choices=names, default=names)
     parser.add_argument("--rollouts", type=int, default=80)
     parser.add_argument("--tuning_rollouts", type=int, default=40, help="rollouts of the runs that choose the rates")

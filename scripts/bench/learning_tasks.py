@@ -1,12 +1,14 @@
-"""The two tasks on which learning is compared, the same for every implementation: model, tokenizer, prompts, score.
+"""The tasks on which learning is compared, the same for every implementation: model, tokenizer, prompts, score.
 
-`four_tokens` is task B of tests/learning.py, whose best attainable objective is known. `sums` is addition of numbers
-with two digits by a small Qwen2 that plain cross-entropy has taught half of it. It
-imports no trainer, because the environment of TRL 1.12 imports it too.
+`four_tokens` is task B of tests/learning.py, whose best attainable objective is known. `noisy` adds noise to its
+reward. `early` scores the first four tokens of 128. `sums` is addition of two numbers of two digits by a small Qwen2,
+which plain cross-entropy has taught until it is right in 40%; in `sparse` it is right in 5% at the start. Nothing here
+imports a trainer by itself, because the environments of other libraries import it too.
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ SPLIT_SEED = 1234
 BASE_SEED = 0
 TAUGHT_ENOUGH = 0.4
 LONGEST_TEACHING = 6000
+LONG = 128
+NOISE = 0.5
 
 
 class FourTokens:
@@ -58,6 +62,10 @@ class FourTokens:
         """Return the share of good tokens."""
         return learning.TASK_B.score(completion_ids)
 
+    def reward(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
+        """Return what training sees of the score."""
+        return self.score(prompt_ids, completion_ids)
+
     def known(self, seed: int) -> dict[str, float]:
         """Return what the best policy of a seed attains."""
         best = learning.task_optimum(learning.TASK_B, seed)
@@ -66,6 +74,33 @@ class FourTokens:
     def held_out(self, model: nn.Module) -> dict[str, float]:
         """Return nothing: what can be attained is known."""
         return {}
+
+
+class Noisy(FourTokens):
+    """Task B with a reward that is the score and as much noise again as a policy can gain."""
+
+    name = "noisy"
+
+    def reward(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
+        """Return the score with noise from the global generator."""
+        return self.score(prompt_ids, completion_ids) + random.gauss(0, NOISE)
+
+
+class Early(FourTokens):
+    """Task B with 124 more tokens, which change no score. The best policy writes them as the reference does."""
+
+    name = "early"
+    length = LONG
+
+    def model(self, seed: int) -> PreTrainedModel:
+        """Return the reference of a seed, which takes longer rows."""
+        model = super().model(seed)
+        model.config.max_position_embeddings = 2 * LONG
+        return model
+
+    def score(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
+        """Return the share of good tokens among the first four."""
+        return learning.TASK_B.score(completion_ids[: learning.TASK_B.length])
 
 
 @dataclass
@@ -113,6 +148,8 @@ class Sums:
     def known(self, seed: int) -> dict[str, float]:
         """Return nothing: what the best policy attains is not known."""
         return {}
+
+    reward = score
 
     @torch.no_grad()
     def held_out(self, model: nn.Module) -> dict[str, float]:
@@ -180,6 +217,12 @@ def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
     return logprobs.masked_fill(ids == PAD, 0.0)
 
 
+TASKS = ("four_tokens", "noisy", "early", "sums", "sparse")
+
+
 def make_task(name: str, folder: str | Path) -> Any:
     """Return a task by name; a taught model is kept in `folder`."""
-    return FourTokens() if name == FourTokens.name else Sums(Path(folder) / "base-sums")
+    plain = {task.name: task for task in (FourTokens, Noisy, Early)}
+    if name in plain:
+        return plain[name]()
+    return Sums(Path(folder) / f"base-{name}", name=name, taught_enough=TAUGHT_ENOUGH if name == "sums" else 0.05)
