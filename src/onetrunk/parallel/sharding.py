@@ -11,6 +11,7 @@ A sharded layer gathers its weights in each forward and backward, so all process
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import warnings
@@ -36,6 +37,8 @@ from onetrunk.models.loading import base_fingerprint, keep_identity
 from onetrunk.utils.options import reject_deepspeed
 
 USE_FSDP, USE_PARALLELISM = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "PARALLELISM_CONFIG"))
+# malloc.h: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, and M_ARENA_MAX.
+MALLOC = {-3: 2**20, -1: 2**20, -8: 2}
 WHOLE_SIZE = "onetrunk_whole_size"
 GATHERED = "onetrunk_is_gathered"
 DIVIDED = "onetrunk_is_divided"
@@ -189,6 +192,8 @@ def shard_frozen(model: PeftModel, layout: Layout | None, device: torch.device) 
             "a base in 8 bit cannot be sharded, because bitsandbytes keeps its scales on the weights; set"
             " load_in_4bit instead of load_in_8bit, or launch with accelerate_configs/ddp.yaml"
         )
+    if device.type == "cpu":
+        return_freed_memory()
     replicas, shards = layout.replicas, world_size() // layout.replicas
     kept = {p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name or "value_head" in name}
     shape, names = ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
@@ -238,6 +243,16 @@ def share_frozen(model: PeftModel, device: torch.device, share: Callable[[], Non
         f"{how}{'' if copies == 1 else f', {copies} copies'}: {local_bytes(model) / 2**20:,.1f} of"
         f" {whole_bytes / 2**20:,.1f} MiB of weights on this process; adapters and heads are replicated"
     )
+
+
+def return_freed_memory() -> None:
+    """Let glibc give large freed blocks, such as gathered layers, back to the system at once.
+
+    Without fixed thresholds, glibc raises them when a large block is freed, and then keeps blocks up to that size.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
+    for parameter, value in MALLOC.items() if mallopt else ():
+        mallopt(parameter, value)
 
 
 def cast_when_sharded(quantization: Any = None) -> AbstractContextManager[None]:
