@@ -372,8 +372,9 @@ class _Packs:
     def shapes(self, number: int) -> dict[str, Sequence[int]]:
         mask = self.packs[number].completion_mask
         shapes = {name: mask.shape[:dims] for role in self.roles for name, dims in OUTPUTS[role].items()}
-        if "value" in self.roles and self.stage.model.value_head_kind == "shared":
-            shapes["value_states"] = (int(mask.sum()), self.stage.hidden_size)
+        trunk = self.stage.model
+        if "value" in self.roles and trunk.value_head_kind == "shared":
+            shapes["value_states"] = (int(mask.sum()), trunk.value_head.hidden_size)
         return shapes
 
 
