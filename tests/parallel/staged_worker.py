@@ -39,10 +39,10 @@ LOSS = LossCoefficients(value_clip=0.2, entropy_coef=0.01, kl_weight=0.05)
 def cases() -> dict[str, dict[str, Any]]:
     """Return what builds the trunk of each case, and what else differs from the usual."""
     return {
-        "llama": {"build": a_trunk},
+        "llama": {"build": partial(a_trunk, value_head="adapter")},
         "gemma2": {"build": partial(a_trunk, "gemma2")},
         "top-2": {"build": partial(a_trunk, value_head="adapter", adapter_layers="top-2")},
-        "uneven": {"build": partial(a_trunk, adapter_layers="top-2"), "sizes": (1, 3)},
+        "uneven": {"build": partial(a_trunk, value_head="adapter", adapter_layers="top-2"), "sizes": (1, 3)},
         "checkpointing": {"build": partial(a_trunk, value_head="adapter"), "checkpointing": True},
         "padding-free": {"build": partial(packed, "mistral", value_head="adapter", adapter_layers="top-2")},
         "continued": {"build": continued},
