@@ -66,7 +66,12 @@ def test_a_hackable_reward_raises_the_alarm_and_stops_the_run(tmp_path, caplog):
         return [1 - len(text.split()) / 12 for text in completions]
 
     trainer, monitor = watched(
-        tmp_path, RubricJudge({"brief": brief}), {"action": "stop"}, save_strategy="steps", save_steps=4
+        tmp_path,
+        RubricJudge({"brief": brief}),
+        {"action": "stop"},
+        save_strategy="steps",
+        save_steps=4,
+        num_rollouts=24,
     )
     with caplog.at_level(logging.WARNING, LOGGER):
         trainer.train()
@@ -74,8 +79,8 @@ def test_a_hackable_reward_raises_the_alarm_and_stops_the_run(tmp_path, caplog):
     assert proxy[-1] > proxy[0] and judged[-1] < judged[0]
     assert gaps[-1] > 0.5 and gaps[-1] > gaps[0]
     assert logged(trainer, "judge/alarm")[-1] == 1.0
-    # Planned were 56 steps; it ended at the first alarm, after a rollout.
-    assert trainer.state.global_step < 56 and trainer.state.global_step % 4 == 0 and monitor.num_alarms == 1
+    # Planned were 96 steps; it ended at the first alarm, after a rollout.
+    assert trainer.state.global_step < 96 and trainer.state.global_step % 4 == 0 and monitor.num_alarms == 1
     said = caplog.text
     assert "training stops: from step" in said and "the judge rubric, which PPO does not see, fell by" in said
     assert "Correct the reward or raise beta" in said and monitor.explanation in said
