@@ -164,7 +164,7 @@ def whole_bytes(trunk: TrunkModel, is_tensor: bool) -> int:
     kept = [
         p
         for n, p in trunk.named_parameters()
-        if p.requires_grad or ".lora_" in n or "head.linear" in n or (is_tensor and p.dim() < 2)
+        if p.requires_grad or ".lora_" in n or "value_head" in n or "head.linear" in n or (is_tensor and p.dim() < 2)
     ]
     return sum(p.nbytes for p in kept)
 

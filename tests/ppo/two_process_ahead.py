@@ -44,7 +44,13 @@ def main(folder: Path) -> None:
         save_file(trained_weights(trainer.model), folder / f"weights-{schedule}-{rank}.safetensors")
         facts = {
             "num_processes": trainer.accelerator.num_processes,
-            "kinds": sorted({(type(p).__name__, p.requires_grad) for p in trainer.model.parameters()}),
+            "kinds": sorted(
+                {
+                    (type(p).__name__, p.requires_grad)
+                    for n, p in trainer.model.named_parameters()
+                    if "value_head" not in n
+                }
+            ),
             "history": without_wall_clock(trainer.state.log_history),
         }
         (folder / f"facts-{schedule}-{rank}.json").write_text(json.dumps(facts))

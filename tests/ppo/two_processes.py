@@ -104,7 +104,9 @@ def run(name: str, folder: Path) -> None:
         "device": trainer.accelerator.device.type,
         "is_wrapped": type(trainer.model_wrapped).__name__,
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
-        "kinds": sorted({(type(p).__name__, p.requires_grad) for p in trainer.model.parameters()}),
+        "kinds": sorted(
+            {(type(p).__name__, p.requires_grad) for n, p in trainer.model.named_parameters() if "value_head" not in n}
+        ),
         "local_bytes": local_bytes(trainer.model),
         "trained_bytes": sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad),
         "steps": trainer.state.global_step,
