@@ -4,6 +4,7 @@
     python scripts/bench.py --rows mixed-top equal-top --rounds 1
     python scripts/bench.py --device cuda              # 0.5B to 8B, bf16 and NF4; not yet run on hardware
     python scripts/bench.py growth                     # curves over size, as PNG
+    python scripts/bench.py --baseline agilerl         # scoring and update of AgileRL 2.58 instead
 
 Every process is timed alone, ours and TRL's in turn; TRL has an environment of its own. Without one, ours is timed
 alone. Results go into --output_dir as JSON and a README.
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.growth import AXES, base_options, draw, grow, kinds
-from bench.processes import BASELINE, CONSOLE, OURS, commit, find_baseline, machine, run_process, say, shown
+from bench.processes import BASELINES, CONSOLE, OURS, TRL, commit, find_baseline, machine, run_process, say, shown
 from bench.report import commands, compare, table, write_readme
 from bench.rows import Row, choose_rows
 
@@ -40,13 +41,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often each process runs (default 3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: not yet run on hardware")
     parser.add_argument("--quick", action="store_true", help="a tiny shape: shows that it runs, means nothing")
-    parser.add_argument("--baseline_python", type=Path, help="interpreter of an environment with TRL 1.12.0")
+    parser.add_argument("--baseline", choices=BASELINES, default=TRL.kind, help="what ours is compared with")
+    parser.add_argument("--baseline_python", type=Path, help="interpreter of an environment with the baseline")
     parser.add_argument("--make_baseline", action="store_true", help="make that environment in the cache folder")
     parser.add_argument("--output_dir", type=Path, help=f"default scripts/bench/{DEFAULT_OUTPUT.name}/DEVICE")
     parser.add_argument("--timeout_s", type=float, default=3600, help="longest time of one process (default 3600)")
     args = parser.parse_args(arguments)
     if args.rounds < 1:
         parser.error("--rounds must be 1 or more")
+    if args.baseline != TRL.kind and (args.what, args.device) != ("compare", "cpu"):
+        parser.error(f"--baseline {args.baseline} has only the comparison on a CPU")
     return args
 
 
@@ -61,7 +65,7 @@ def timed(python: Path, script: Path, options: tuple[str, ...], timeout_s: float
 def run_rounds(
     rows: dict[str, Row], baseline: Path | None, args: argparse.Namespace
 ) -> Iterator[dict[str, dict[str, list]]]:
-    """Yield what all processes have printed, after every round; rows of one workload share TRL's process of it."""
+    """Yield what all processes have printed, after every round; rows of one workload share the baseline's process."""
     printed: dict[str, dict[str, list]] = {name: {"ours": [], "baseline": []} for name in rows}
     for number in range(1, args.rounds + 1):
         say(f"round {number} of {args.rounds}")
@@ -69,7 +73,8 @@ def run_rounds(
         for name, row in rows.items():
             if baseline is not None and row.has_baseline:
                 if row.shared not in shared:
-                    shared[row.shared] = timed(baseline, BASELINE, row.shared, args.timeout_s)
+                    script = BASELINES[args.baseline].script
+                    shared[row.shared] = timed(baseline, script, row.shared, args.timeout_s)
                 printed[name]["baseline"].append(shared[row.shared])
             options = (*row.shared, *row.own)
             printed[name]["ours"].append(timed(Path(sys.executable), OURS, options, args.timeout_s))
@@ -90,12 +95,12 @@ def about(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, 
 
 
 def run_comparison(args: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
-    """Run the comparison, print its table and rewrite results.json after every round."""
-    rows = choose_rows(args.rows, args.device, args.quick)
+    """Run the comparison, print its table and rewrite its JSON after every round."""
+    rows = choose_rows(args.rows, args.device, args.quick, args.baseline)
     for number, printed in enumerate(run_rounds(rows, baseline, args), 1):
         metrics = write_results(rows, printed, number, args, folder)
     title = "wall seconds of an iteration" if args.device == "cuda" else "CPU seconds of an iteration, one thread"
-    CONSOLE.print(table(metrics, f"{title}; rounds: {args.rounds}"))
+    CONSOLE.print(table(metrics, f"{title}; rounds: {args.rounds}", BASELINES[args.baseline].name))
     short = [name for name, row in metrics.items() if row.get("meets_floor") is False]
     if short:
         say(f"below the floor: {', '.join(short)}")
@@ -104,7 +109,7 @@ def run_comparison(args: argparse.Namespace, baseline: Path | None, folder: Path
 def write_results(
     rows: dict[str, Row], printed: dict[str, dict[str, list]], rounds: int, args: argparse.Namespace, folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Write results.json of the rounds that are through; return each row's metrics."""
+    """Write the JSON of the rounds that are through; return each row's metrics."""
     metrics = {name: compare(row, **printed[name]) for name, row in rows.items()}
     everything = [result for row in printed.values() for kind in row.values() for result in kind]
     results = {
@@ -112,10 +117,11 @@ def write_results(
         "rounds": rounds,
         "command": " ".join(["python scripts/bench.py", *_options(args)]),
         "rows": metrics,
-        "commands": {name: commands(row) for name, row in rows.items()},
+        "commands": {name: commands(row, BASELINES[args.baseline]) for name, row in rows.items()},
         "processes": printed,
     }
-    (folder / "results.json").write_text(json.dumps(results, indent=1))
+    name = "results" if args.baseline == TRL.kind else args.baseline
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1))
     return metrics
 
 
@@ -138,6 +144,7 @@ def _options(args: argparse.Namespace) -> list[str]:
     if args.what == "growth":
         return ["growth", *quick, *(["--axes", *args.axes] if len(args.axes) < len(AXES) else [])]
     options = ["--rounds", str(args.rounds), "--device", args.device, *quick]
+    options += [] if args.baseline == TRL.kind else ["--baseline", args.baseline]
     return options + (["--rows", *args.rows] if args.rows else [])
 
 
@@ -146,10 +153,11 @@ def main(arguments: list[str] | None = None) -> int:
     args.load = f"{os.getloadavg()[0]:.1f}"
     folder = args.output_dir or DEFAULT_OUTPUT / args.device
     try:
-        choose_rows(args.rows, args.device, args.quick)
-        baseline = find_baseline(args.baseline_python, args.make_baseline, say)
+        choose_rows(args.rows, args.device, args.quick, args.baseline)
+        chosen = BASELINES[args.baseline]
+        baseline = find_baseline(args.baseline_python, args.make_baseline, say, chosen)
         if baseline is None:
-            say("no environment with TRL 1.12.0: ours is timed alone (--make_baseline makes one)")
+            say(f"no environment with {chosen.name}: ours is timed alone (--make_baseline makes one)")
         folder.mkdir(parents=True, exist_ok=True)
         if args.what == "growth":
             run_growth(args, baseline, folder)

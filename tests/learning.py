@@ -4,6 +4,7 @@ The policy that maximises J = E[score] - beta * KL(policy || reference) has prob
 reference * exp(score / beta), and its J is J* = beta * mean over prompts of log E_reference[exp(score / beta)]. So few
 completions exist here that all are added up under the real reference, which depends on the prompt and on the history.
 The reference is a random Qwen2 of 4 layers; EOS and PAD have bias -30, so every completion has the full length.
+The tasks import no trainer, because the environments of other libraries use them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -23,9 +24,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
 
-from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.trainer import PPOTrainer
-from onetrunk.rollouts.base import RolloutBackend
+if TYPE_CHECKING:
+    from onetrunk.ppo.trainer import PPOTrainer
+    from onetrunk.rollouts.base import RolloutBackend
 
 PAD, EOS, FIRST = 0, 1, 2
 PROMPT_LENGTH = 4
@@ -243,6 +244,9 @@ def make_trainer(
 
     `rollout_backend` is a backend, or the setting of that name.
     """
+    from onetrunk.ppo.config import PPOConfig
+    from onetrunk.ppo.trainer import PPOTrainer
+
     if isinstance(rollout_backend, str):
         settings["rollout_backend"], rollout_backend = rollout_backend, None
     chosen = {**SETTINGS, "beta": task.beta, **settings}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench.processes import BASELINE, HERE, OURS, ROOT
+from bench.processes import HERE, OURS, ROOT, TRL
 
 PASSED, FAILED, TIMED_OUT, NOT_STARTED, SKIPPED = "passed", "failed", "timed out", "not started", "skipped"
 THEOREMS = "tests/ops/kernel_theorems.py"
@@ -203,7 +203,7 @@ def against_trl(machine: Machine) -> Part:
     return Part(
         "trl",
         f"the iteration of {AGAINST_TRL}-bf16 by TRL 1.12",
-        (str(machine.baseline), str(BASELINE), *workload_options(machine, shape)),
+        (str(machine.baseline), str(TRL.script), *workload_options(machine, shape)),
         120,
         skip="" if machine.baseline else has_none,
     )

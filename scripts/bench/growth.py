@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.processes import BASELINE, OURS
+from bench.processes import OURS, TRL
 
 Timed = Callable[[Path, Path, tuple[str, ...]], dict[str, Any]]
 
@@ -55,7 +55,7 @@ def grow(axis: str, baseline: Path | None, is_quick: bool, timed: Timed) -> tupl
                 top = "all" if divisor == 1 else f"top-{sizes['layers'] // divisor}"
                 result = timed(Path(sys.executable), OURS, (*shared, "--adapter_layers", top))
             else:
-                result = timed(baseline, BASELINE, shared)
+                result = timed(baseline, TRL.script, shared)
             printed.append(result)
             values[kind] = {"seconds": result["seconds"]["total"], "peak_mb": result["peak_mb"]}
         points.append({"value": value, "values": values})

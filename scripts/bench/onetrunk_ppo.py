@@ -78,6 +78,11 @@ class ForceLengthOfRunningRows(LogitsProcessor):
         return self.length_of[tuple(i for i in row if i != PAD)]
 
 
+def rule(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Return scores that cost nothing: of the numbers of words."""
+    return [float(len(text.split()) % 7) for text in completions]
+
+
 class Marks(TrainerCallback):
     """Marks the phases' borders on the meter and forces the lengths of each rollout."""
 
@@ -176,7 +181,8 @@ def build_trainer(work: Workload, folder: str, given: argparse.Namespace, marks:
     # A prompt ends with a space, so that prompt and completion make the same words again when they are one text.
     texts = [tokenizer.decode(ids) + " " for ids in work.prompts()]
     model, quantization = work.policy(), None
-    reward = None if given.reward_adapter else work.scalar_model(work.small_reward)
+    has_model = not (given.reward_adapter or given.learn_only)
+    reward = work.scalar_model(work.small_reward) if has_model else rule
     if given.reward_adapter:
         model.save_pretrained(f"{folder}/base")
         model = f"{folder}/base"
@@ -190,7 +196,7 @@ def build_trainer(work: Workload, folder: str, given: argparse.Namespace, marks:
     trainer = PPOTrainer(
         model=model,
         reward_funcs=reward,
-        reward_processing_classes=tokenizer,
+        reward_processing_classes=None if given.learn_only else tokenizer,
         args=ppo_config(work, folder, given),
         train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=tokenizer,
@@ -214,6 +220,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--max_rollout_rows", type=int, help="most rows that decode at once; default: all")
     parser.add_argument("--padding_free", action="store_true", help="the rows of a forward in one sequence")
     parser.add_argument("--reward_adapter", action="store_true", help="a LoRA on the trunk scores, no second model")
+    parser.add_argument("--learn_only", action="store_true", help="a rule scores, and sampling takes 0 s")
     parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
     parser.add_argument("--profile_tokens", type=int, default=0, help="measure one decoded token over so many; 0: not")
     parser.add_argument("--profile_operations", action="store_true", help="the milliseconds of its operations too")
@@ -286,7 +293,7 @@ def main() -> None:
         raise SystemExit("--profile_operations needs --profile_tokens")
     work = Workload.from_options(given)
     torch.set_num_threads(1)
-    meter = Meter(work.device)
+    meter = Meter(work.device, uncounted="generate" if given.learn_only else "")
     meter.start()
     marks = Marks(work, meter)
     with tempfile.TemporaryDirectory() as folder:
@@ -299,7 +306,8 @@ def main() -> None:
     sampled = [sum(map(len, r.completion_ids)) for r in marks.rollouts[1:]]
     result |= {"tokens": tokens, "sampled_tokens": sampled, "update_packs": marks.update_packs}
     ceilings = measure_ceilings(work.device, getattr(torch, work.dtype), meter.now)
-    result["roofline"] = roofline(work, given, marks, ceilings)
+    if not given.learn_only:
+        result["roofline"] = roofline(work, given, marks, ceilings)
     if given.profile_tokens:
         result["decode"] = one_token(work, given, trainer, meter.now, ceilings)
     print(json.dumps(result))

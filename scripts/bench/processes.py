@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,35 @@ CONSOLE = Console(highlight=False)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-OURS, BASELINE = HERE / "onetrunk_ppo.py", HERE / "trl_baseline.py"
-REQUIREMENTS = HERE / "trl_baseline.txt"
+OURS = HERE / "onetrunk_ppo.py"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Another implementation, in an environment of its own; its requirements are the script's name with .txt.
+
+    Args:
+        name: in tables.
+        kind: in names of files and folders.
+        module: whose import shows that an environment has it.
+    """
+
+    name: str
+    kind: str
+    module: str
+
+    @property
+    def script(self) -> Path:
+        return HERE / f"{self.kind}_baseline.py"
+
+    @property
+    def requirements(self) -> Path:
+        return self.script.with_suffix(".txt")
+
+
+TRL = Baseline("TRL 1.12", "trl", "trl.experimental.ppo")
+AGILERL = Baseline("AgileRL 2.58", "agilerl", "agilerl.algorithms.ppo_llm")
+BASELINES = {baseline.kind: baseline for baseline in (TRL, AGILERL)}
 
 
 def say(text: str) -> None:
@@ -30,46 +58,49 @@ def say(text: str) -> None:
     CONSOLE.print(text, markup=False, soft_wrap=True)
 
 
-def cached_baseline() -> Path:
+def cached_baseline(baseline: Baseline = TRL) -> Path:
     """Return where the interpreter of the baseline's environment is made; the name holds its requirements' hash."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    version = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:8]
-    return cache / "onetrunk" / f"bench-trl-{version}" / "bin" / "python"
+    version = hashlib.sha256(baseline.requirements.read_bytes()).hexdigest()[:8]
+    return cache / "onetrunk" / f"bench-{baseline.kind}-{version}" / "bin" / "python"
 
 
-def find_baseline(given: Path | None, makes: bool, say: Callable[[str], None]) -> Path | None:
+def find_baseline(
+    given: Path | None, makes: bool, say: Callable[[str], None], baseline: Baseline = TRL
+) -> Path | None:
     """Return the interpreter that has the baseline: the one given, the one made before, or a new one; else None.
 
     Raises:
         RuntimeError: it lacks the baseline, or cannot be made.
     """
-    if given is None and not cached_baseline().exists() and makes:
-        make_baseline(say)
-    python = given or (cached_baseline() if cached_baseline().exists() else None)
+    cached = cached_baseline(baseline)
+    if given is None and not cached.exists() and makes:
+        make_baseline(say, baseline)
+    python = given or (cached if cached.exists() else None)
     if python is None:
         return None
-    check = [str(python), "-c", "import trl.experimental.ppo, trl; print(trl.__version__)"]
+    check = [str(python), "-c", f"import {baseline.module}"]
     try:
         done = subprocess.run(check, capture_output=True, text=True, timeout=300)
     except OSError as error:
         raise RuntimeError(f"{python} is no interpreter that runs ({error.strerror}); give one that does") from error
     if done.returncode:
         raise RuntimeError(
-            f"{python} has no TRL with PPO ({done.stderr.strip().splitlines()[-1]}); install"
-            f" {REQUIREMENTS.relative_to(ROOT)} there, or let --make_baseline make an environment"
+            f"{python} has no {baseline.name} with PPO ({done.stderr.strip().splitlines()[-1]}); install"
+            f" {baseline.requirements.relative_to(ROOT)} there, or let --make_baseline make an environment"
         )
     return python
 
 
-def make_baseline(say: Callable[[str], None]) -> None:
+def make_baseline(say: Callable[[str], None], baseline: Baseline = TRL) -> None:
     """Make the baseline's environment in the cache folder.
 
     Raises:
         RuntimeError: an installation failed.
     """
-    python = cached_baseline()
+    python = cached_baseline(baseline)
     folder = python.parents[1]
-    lines = [line for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
+    lines = [line for line in baseline.requirements.read_text().splitlines() if line and not line.startswith("#")]
     torch = next(line for line in lines if line.startswith("torch"))
     # It gets its name last, so that an incomplete environment is created again.
     partial = folder.with_name(folder.name + ".partial")
@@ -77,7 +108,7 @@ def make_baseline(say: Callable[[str], None]) -> None:
     steps = {
         "virtual environment": [sys.executable, "-m", "venv", "--clear", str(partial)],
         torch: [*pip, torch],
-        "TRL and its requirements": [*pip, *lines],
+        f"{baseline.name} and its requirements": [*pip, *lines],
     }
     for number, (name, command) in enumerate(steps.items(), 1):
         say(f"baseline {number}/{len(steps)}: {name}")

@@ -11,12 +11,13 @@ from typing import Any
 from rich.table import Table
 
 from bench import distributed_report, gpu_report
-from bench.processes import BASELINE, OURS, shown
+from bench.processes import AGILERL, OURS, TRL, Baseline, shown
 from bench.rows import MEMORY_FLOOR, MEMORY_TARGET, Row
 
 PHASES = ("generate", "score", "update", "total")
 COLUMNS = ("row", "", *(f"{phase} s" for phase in PHASES), "peak MB")
 README_COLUMNS = ("row", "TRL 1.12", "ours", "ratio (generate, score, update)", "memory", "roofline")
+AGILERL_COLUMNS = ("row", AGILERL.name, "ours", "ratio (score, update)", "memory")
 NOTES = """\
 Median CPU seconds of one iteration with one thread (wall seconds on CUDA), and peak resident MB. The ratio is TRL's
 seconds over ours, memory is ours over TRL's. Roofline is the fewest seconds that the arithmetic allows at this
@@ -25,6 +26,14 @@ machine's measured speed, over our seconds in each phase. Differences under 10% 
 Both run on the same weights, prompts and forced completion lengths, with the same LoRA rank, epochs and limit on
 padded tokens per forward. TRL also trains a full value model, always scores with the full reward model, and computes
 padding.
+"""
+AGILERL_NOTES = """\
+`learn` of AgileRL's PPO for language models against our scoring and update, without sampling and without a reward
+model: median CPU seconds with one thread, and the peak of the whole process, in which ours has sampled too. Both run
+on the same weights, lengths, LoRA rank, epochs and limit on padded tokens per forward, without gradient checkpointing.
+AgileRL (with transformers 5.14.1) has adapters for actor, critic and reference on one base, and computes padding. Our
+value head is fitted on the states that scoring kept, which counts as scoring; where the row says so, ours trains a
+value adapter instead. Below the adapted layers ours keeps the states that sampling computed.
 """
 
 
@@ -57,8 +66,8 @@ def compare(row: Row, ours: Sequence[dict[str, Any]], baseline: Sequence[dict[st
     return {**values, "baseline": other, "ratio": ratio, "memory_share": memory, **verdict}
 
 
-def lines_of(values: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the lines of a row in the table: TRL, ours, ratios."""
+def lines_of(values: dict[str, Any], name: str = TRL.name) -> list[tuple[str, ...]]:
+    """Return the lines of a row in the table: the baseline of this name, ours, ratios."""
 
     def line(label: str, who: str, part: dict[str, Any]) -> tuple[str, ...]:
         return (label, who, *(f"{part['seconds'][phase]:.2f}" for phase in PHASES), f"{part['peak_mb']}")
@@ -68,17 +77,17 @@ def lines_of(values: dict[str, Any]) -> list[tuple[str, ...]]:
     required = "" if values["floor"] is None else f"floor {values['floor']}x, aim {values['target']}x"
     ratios = (*(f"{values['ratio'][phase]:.2f}x" for phase in PHASES), f"{values['memory_share']:.0%}")
     return [
-        line(values["label"], "TRL 1.12", values["baseline"]),
+        line(values["label"], name, values["baseline"]),
         line(required, "ours", values["ours"]),
         ("", "ratio", *ratios),
     ]
 
 
-def table(rows: dict[str, dict[str, Any]], title: str) -> Table:
+def table(rows: dict[str, dict[str, Any]], title: str, baseline: str = TRL.name) -> Table:
     """Return the table for a terminal, with the short names of the rows."""
     drawn = Table(*COLUMNS, title=title)
     for name, values in rows.items():
-        for line in lines_of({**values, "label": name}):
+        for line in lines_of({**values, "label": name}, baseline):
             drawn.add_row(*line)
         drawn.add_section()
     return drawn
@@ -90,10 +99,10 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([first, "|---" * len(header) + "|", *others]) + "\n"
 
 
-def commands(row: Row) -> list[str]:
+def commands(row: Row, baseline: Baseline = TRL) -> list[str]:
     """Return the commands of a row, ours first."""
     ours = shown(OURS, (*row.shared, *row.own))
-    return [ours, shown(BASELINE, row.shared)] if row.has_baseline else [ours]
+    return [ours, shown(baseline.script, row.shared)] if row.has_baseline else [ours]
 
 
 def write_readme(folder: Path) -> None:
@@ -102,6 +111,7 @@ def write_readme(folder: Path) -> None:
     parts = ["# Results\n", f"Written by {writers}; the JSON files hold all values, commands and machines.\n"]
     chapters = {
         "results.json": _results_chapter,
+        "agilerl.json": _agilerl_chapter,
         "growth.json": _growth_chapter,
         "distributed.json": _several_processes_chapter,
         "check.json": _gpu_chapter,
@@ -142,14 +152,14 @@ def _results_chapter(results: dict[str, Any], machine_line: _MachineLine) -> str
     )
 
 
-def _readme_line(values: dict[str, Any]) -> tuple[str, ...]:
+def _readme_line(values: dict[str, Any], phases: Sequence[str] = PHASES[:3]) -> tuple[str, ...]:
     def cell(part: dict[str, Any]) -> str:
         return f"{part['seconds']['total']:.2f} s, {part['peak_mb']} MB"
 
     roofline = ", ".join(f"{share:.0%}" for phase, share in values["roofline"].items() if phase in PHASES[:3])
     if "baseline" not in values:
         return (values["label"], "", cell(values["ours"]), "", "", roofline)
-    ratios = ", ".join(f"{values['ratio'][phase]:.1f}x" for phase in PHASES[:3])
+    ratios = ", ".join(f"{values['ratio'][phase]:.1f}x" for phase in phases)
     return (
         values["label"],
         cell(values["baseline"]),
@@ -157,6 +167,17 @@ def _readme_line(values: dict[str, Any]) -> tuple[str, ...]:
         f"{values['ratio']['total']:.2f}x ({ratios})",
         f"{values['memory_share']:.0%}",
         roofline,
+    )
+
+
+def _agilerl_chapter(results: dict[str, Any], machine_line: _MachineLine) -> str:
+    lines = [_readme_line(values, phases=PHASES[1:3])[:-1] for values in results["rows"].values()]
+    return "\n".join(
+        [
+            f"## Scoring and update of AgileRL\n\n{machine_line(results)}\n\n{AGILERL_NOTES}",
+            markdown(AGILERL_COLUMNS, lines),
+            f"`{results['command']}`; agilerl.json has the command of each row.\n",
+        ]
     )
 
 

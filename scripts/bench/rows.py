@@ -37,6 +37,10 @@ class Row:
         own = [QUICK_LAYERS if option.startswith("top-") else option for option in self.own]
         return Row(self.label, (*QUICK, *kept), tuple(own), limits_memory=False, has_baseline=self.has_baseline)
 
+    def against_agilerl(self) -> Row:
+        """Return the row in which AgileRL adapts the same layers, and ours scores by a rule and counts no sampling."""
+        return Row(self.label, (*self.shared, *self.own[:2]), (*self.own[2:], "--learn_only"))
+
 
 def _row(label: str, shared: str, own: str, *required: float, limits_memory: bool = False) -> Row:
     return Row(label, tuple(shared.split()), tuple(own.split()), *required, limits_memory=limits_memory)
@@ -97,15 +101,20 @@ CUDA_ROWS = {
 }
 
 
-def choose_rows(names: list[str] | None, device: str, is_quick: bool) -> dict[str, Row]:
+def choose_rows(names: list[str] | None, device: str, is_quick: bool, baseline: str = "trl") -> dict[str, Row]:
     """Return the rows of these names; None: all of the device.
+
+    Against AgileRL there are those of the CPU whose reward is the plain one.
 
     Raises:
         ValueError: a name that is no row.
     """
     known = CUDA_ROWS if device == "cuda" else CPU_ROWS
+    if baseline == "agilerl":
+        known = {name: row for name, row in CPU_ROWS.items() if "reward" not in name}
     unknown = sorted(set(names or ()) - set(known))
     if unknown:
         raise ValueError(f"there is no row {', '.join(unknown)} on {device}; the rows are {', '.join(known)}")
     chosen = {name: known[name] for name in (names or known)}
-    return {name: row.quick() for name, row in chosen.items()} if is_quick else chosen
+    chosen = {name: row.quick() for name, row in chosen.items()} if is_quick else chosen
+    return {name: row.against_agilerl() for name, row in chosen.items()} if baseline == "agilerl" else chosen

@@ -212,17 +212,20 @@ class Meter(threading.Thread):
     """Seconds and peak memory of each phase of each iteration.
 
     On a CPU: CPU seconds of this process (wall time is not stable on a shared machine) and resident memory, sampled
-    every 4 ms. On CUDA: wall seconds, the device waited for, and the memory that torch allocated.
+    every 4 ms. On CUDA: wall seconds, the device waited for, and the memory that torch allocated. The seconds of the
+    phase `uncounted` are 0. Wall seconds of whole iterations are kept besides.
     """
 
-    def __init__(self, device: str = "cpu", interval_s: float = 0.004):
+    def __init__(self, device: str = "cpu", interval_s: float = 0.004, uncounted: str = ""):
         super().__init__(daemon=True)
         self.device = device
+        self.uncounted = uncounted
         self.interval_s = interval_s
         self.iterations: list[dict[str, float]] = []
+        self.walls: list[float] = []
         self.peaks: dict[str, int] = {}
         self.phase = "init"
-        self._start = 0.0
+        self._start = self._wall_start = 0.0
         self._process = psutil.Process()
 
     def run(self) -> None:
@@ -241,16 +244,18 @@ class Meter(threading.Thread):
         """End the phase in progress and begin another; "generate" begins a new iteration."""
         if phase == self.phase:
             return
-        now = self.now()
+        now, wall = self.now(), time.perf_counter()
         if self.phase in PHASES:
-            counted = self.iterations[-1]
-            counted[self.phase] = counted.get(self.phase, 0.0) + now - self._start
+            counted, weight = self.iterations[-1], self.phase != self.uncounted
+            counted[self.phase] = counted.get(self.phase, 0.0) + weight * (now - self._start)
+            self.walls[-1] += weight * (wall - self._wall_start)
         if self.device != "cpu":
             self._note_memory(torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
         if phase == "generate":
             self.iterations.append({})
-        self.phase, self._start = phase, now
+            self.walls.append(0.0)
+        self.phase, self._start, self._wall_start = phase, now, wall
 
     def _note_memory(self, num_bytes: int) -> None:
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), num_bytes)
@@ -266,6 +271,7 @@ class Meter(threading.Thread):
         return {
             "seconds": {name: round(statistics.median(row[name] for row in kept), 3) for name in kept[0]},
             "iterations": [{name: round(s, 3) for name, s in row.items()} for row in kept],
+            "wall_s": round(statistics.median(self.walls[1:]), 3),
             "peak_mb": round(peak / 1e6),
             "phase_peak_mb": {phase: round(value / 1e6) for phase, value in self.peaks.items()},
         }
