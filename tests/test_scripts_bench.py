@@ -152,18 +152,6 @@ def test_against_agilerl_both_adapt_the_same_layers_and_no_reward_model_runs(mon
     assert rows["mixed-top"].floor is None
 
 
-def test_a_phase_that_does_not_count_takes_no_seconds(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    from workload import Meter
-
-    meter, clock = Meter(uncounted="generate"), iter([0.0, 5.0, 7.0, 10.0] * 2)
-    monkeypatch.setattr(meter, "now", lambda: next(clock))
-    for phase in ("generate", "score", "update", "between") * 2:
-        meter.enter(phase)
-    assert meter.iterations == [{"generate": 0.0, "score": 2.0, "update": 3.0}] * 2
-    assert meter.results()["seconds"]["total"] == 5.0
-
-
 def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
     from roofline import Ceilings, Iteration, least_seconds
