@@ -25,7 +25,6 @@ def test_a_trunk_is_built_from_a_model_a_name_and_a_path(tmp_path):
     for model in (base, str(tmp_path), tmp_path):
         trunk = build_trunk(model, adapter_layers="top-2", value_head="adapter")
         assert trunk.peft_config["default"].r == 16 and trunk.cut == 2 and not trunk.has_reference_adapter
-        assert trunk.value_head_kind == "adapter"
         assert same(logits(trunk), logits(tiny_model("llama")))
     assert default_peft_config().lora_dropout == 0
     trunk = build_trunk(str(tmp_path), lora(), model_init_kwargs={"dtype": "bfloat16"})

@@ -75,7 +75,6 @@ def test_two_processes_fit_as_one_does(tmp_path):
     alone.fit(*([part] for part in a_pack_of(states, returns, [10, 20, 30], [0, 1, 2])), [0, 1, 2], 0)
     processes = Processes(2)
     fits = [fit_of(tmp_path, processes=processes) for _ in range(2)]
-    # The second process has the first and the last row; numbers say which they are in the whole rollout.
     first = a_pack_of(states[10:30], returns[10:30], [20], [0])
     second = a_pack_of(
         torch.cat([states[30:], states[:10]]), torch.cat([returns[30:], returns[:10]]), [30, 10], [1, 0]
