@@ -23,10 +23,13 @@ SMOOTHED = 5
 MEASURED = 10
 COLORS = {
     "shared": "tab:blue",
-    "detached": "tab:cyan",
+    "linear": "tab:cyan",
     "adapter": "tab:green",
     "top-2": "tab:orange",
     "top-1": "tab:red",
+    "grpo": "tab:purple",
+    "agilerl": "tab:pink",
+    "agilerl-kl-reward": "tab:brown",
     "trl-lora": "tab:gray",
     "trl-full": "black",
 }
