@@ -21,6 +21,7 @@ from typing import Any
 os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from onetrunk import cli
@@ -66,7 +67,10 @@ class Recording(ExperienceStream):
     def whiten(self, experiences: Any) -> Any:
         """Write the rollout."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.kept, self.folder / f"{self.state.iteration:04d}.pt")
+        tensors = {
+            f"{number}.{name}": tensor for number, pack in enumerate(self.kept) for name, tensor in pack.items()
+        }
+        save_file(tensors, self.folder / f"{self.state.iteration:04d}.safetensors")
         self.kept = []
         return super().whiten(experiences)
 
@@ -232,10 +236,19 @@ def least_squares(rollouts: list[list[dict[str, Tensor]]], is_held_out: bool) ->
     return torch.stack(found).mean().item()
 
 
+def load(file: Path) -> list[dict[str, Tensor]]:
+    """Return the packs of a recorded rollout."""
+    packs: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(file).items():
+        number, name = key.split(".")
+        packs.setdefault(number, {})[name] = tensor
+    return [packs[number] for number in sorted(packs, key=int)]
+
+
 def replay(folders: list[Path], names: list[str]) -> int:
     """Print a Markdown table: explained variance, its share above 0 and the variance ratio, for each folder."""
     torch.set_num_threads(1)
-    recorded = {folder.name: [torch.load(f) for f in sorted(folder.glob("*.pt"))] for folder in folders}
+    recorded = {folder.name: [load(file) for file in sorted(folder.glob("*.safetensors"))] for folder in folders}
     print("| head | " + " | ".join(recorded) + " |")
     print("|---" * (1 + len(recorded)) + "|")
     cell = "{:+.3f}; {:.2f}; {:.2f}".format
