@@ -30,6 +30,7 @@ import transformers
 from accelerate import PartialState
 from collectives import WEIGHTS, Collectives
 from peft import LoraConfig
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig
 from workload import LORA, PHASES, Meter, Workload
@@ -141,8 +142,7 @@ class Inside:
 
     def _note(self, trainer: PPOTrainer) -> None:
         if not self.whole_bytes:
-            frozen = (p for p in trainer.model.parameters() if not p.requires_grad)
-            self.whole_bytes = sum(p.nbytes for p in frozen if not isinstance(p, DTensor))
+            self.whole_bytes = sum(p.nbytes for p in frozen_weights(trainer) if not isinstance(p, DTensor))
 
 
 def build(given: Any, folder: str, meter: Meter) -> tuple[Workload, PPOTrainer]:
@@ -153,10 +153,15 @@ def build(given: Any, folder: str, meter: Meter) -> tuple[Workload, PPOTrainer]:
     return work, onetrunk_ppo.build_trainer(whole, folder, given, onetrunk_ppo.Marks(work, meter))
 
 
+def frozen_weights(trainer: PPOTrainer) -> list[Tensor]:
+    """Return the frozen weights without the value head, which is fitted apart."""
+    named = trainer.model.named_parameters()
+    return [p for name, p in named if not p.requires_grad and "value_head" not in name]
+
+
 def frozen_bytes(trainer: PPOTrainer) -> int:
     """Return the bytes of frozen weights that this process holds between forwards."""
-    frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
-    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in frozen)
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in frozen_weights(trainer))
 
 
 def facts(given: Any) -> list[dict[str, Any]]:
