@@ -3,7 +3,7 @@
     python scripts/bench/learning_grpo.py --task four_tokens
 
 Needs no other environment: TRL 1.16 is a dependency. The advantages are not divided by a group's standard deviation
-(`scale_rewards`), so that `beta` weighs the KL against the score as it does in PPO. Arm `grpo-scaled` divides.
+(`scale_rewards`), so that `beta` weighs the KL against the score as it does in PPO.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests import learning
 GROUP = 8
 # The best rate is lower than that of PPO.
 RATES = {task: [{"learning_rate": rate} for rate in (1.25e-4, 2.5e-4, *FOUR_RATES)] for task in TASKS}
-ARMS = [Arm("grpo", {"scale_rewards": "none"}, RATES), Arm("grpo-scaled", {"scale_rewards": "group"}, RATES)]
+ARMS = [Arm("grpo", {"scale_rewards": "none"}, RATES)]
 
 
 class Recorder(TrainerCallback):
