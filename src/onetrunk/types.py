@@ -57,8 +57,10 @@ class Rollout:
 
     Args:
         prompt_ids: n lists of token ids.
-        completion_ids: n lists of token ids, none empty; the first stop token, if there is one, is the last id.
-        sampler_logprobs: n float32 tensors [len(completion)]: logprob of each token after temperature, as sampled.
+        completion_ids: n lists of token ids, none empty: everything after the prompt, in an episode with observations.
+            Without `turn_ids` the first stop token, if there is one, is the last id.
+        sampler_logprobs: n float32 tensors [len(completion)]: logprob of each token after temperature, as sampled; 0
+            at observations.
         stopped: n booleans, True if the completion ended at a stop token rather than at the length limit.
         policy_version: number of optimizer steps that the sampling policy had made; of the oldest row, if they differ.
         states: [n, T, H] input of the first adapted layer at prompt and completion tokens, 0 at padding and possibly
@@ -66,6 +68,9 @@ class Rollout:
         policy_versions: the policy version of each row, or of its first token, if they may differ, else None.
         sampler_values: n float32 tensors [len(completion)]: value of the state that predicts each token, if the
             sampler computes values, else None.
+        turn_ids: n lists [len(completion)]: the number of the turn that each token belongs to, -1 at tokens that were
+            given (observations); None: every completion is one turn.
+        turn_rewards: n lists, the environment's reward of each turn; None: no environment gives rewards.
     """
 
     prompt_ids: Sequence[list[int]]
@@ -76,9 +81,19 @@ class Rollout:
     states: Tensor | None = None
     policy_versions: Sequence[int] | None = None
     sampler_values: Sequence[Tensor] | None = None
+    turn_ids: Sequence[list[int]] | None = None
+    turn_rewards: Sequence[list[float]] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)
+
+    @property
+    def sampled_ids(self) -> Sequence[list[int]]:
+        """The tokens of each completion that the policy sampled, without observations."""
+        if self.turn_ids is None:
+            return self.completion_ids
+        rows = zip(self.completion_ids, self.turn_ids, strict=True)
+        return [[token for token, turn in zip(*row, strict=True) if turn >= 0] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -106,8 +121,9 @@ class Pack:
         attention_mask: [R, T] int64, 1 at real tokens.
         prompt_lengths: [R] int64, tokens.
         completion_ids: [R, C] int64, padded on the right.
-        completion_mask: [R, C] bool, True at completion tokens, the stop token included.
+        completion_mask: [R, C] bool, True at completion tokens that the policy sampled, stop tokens included.
         minibatch: index of the minibatch of the rollout that all its rows belong to.
+        turn_ids: [R, C] int64, number of the turn of each sampled token, -1 elsewhere; None: each row is one turn.
     """
 
     input_ids: Tensor
@@ -116,6 +132,7 @@ class Pack:
     completion_ids: Tensor
     completion_mask: Tensor
     minibatch: int = 0
+    turn_ids: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -159,7 +176,7 @@ class PackOutput(NamedTuple):
         logprobs: of the completion tokens under the policy, after temperature.
         entropy: of the policy's distribution at each token, nats.
         values: of the state that predicts each token.
-        next_values: [R] value of the state after the last completion token.
+        next_values: [R] value of the state after the last sampled token.
         ref_logprobs: of the completion tokens under the reference.
         scores: [R] of prompt and completion under the reward adapter.
         states: [N, H] output of the layers below the cut at the N tokens of the rows, row after row without padding;

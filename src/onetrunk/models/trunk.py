@@ -317,7 +317,9 @@ class TrunkModel(PeftModelForCausalLM):
         predicting = grid.first + grid.pack.prompt_lengths - 1
         value_states = hidden[predicting[rows] + columns]
         values = _spread(self.value_head(value_states), rows, columns, mask)
-        out = {"values": values, "next_values": self.value_head(hidden[predicting + mask.sum(dim=1)])}
+        # The state of the last sampled token predicts what comes after it; [R], 0 for a row without any.
+        after = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1)
+        out = {"values": values, "next_values": self.value_head(hidden[predicting + after])}
         return out | ({"value_states": value_states} if is_fitted else {})
 
     def _scores(self, grid: TokenGrid, states: Tensor | None) -> Tensor:

@@ -134,7 +134,11 @@ def split_packs(packs: Sequence[list[int]], count: int) -> list[list[int]]:
 
 
 def make_pack(
-    prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], pad_id: int, minibatch: int = 0
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    pad_id: int,
+    minibatch: int = 0,
+    turn_ids: Sequence[list[int]] | None = None,
 ) -> Pack:
     """Return the pack of one or more prompts and their completions, padded on the right.
 
@@ -143,6 +147,7 @@ def make_pack(
         completion_ids: R lists of token ids.
         pad_id: token of the padding; may be a stop token, since masks come from lengths.
         minibatch: that the rows belong to.
+        turn_ids: R lists, see `Rollout`; None: every completion is one turn.
 
     Raises:
         ValueError: a prompt is empty.
@@ -152,13 +157,16 @@ def make_pack(
         raise ValueError(f"the prompt of row {row} is empty; give it at least one token, such as the BOS token")
     input_ids, lengths = pad_ids([p + c for p, c in zip(prompt_ids, completion_ids, strict=True)], pad_id)
     completions, completion_lengths = pad_ids(completion_ids, pad_id)
+    turns = None if turn_ids is None else pad_ids(turn_ids, -1)[0]
+    has_token = length_mask(completion_lengths, completions.shape[1])
     return Pack(
         input_ids=input_ids,
         attention_mask=length_mask(lengths, input_ids.shape[1]).long(),
         prompt_lengths=lengths - completion_lengths,
         completion_ids=completions,
-        completion_mask=length_mask(completion_lengths, completions.shape[1]),
+        completion_mask=has_token if turns is None else turns >= 0,
         minibatch=minibatch,
+        turn_ids=turns,
     )
 
 

@@ -148,8 +148,8 @@ class ScoredRollout(Sampled):
 
     @property
     def lengths(self) -> Tensor:
-        """[n] completion lengths, tokens."""
-        return torch.tensor([len(ids) for ids in self.rollout.completion_ids])
+        """[n] tokens that the policy sampled."""
+        return torch.tensor([len(ids) for ids in self.rollout.sampled_ids])
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,8 @@ def rollout_packs(
     for number, (members, plan) in enumerate(zip(minibatches, plans, strict=True)):
         for places in plan:
             rows = [members[place] for place in places]
-            pack = make_pack([prompts[i] for i in rows], [completions[i] for i in rows], pad_id, minibatch=number)
+            turns = None if rollout.turn_ids is None else [rollout.turn_ids[i] for i in rows]
+            pack = make_pack([prompts[i] for i in rows], [completions[i] for i in rows], pad_id, number, turns)
             pack, captured = to_device(pack, device), None
             if states is not None:
                 is_real = pack.attention_mask.bool().to(states.device)

@@ -65,10 +65,13 @@ class Scores:
     Args:
         total: [n] float32, the weighted sum; NaN if no function applies or one gave a non-finite score.
         by_function: name of the function -> [n] float32, before weighting; NaN for None, non-finite scores unchanged.
+        by_token: n float32 tensors [len(completion)], weighted: what arrives inside a completion. Their sums are part
+            of `total`; what is left of it arrives at the last sampled token. None: everything arrives there.
     """
 
     total: Tensor
     by_function: dict[str, Tensor]
+    by_token: Sequence[Tensor] | None = None
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -218,7 +218,7 @@ def rollout_metrics(
     for item in packs if has_policy else ():
         sampled = item.sampler_logprobs(scored.rollout)
         policy_columns[:, torch.tensor(item.rows, device=device)] = _policy_columns(item, sampled)
-    ids = pad_sequence([torch.tensor(ids) for ids in scored.rollout.completion_ids], batch_first=True)
+    ids = pad_sequence([torch.tensor(ids) for ids in scored.rollout.sampled_ids], batch_first=True)
     ngrams = [count.float() for count in repeated_ngrams(ids, scored.lengths)]
     columns = [counts, total, lengths, stopped, *policy_columns, *ngrams, *scored.scores.by_function.values()]
     rows = DataParallel(accelerator).gather(torch.stack([column.to(device) for column in columns], dim=1))
