@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +21,15 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from onetrunk.models.trunk import PackOutput
-from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
-from onetrunk.ops.masking import masked_whiten
+from onetrunk.ops.advantages import (
+    AdaptiveKLController,
+    KLController,
+    gae,
+    length_adaptive_lam,
+    token_rewards,
+    turn_gae,
+)
+from onetrunk.ops.masking import masked_whiten, turn_starts
 from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.sharding import equal_counts
 from onetrunk.ppo.async_rollouts import AsyncSource, staleness_metrics
@@ -173,7 +181,7 @@ class ExperienceStream:
         return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
 
     def advantages(self, pack: Pack, output: PackOutput, rewards: Tensor, stopped: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (advantages, returns) of a pack, both [R, C], by generalised advantage estimation.
+        """Return (advantages, returns) of a pack, both [R, C], by generalised advantage estimation over `gae_unit`.
 
         Args:
             pack: the rows.
@@ -185,14 +193,17 @@ class ExperienceStream:
         bootstrap = None
         if config.truncated_completions == "bootstrap":
             bootstrap = torch.where(stopped, torch.zeros_like(output.next_values), output.next_values)
+        actions, estimate = pack.completion_mask, gae
+        if config.gae_unit == "turn":
+            actions, estimate = turn_starts(actions, pack.turns), partial(turn_gae, turn_ids=pack.turns)
         lam: float | Tensor = config.lam
         if config.length_adaptive_lam is not None:
-            lam = length_adaptive_lam(pack.completion_mask.sum(1), config.length_adaptive_lam)
+            lam = length_adaptive_lam(actions.sum(1), config.length_adaptive_lam)
         lam_value = config.lam if config.lam_value is None else config.lam_value
         inputs = (rewards, output.values, pack.completion_mask, config.gamma)
-        advantages, returns = gae(*inputs, lam, bootstrap)
+        advantages, returns = estimate(*inputs, lam, bootstrap)
         if isinstance(lam, Tensor) or lam != lam_value:
-            _, returns = gae(*inputs, lam_value, bootstrap)
+            _, returns = estimate(*inputs, lam_value, bootstrap)
         return advantages, returns
 
     def add_rewards(self, packs: Sequence[RolloutPack], scores: Tensor, sampled: Sampled) -> list[RolloutPack]:
@@ -234,7 +245,7 @@ class ExperienceStream:
 
     def add_advantages(self, packs: Sequence[RolloutPack], sampled: Sampled) -> list[Experience]:
         """Return the experience of each pack: with advantages and returns."""
-        stopped, experiences = sampled.stopped, []
+        stopped, experiences, by_turn = sampled.stopped, [], self.config.gae_unit == "turn"
         for item in packs:
             output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)
             advantages, returns = self.advantages(item.pack, output, item.rewards, row_stopped)
@@ -248,6 +259,8 @@ class ExperienceStream:
                 ref_logprobs=output.ref_logprobs,
                 weights=None if item.importance is None else item.importance.weights,
                 states=output.states,
+                # Advantages of turns read no other value.
+                value_mask=turn_starts(item.loss_mask, item.pack.turns) if by_turn else None,
             )
             experiences.append(experience)
         require_finite(experiences, self.state.iteration)
@@ -368,13 +381,14 @@ class ExperienceStream:
         # The rows of a minibatch stay together for a rollout, as their packs do.
         number = self.order.minibatch(self.state.iteration, slot)
         experiences = tuple(e for e in self._experiences if e.pack.minibatch == number)
-        local_tokens = torch.stack([e.loss_mask.sum() for e in experiences]).sum().float()
-        num_tokens = self.data_parallel.sum(local_tokens).item()
+        local = [torch.stack([e.loss_mask.sum(), e.value_tokens.sum()]) for e in experiences]
+        num_tokens, num_values = self.data_parallel.sum(torch.stack(local).sum(0).float()).tolist()
         trains_policy = self.state.iteration >= self.config.value_pretraining_rollouts
         trains_value = self.value_fit is None
         return Minibatch(
             experiences=experiences,
             num_tokens=max(1.0, num_tokens),
+            num_values=max(1.0, num_values),
             trains_policy=trains_policy,
             trains_value=trains_value,
             # If no token trains, momentum alone would still move the weights.

@@ -14,6 +14,7 @@ import resource
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from onetrunk.ops.advantages import gae, kl_estimate
+from onetrunk.ops.advantages import gae, kl_estimate, turn_gae
 from onetrunk.ops.importance import effective_share, importance_sums
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import DataParallel
@@ -257,10 +258,12 @@ def value_metrics(
     """
     wide, pairs = widest_dtype(accelerator.device), []
     for item, experience in zip(packs, experiences, strict=True):
-        mask = experience.loss_mask
-        plain, _ = gae(item.rewards, torch.zeros_like(item.rewards), item.pack.completion_mask, gamma, lam=1.0)
+        mask, of_values = experience.loss_mask, experience.value_tokens
+        estimate = gae if experience.value_mask is None else partial(turn_gae, turn_ids=item.pack.turns)
+        plain, _ = estimate(item.rewards, torch.zeros_like(item.rewards), item.pack.completion_mask, gamma, lam=1.0)
         errors = experience.returns.to(wide) - experience.old_values
-        pairs.append([(x.to(wide), mask) for x in (experience.returns, errors, experience.advantages, plain)])
+        pair = [(x.to(wide), of_values) for x in (experience.returns, errors)]
+        pairs.append([*pair, *((x.to(wide), mask) for x in (experience.advantages, plain))])
     returns, errors, advantages, plain = (
         global_moments(list(column), accelerator)[2].item() for column in zip(*pairs, strict=True)
     )
