@@ -40,8 +40,8 @@ class Answers(Protocol):
             stopped: whether the turn ended at a stop token.
 
         Returns:
-            A future with the ids of the observation that the row goes on from, or None if its episode is over. It never
-            raises; other threads work on it.
+            A future with the ids of the observation that the row goes on from, or None if its episode is over. It
+            never raises; other threads work on it.
         """
         ...
 
@@ -84,6 +84,7 @@ class PlayedEpisode:
         environment: what the row was played in; None if tools alone answer.
         counts: what happened in it.
         failure: why it could not be played; None if it was. It has no score.
+        may_return: whether nothing in `environment` hangs, so that another episode can be played in it.
     """
 
     prompt: Prompt
@@ -91,6 +92,7 @@ class PlayedEpisode:
     environment: Any
     counts: EpisodeCounts
     failure: str | None = None
+    may_return: bool = True
 
 
 def counts_of(rollout: Rollout) -> EpisodeCounts:
@@ -257,7 +259,7 @@ def rows_of(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Seque
     return [EpisodeRow(list(ids), key, most) for ids, key in zip(prompt_ids, keys, strict=True)]
 
 
-def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
+def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
     """Run a function in a daemon thread of its own, which a hanging call cannot take from others."""
     future: Future[T] = Future()
 
