@@ -27,6 +27,8 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, TrunkReward
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
+from onetrunk.rollouts.environments import Episodes
+from onetrunk.rollouts.episodes import play_in_waves, play_row_by_row
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
@@ -124,6 +126,14 @@ class PromptBatch:
     prompt_ids: list[list[int]]
     columns: dict[str, list[Any]]
     keys: list[RowKey]
+
+    def only(self, keys: Sequence[RowKey]) -> PromptBatch:
+        """Return the rows with these keys."""
+        places = [self.keys.index(key) for key in keys]
+        columns = {name: [column[i] for i in places] for name, column in self.columns.items()}
+        return PromptBatch(
+            [self.prompts[i] for i in places], [self.prompt_ids[i] for i in places], columns, list(keys)
+        )
 
 
 @dataclass(frozen=True)
@@ -241,6 +251,7 @@ class Sampler:
         backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
         captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
         captures_last: True if it also returns the state of a row's last token.
+        episodes: the tools and environments that answer the turns of completions; None: each is one turn.
     """
 
     backend: RolloutBackend
@@ -249,6 +260,7 @@ class Sampler:
     params: SamplingParams
     captures_states: bool = False
     captures_last: bool = False
+    episodes: Episodes | None = None
 
     @property
     def may_wait(self) -> bool:
@@ -291,20 +303,43 @@ class Sampler:
         Args:
             role, version: what a versioned backend samples from; any other samples from what it was last synced with.
         """
-        if self.is_versioned:
-            return self.generate_as(role, version, batch.prompt_ids, batch.keys)
-        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **options)
-        self._require_contract(rollout, len(batch.prompt_ids))
+        if self.episodes is not None:
+            return self._play(batch, functools.partial(self._sample, role, version), options)
+        return self._sample(role, version, batch.prompt_ids, self.params, batch.keys, **options)
+
+    def _sample(
+        self,
+        role: SampledRole,
+        version: int,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        **options: Any,
+    ) -> Rollout:
+        """Return one completion, or one turn, per row; may run in any thread if the backend is versioned."""
+        if not self.is_versioned:
+            rollout = self.backend.generate(prompt_ids, params, keys, **options)
+        else:
+            rollout = self.backend.generate_as(role, version, prompt_ids, params, keys)
+        self._require_contract(rollout, len(prompt_ids))
+        if self.is_versioned and role == "policy":
+            self._require_version(rollout, version)
         return rollout
 
-    def generate_as(
-        self, role: SampledRole, version: int, prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]
-    ) -> Rollout:
-        """Return one completion per prompt from a version that a versioned backend holds; may run in any thread."""
-        rollout = self.backend.generate_as(role, version, prompt_ids, self.params, keys)
-        self._require_contract(rollout, len(prompt_ids))
-        if role == "policy":
-            self._require_version(rollout, version)
+    def _play(self, batch: PromptBatch, sample: Callable[..., Rollout], options: dict[str, Any]) -> Rollout:
+        """Return one episode per row, played turn by turn."""
+        episodes = self.episodes
+        if hasattr(self.backend, "generate_turns"):
+            play = functools.partial(self.backend.generate_turns, **options)
+        else:
+            driver = play_row_by_row if self.is_versioned else play_in_waves
+            play = functools.partial(driver, sample, poll=episodes.poll)
+        rows = [
+            episodes.row(prompt, ids, {name: column[i] for name, column in batch.columns.items()}, key)
+            for i, (prompt, ids, key) in enumerate(zip(batch.prompts, batch.prompt_ids, batch.keys, strict=True))
+        ]
+        rollout = episodes.play(rows, self.params, play)
+        self._require_contract(rollout, len(rows))
         return rollout
 
     def _require_version(self, rollout: Rollout, version: int) -> None:
@@ -341,6 +376,11 @@ class Sampler:
         `packs` returns the packs with their outputs. It is called last, and only if an adapter of the trunk scores.
         """
         batch, rollout = sampled.batch, sampled.rollout
+        if self.episodes is not None:
+            self.episodes.require_played(rollout)
+            batch = replace(batch, prompts=[episode.prompt for episode in rollout.episodes])
+            if self.episodes.has_environment:
+                extras["environments"] = [episode.environment for episode in rollout.episodes]
 
         def trunk_scores() -> list[float]:
             scored = packs()
@@ -348,7 +388,7 @@ class Sampler:
             rows = [row for pack in scored for row in pack.rows]
             return [score for _, score in sorted(zip(rows, scores, strict=True))]
 
-        completions = self._decoded(batch, rollout.completion_ids, rollout.stopped)
+        completions = self._decoded(batch, rollout)
         score = functools.partial(
             self.rewards.score,
             batch.prompts,
@@ -360,13 +400,21 @@ class Sampler:
             **extras,
         )
         # Processes that hold the same rows get the same rewards.
-        return ScoredRollout(batch, rollout, completions, once_per_group(score))
+        scores = once_per_group(score)
+        if self.episodes is not None:
+            for row in (i for i, episode in enumerate(rollout.episodes) if episode.failure is not None):
+                for each in (scores.total, *scores.by_function.values()):
+                    each[row] = math.nan
+            self.episodes.release(rollout)
+        return ScoredRollout(batch, rollout, completions, scores)
 
-    def _decoded(
-        self, batch: PromptBatch, completion_ids: Sequence[list[int]], stopped: Sequence[bool]
-    ) -> list[Completion]:
-        rows = zip(completion_ids, stopped, batch.prompts, strict=True)
-        return [decode_completion(self.tokenizer, ids, has_stopped, prompt) for ids, has_stopped, prompt in rows]
+    def _decoded(self, batch: PromptBatch, rollout: Rollout) -> list[Completion]:
+        rows = zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)
+        texts = [decode_completion(self.tokenizer, ids, has_stopped, prompt) for ids, has_stopped, prompt in rows]
+        episodes = rollout.episodes or [None] * len(texts)
+        return [
+            text if e is None or e.messages is None else e.messages for text, e in zip(texts, episodes, strict=True)
+        ]
 
 
 class RolloutSource(Protocol):
