@@ -23,7 +23,7 @@ from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.groups import DataParallel, pack_outputs
 from onetrunk.parallel.sharding import equal_counts, reshard
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.monitoring.metrics import rollout_metrics
+from onetrunk.ppo.monitoring.metrics import episode_metrics, rollout_metrics
 from onetrunk.ppo.rollout import Sampled, Sampler, ScoredRollout, prompt_batch, rollout_packs, with_importance
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
@@ -81,8 +81,8 @@ def evaluate_prompts(
     seed_generators(args.seed, ROLLOUT_STREAM, EVALUATION_STREAM, process)
     scored = sampler.score(Sampled(batch, rollout), lambda: packs, **extras)
     metrics = rollout_metrics(scored, packs, accelerator, counted)
-    del metrics["num_tokens"]
-    return metrics, scored
+    metrics |= episode_metrics(scored, accelerator, counted)
+    return {n: v for n, v in metrics.items() if n != "num_tokens" and not n.startswith("time/")}, scored
 
 
 class SampleLog:

@@ -35,7 +35,13 @@ from onetrunk.parallel.sharding import equal_counts
 from onetrunk.ppo.async_rollouts import AsyncSource, staleness_metrics
 from onetrunk.ppo.config import plan_batches
 from onetrunk.ppo.forward import Forward
-from onetrunk.ppo.monitoring.metrics import global_moments, importance_metrics, rollout_metrics, value_metrics
+from onetrunk.ppo.monitoring.metrics import (
+    episode_metrics,
+    global_moments,
+    importance_metrics,
+    rollout_metrics,
+    value_metrics,
+)
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
@@ -326,7 +332,7 @@ class ExperienceStream:
     ) -> None:
         """Log the metrics of a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
         unscored = self._unscored_fraction(scores)
-        metrics = rollout_metrics(scored, packs, self.accelerator)
+        metrics = rollout_metrics(scored, packs, self.accelerator) | episode_metrics(scored, self.accelerator)
         metrics |= value_metrics(packs, experiences, self.config.gamma, self.accelerator)
         if self.corrects_sampler:
             metrics |= importance_metrics(packs, self.accelerator)
