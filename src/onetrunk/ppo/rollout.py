@@ -24,7 +24,6 @@ from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.model import ModelReward, TrunkReward
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
@@ -178,6 +177,13 @@ class RolloutPack:
         rows = [rollout.sampler_logprobs[row].double().cpu() for row in self.rows]
         return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
 
+    def dense_rewards(self, scores: Scores, scale: float) -> Tensor | None:
+        """Return what arrives at each token [R, C], divided by `scale`, on its device; None: nothing inside."""
+        if scores.by_token is None:
+            return None
+        rows = [scores.by_token[row] / scale for row in self.rows]
+        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
+
 
 def with_importance(item: RolloutPack, rollout: Rollout, **bounds: Any) -> RolloutPack:
     """Return a pack that the policy has scored with the importance weights of its tokens (`importance_weights`)."""
@@ -241,6 +247,7 @@ class Sampler:
         backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
         captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
         captures_last: True if it also returns the state of a row's last token.
+        environment_name: of what gives turn rewards, for metrics.
     """
 
     backend: RolloutBackend
@@ -249,12 +256,12 @@ class Sampler:
     params: SamplingParams
     captures_states: bool = False
     captures_last: bool = False
+    environment_name: str = "environment"
 
     @property
     def may_wait(self) -> bool:
         """Whether a reward function may wait for a server. A model of ours would compete for the device instead."""
-        ours = (ModelReward, TrunkReward)
-        return not all(isinstance(function, ours) for function in self.rewards.functions)
+        return not all(getattr(function, "runs_here", False) for function in self.rewards.functions)
 
     def roles(self, *names: str) -> tuple[str, ...]:
         """Return the roles that the trunk runs: `names`, and "reward" if one of its adapters scores."""
@@ -357,6 +364,9 @@ class Sampler:
             columns=batch.columns,
             trunk_scores=trunk_scores,
             completion_stopped=rollout.stopped,
+            turn_ids=rollout.turn_ids,
+            turn_rewards=rollout.turn_rewards,
+            environment_name=self.environment_name,
             **extras,
         )
         # Processes that hold the same rows get the same rewards.
