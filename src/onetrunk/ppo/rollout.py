@@ -24,6 +24,7 @@ from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
+from onetrunk.rewards.dense import Arrival, arrivals
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
@@ -149,6 +150,12 @@ class ScoredRollout(Sampled):
     def lengths(self) -> Tensor:
         """[n] tokens that the policy sampled."""
         return torch.tensor([len(ids) for ids in self.rollout.sampled_ids])
+
+    def arrivals(self, row: int) -> list[Arrival]:
+        """Return where the reward of a row fell."""
+        turn_ids = self.rollout.turn_ids
+        turns = [0] * len(self.rollout.completion_ids[row]) if turn_ids is None else turn_ids[row]
+        return arrivals(self.scores, row, turns)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,14 @@ from torch import Tensor
 from onetrunk.rewards.reward import Scores
 
 TurnIds = Sequence[Sequence[int]]
+
+
+class Arrival(NamedTuple):
+    """A token at which a reward arrives, the number of its turn, and the reward."""
+
+    token: int
+    turn: int
+    reward: float
 
 
 class DenseReward:
@@ -123,8 +131,8 @@ def weighted_scores(
     return Scores(total, by_function, [rewards.float() for rewards in by_token])
 
 
-def arrivals(scores: Scores, row: int, turns: Sequence[int]) -> list[tuple[int, int, float]]:
-    """Return (token, turn, reward) of every sampled token of a row at which a reward arrives, and of its last one.
+def arrivals(scores: Scores, row: int, turns: Sequence[int]) -> list[Arrival]:
+    """Return every sampled token of a row at which a reward arrives, and the last one.
 
     The rewards add up to the row's score, of which the last token gets what did not arrive before; NaN without one.
 
@@ -133,15 +141,14 @@ def arrivals(scores: Scores, row: int, turns: Sequence[int]) -> list[tuple[int, 
     """
     *sampled, last = [token for token, turn in enumerate(turns) if turn >= 0]
     rewards = [] if scores.by_token is None else scores.by_token[row].tolist()
-    found = [(token, turns[token], rewards[token]) for token in sampled if rewards and rewards[token]]
-    rest = scores.total[row].item() - sum(reward for _, _, reward in found)
-    return [*found, (last, turns[last], rest)]
+    found = [Arrival(token, turns[token], rewards[token]) for token in sampled if rewards and rewards[token]]
+    rest = scores.total[row].item() - sum(arrival.reward for arrival in found)
+    return [*found, Arrival(last, turns[last], rest)]
 
 
-def turn_sums(scores: Scores, turn_ids: TurnIds) -> Iterator[list[float]]:
-    """Yield the reward of each turn of every row: a number arrives in the last turn."""
-    for row, turns in enumerate(turn_ids):
-        sums = [0.0] * (max(turns) + 1)
-        for _, turn, reward in arrivals(scores, row, turns):
-            sums[turn] += reward
-        yield sums
+def turn_sums(found: Sequence[Arrival]) -> list[float]:
+    """Return the reward of each turn of a row."""
+    sums = [0.0] * (found[-1].turn + 1)
+    for arrival in found:
+        sums[arrival.turn] += arrival.reward
+    return sums

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from torch import Tensor
 
@@ -22,9 +22,6 @@ from onetrunk.judges.labels import Memory, kept_ratings
 from onetrunk.types import Completion, Prompt, as_text
 from onetrunk.utils.files import digest
 from onetrunk.utils.import_path import source_identity
-
-if TYPE_CHECKING:
-    from onetrunk.rewards.dense import DenseReward
 
 # What the name of a process reward model begins with.
 PROCESS_MODEL = "prm:"
@@ -50,7 +47,7 @@ class RewardFunction(Protocol):
         completions: list[Completion],
         completion_ids: list[list[int]] | None = None,
         **columns: Any,
-    ) -> list[float | DenseReward | None] | Awaitable[list[float | DenseReward | None]]: ...
+    ) -> Sequence[SupportsFloat | None] | Awaitable[Sequence[SupportsFloat | None]]: ...
 
 
 class BuiltInReward:
