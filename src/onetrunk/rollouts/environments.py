@@ -67,6 +67,7 @@ class Kind:
         schemas: of all tools, by their names.
         steps: whether the environments are Gymnasium's.
         has_reward: whether they give rewards.
+        example: one of them; `free`: those in which nobody plays.
     """
 
     factory: Factory | None
@@ -75,6 +76,7 @@ class Kind:
     schemas: dict[str, dict[str, Any]]
     steps: bool = False
     has_reward: bool = False
+    example: Any = None
     free: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -90,7 +92,7 @@ class Kind:
         if not callable(factory):
             raise ValueError(f"{where} is a {type(factory).__name__}; give a class or a function that makes one")
         environment = factory()
-        class_name = type(environment).__name__
+        class_name, made = type(environment).__name__, {"example": environment, "free": [environment]}
         if not callable(getattr(environment, "reset", None)):
             raise ValueError(
                 f"{where} makes a {class_name}, which has no reset; an environment has reset and, as in TRL, methods"
@@ -99,7 +101,7 @@ class Kind:
         if callable(getattr(environment, "step", None)):
             if tools:
                 raise ValueError(f"{where} makes a {class_name}, which answers by step, so no tools go with it")
-            return cls(factory, class_name, {}, {}, steps=True, has_reward=True, free=[environment])
+            return cls(factory, class_name, {}, {}, steps=True, has_reward=True, **made)
         methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
         for method, _ in methods:
             if method in schemas:
@@ -109,7 +111,7 @@ class Kind:
         if not schemas:
             raise ValueError(f"{where} makes a {class_name} without public methods, which would be its tools, or step")
         has_reward = callable(getattr(environment, "get_reward", None))
-        return cls(factory, class_name, functions, schemas, has_reward=has_reward, free=[environment])
+        return cls(factory, class_name, functions, schemas, has_reward=has_reward, **made)
 
     def take(self) -> Any:
         """Return an environment that nobody plays in; None for tools alone."""
@@ -200,6 +202,13 @@ class Episodes:
         """The name of the environment, for metrics; of several kinds just the word."""
         names = {kind.class_name for kind in self.kinds.values() if kind.has_reward}
         return names.pop() if len(names) == 1 else "environment"
+
+    @property
+    def sources(self) -> dict[str, Callable[..., Any]]:
+        """What episodes depend on: the tools, and of each environment its `reset`."""
+        sources = {f"tools.{name}": tool for kind in self.kinds.values() for name, tool in kind.functions.items()}
+        resets = {f"environment.{k.class_name}": type(k.example).reset for k in self.kinds.values() if k.factory}
+        return sources | resets
 
     def kind_of(self, row: Mapping[str, Any]) -> Kind:
         """Return the kind of a row of the dataset; ValueError if its column `environment` names none."""
