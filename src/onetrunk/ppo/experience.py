@@ -53,6 +53,7 @@ from onetrunk.ppo.rollout import (
     prompt_batch,
     rollout_packs,
     with_importance,
+    with_turn_values,
 )
 from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, save_buffer, save_state
 from onetrunk.ppo.value_fit import ValueFit
@@ -169,9 +170,7 @@ class ExperienceStream:
         # What reward functions draw from the global generators depends on the rollout alone. Seeded just before them,
         # because threads of other libraries draw from Python's too: retries of an upload, a tracker.
         seed_generators(self.config.seed, ROLLOUT_STREAM, self.state.iteration, self.data_parallel.process_index)
-        scored = self.sampler.score(sampled, packs, **self.trainer.reward_extras())
-        self.last_scored = replace(scored, rollout=replace(scored.rollout, states=None))
-        return scored
+        return self.sampler.score(sampled, packs, **self.trainer.reward_extras())
 
     def shape_scores(self, scored: ScoredRollout) -> Tensor:
         """Return the scores [n] that PPO maximises: after penalties, normalisation and clipping. NaN: no score."""
@@ -335,7 +334,8 @@ class ExperienceStream:
     def log_rollout(
         self, scored: ScoredRollout, scores: Tensor, packs: Sequence[RolloutPack], experiences: Sequence[Experience]
     ) -> None:
-        """Log the metrics of a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
+        """Log and keep a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
+        self.last_scored = with_turn_values(replace(scored, rollout=replace(scored.rollout, states=None)), packs)
         unscored = self._unscored_fraction(scores)
         metrics = rollout_metrics(scored, packs, self.accelerator) | episode_metrics(scored, self.accelerator)
         metrics |= value_metrics(packs, experiences, self.config.gamma, self.accelerator)
