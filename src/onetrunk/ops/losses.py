@@ -109,18 +109,15 @@ def policy_loss(
         turn_ids: [R, C] int64, number of the turn of each counted token; None: every token has its own ratio.
 
     Returns:
-        The loss, a scalar, and detached scalars: `loss`, `clip_fraction` (tokens whose clipped branch is active, which
-        gives no gradient), `ratio_mean`, `approx_kl` (k3 of the old policy against the new, always of single tokens),
-        `ratio_max`.
+        The loss, a scalar, and detached scalars: `loss`, `clip_fraction` (tokens whose clipped branch is active: no
+        gradient), `ratio_mean`, `ratio_max`, `approx_kl` (k3 of the old policy against the new, of single tokens).
 
-    Source: Schulman et al. 2017, equation 7; dual clip: Ye et al. 2020 (1912.09729); ratios of turns: ST-PPO
-    (2511.20718), as in GSPO (2507.18071).
+    Source: Schulman et al. 2017, equation 7; dual clip: 1912.09729; turns: ST-PPO 2511.20718, GSPO 2507.18071.
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; set a number above 1, such as 3, or leave it out")
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    of_unit = log_ratio if turn_ids is None else _mean_over_turns(log_ratio, mask, turn_ids)
-    ratio, advantages = torch.exp(of_unit), _kept(mask, advantages)
+    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), _kept(mask, advantages)
+    ratio = torch.exp(log_ratio if turn_ids is None else _mean_over_turns(log_ratio, mask, turn_ids))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
     losses, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
