@@ -2,7 +2,7 @@
 
 import pytest
 
-from onetrunk.rewards import ModelReward, RemoteReward, resolve_reward
+from onetrunk.rewards import ModelReward, PerToken, PerTurn, RemoteReward, resolve_reward
 from onetrunk.rewards.remote import remote_reward
 from onetrunk.servers.fleet import RetryPolicy, run_async
 from tests.judges.stub_server import StubServer, draw
@@ -126,6 +126,36 @@ def test_ppo_trains_on_it_and_leaves_out_what_it_did_not_score(tmp_path):
     # Two rows of the check, and four of the rollout, of which the first has no score.
     assert len(asked) == 2 + 4
     assert logged(trainer, "reward/unscored_fraction") == [0.25] and len(logged(trainer, "score/remote")) == 1
+
+
+def test_a_service_may_give_rewards_per_turn_and_per_token(tmp_path):
+    bodies = []
+
+    def dense(body):
+        bodies.append(body)
+        kinds = ("per_turn", "per_token")
+        lengths = [[len({*turns})] + [len(ids)] for ids, turns in zip(body["completion_ids"], body["turn_ids"])]
+        return 200, {"scores": [{kinds[i % 2]: [0.5] * n[i % 2]} if i < 2 else 7 for i, n in enumerate(lengths)]}
+
+    def short(body):
+        return 200, {"scores": [{"per_turn": [1, 2, 3]}] * len(body["prompts"])}
+
+    with StubServer(routes={"/rate": dense, "/short": short}) as stub:
+        reward = resolve_reward(f"{stub.root}/rate#token_ids=1&batch_size=2")
+        assert len(bodies) == 1  # The trial.
+        given = {"completion_ids": [[5, 6, 7], [5, 6], [5]], "turn_ids": [[0, 0, 1], [0, 0], [0]]}
+        found = run_async(reward(prompts=["a", "b", "c"], completions=["x", "y", "z"], **given))
+        # Batches of two.
+        assert found == [PerTurn([0.5, 0.5]), PerToken([0.5, 0.5]), PerTurn([0.5])]
+        stub.bodies.clear()
+        trainer = make_trainer(tmp_path, reward=f"{stub.root}/short")
+        with pytest.raises(
+            ValueError, match="function 'short' returned PerTurn with 3 numbers for row 0, which has 1"
+        ):
+            trainer.train()
+        assert not any("turn_ids" in body for body in stub.bodies)
+        with pytest.raises(ValueError, match="token_ids is for JSON services alone"):
+            RemoteReward(f"{stub.root}/classify", token_ids=True)
 
 
 def test_a_recipe_names_it_by_its_address_with_options_behind_a_hash(monkeypatch):
