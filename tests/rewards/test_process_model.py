@@ -128,9 +128,9 @@ def test_conversations_go_through_the_models_own_template_and_long_prompts_lose_
 
 def test_ppo_trains_on_it_and_a_resumed_run_knows_it(tmp_path):
     saved(tmp_path / "prm", WORDS)
-    spec = f"prm:{tmp_path / 'prm'}#separator=%20cat&name=steps"
+    spec = f"prm:{tmp_path / 'prm'}#separator=%20cat"
     trainer = trained(tmp_path / "run", reward=spec)
-    assert 0 < logged(trainer, "score/steps")[0] and logged(trainer, "reward/turn_0") == logged(trainer, "score/mean")
+    assert 0 < logged(trainer, "score/prm")[0] and logged(trainer, "reward/turn_0") == logged(trainer, "score/mean")
     contents = {content_of(ProcessReward(tmp_path / "prm", WORDS, separator=mark)) for mark in ("\n", ".")}
     assert len(contents) == 2 and content_of(ProcessReward(tmp_path / "prm", WORDS)) in contents
 
@@ -144,8 +144,7 @@ def test_what_is_no_process_reward_model_is_rejected_before_the_policy_loads(tmp
         ("scorer", ValueError, "is LlamaForSequenceClassification; expected a token-classification model, as TRL's"),
         ("language", ValueError, "is LlamaForCausalLM; expected a token-classification model"),
         ("nowhere", RuntimeError, "there is no such folder"),
-        ("prm#colour=red", ValueError, "unknown option 'colour' after '#'; there are separator, batch_size, name"),
-        ("prm#batch_size=many", ValueError, "'many' is no value for batch_size"),
+        ("prm#colour=red", ValueError, "unknown option 'colour' after '#'; there is separator=TEXT"),
         ("prm#separator=", ValueError, "separator is '' and batch_size 16"),
     ):
         with pytest.raises(error, match=message):

@@ -133,27 +133,31 @@ def test_a_service_may_give_rewards_per_turn_and_per_token(tmp_path):
 
     def dense(body):
         bodies.append(body)
-        kinds = ("per_turn", "per_token")
-        lengths = [[len({*turns})] + [len(ids)] for ids, turns in zip(body["completion_ids"], body["turn_ids"])]
-        return 200, {"scores": [{kinds[i % 2]: [0.5] * n[i % 2]} if i < 2 else 7 for i, n in enumerate(lengths)]}
+        rows = zip(body["completion_ids"], body["turn_ids"], strict=True)
+        forms = [({"per_token": [0.5] * len(ids)}, {"per_turn": [0.5] * len({*turns})}) for ids, turns in rows]
+        return 200, {"scores": [form[i % 2] for i, form in enumerate(forms)]}
 
     def short(body):
         return 200, {"scores": [{"per_turn": [1, 2, 3]}] * len(body["prompts"])}
 
-    with StubServer(routes={"/rate": dense, "/short": short}) as stub:
+    def odd(body):
+        return 200, {"scores": [body.get("model") and {"per_step": [1]}, {"per_turn": ["x"]}]}
+
+    with StubServer(routes={"/rate": dense, "/short": short, "/odd": odd}) as stub:
         reward = resolve_reward(f"{stub.root}/rate#token_ids=1&batch_size=2")
         assert len(bodies) == 1  # The trial.
         given = {"completion_ids": [[5, 6, 7], [5, 6], [5]], "turn_ids": [[0, 0, 1], [0, 0], [0]]}
         found = run_async(reward(prompts=["a", "b", "c"], completions=["x", "y", "z"], **given))
         # Batches of two.
-        assert found == [PerTurn([0.5, 0.5]), PerToken([0.5, 0.5]), PerTurn([0.5])]
+        assert found == [PerToken([0.5] * 3), PerTurn([0.5]), PerToken([0.5])]
         stub.bodies.clear()
         trainer = make_trainer(tmp_path, reward=f"{stub.root}/short")
-        with pytest.raises(
-            ValueError, match="function 'short' returned PerTurn with 3 numbers for row 0, which has 1"
-        ):
+        with pytest.raises(ValueError, match="'short' returned PerTurn with 3 numbers for row 0, which has 1"):
             trainer.train()
         assert not any("turn_ids" in body for body in stub.bodies)
+        for model, entry in ((None, "per_turn"), ("m", "per_step")):
+            with pytest.raises(RuntimeError, match=f"a score that is no number .*{entry}.*expected"):
+                RemoteReward(f"{stub.root}/odd", model=model, policy=PATIENT).check()
         with pytest.raises(ValueError, match="token_ids is for JSON services alone"):
             RemoteReward(f"{stub.root}/classify", token_ids=True)
 
