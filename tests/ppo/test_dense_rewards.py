@@ -29,39 +29,30 @@ class Episodes(CannedBackend):
         self.turn_rewards = turn_rewards
 
     def generate(self, prompt_ids, params, keys):
+        rows = [i % 2 for i in range(len(prompt_ids))]
+        given = self.turn_rewards and [self.turn_rewards[i] for i in rows]
         rollout = super().generate(prompt_ids, params, keys)
-        count = len(prompt_ids)
-        given = None if self.turn_rewards is None else [self.turn_rewards[i % 2] for i in range(count)]
-        return replace(rollout, turn_ids=[TURNS[i % 2] for i in range(count)], turn_rewards=given)
+        return replace(rollout, turn_ids=[TURNS[i] for i in rows], turn_rewards=given)
 
 
 def rollout(folder, result, turn_rewards=None, **settings):
     dataset = Dataset.from_dict({"prompt": ["the cat"] * 2})
     settings = {**PLAIN, "rollout_batch_size": 2, "per_device_train_batch_size": 2, **settings}
-    backend = Episodes(turn_rewards)
-    trainer = make_trainer(
-        folder, dataset=dataset, reward=lambda **kw: list(result), rollout_backend=backend, **settings
-    )
+    settings |= {"dataset": dataset, "rollout_backend": Episodes(turn_rewards)}
+    trainer = make_trainer(folder, reward=lambda **kwargs: list(result), **settings)
     with torch.no_grad():
         trainer.model.value_head.linear.bias.zero_()
     return trainer.get_train_dataloader().make_rollout()
 
 
-def test_returns_count_from_the_turn_in_which_a_reward_arrives(tmp_path):
-    experiences = rollout(tmp_path, [PerTurn([1.0, 2.0]), PerToken([4.0, 0.0, 1.0])])
+def test_returns_count_from_the_turn_in_which_a_reward_arrives_and_no_border_cuts_credit(tmp_path):
+    given = [PerTurn([1.0, 2.0]), PerToken([4.0, 0.0, 1.0])]
     # The observation has no column here: tokens 0 and 1 of the first turn see 1 + 2, the second turn 2.
-    check(by_row(experiences, "returns"), [3.0, 3.0, 2.0], [5.0, 1.0, 1.0])
-
-
-def test_a_border_between_turns_does_not_cut_credit(tmp_path):
-    # gamma .5 over counted tokens: 1 at the second, 2 at the third: 2 * .25 + 1 * .5, 2 * .5 + 1, 2.
-    experiences = rollout(tmp_path, [PerTurn([1.0, 2.0]), 0.0], gamma=0.5)
-    check(by_row(experiences, "returns"), [1.0, 2.0, 2.0], [0.0] * 3)
-
-
-def test_the_environments_rewards_arrive_like_those_of_a_function(tmp_path):
-    experiences = rollout(tmp_path, [0.0, 0.0], turn_rewards=[[1.0, 2.0], [5.0]])
-    check(by_row(experiences, "returns"), [3.0, 3.0, 2.0], [5.0] * 3)
+    check(by_row(rollout(tmp_path / "a", given), "returns"), [3.0, 3.0, 2.0], [5.0, 1.0, 1.0])
+    # gamma .5 over counted tokens: 2 * .25 + 1 * .5, 2 * .5 + 1, 2.
+    check(by_row(rollout(tmp_path / "b", given, gamma=0.5), "returns"), [1.0, 2.0, 2.0], [4.25, 0.5, 1.0])
+    environment = rollout(tmp_path / "c", [0.0, 0.0], turn_rewards=[[1.0, 2.0], [5.0]])
+    check(by_row(environment, "returns"), [3.0, 3.0, 2.0], [5.0] * 3)
 
 
 def test_without_discount_turn_rewards_and_their_sum_give_the_first_token_the_same_return(tmp_path):
@@ -80,43 +71,25 @@ def test_penalties_and_clipping_act_on_the_sum_and_what_is_left_arrives_at_the_e
 
 
 def test_normalisation_scales_what_arrives_inside_by_the_same_deviation(tmp_path):
-    # Sums 3 and 5: mean 4, deviation sqrt(2). The last tokens get -1 / s - 1 / s and 1 / s - 4 / s.
-    given = [PerTurn([1.0, 2.0]), PerToken([4.0, 0.0, 1.0])]
-    experiences = rollout(tmp_path, given, normalize_scores=True)
-    s = 2**0.5
-    check(by_row(experiences, "returns"), [-1 / s, -1 / s, -2 / s], [1 / s, -3 / s, -3 / s])
+    # Sums 3 and 5: mean 4, deviation sqrt(2) = s. The last tokens get -1 / s - 1 / s and 1 / s - 4 / s.
+    experiences = rollout(tmp_path, [PerTurn([1.0, 2.0]), PerToken([4.0, 0.0, 1.0])], normalize_scores=True)
+    r = 2**-0.5
+    check(by_row(experiences, "returns"), [-r, -r, -2 * r], [r, -3 * r, -3 * r])
 
 
-def at_the_end(kind):
-    """Return `even_share` of the completion as a dense reward that arrives at the last token."""
-
-    def reward(prompts, completions, completion_ids, **kwargs):
-        scores = even_share(prompts, completions, completion_ids)
+@pytest.mark.parametrize(("kind", "last"), [(PerTurn, True), (PerToken, True), (PerToken, False)])
+def test_only_a_reward_at_the_end_trains_the_same_weights_as_a_number(tmp_path, kind, last):
+    def dense(prompts, completions, completion_ids, **kwargs):
+        rows = zip(even_share(prompts, completions, completion_ids), map(len, completion_ids), strict=True)
         if kind is PerTurn:
-            return [PerTurn([score]) for score in scores]
-        return [PerToken([0.0] * (len(ids) - 1) + [s]) for ids, s in zip(completion_ids, scores, strict=True)]
+            return [PerTurn([score]) for score, _ in rows]
+        return [PerToken([score * (t == (n - 1 if last else 0)) for t in range(n)]) for score, n in rows]
 
-    return reward
-
-
-@pytest.mark.parametrize("kind", [PerTurn, PerToken])
-def test_one_reward_at_the_end_trains_the_same_weights_as_a_number(tmp_path, kind):
     settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "normalize_scores": True, "score_clip": 1.0, "beta": 0.1}
     settings |= {"missing_eos_penalty": 0.3, "length_penalty": 0.1, "whiten_rewards": True}
-    number = trained(tmp_path / "number", **settings)
-    dense = trained(tmp_path / "dense", reward=at_the_end(kind), **settings)
-    assert_same(trained_weights(dense.model), trained_weights(number.model))
-    assert logged(dense, "score/mean") == logged(number, "score/mean")
-    # A reward that arrives earlier is another one.
-    early = trained(
-        tmp_path / "early",
-        reward=lambda completion_ids, **kw: [
-            PerToken([s] + [0.0] * (len(ids) - 1))
-            for ids, s in zip(completion_ids, even_share([], [], completion_ids), strict=True)
-        ],
-        **settings,
-    )
-    assert differ(trained_weights(early.model), trained_weights(number.model))
+    number, other = (trained(tmp_path / n, reward=r, **settings) for n, r in (("a", even_share), ("b", dense)))
+    assert bool(differ(trained_weights(other.model), trained_weights(number.model))) != last
+    assert logged(other, "score/mean")[0] == logged(number, "score/mean")[0]
 
 
 def test_token_rewards_place_the_rest_of_the_score_at_the_last_counted_token():
@@ -136,10 +109,8 @@ def test_rewards_of_the_wrong_length_end_the_run_before_it_trains(tmp_path):
 
 
 def test_metrics_samples_report_and_tensorboard_show_where_the_reward_fell(tmp_path):
-    given = {(1, 0): PerTurn([1.0, 2.0]), (0, 0): PerToken([4.0, 0.0, 1.5])}
-
     def reward(turn_ids, **kwargs):
-        return [given[max(turns), 0] for turns in turn_ids]
+        return [PerTurn([1.0, 2.0]) if max(turns) else PerToken([4.0, 0.0, 1.5]) for turns in turn_ids]
 
     settings = {"rollout_backend": Episodes(), "log_completions": True, "report_to": "tensorboard"}
     trainer = make_trainer(tmp_path, reward=reward, eval_dataset=prompts(2), eval_strategy="steps", **settings)

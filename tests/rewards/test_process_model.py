@@ -46,12 +46,10 @@ def words(text):
     return WORDS.convert_tokens_to_ids(text.split())
 
 
-def rewards(reward, prompt, ids, stopped=True, turns=None):
-    columns = {} if turns is None else {"turn_ids": [turns]}
-    [found] = reward(
-        prompts=[prompt], completions=["-"], completion_ids=[ids], completion_stopped=[stopped], **columns
-    )
-    return found.rewards
+def check(reward, prompt, ids, expected, stopped=True, turns=None):
+    given = {"completions": ["-"], "completion_stopped": [stopped], "turn_ids": turns and [turns]}
+    [found] = reward(prompts=[prompt], completion_ids=[ids], **given)
+    assert found.rewards == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_labels", [1, 2])
@@ -59,17 +57,13 @@ def test_the_score_of_a_step_arrives_at_its_separator(tmp_path, num_labels):
     model = saved(tmp_path, WORDS, num_labels=num_labels)
     reward = ProcessReward(tmp_path, WORDS, separator=" .")
     first, second = read(model, words("<bos> a fish the cat . dog sings ."), [5, 8])
-    found = rewards(reward, "a fish", words("the cat . dog sings . <eos>"))
-    assert found == pytest.approx([0, 0, first, 0, 0, second, 0], abs=1e-6)
+    check(reward, "a fish", words("the cat . dog sings . <eos>"), [0, 0, first, 0, 0, second, 0])
     # A last step without a separator is read with one, as in training, and arrives at the last token.
-    found = rewards(reward, "a fish", words("the cat . dog sings <eos>"))
-    assert found == pytest.approx([0, 0, first, 0, 0, second], abs=1e-6)
-    found = rewards(reward, "a fish", words("the cat . dog sings"), stopped=False)
-    assert found == pytest.approx([0, 0, first, 0, second], abs=1e-6)
+    check(reward, "a fish", words("the cat . dog sings <eos>"), [0, 0, first, 0, 0, second])
+    check(reward, "a fish", words("the cat . dog sings"), [0, 0, first, 0, second], stopped=False)
     # Nothing between two separators is no step.
-    found = rewards(reward, "a fish", words("the cat . . dog sings . <eos>"))
-    assert found == pytest.approx([0, 0, first, 0, 0, 0, second, 0], abs=1e-6)
-    assert rewards(reward, "a fish", words("<eos>")) == [0]
+    check(reward, "a fish", words("the cat . . dog sings . <eos>"), [0, 0, first, 0, 0, 0, second, 0])
+    check(reward, "a fish", words("<eos>"), [0])
 
 
 def test_a_model_with_another_tokenizer_reads_the_text_and_its_scores_arrive_at_the_policys_tokens(tmp_path):
@@ -78,22 +72,18 @@ def test_a_model_with_another_tokenizer_reads_the_text_and_its_scores_arrive_at_
     # A token of the policy holds the end of a step and the beginning of the next one.
     ids = policy("a\u00e9\nb\ncd\n")["input_ids"] + [1]
     assert [policy.decode([token]) for token in ids] == ["a", "\ufffd", "\ufffd", "\nb", "\nc", "d", "\n", "<eos>"]
-    expected = read(model, own("p:a\u00e9\nb\ncd\n")["input_ids"], [5, 7, 10])
-    found = rewards(ProcessReward(tmp_path, policy), "p:", ids)
-    one, two, three = expected
-    assert found == pytest.approx([0, 0, 0, one, two, 0, three, 0], abs=1e-6)
+    one, two, three = read(model, own("p:a\u00e9\nb\ncd\n")["input_ids"], [5, 7, 10])
+    check(ProcessReward(tmp_path, policy), "p:", ids, [0, 0, 0, one, two, 0, three, 0])
 
 
 def test_rows_of_a_batch_do_not_touch_each_other(tmp_path):
-    own = bytes_tokenizer()
+    own, texts = bytes_tokenizer(), ["a\nbb\n", "c", "dddd\ne\nf", "g\n\n"]
     saved(tmp_path, own)
-    texts = ["a\nbb\n", "c", "dddd\ne\nf", "g\n\n"]
-    ids = [own(text)["input_ids"] for text in texts]
     given = {"prompts": ["p", "qqq", "", "r"], "completions": texts, "completion_stopped": [False] * 4}
-    single, batched = (ProcessReward(tmp_path, own, batch_size=size)(completion_ids=ids, **given) for size in (1, 3))
-    for one, other in zip(single, batched, strict=True):
-        assert one.rewards == pytest.approx(other.rewards, abs=1e-6)
-    assert [sum(map(bool, row.rewards)) for row in batched] == [2, 1, 3, 1]
+    given["completion_ids"] = [own(text)["input_ids"] for text in texts]
+    single, batched = (ProcessReward(tmp_path, own, batch_size=size)(**given) for size in (1, 3))
+    for one, other, count in zip(single, batched, (2, 1, 3, 1), strict=True):
+        assert one.rewards == pytest.approx(other.rewards, abs=1e-6) and sum(map(bool, one.rewards)) == count
 
 
 def test_in_an_episode_only_the_policys_steps_have_a_reward(tmp_path):
@@ -102,12 +92,9 @@ def test_in_an_episode_only_the_policys_steps_have_a_reward(tmp_path):
     ids, turns = own("a\nx\nyz\n")["input_ids"], [0, 0, -1, -1, -1, 1, 1]
     first, _, third = read(model, own("pa\nx\nyz\n")["input_ids"], [2, 4, 7])
     # "x" is all observation; "yz" begins in one. One number per sampled token.
-    assert rewards(ProcessReward(tmp_path, own), "p", ids, False, turns) == pytest.approx(
-        [0, first, 0, third], abs=1e-6
-    )
+    check(ProcessReward(tmp_path, own), "p", ids, [0, first, 0, third], False, turns)
     # A step that ends in an observation arrives at the policy's last token.
-    turns = [0, -1, -1, -1, 1, 1, -1]
-    assert rewards(ProcessReward(tmp_path, own), "p", ids, False, turns) == pytest.approx([first, 0, third], abs=1e-6)
+    check(ProcessReward(tmp_path, own), "p", ids, [first, 0, third], False, [0, -1, -1, -1, 1, 1, -1])
 
 
 def test_conversations_go_through_the_models_own_template_and_long_prompts_lose_their_beginning(tmp_path):
@@ -115,15 +102,10 @@ def test_conversations_go_through_the_models_own_template_and_long_prompts_lose_
     reward = ProcessReward(tmp_path, WORDS, separator=" .")
     prompt = [{"role": "user", "content": "fish"}]
     [score] = read(model, words("<bos> <user> fish <assistant> cat ."), [5])
-    assert rewards(reward, prompt, words("cat . <eos>")) == pytest.approx([0, score, 0], abs=1e-6)
+    check(reward, prompt, words("cat . <eos>"), [0, score, 0])
     [score] = read(model, words("<bos> fish <assistant> the cat ."), [5])
-    assert rewards(reward, prompt, words("the cat . <eos>")) == pytest.approx([0, 0, score, 0], abs=1e-6)
-    given = {"completions": ["-"], "completion_stopped": [True]}
-    assert reward(prompts=[prompt], completion_ids=[words("a a a a a a . <eos>")], **given) == [None]
-    WORDS.save_pretrained(tmp_path / "plain")
-    saved(tmp_path / "plain", WORDS)
-    with pytest.raises(ValueError, match="has no chat template; save the one that it was trained with"):
-        rewards(ProcessReward(tmp_path / "plain", WORDS), prompt, words("cat . <eos>"))
+    check(reward, prompt, words("the cat . <eos>"), [0, 0, score, 0])
+    assert reward([prompt], ["-"], [words("a a a a a a . <eos>")], completion_stopped=[True]) == [None]
 
 
 def test_ppo_trains_on_it_and_a_resumed_run_knows_it(tmp_path):

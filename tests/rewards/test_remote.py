@@ -151,9 +151,8 @@ def test_a_service_may_give_rewards_per_turn_and_per_token(tmp_path):
         # Batches of two.
         assert found == [PerToken([0.5] * 3), PerTurn([0.5]), PerToken([0.5])]
         stub.bodies.clear()
-        trainer = make_trainer(tmp_path, reward=f"{stub.root}/short")
         with pytest.raises(ValueError, match="'short' returned PerTurn with 3 numbers for row 0, which has 1"):
-            trainer.train()
+            trained(tmp_path, reward=f"{stub.root}/short")
         assert not any("turn_ids" in body for body in stub.bodies)
         for model, entry in ((None, "per_turn"), ("m", "per_step")):
             with pytest.raises(RuntimeError, match=f"a score that is no number .*{entry}.*expected"):
