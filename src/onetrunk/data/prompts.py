@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Columns that we add, and keywords that we pass to reward functions: a dataset's own column would be overwritten.
 RESERVED_COLUMNS = (
-    *("prompts", "prompt_ids", "completions", "completion_ids", "completion_stopped"),
+    *("prompts", "prompt_ids", "completions", "completion_ids", "completion_stopped", "turn_ids"),
     *("trainer_state", "log_extra", "log_metric"),
 )
 OVERLONG = ("error", "drop", "truncate")

@@ -24,7 +24,7 @@ from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.model import ModelReward, TrunkReward
+from onetrunk.rewards.dense import Arrival, arrivals
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
@@ -151,6 +151,12 @@ class ScoredRollout(Sampled):
         """[n] tokens that the policy sampled."""
         return torch.tensor([len(ids) for ids in self.rollout.sampled_ids])
 
+    def arrivals(self, row: int) -> list[Arrival]:
+        """Return where the reward of a row fell."""
+        turn_ids = self.rollout.turn_ids
+        turns = [0] * len(self.rollout.completion_ids[row]) if turn_ids is None else turn_ids[row]
+        return arrivals(self.scores, row, turns)
+
 
 @dataclass(frozen=True)
 class RolloutPack:
@@ -176,6 +182,13 @@ class RolloutPack:
     def sampler_logprobs(self, rollout: Rollout) -> Tensor:
         """Return the sampler's logprobs [R, C] of the pack's rows in float64, on its device, 0 at padding."""
         rows = [rollout.sampler_logprobs[row].double().cpu() for row in self.rows]
+        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
+
+    def dense_rewards(self, scores: Scores, scale: float) -> Tensor | None:
+        """Return what arrives at each token [R, C], divided by `scale`, on its device; None: nothing inside."""
+        if scores.by_token is None:
+            return None
+        rows = [scores.by_token[row] / scale for row in self.rows]
         return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
 
 
@@ -241,6 +254,7 @@ class Sampler:
         backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
         captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
         captures_last: True if it also returns the state of a row's last token.
+        environment_name: of what gives turn rewards, for metrics.
     """
 
     backend: RolloutBackend
@@ -249,12 +263,12 @@ class Sampler:
     params: SamplingParams
     captures_states: bool = False
     captures_last: bool = False
+    environment_name: str = "environment"
 
     @property
     def may_wait(self) -> bool:
         """Whether a reward function may wait for a server. A model of ours would compete for the device instead."""
-        ours = (ModelReward, TrunkReward)
-        return not all(isinstance(function, ours) for function in self.rewards.functions)
+        return not all(getattr(function, "runs_here", False) for function in self.rewards.functions)
 
     def roles(self, *names: str) -> tuple[str, ...]:
         """Return the roles that the trunk runs: `names`, and "reward" if one of its adapters scores."""
@@ -357,6 +371,9 @@ class Sampler:
             columns=batch.columns,
             trunk_scores=trunk_scores,
             completion_stopped=rollout.stopped,
+            turn_ids=rollout.turn_ids,
+            turn_rewards=rollout.turn_rewards,
+            environment_name=self.environment_name,
             **extras,
         )
         # Processes that hold the same rows get the same rewards.

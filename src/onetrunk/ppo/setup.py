@@ -49,7 +49,7 @@ from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, trunk_reward
-from onetrunk.rewards.reward import BuiltInReward, RewardFunction, names_a_model
+from onetrunk.rewards.reward import PROCESS_MODEL, BuiltInReward, RewardFunction, names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.files import require_name, require_output_dir
@@ -299,7 +299,7 @@ def resolve_rewards(
 
     Args:
         inputs: the reward functions: functions, dotted paths, sequence-classification models (names or loaded),
-            reward adapters, servers; and the tokenizers of models.
+            reward adapters, process reward models ("prm:NAME"), servers; and the tokenizers of models.
         base, base_tokenizer: name of the policy's base model and its tokenizer, which a reward adapter must share.
     """
     rewards, tokenizers = inputs.reward_funcs, inputs.reward_tokenizers
@@ -313,7 +313,11 @@ def resolve_rewards(
     resolved: list[RewardFunction | str] = []
     for reward, tokenizer in zip(rewards, tokenizers, strict=True):
         is_model_name = isinstance(reward, str) and names_a_model(reward)
-        if is_model_name and is_adapter_name(reward):
+        if is_model_name and reward.startswith(PROCESS_MODEL):
+            from onetrunk.rewards.process_model import ProcessReward  # Few runs have one.
+
+            reward = ProcessReward.from_spec(reward, base_tokenizer, device=device)
+        elif is_model_name and is_adapter_name(reward):
             reward = trunk_reward(reward, base, base_tokenizer, tokenizer)
         elif is_model_name or isinstance(reward, PreTrainedModel):
             reward = ModelReward(reward, tokenizer, device=device)
