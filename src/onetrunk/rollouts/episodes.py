@@ -2,25 +2,30 @@
 
 Token in, token out: the context of a turn is the exact ids so far and the ids of the observation; nothing that was
 sampled is decoded and encoded again. `Answers` says what follows a turn. A backend that keeps the cache of a row over
-its turns has `generate_turns`; for any other backend `play_turns` samples one turn after the other by `generate`, or
-by `generate_as` if it has versions.
+its turns has `generate_turns`; for any other one, `play_in_waves` and `play_row_by_row` sample turn after turn.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from onetrunk.rollouts.async_sampler import POLL_S, marker
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.types import Rollout, RowKey
+from onetrunk.types import Message, Prompt, Rollout, RowKey
+
+# Seconds for which a wave waits for rows that were just sampled.
+GATHER_S = 0.05
+T = TypeVar("T")
 
 # (prompt_ids, params, keys) -> one completion per prompt.
-Generate = Callable[[Sequence[list[int]], SamplingParams, Sequence[RowKey]], Rollout]
+Generate = Callable[..., Rollout]
 
 
 class Answers(Protocol):
@@ -35,8 +40,8 @@ class Answers(Protocol):
             stopped: whether the turn ended at a stop token.
 
         Returns:
-            A future with the ids of the observation that the row goes on from, or None if its episode is over. It never
-            raises; other threads work on it.
+            A future with the ids of the observation that the row goes on from, or None if its episode is over. It
+            never raises; other threads work on it.
         """
         ...
 
@@ -67,6 +72,32 @@ class EpisodeCounts:
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """What is known of an episode besides its tokens.
+
+    Args:
+        prompt: with the observation of `reset`.
+        messages: of a conversation, everything after the prompt; None for a text.
+        environment: what the row was played in; None if tools alone answer.
+        counts: what happened in it.
+        failure: why it could not be played; None if it was. It has no score.
+        may_return: whether nothing in `environment` hangs, so that another episode can be played in it.
+    """
+
+    prompt: Prompt
+    messages: list[Message] | None
+    environment: Any
+    counts: EpisodeCounts
+    failure: str | None = None
+    may_return: bool = True
+
+
+def counts_of(rollout: Rollout) -> EpisodeCounts:
+    """Return the counts of all episodes of a rollout."""
+    return sum((episode.counts for episode in rollout.episodes or ()), EpisodeCounts())
 
 
 @dataclass
@@ -142,15 +173,105 @@ def rollout_of_episodes(rows: Sequence[EpisodeRow], version: int) -> Rollout:
     )
 
 
-def play_turns(
+def play_in_waves(
     generate: Generate,
     prompt_ids: Sequence[list[int]],
     params: SamplingParams,
     keys: Sequence[RowKey],
     answers: Answers,
+    poll: Callable[[], None] = lambda: None,
+    has_row_limits: bool = False,
 ) -> Rollout:
-    """Play the episodes of `prompt_ids` in waves: the rows whose turn may begin are sampled together.
+    """Play episodes by a backend that samples many rows in one call: the rows whose turn may begin go together.
 
-    A row that waits for an answer leaves the wave, and delays nobody.
+    A row that waits for an answer leaves the wave, and delays nobody. Rows with different room are sampled in calls of
+    their own, because a call has one limit and a row may not go beyond its positions.
+
+    Args:
+        poll: called while all rows wait; may raise to give up.
+        has_row_limits: whether `generate` takes `limits`, one per row, so that a wave is one call.
     """
-    raise NotImplementedError
+    rows = rows_of(prompt_ids, params, keys)
+    ready, waiting, version = list(range(len(rows))), {}, 0
+    while ready or waiting:
+        by_room: dict[int, list[int]] = {}
+        for index in ready:
+            by_room.setdefault(0 if has_row_limits else rows[index].room, []).append(index)
+        for group in by_room.values():
+            wave = [rows[index] for index in group]
+            limits = {"limits": [row.room for row in wave]} if has_row_limits else {}
+            most = replace(params, max_completion_length=max(row.room for row in wave))
+            sampled = generate([row.context for row in wave], most, [row.turn_key for row in wave], **limits)
+            version = sampled.policy_version
+            columns = sampled.completion_ids, sampled.sampler_logprobs, sampled.stopped
+            for index, *turn in zip(group, *columns, strict=True):
+                rows[index].add_turn(*turn)
+                waiting[answers.begin(index, list(turn[0]), turn[2])] = index
+        # Most answers come at once, and their rows belong into one wave.
+        wait(waiting, GATHER_S)
+        while waiting and not (done := wait(waiting, POLL_S, FIRST_COMPLETED).done):
+            poll()
+        answered = sorted((waiting.pop(future), future.result()) for future in (done if waiting else ()))
+        ready = [index for index, token_ids in answered if rows[index].add_answer(token_ids)]
+    return rollout_of_episodes(rows, version)
+
+
+def play_row_by_row(
+    generate: Generate,
+    prompt_ids: Sequence[list[int]],
+    params: SamplingParams,
+    keys: Sequence[RowKey],
+    answers: Answers,
+    poll: Callable[[], None] = lambda: None,
+) -> Rollout:
+    """Play each episode in a thread of its own, by a backend that may be called in several threads at once.
+
+    Args:
+        poll: called while the rows are played; may raise to give up. They then stop at their next turn.
+    """
+    rows, mark, is_over = rows_of(prompt_ids, params, keys), marker(), threading.Event()
+
+    def play(index: int) -> int:
+        mark()
+        row = rows[index]
+        while not is_over.is_set():
+            limits = replace(params, max_completion_length=row.room)
+            sampled = generate([row.context], limits, [row.turn_key])
+            token_ids, stopped = sampled.completion_ids[0], sampled.stopped[0]
+            row.add_turn(token_ids, sampled.sampler_logprobs[0], stopped)
+            if not row.add_answer(answers.begin(index, list(token_ids), stopped).result()):
+                return sampled.policy_version
+        return -1
+
+    playing = [in_thread(play, index) for index in range(len(rows))]
+    try:
+        left = playing
+        while left:
+            poll()
+            done, left = wait(left, POLL_S, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+    finally:
+        is_over.set()
+    return rollout_of_episodes(rows, min(future.result() for future in playing) if playing else 0)
+
+
+def rows_of(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> list[EpisodeRow]:
+    """Return the rows of a call before their first turns."""
+    most = params.max_completion_length
+    return [EpisodeRow(list(ids), key, most) for ids, key in zip(prompt_ids, keys, strict=True)]
+
+
+def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    """Run a function in a daemon thread of its own, which a hanging call cannot take from others."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=getattr(function, "__name__", "episode")).start()
+    return future
