@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from onetrunk.ops import gae, policy_loss, token_rewards
+from onetrunk.ops import gae, policy_loss
 from onetrunk.ops.advantages import turn_gae, turn_gae_reference
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.masking import sum_over_turns, turn_starts
@@ -41,9 +41,6 @@ def episodes(draw):
 
 def row_of(*numbers):
     return torch.tensor([numbers], dtype=torch.float64)
-
-
-# --- tokens ---------------------------------------------------------------------------------------------------------
 
 
 @many
@@ -84,12 +81,6 @@ def test_a_turn_border_does_not_cut_credit():
         check_that_the_first_turn_gets_credit(cut_at_borders)
 
 
-def test_the_score_arrives_at_the_last_sampled_token_and_observations_have_no_kl():
-    logprobs, reference = row_of(-1, -1, -5, -1, -1), row_of(-2, -2, -1, -2, -2)
-    rewards = token_rewards(torch.tensor([3.0]), logprobs, reference, TWO_TURNS >= 0, 0.5)
-    assert rewards.tolist() == [[-0.5, -0.5, 0, -0.5, 2.5]]
-
-
 @many
 @given(e=episodes(), data=st.data())
 def test_rewards_of_turns_that_add_up_to_the_total_give_the_same_returns_at_turn_0(e, data):
@@ -105,9 +96,6 @@ def test_rewards_of_turns_that_add_up_to_the_total_give_the_same_returns_at_turn
         (_, one), (_, other) = (estimate(rewards, e.values, e.mask, 1.0, 1.0) for rewards in (split, total))
         first = starts & (starts.cumsum(1) == 1)
         assert_close(one[first], other[first], **EXACT)
-
-
-# --- turns ----------------------------------------------------------------------------------------------------------
 
 
 def test_advantages_of_two_turns_by_hand():
@@ -142,30 +130,6 @@ def test_an_episode_of_one_turn_is_a_bandit_with_a_baseline(e, gamma, lam):
             target = e.rewards[row, kept].sum() + gamma * e.bootstrap[row]
             assert_close(advantages[row, kept], (target - e.values[row, kept][0]).expand(kept.sum()), **EXACT)
             assert_close(returns[row, kept][0], target, **EXACT)
-
-
-@many
-@given(e=episodes(), gamma=GAMMAS, lam=LAMS)
-def test_turns_of_one_token_are_tokens(e, gamma, lam):
-    turns = torch.arange(e.mask.shape[1]).expand_as(e.mask)
-    inputs = (e.rewards, e.values, e.mask, gamma, lam, e.bootstrap)
-    for ours, tokens in zip(turn_gae(*inputs, turn_ids=turns), gae(*inputs), strict=True):
-        assert_close(ours, tokens, **EXACT)
-
-
-def test_sums_and_starts_of_turns_ignore_what_does_not_count():
-    x, turns = torch.tensor([[1.0, 2.0, math.nan, 4.0, 8.0]], requires_grad=True), TWO_TURNS
-    mask = torch.tensor([[True, True, False, False, True]])
-    sums = sum_over_turns(x, mask, turns)
-    assert sums.tolist() == [[3, 3, 0, 0, 8]] and turn_starts(mask, turns).tolist() == [
-        [True, False, False, False, True]
-    ]
-    (sums * torch.tensor([[1.0, 10, 100, 1000, 10000]])).sum().backward()
-    assert x.grad.tolist() == [[11, 11, 0, 0, 10000]]
-    assert turn_starts(mask[:, :0], turns[:, :0]).shape == (1, 0)
-
-
-# --- ratios of turns ------------------------------------------------------------------------------------------------
 
 
 def loop_over_turns(logprobs, old_logprobs, advantages, mask, turns, dual_clip, weights):
@@ -228,21 +192,6 @@ def test_the_first_ratio_of_turns_is_exactly_one_and_has_the_gradient_of_token_r
     assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 
-@many
-@given(e=episodes(), data=st.data())
-def test_packs_of_episodes_add_up_to_the_step(e, data):
-    cut, advantages = data.draw(st.integers(0, len(e.mask))), e.rewards * 2
-    parts = [slice(0, cut), slice(cut, None)]
-
-    def loss(rows):
-        tensors = (e.rewards, e.values, advantages, e.mask)
-        return policy_loss(*(x[rows] for x in tensors), 0.2, num_tokens=7, turn_ids=e.turns[rows])[0]
-
-    assert_close(loss(parts[0]) + loss(parts[1]), loss(slice(None)), **EXACT)
-
-
-# --- the whole loss -------------------------------------------------------------------------------------------------
-
 TRAINED = ("logprobs", "values", "entropy")
 CONSTANTS = ("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs", "weights")
 
@@ -270,13 +219,3 @@ def test_observations_have_no_part_in_any_term_of_the_loss(unit, estimator):
     gradients = dict(zip(TRAINED, results[0][2], strict=True))
     assert all(gradient[~mask].eq(0).all() for gradient in gradients.values())
     assert gradients["values"].ne(0).equal(mask if value_mask is None else value_mask)
-
-
-def test_values_of_turns_are_divided_by_their_own_number():
-    ids = torch.zeros(1, 5).long()
-    pack = Pack(ids, ids, torch.ones(1).long(), ids, TWO_TURNS >= 0, turn_ids=TWO_TURNS)
-    zeros, value_mask = torch.zeros(1, 5), turn_starts(TWO_TURNS >= 0, TWO_TURNS)
-    experience = Experience(pack, TWO_TURNS >= 0, zeros, zeros, zeros, row_of(2, 9, 9, 4, 9), value_mask=value_mask)
-    output = PackOutput(logprobs=zeros, values=zeros)
-    _, stats = ppo_loss(experience, output, LossCoefficients(), 4.0, 2.0)
-    assert stats["value"]["loss"].item() == 5  # half of 2^2 and of 4^2, over 2 values
