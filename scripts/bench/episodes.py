@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList
 from workload import EOS, FORBIDDEN, PAD, Workload
 
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.episodes import play_turns
+from onetrunk.rollouts.episodes import play_in_waves
 from onetrunk.rollouts.local import LocalBackend
 
 NUM_TURNS, TURN, OBSERVATION = 4, 16, 16
@@ -80,7 +80,7 @@ def kept_against_anew(rows: int, repeats: int) -> dict[str, float]:
         start = time.process_time()
         kept = backend.generate_turns(*call, Tool())
         middle = time.process_time()
-        anew = play_turns(backend.generate, *call, Tool())
+        anew = play_in_waves(backend.generate, *call, Tool())
         seconds["kept_s"].append(middle - start)
         seconds["anew_s"].append(time.process_time() - middle)
         assert kept.completion_ids == anew.completion_ids
