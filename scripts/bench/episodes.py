@@ -37,6 +37,7 @@ class EndTurns:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         length = (input_ids != PAD).sum(1) - self.prompt
         is_last = (length % (TURN + OBSERVATION) == TURN - 1).to(scores.device)
+        scores[:, PAD] = FORBIDDEN
         scores[:, EOS] = torch.where(is_last, -FORBIDDEN, FORBIDDEN)
         return scores
 
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--delay", type=float, default=0.5, help="seconds of the slow tool")
     options = parser.parse_args()
-    print(json.dumps({"cache": kept_against_anew(options.rows, options.repeats)}))
+    print(json.dumps({"cache": kept_against_anew(options.rows, options.repeats)}), flush=True)
     print(json.dumps({"slow_tool": delay_of_others(4 * options.repeats + 1, options.delay)}))
 
 
