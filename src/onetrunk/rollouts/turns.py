@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from onetrunk.rollouts.decoding import (
     prefill,
 )
 from onetrunk.rollouts.episodes import Answers
-
-if TYPE_CHECKING:
-    from onetrunk.rollouts.local import LocalBackend
 
 # Tokens of the others after which a row that has its answer goes on, even if it is the only one.
 PATIENCE = 8
@@ -91,10 +88,10 @@ class DecodeLoop:
     Args:
         call: the rows; what they have so far is in `call.episodes`.
         answers: what follows a turn.
-        backend: its `max_rows`, `logits_processor`, `poll` and `policy_version` are read.
+        backend: a LocalBackend; its `max_rows`, `logits_processor`, `poll` and `policy_version` are read.
     """
 
-    def __init__(self, call: SamplingCall, answers: Answers, backend: LocalBackend):
+    def __init__(self, call: SamplingCall, answers: Answers, backend: Any):
         self.call, self.answers, self.backend = call, answers, backend
         prompts = call.prompt_ids
         # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
