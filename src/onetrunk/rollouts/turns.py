@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from enum import Enum
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
