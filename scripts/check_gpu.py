@@ -5,8 +5,9 @@
     python scripts/check_gpu.py --dry_run --output_dir out/check  # every part on a CPU, with tiny shapes
 
 Each part is a process of its own: the Triton kernels against their twins, the tests marked gpu, PPO iterations of 0.5B
-and 7B models with random weights (bf16 and NF4), TRL 1.12 where it is installed, several GPUs where there are several.
-A part that fails or hangs does not end the others. Results go into --output_dir as check.json, and into its README.
+and 7B models with random weights (bf16 and NF4), TRL 1.12 and AgileRL where they are installed, several GPUs where
+there are several. A part that fails or hangs does not end the others. Results go into --output_dir as check.json, and
+into its README.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from bench.gpu_parts import QUIET, Machine, Part, all_parts, run_parts
 from bench.gpu_report import measurements, verdict
-from bench.processes import CONSOLE, HERE, ROOT, commit, find_baseline, machine, say
+from bench.processes import BASELINES, CONSOLE, HERE, ROOT, commit, find_baseline, machine, say
 from bench.report import write_readme
 
 DEFAULT_OUTPUT = HERE / "results" / "gpu"
@@ -34,9 +35,9 @@ MINUTES, MINUTES_WITH_SEVERAL_GPUS = 9.0, 29.0
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
-    summary, _, details = __doc__.partition("\n\n")
+    description, _, details = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", metavar="PART", help="the parts that run; all by default")
     parser.add_argument(
@@ -45,7 +46,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"when the last part is ended (default {MINUTES:.0f}, with several GPUs {MINUTES_WITH_SEVERAL_GPUS:.0f})",
     )
     parser.add_argument("--dry_run", action="store_true", help="run every part on a CPU, with tiny shapes")
-    parser.add_argument("--baseline_python", type=Path, help="interpreter of an environment with TRL 1.12.0")
+    for baseline in BASELINES.values():
+        about = f"interpreter of an environment with {baseline.name}"
+        parser.add_argument(f"--{baseline.kind}_python", type=Path, help=about)
     parser.add_argument("--output_dir", type=Path, help="default scripts/bench/results/gpu; a dry run: a new folder")
     args = parser.parse_args(arguments)
     if args.minutes is not None and not 0 < args.minutes <= 24 * 60:
@@ -57,7 +60,7 @@ def probe(args: argparse.Namespace) -> Machine:
     """Return what this machine has.
 
     Raises:
-        RuntimeError: it has no GPU and this is no dry run, or the given interpreter has no TRL 1.12.
+        RuntimeError: it has no GPU and this is no dry run, or a given interpreter lacks its baseline.
     """
     done = subprocess.run(
         [sys.executable, str(HERE / "gpu_probe.py")], capture_output=True, text=True, env={**os.environ, **QUIET}
@@ -72,8 +75,10 @@ def probe(args: argparse.Namespace) -> Machine:
             " (make setup TORCH_VERSION=); --dry_run runs every part on a CPU, with tiny shapes"
         )
     gpus = [] if args.dry_run else found["gpus"]
-    baseline = find_baseline(args.baseline_python, False, say)
-    return Machine(gpus, found["versions"], found["cuda"], baseline, args.dry_run)
+    given = {kind: getattr(args, f"{kind}_python") for kind in BASELINES}
+    pythons = {kind: find_baseline(given[kind], False, say, baseline) for kind, baseline in BASELINES.items()}
+    baselines = {kind: python for kind, python in pythons.items() if python}
+    return Machine(gpus, found["versions"], found["cuda"], baselines, args.dry_run)
 
 
 def choose(parts: list[Part], names: list[str] | None) -> list[Part]:
@@ -98,23 +103,31 @@ def command(args: argparse.Namespace) -> str:
 
 
 def check(args: argparse.Namespace, here: Machine, parts: list[Part], folder: Path) -> dict[str, Any]:
-    """Run the parts, and return everything that is written down."""
+    """Run the parts, write after each what was found so far, and return it."""
     start, load = time.monotonic(), f"{os.getloadavg()[0]:.1f}"
     minutes = args.minutes or (MINUTES_WITH_SEVERAL_GPUS if len(here.gpus) > 1 else MINUTES)
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as logs:
-        found = run_parts(parts, 60 * minutes, Path(logs), here.is_dry, say)
+        for found in run_parts(parts, 60 * minutes, Path(logs), here.is_dry, say):
+            results = summary(args, here, found, time.monotonic() - start) | {"load": load}
+            (folder / FILE).write_text(json.dumps(results, indent=1))
+            write_readme(folder)
+    return results
+
+
+def summary(args: argparse.Namespace, here: Machine, found: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return everything that is written down of the parts that ran."""
     code, line = verdict(found)
     return {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "commit": commit(),
         "versions": here.versions,
-        "load": load,
         "gpus": here.gpus,
         "cuda": here.cuda,
         "is_dry": here.is_dry,
         "command": command(args),
-        "seconds": round(time.monotonic() - start, 1),
+        "seconds": round(seconds, 1),
         "exit_code": code,
         "verdict": line,
         "measurements": measurements(found),
@@ -133,8 +146,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (RuntimeError, ValueError) as error:
         CONSOLE.print(f"check_gpu: {error}", style="red", markup=False, soft_wrap=True)
         return 1
-    (folder / FILE).write_text(json.dumps(results, indent=1))
-    write_readme(folder)
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
     say(f"{results['verdict']}; results are in {shown}")
     return results["exit_code"]

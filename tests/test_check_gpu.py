@@ -47,13 +47,13 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     stub = tmp_path / "python"
     stub.write_text(STUB_OF_TRL)
     stub.chmod(0o755)
-    options = ("--dry_run", "--minutes", "45", "--baseline_python", str(stub), "--output_dir", str(tmp_path / "out"))
+    options = ("--dry_run", "--minutes", "45", "--trl_python", str(stub), "--output_dir", str(tmp_path / "out"))
     done = check_gpu(*options)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out" / "check.json").read_text())
-    assert results["is_dry"] and results["verdict"] == f"{len(results['parts'])} passed"
+    assert results["is_dry"] and results["verdict"] == f"{len(results['parts']) - 1} passed, 1 skipped"
     found = results["parts"]
-    assert [*found] == ["kernels", "tests", "twins", *ITERATIONS, "trl", "several"]
+    assert [*found] == ["kernels", "tests", "twins", *ITERATIONS, "trl", "agilerl", "several"]
     assert found["kernels"]["result"]["passed"] > 20 and found["kernels"]["result"]["skipped"] == 0
     # What only a GPU can show is skipped, but collected.
     for name, fewest in (("tests", 3), ("several", 20)):
@@ -63,7 +63,7 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     for row in speeds.values():
         assert all(row[phase]["tokens_per_s"] > 0 for phase in ("generate", "score", "update"))
         assert row["decode"]["operations"] > 100
-    assert results["measurements"]["trl"]["ratio"]["total"] > 0
+    assert results["measurements"]["others"]["trl"]["ratio"]["total"] > 0
     assert all("torch" in case and "kernel" in case for case in found["twins"]["result"]["logprobs"].values())
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "A dry run on a CPU" in readme and "| 7b-nf4 | passed |" in readme and "Seconds of TRL 1.12 over" in readme
@@ -73,8 +73,11 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
 ITERATIONS = ["0.5b-bf16", "7b-bf16", "0.5b-nf4", "7b-nf4"]
 
 
+BOTH = {"trl": Path("/trl/python"), "agilerl": Path("/agilerl/python")}
+
+
 def a_machine(parts, **changes):
-    facts = {"gpus": [H100], "versions": VERSIONS, "cuda": "13.0", "baseline": Path("/trl/python"), "is_dry": False}
+    facts = {"gpus": [H100], "versions": VERSIONS, "cuda": "13.0", "baselines": BOTH, "is_dry": False}
     return parts.Machine(**{**facts, **changes})
 
 
@@ -84,16 +87,14 @@ def a_machine(parts, **changes):
         ({}, {"several": "there is one GPU; it needs 2 or more"}),
         ({"gpus": [H100, H100]}, {}),
         (
-            {
-                "gpus": [{"name": "L4", "memory_gib": 22.0}],
-                "versions": {"torch": "2", "triton": "3"},
-                "baseline": None,
-            },
+            {"gpus": [{"name": "L4", "memory_gib": 22.0}], "versions": {"torch": "2", "triton": "3"}, "baselines": {}},
             {
                 "7b-bf16": "the GPU has 22.0 GiB; this needs 40",
                 "0.5b-nf4": "bitsandbytes is not installed (pip install -e '.[quant]')",
                 "7b-nf4": "bitsandbytes is not installed (pip install -e '.[quant]')",
-                "trl": "no environment with TRL 1.12.0; scripts/bench.py --make_baseline makes one",
+                "trl": "no environment with TRL 1.12; scripts/bench.py --baseline trl --make_baseline makes one",
+                "agilerl": "no environment with AgileRL 2.58; scripts/bench.py --baseline agilerl --make_baseline"
+                " makes one",
                 "several": "there is one GPU; it needs 2 or more",
             },
         ),
@@ -156,7 +157,7 @@ def test_speeds_are_tokens_over_seconds_and_an_update_counts_each_epoch(report):
     assert [found[phase]["tokens_per_s"] for phase in ("generate", "score", "update")] == [50, 800, 200]
     trl = {"seconds": {"generate": 3.0, "score": 1.0, "update": 16.0, "total": 20.0}, "peak_mb": 12}
     ran = {name: {"status": "passed", "result": r} for name, r in (("0.5b-bf16", result), ("trl", trl))}
-    compared = report.measurements(ran)["trl"]
+    compared = report.measurements(ran)["others"]["trl"]
     assert compared["ratio"] == {"generate": 1.5, "score": 2.0, "update": 4.0, "total": 3.08}
     assert compared["memory_share"] == 0.25
     assert "trl" not in report.measurements({"trl": ran["trl"]})

@@ -3,8 +3,9 @@
     python agilerl_baseline.py --shape base --mixed --adapter_layers top-4
 
 It prints one JSON line. Actor, critic and reference are LoRA adapters on one frozen base, without gradient
-checkpointing and Liger kernels. Rows are prompts and random completions of the workload's lengths, and the score is a
-given number: neither sampling nor a reward model is timed. It needs an environment of its own (agilerl_baseline.txt).
+checkpointing, and with Liger kernels on a GPU alone. Rows are prompts and random completions of the workload's
+lengths, and the score is a given number: neither sampling nor a reward model is timed. It needs an environment of its
+own (agilerl_baseline.txt).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ VERSION = "2.58.0"
 
 def make_agent(work: Workload, adapter_layers: str) -> PPO:
     """Return the agent: one optimizer step per epoch over the whole rollout, as ours."""
-    core.HAS_LIGER_KERNEL = False  # Its kernels need a GPU.
+    core.HAS_LIGER_KERNEL = work.device != "cpu"  # Its kernels need a GPU.
     total = work.config().num_hidden_layers
     first = 0 if adapter_layers == "all" else total - int(adapter_layers[4:])
     layers = {"layers_to_transform": list(range(first, total))} if first else {}
@@ -50,7 +51,7 @@ def make_agent(work: Workload, adapter_layers: str) -> PPO:
         importance_sampling_level="token",
         max_model_len=work.prompt + work.completion,
         gradient_checkpointing=False,
-        use_liger_loss=False,
+        use_liger_loss=work.device != "cpu",
         device=work.device,
     )
 

@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench.processes import HERE, OURS, ROOT, TRL
+from bench.processes import AGILERL, BASELINES, HERE, OURS, ROOT, Baseline
 
 PASSED, FAILED, TIMED_OUT, NOT_STARTED, SKIPPED = "passed", "failed", "timed out", "not started", "skipped"
 THEOREMS = "tests/ops/kernel_theorems.py"
@@ -61,20 +61,20 @@ class Shape:
 
 # The reward of the smaller one is a model of its shape, as TRL's; that of the larger one is small, to save time.
 SHAPES = (
-    Shape("0.5b", ("--iterations", "3"), ("--adapter_layers", "top-6"), 12, 100),
-    Shape("7b", ("--iterations", "2", "--small_reward"), ("--adapter_layers", "top-7"), 40, 130),
+    Shape("0.5b", ("--iterations", "2"), ("--adapter_layers", "top-6"), 12, 150),
+    Shape("7b", ("--iterations", "2", "--small_reward"), ("--adapter_layers", "top-7"), 40, 160),
 )
-AGAINST_TRL = "0.5b"
+AGAINST_OTHERS = "0.5b"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the parts depend on: GPUs, packages, and the interpreter with TRL 1.12 or None."""
+    """What the parts depend on: GPUs, packages, and the interpreters with another implementation by its kind."""
 
     gpus: list[dict[str, Any]]
     versions: dict[str, str]
     cuda: str | None
-    baseline: Path | None
+    baselines: dict[str, Path]
     is_dry: bool
 
     @property
@@ -114,7 +114,8 @@ class Part:
 def all_parts(machine: Machine) -> list[Part]:
     """Return the parts in the order in which they run: the most important first, should the time run out."""
     rows = [iteration(machine, shape, is_nf4) for is_nf4 in (False, True) for shape in SHAPES]
-    return [theorems(machine), tests(), twins(machine), *rows, against_trl(machine), several(machine)]
+    others = [against(machine, baseline) for baseline in BASELINES.values()]
+    return [theorems(machine), tests(), twins(machine), *rows, *others, several(machine)]
 
 
 def tests_with_a_gpu() -> list[str]:
@@ -196,16 +197,17 @@ def iteration(machine: Machine, shape: Shape, is_nf4: bool) -> Part:
     )
 
 
-def against_trl(machine: Machine) -> Part:
-    """Return the part that measures TRL's iteration on the same work."""
-    shape = next(shape for shape in SHAPES if shape.name == AGAINST_TRL)
-    has_none = "no environment with TRL 1.12.0; scripts/bench.py --make_baseline makes one"
+def against(machine: Machine, baseline: Baseline) -> Part:
+    """Return the part that measures another implementation's iteration on the same work."""
+    shape = next(shape for shape in SHAPES if shape.name == AGAINST_OTHERS)
+    makes = f"scripts/bench.py --baseline {baseline.kind} --make_baseline makes one"
+    own = shape.own if baseline is AGILERL and not machine.is_dry else ()
     return Part(
-        "trl",
-        f"the iteration of {AGAINST_TRL}-bf16 by TRL 1.12",
-        (str(machine.baseline), str(TRL.script), *workload_options(machine, shape)),
+        baseline.kind,
+        f"the iteration of {AGAINST_OTHERS}-bf16 by {baseline.name}",
+        (str(machine.baselines.get(baseline.kind)), str(baseline.script), *workload_options(machine, shape), *own),
         120,
-        skip="" if machine.baseline else has_none,
+        skip="" if baseline.kind in machine.baselines else f"no environment with {baseline.name}; {makes}",
     )
 
 
@@ -300,8 +302,8 @@ def last_lines(logs: list[Path]) -> str:
 
 def run_parts(
     parts: list[Part], deadline_s: float, folder: Path, is_dry: bool, say: Callable[[str], None]
-) -> dict[str, dict[str, Any]]:
-    """Run the parts one after another, and return what was found; none runs longer than the time that is left.
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Run the parts one after another, and yield all that was found so far; none runs longer than the time left.
 
     A dry run has no other limit, and its tests may all be skipped.
     """
@@ -322,4 +324,4 @@ def run_parts(
         say(f"{part.name}: {outcome['status']}{took}{reason}")
         if "log" in outcome:
             say(outcome["log"])
-    return found
+        yield found

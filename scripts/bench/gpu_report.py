@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.gpu_parts import AGAINST_TRL, FAILED, NOT_STARTED, PASSED, TIMED_OUT
+from bench.gpu_parts import AGAINST_OTHERS, FAILED, NOT_STARTED, PASSED, TIMED_OUT
+from bench.processes import BASELINES
 
 Markdown = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 PHASES = ("generate", "score", "update")
@@ -33,17 +34,21 @@ def speeds(result: dict[str, Any], epochs: int = 2) -> dict[str, Any]:
 
 
 def measurements(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the speeds of all iterations that ran, and the ratio to TRL's where that ran too."""
+    """Return the speeds of all iterations that ran, and the ratios to others' where those ran too."""
     ran = {name: part["result"] for name, part in parts.items() if part["status"] == PASSED}
     found: dict[str, Any] = {"iterations": {n: speeds(r) for n, r in ran.items() if "decode" in r}}
-    ours = ran.get(f"{AGAINST_TRL}-bf16")
-    if ours and "trl" in ran:
-        pairs = {phase: (ran["trl"]["seconds"][phase], ours["seconds"][phase]) for phase in (*PHASES, "total")}
-        found["trl"] = {
-            "ratio": {phase: round(theirs / max(own, 1e-3), 2) for phase, (theirs, own) in pairs.items()},
-            "memory_share": round(ours["peak_mb"] / ran["trl"]["peak_mb"], 3),
-        }
+    if ours := ran.get(f"{AGAINST_OTHERS}-bf16"):
+        found["others"] = {kind: _ratios(ran[kind], ours) for kind in BASELINES if kind in ran}
     return found
+
+
+def _ratios(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """Return their seconds over ours of each phase that they time, and our share of their memory."""
+    times = {phase: s for phase, s in theirs["seconds"].items() if s and phase in PHASES}
+    own = {phase: max(ours["seconds"][phase], 1e-3) for phase in times}
+    ratio = {phase: round(s / own[phase], 2) for phase, s in times.items()}
+    total = round(sum(times.values()) / sum(own.values()), 2)
+    return {"ratio": {**ratio, "total": total}, "memory_share": round(ours["peak_mb"] / theirs["peak_mb"], 3)}
 
 
 def verdict(parts: dict[str, dict[str, Any]]) -> tuple[int, str]:
@@ -106,11 +111,11 @@ def _iterations(found: dict[str, Any], markdown: Markdown) -> list[str]:
         " seconds. The last three columns are one decoded token of all rows together.\n",
         markdown(columns, lines),
     ]
-    if "trl" in found:
-        ratios = ", ".join(f"{phase} {ratio}x" for phase, ratio in found["trl"]["ratio"].items())
+    for kind, row in found.get("others", {}).items():
+        ratios = ", ".join(f"{phase} {ratio}x" for phase, ratio in row["ratio"].items())
         text.append(
-            f"Seconds of TRL 1.12 over ours, {AGAINST_TRL}-bf16: {ratios}; our peak memory is"
-            f" {found['trl']['memory_share']:.0%} of its.\n"
+            f"Seconds of {BASELINES[kind].name} over ours, {AGAINST_OTHERS}-bf16: {ratios}; our peak memory is"
+            f" {row['memory_share']:.0%} of its.\n"
         )
     return text
 

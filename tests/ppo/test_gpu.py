@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.ppo.support import make_trainer
@@ -41,7 +42,7 @@ def test_gradients_that_are_never_finite_stop_a_run_in_fp16(tmp_path):
 def test_the_gradient_scaler_skips_an_overflow_and_the_run_goes_on(tmp_path):
     trainer = make_trainer(tmp_path, **ON_GPU, fp16=True)
     # The first scale is far above what fp16 gradients hold: the scaler itself has to find the right one.
-    trainer.accelerator.scaler.update(2.0**40)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
     trainer.train()
     assert trainer.state.global_step == trainer.state.max_steps
     assert trainer.accelerator.scaler.get_scale() < 2.0**40

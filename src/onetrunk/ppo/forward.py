@@ -51,11 +51,12 @@ class Forward:
         Forwards that processes run together have a certain order in the main thread only, so there they run at once.
         """
 
-        device = self.accelerator.device
+        # The current GPU is set per thread, and the accelerator's device of one process has no index.
+        gpu = torch.cuda.current_device() if self.accelerator.device.type == "cuda" else None
 
         def run() -> list[RolloutPack]:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # It is set per thread.
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
             try:
                 return self.run(packs, roles)
             except FloatingPointError as error:
