@@ -1,6 +1,9 @@
 """The study of learning: end to end on a handful of rollouts, its tasks, and its table."""
 
 import importlib
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,16 @@ def test_the_taught_model_is_made_once_and_held_out_sums_are_in_no_prompt(tmp_pa
     assert task.held_out(task.model(seed=1))["held_out"] == held_out
     # 90 * 90 pairs, 600 of them held out; no pair comes twice.
     assert len({tuple(row) for row in task.prompts(0).tolist()}) == 8100 - 600
+
+
+@pytest.mark.slow
+def test_the_study_runs_ours_and_grpo_and_goes_on_where_it_ended(tmp_path):
+    command = [sys.executable, str(BENCH / "study.py"), "--tasks", "one_token", "--trainers", "ours", "grpo"]
+    command += ["--rollouts", "1", "--seeds", "0", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    runs = [json.loads(line) for line in (tmp_path / "one_token.jsonl").read_text().splitlines()]
+    assert {run["arm"] for run in runs} == {"shared", "adapter", "top-1", "lam-1", "grpo"}
+    assert len(runs) == len({(run["arm"], run["seed"], str(run["rates"])) for run in runs})
+    assert "| `grpo` |" in done.stdout and (tmp_path / "one_token.png").is_file()
