@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from onetrunk.rollouts import tool_calls
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.environments import EpisodeLimits, Episodes
-from onetrunk.rollouts.episodes import counts_of, play_in_waves, play_row_by_row
+from onetrunk.rollouts.episodes import counts_of, in_thread, play_in_waves, play_row_by_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.tool_calls import argument_fault, schema_of
 from onetrunk.types import Rollout
@@ -424,7 +424,6 @@ def fragile_rollouts(number, driver=play_in_waves, rows=50):
     for _ in range(number // rows):
         faults = [chosen.choice(FAULTS) for _ in range(rows)]
         rollout = play(episodes, script, ["a"] * rows, driver, 40, {"fault": faults})
-        episodes.require_played(rollout)
         yield faults, rollout
         episodes.release(rollout)
 
@@ -461,10 +460,47 @@ def test_too_many_failed_episodes_end_the_run_with_the_first_reason():
     episodes = episodes_of(Fragile, failed_fraction=0.25)
     script = Scripted([[END]] * 3)
     rollout = play(episodes, script, ["a"] * 4, columns={"fault": ["", "reset", "", ""]})
-    episodes.require_played(rollout)
+    episodes.require_played(rollout, 0.25)
     rollout = play(episodes, script, ["a"] * 4, columns={"fault": ["reset", "reset", "", ""]})
     with pytest.raises(RuntimeError, match="50% of the episodes.*max_failed_episodes_fraction 25%.*OSError: no room"):
-        episodes.require_played(rollout)
+        episodes.require_played(rollout, 0.5)
+
+
+def test_an_environment_goes_back_to_those_of_its_factory_also_if_another_makes_the_same_class():
+    class Sized(Counting):
+        def __init__(self, turns):
+            self.turns = turns
+
+    episodes = episodes_of({"one": partial(Sized, 1), "two": partial(Sized, 2)})
+    for _ in range(2):
+        rollout = play(episodes, Scripted([[END]] * 2), ["a"] * 4, columns={"environment": ["one", "one", "two", "one"]})
+        assert [episode.environment.turns for episode in rollout.episodes] == [1, 1, 2, 1]
+        episodes.release(rollout)
+    assert [len(kind.free) for kind in episodes.kinds.values()] == [3, 1]
+
+
+@pytest.mark.parametrize("slow", ["reset", "get_reward"])
+def test_a_run_may_stop_while_an_environment_does_not_answer(slow):
+    class Stop(Exception):
+        pass
+
+    class Slow(Calculator):
+        def reset(self, **row):
+            time.sleep(2.0 * (slow == "reset"))
+
+        def get_reward(self):
+            time.sleep(2.0 * (slow == "get_reward"))
+
+    def poll():
+        if time.monotonic() > start + 0.5:
+            raise Stop
+
+    tokenizer = chat_tokenizer()
+    episodes = episodes_of(Slow, tokenizer=tokenizer)
+    episodes.poll, start = poll, time.monotonic()
+    with pytest.raises(Stop):
+        play(episodes, Scripted(turns_of(tokenizer, "ok<|im_end|>")), [CHAT], length=4000)
+    assert time.monotonic() < start + 1.5
 
 
 def test_more_hanging_calls_than_the_process_can_leave_behind_end_the_run(monkeypatch):
@@ -488,6 +524,21 @@ def test_an_async_tool_that_blocks_the_loop_costs_the_others_one_call():
     with pytest.raises(tool_calls.TimedOut):
         calls.call(blocking, seconds=2.0)
     assert calls.call(later, text="here") == "here"
+
+
+def test_a_blocked_loop_is_left_once_and_not_counted_when_it_answers_again(monkeypatch):
+    async def blocking() -> None:
+        time.sleep(1.0)
+
+    monkeypatch.setattr(tool_calls, "LOOP_S", 0.2)
+    calls = tool_calls.TimedCalls(0.1)
+    # The second is still waiting in the loop when the first leaves it.
+    first = in_thread(calls.call, blocking)
+    time.sleep(0.25)
+    second = in_thread(calls.call, later, text="here")
+    assert isinstance(first.exception(), tool_calls.TimedOut) and isinstance(second.exception(), tool_calls.TimedOut)
+    time.sleep(1.0)
+    assert calls._abandoned and all(future.done() for future in calls._abandoned)
 
 
 def test_an_error_of_the_sampler_is_raised():

@@ -98,6 +98,7 @@ def evaluate_prompts(
     scored = with_turn_values(scored, packs) if "value" in roles else scored
     metrics = rollout_metrics(scored, packs, accelerator, counted)
     metrics |= episode_metrics(scored, accelerator, counted)
+    sampler.require_played(rollout, metrics)
     return {n: v for n, v in metrics.items() if n != "num_tokens" and not n.startswith("time/")}, scored
 
 

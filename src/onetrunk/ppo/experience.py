@@ -336,8 +336,9 @@ class ExperienceStream:
     ) -> None:
         """Log and keep a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
         self.last_scored = with_turn_values(replace(scored, rollout=replace(scored.rollout, states=None)), packs)
-        unscored = self._unscored_fraction(scores)
         metrics = rollout_metrics(scored, packs, self.accelerator) | episode_metrics(scored, self.accelerator)
+        self.sampler.require_played(scored.rollout, metrics)
+        unscored = self._unscored_fraction(scores)
         metrics |= value_metrics(packs, experiences, self.config.gamma, self.accelerator)
         if self.corrects_sampler:
             metrics |= importance_metrics(packs, self.accelerator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -413,7 +413,6 @@ class Sampler:
         batch, rollout = sampled.batch, sampled.rollout
         played = list(range(len(rollout)))
         if self.episodes is not None:
-            self.episodes.require_played(rollout)
             batch = replace(batch, prompts=[episode.prompt for episode in rollout.episodes])
             # A failed episode has no score, and no reward function sees it.
             played = [i for i in played if rollout.episodes[i].failure is None]
@@ -449,6 +448,11 @@ class Sampler:
             self.episodes.release(rollout)
         scores = scores.of_rows(played, map(len, rollout.completion_ids))
         return ScoredRollout(batch, rollout, completions, scores, self._parts(rollout))
+
+    def require_played(self, rollout: Rollout, metrics: Mapping[str, float]) -> None:
+        """Raise RuntimeError on every process if, by the metrics of a rollout, too many of its episodes failed."""
+        if self.episodes is not None:
+            self.episodes.require_played(rollout, metrics["episode/failed"])
 
     def _turn_rewards(self, rollout: Rollout) -> Sequence[list[float] | None] | None:
         gives_none = rollout.turn_rewards is None and self.episodes is not None and self.episodes.gives_rewards

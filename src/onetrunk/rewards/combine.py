@@ -157,6 +157,8 @@ class RewardSet:
         return weighted_scores(public, scores, weights, dense, turns)
 
     def _call_all(self, keywords: dict[str, Any], trunk_scores: Callable[[], list[float]] | None) -> list[Any]:
+        if not keywords["prompts"]:  # All episodes of this process failed.
+            return [[] for _ in self.functions]
         arguments = [{name: keywords[name] for name in _keywords_for(f, keywords)} for f in self.functions]
         results: list[Any] = [None] * len(self.functions)
         for index, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.rollouts.base import SamplingParams
@@ -109,7 +110,7 @@ class Episodes:
 
     def play(self, rows: Sequence[Row], params: SamplingParams, play: Callable[..., Rollout]) -> Rollout:
         """Play the episodes of `rows`; `play` is a driver, called with prompt_ids, params, keys and answers."""
-        answers = Playing(self.turns, self.calls, self.limits, rows, params)
+        answers = Playing(self.turns, self.calls, self.limits, rows, params, self.poll)
         answers.reset()
         rollout = play([row.prompt_ids for row in rows], params, [row.key for row in rows], answers)
         return answers.finish(rollout)
@@ -121,16 +122,14 @@ class Episodes:
 
     def release(self, rollout: Rollout) -> None:
         """Let later episodes play in the environments of a rollout that is scored."""
-        by_class = {kind.class_name: kind for kind in self.kinds.values()}
         for episode in rollout.episodes or ():
-            if episode.environment is not None and episode.failure is None and episode.may_return:
-                by_class[type(episode.environment).__name__].free.append(episode.environment)
+            if episode.pool is not None:
+                episode.pool.append(episode.environment)
 
-    def require_played(self, rollout: Rollout) -> None:
-        """Raise RuntimeError if too many episodes of a rollout failed."""
-        failures = [episode.failure for episode in rollout.episodes or () if episode.failure is not None]
-        share = len(failures) / max(1, len(rollout))
+    def require_played(self, rollout: Rollout, share: float) -> None:
+        """Raise RuntimeError on every process if the `share` of episodes that failed, of all processes, is too large."""
         if share > self.limits.failed_fraction:
+            failures = gather_object([episode.failure for episode in rollout.episodes if episode.failure is not None])
             raise RuntimeError(
                 f"{share:.0%} of the episodes of a rollout failed, more than max_failed_episodes_fraction"
                 f" {self.limits.failed_fraction:.0%}; the first: {failures[0]}. Correct the environment, or raise the"

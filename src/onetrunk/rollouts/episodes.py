@@ -84,7 +84,7 @@ class PlayedEpisode:
         environment: what the row was played in; None if tools alone answer.
         counts: what happened in it.
         failure: why it could not be played; None if it was. It has no score.
-        may_return: whether nothing in `environment` hangs, so that another episode can be played in it.
+        pool: takes `environment` for later episodes; None: something in it hangs or broke.
     """
 
     prompt: Prompt
@@ -92,7 +92,7 @@ class PlayedEpisode:
     environment: Any
     counts: EpisodeCounts
     failure: str | None = None
-    may_return: bool = True
+    pool: list[Any] | None = None
 
 
 def counts_of(rollout: Rollout) -> EpisodeCounts:

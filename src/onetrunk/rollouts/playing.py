@@ -10,10 +10,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from onetrunk.rollouts.async_sampler import POLL_S
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.chat_turns import ChatTurns
 from onetrunk.rollouts.episodes import EpisodeCounts, PlayedEpisode, in_thread
@@ -155,9 +156,15 @@ class Playing:
     """The `Answers` of one call: its episodes, each in an environment of its own."""
 
     def __init__(
-        self, turns: ChatTurns, calls: TimedCalls, limits: EpisodeLimits, rows: Sequence[Row], params: SamplingParams
+        self,
+        turns: ChatTurns,
+        calls: TimedCalls,
+        limits: EpisodeLimits,
+        rows: Sequence[Row],
+        params: SamplingParams,
+        poll: Callable[[], None],
     ):
-        self.turns, self.calls, self.limits, self.rows = turns, calls, limits, rows
+        self.turns, self.calls, self.limits, self.rows, self.poll = turns, calls, limits, rows, poll
         self.max_length, self.stop_ids = params.max_completion_length, params.stop_token_ids
         # What is wrong with this package, or ends the run; raised at the end of the call.
         self._error: BaseException | None = None
@@ -167,9 +174,7 @@ class Playing:
 
     def reset(self) -> None:
         """Reset every environment, all at once."""
-        for future in [in_thread(self._reset, row) for row in self.rows]:
-            future.result()
-        self._raise()
+        self._in_threads(self._reset)
 
     def _reset(self, row: Row) -> None:
         try:
@@ -306,15 +311,9 @@ class Playing:
     def finish(self, rollout: Rollout) -> Rollout:
         """Read the rewards, and return the rollout with what is known of its episodes."""
         self._raise()
-        for future in [in_thread(self._read_reward, row) for row in self.rows]:
-            future.result()
-        self._raise()
-        completions, logprobs, turns = (
-            list(rollout.completion_ids),
-            list(rollout.sampler_logprobs),
-            list(rollout.turn_ids),
-        )
-        stopped = list(rollout.stopped)
+        self._in_threads(self._read_reward)
+        columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.turn_ids, rollout.stopped
+        completions, logprobs, turns, stopped = map(list, columns)
         for i, row in enumerate(self.rows):
             row.count(episodes=1, failed_episodes=int(row.failure is not None), observation_tokens=turns[i].count(-1))
             row.count(waited_seconds=self._waited_s / len(self.rows))
@@ -338,7 +337,9 @@ class Playing:
         while row.messages and row.messages[-1]["role"] != "assistant":
             row.messages.pop()
         messages = row.messages if row.is_chat else None
-        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, not row.hangs)
+        may_return = row.environment is not None and row.failure is None and not row.hangs
+        pool = row.kind.free if may_return else None
+        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, pool)
 
     def _read_reward(self, row: Row) -> None:
         """Ask a TRL environment for the score of its episode, which arrives with the last turn."""
@@ -361,6 +362,13 @@ class Playing:
             self._num_waiting += change
             self._num_playing -= is_over
             self._all_wait_since = now
+
+    def _in_threads(self, function: Callable[[Row], None]) -> None:
+        left = [in_thread(function, row) for row in self.rows]
+        while left:
+            self.poll()
+            left = wait(left, POLL_S).not_done
+        self._raise()
 
     def _raise(self) -> None:
         if self._error is not None:

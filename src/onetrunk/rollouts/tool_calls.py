@@ -66,21 +66,21 @@ class TimedCalls:
             TooManyHang: so did more than MOST_ABANDONED others that still run.
             BaseException: what it raises.
         """
-        is_async = inspect.iscoroutinefunction(function)
-        if is_async:
-            future = asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._running_loop())
-        else:
+        loop = self._running_loop() if inspect.iscoroutinefunction(function) else None
+        if loop is None:
             future = in_thread(function, *args, **kwargs)
+        else:
+            future = asyncio.run_coroutine_threadsafe(function(*args, **kwargs), loop)
         try:
             return future.result(self.timeout_s)
         except TimeoutError:
             if future.done():  # Its own error, or just in time.
                 return future.result()
-        future.cancel()
-        if not is_async:
+        if loop is None:
             self._abandon(future)
-        elif not self._is_alive(self._loop):
-            self._abandon(Future())
+        else:
+            future.cancel()
+            self._require_alive(loop)
         raise TimedOut(f"no answer within {self.timeout_s:g} seconds")
 
     def _abandon(self, future: Future[Any]) -> None:
@@ -100,16 +100,17 @@ class TimedCalls:
                 threading.Thread(target=self._loop.run_forever, name="async tools", daemon=True).start()
             return self._loop
 
-    def _is_alive(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether a loop answers; one that a function blocks is left behind, and the next call gets another."""
-        answers = threading.Event()
-        loop.call_soon_threadsafe(answers.set)
-        if answers.wait(LOOP_S):
-            return True
-        loop.call_soon_threadsafe(loop.stop)
-        with self._lock:
-            self._loop = None if self._loop is loop else self._loop
-        return False
+    def _require_alive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Leave a loop behind that a function blocks; the next call gets another."""
+        answer: Future[None] = Future()
+        loop.call_soon_threadsafe(answer.set_result, None)
+        try:
+            answer.result(LOOP_S)
+        except TimeoutError:
+            loop.call_soon_threadsafe(loop.stop)
+            with self._lock:
+                self._loop = None if self._loop is loop else self._loop
+            self._abandon(answer)
 
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:

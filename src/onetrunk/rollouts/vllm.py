@@ -40,6 +40,7 @@ from onetrunk.servers.client import Connection, Server
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import Fleet, RetryPolicy, gathered, run_async, within
 from onetrunk.types import Rollout, RowKey
+from onetrunk.utils.randomness import derived_seed
 
 logger = logging.getLogger(__name__)
 
@@ -378,8 +379,13 @@ class VLLMBackend:
         requests = requests_of(prompt_ids, params, keys, name, self._vocab_size)
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
         # Processes that share a divided model must get the same tokens.
-        rows = once_per_group(lambda: self._complete(self.servers, requests, self.progress))
+        rows = once_per_group(lambda: self._complete(self._servers_for(keys), requests, self.progress))
         return rollout_of(prompt_ids, rows, version)
+
+    def _servers_for(self, keys: Sequence[RowKey]) -> list[Server]:
+        """Return the servers, first the one that calls of a single row go to: all turns of an episode to the same."""
+        first = derived_seed(*keys[0][:3]) % len(self.servers) if keys else 0
+        return [*self.servers[first:], *self.servers[:first]]
 
     def _adapter_of(self, role: str, version: int) -> Published | None:
         if not self._is_checked:

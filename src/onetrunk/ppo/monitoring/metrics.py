@@ -350,7 +350,7 @@ def _turn_columns(scored: ScoredRollout) -> list[Tensor]:
     Every process has them, because the rewards of one may be dense and those of another not.
     """
     by_turn = torch.full((NUM_TURNS, len(scored.rollout)), torch.nan)
-    for row in range(len(scored.rollout)):
+    for row in scored.scores.total.isfinite().nonzero().flatten().tolist():
         sums = turn_sums(scored.arrivals(row))[:NUM_TURNS]
         by_turn[: len(sums), row] = torch.tensor(sums)
     is_dense = float(scored.scores.by_token is not None)
