@@ -10,6 +10,8 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.chat import CHAT_VOCAB, END, chat_tokenizer, tool_call
 from tests.fakes import CannedBackend, CopyBackend
+from tests.places import CPU
+from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.support import StopAt, assert_same, base_model, logged, lora, make_config, prompts, trained_weights
 from tests.tiny import tiny_tokenizer
 
@@ -145,6 +147,23 @@ def test_a_failed_episode_trains_nothing_and_is_no_error_below_the_limit(tmp_pat
         RuntimeError, match="max_failed_episodes_fraction 0%; the first: reset raised OSError: no room"
     ):
         run(tmp_path / "many", factory=Broken, **{**settings, "max_failed_episodes_fraction": 0.0})
+
+
+RUNS = Launches("two_process_episodes.py", {"alone": ALONE, "ddp": Launch("ddp")})
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["some_fail", "too_many_fail"])
+def test_failed_episodes_are_counted_over_all_processes(name):
+    alone, *others = (RUNS.facts(CPU, *of) for of in (("alone", name), ("ddp", name, 0), ("ddp", name, 1)))
+    # All episodes of one process fail, and half of all.
+    assert sorted(own["failed"] for own in others) == [0, 2] and alone["failed"] == 2
+    if name == "too_many_fail":
+        assert all("50% of the episodes" in own["error"] and "no room" in own["error"] for own in (alone, *others))
+    else:
+        metrics = alone["metrics"].items()
+        assert all(others[0]["metrics"][metric] == pytest.approx(x, rel=1e-4, abs=1e-6) for metric, x in metrics)
 
 
 # --- conversations -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from onetrunk.ppo.monitoring.metrics import episode_metrics
+from onetrunk.ppo.monitoring.metrics import episode_metrics, rollout_metrics
 from onetrunk.ppo.rollout import PromptBatch, ScoredRollout
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.record import RunRecord
@@ -145,3 +145,11 @@ def test_metrics_of_three_episodes_by_hand():
     part = episode_metrics(scored, accelerator, torch.tensor([False, True, False]))
     assert part["episode/turns"] == 4 and part["episode/tool_errors"] == 1
     assert episode_metrics(replace(scored, rollout=replace(rollout, episodes=None)), accelerator) == {}
+
+
+def test_an_episode_without_a_score_has_no_part_in_the_rewards_of_turns():
+    rollout = Rollout([[5]] * 2, [[6, 7]] * 2, [torch.zeros(2)] * 2, [True] * 2, turn_ids=[[0, 1]] * 2)
+    dense = [torch.tensor([2.0, 1.0]), torch.zeros(2)]
+    batch, scores = PromptBatch([""] * 2, [[5]] * 2, {}, [(0,)] * 2), Scores(torch.tensor([3.0, torch.nan]), {}, dense)
+    metrics = rollout_metrics(ScoredRollout(batch, rollout, [""] * 2, scores), [], Accelerator(cpu=True))
+    assert (metrics["reward/turn_0"], metrics["reward/turn_1"]) == (2.0, 1.0)

@@ -104,6 +104,18 @@ def test_rows_go_to_the_least_loaded_server(stub, tmp_path):
     assert sum(shares) == 20 and min(shares) >= 5
 
 
+def test_all_turns_of_an_episode_go_to_one_server_and_episodes_to_all(stub, tmp_path):
+    with StubVLLM(base_model()) as second:
+        backend = backend_of([stub, second], tmp_path)
+        backend.sync(policy(), 0)
+        for row in range(8):
+            for turn in range(3):
+                backend.generate([[40 + row]], PARAMS, [(0, 0, row, *[turn][:turn])])
+        served = [sorted(b["prompt"][0] - 40 for b in s.bodies if b["model"] != "base") for s in (stub, second)]
+    assert sorted(sum(served, [])) == sorted([*range(8)] * 3) and all(served)
+    assert not set(served[0]) & set(served[1])
+
+
 def test_progress_is_told_and_poll_can_end_a_rollout(stub, tmp_path):
     class Enough(Exception):
         pass
