@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from onetrunk.ops import gae, policy_loss
-from onetrunk.ops.advantages import turn_gae, turn_gae_reference
+from onetrunk.ops.advantages import turn_gae
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.masking import sum_over_turns, turn_starts
 from onetrunk.types import Experience, LossCoefficients, Pack, PackOutput
@@ -37,6 +37,25 @@ def episodes(draw):
     rewards, values = torch.randn(2, rows, width, generator=generator, dtype=torch.float64)
     bootstrap = torch.randn(rows, generator=generator, dtype=torch.float64)
     return SimpleNamespace(rewards=rewards, values=values, turns=turns, mask=turns >= 0, bootstrap=bootstrap)
+
+
+def turn_gae_reference(rewards, values, mask, gamma, lam, bootstrap_values=None, *, turn_ids):
+    """Return what `turn_gae` returns, by the recursion over turns: its naive twin."""
+    rows = len(rewards)
+    lams = lam.tolist() if isinstance(lam, torch.Tensor) else [lam] * rows
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for row in range(rows):
+        turns = {}
+        for t in mask[row].nonzero().flatten().tolist():
+            turns.setdefault(turn_ids[row, t].item(), []).append(t)
+        advantage, following = 0.0, 0.0 if bootstrap_values is None else bootstrap_values[row].item()
+        for tokens in reversed(turns.values()):
+            value = values[row, tokens[0]].item()
+            delta = sum(rewards[row, t].item() for t in tokens) + gamma * following - value
+            advantage = delta + gamma * lams[row] * advantage
+            following = value
+            advantages[row, tokens], returns[row, tokens[0]] = advantage, advantage + value
+    return advantages, returns
 
 
 def row_of(*numbers):

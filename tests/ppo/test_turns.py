@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onetrunk.ops.advantages import token_rewards, turn_gae_reference
+from onetrunk.ops.advantages import token_rewards
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.masking import turn_starts
 from onetrunk.ops.packing import make_pack
 from onetrunk.types import Experience, LossCoefficients
 from tests.fakes import CannedBackend
 from tests.models.branches import PROMPTS, a_trunk, gradients
+from tests.ops.test_turn_advantages import turn_gae_reference
 from tests.ppo.support import StopAt, assert_same, logged, make_trainer, trained_weights
 
 COMPLETIONS = [[14, 15, 16, 17, 18, 1], [23, 1], [31, 32, 33, 34, 35, 36, 37], [44, 45, 46]]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from onetrunk.rollouts import tool_calls
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.environments import EpisodeLimits, Episodes
-from onetrunk.rollouts.episodes import counts_of, in_thread, play_in_waves, play_row_by_row
+from onetrunk.rollouts.episodes import EpisodeCounts, in_thread, play_in_waves, play_row_by_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.tool_calls import argument_fault, schema_of
 from onetrunk.types import Rollout
@@ -78,6 +78,10 @@ def play(episodes, script, prompts=("a cat",), driver=play_in_waves, length=20, 
         ids = episodes.turns.prompt_ids(prompt, schemas) if chat else words(prompt)
         rows.append(episodes.row(prompt, ids, row, (3, 0, i)))
     return episodes.play(rows, params, partial(driver, script, **options))
+
+
+def counts_of(rollout):
+    return sum((episode.counts for episode in rollout.episodes), EpisodeCounts())
 
 
 # --- ids, masks and limits -----------------------------------------------------------------------------------------
@@ -267,7 +271,7 @@ def test_a_chat_model_calls_tools_and_reads_their_results(driver, template):
             [*CHAT, *messages], tools=[schema_of(tool) for tool in (add, later)], return_dict=True
         )["input_ids"]
         assert whole[:-1] == rollout.prompt_ids[0] + rollout.completion_ids[0]
-    assert rollout.turn_rewards is None and counts_of(rollout).tool_errors == 0
+    assert rollout.turn_rewards == [None] and counts_of(rollout).tool_errors == 0
 
 
 @pytest.mark.parametrize(
@@ -473,10 +477,20 @@ def test_an_environment_goes_back_to_those_of_its_factory_also_if_another_makes_
 
     episodes = episodes_of({"one": partial(Sized, 1), "two": partial(Sized, 2)})
     for _ in range(2):
-        rollout = play(episodes, Scripted([[END]] * 2), ["a"] * 4, columns={"environment": ["one", "one", "two", "one"]})
+        rollout = play(
+            episodes, Scripted([[END]] * 2), ["a"] * 4, columns={"environment": ["one", "one", "two", "one"]}
+        )
         assert [episode.environment.turns for episode in rollout.episodes] == [1, 1, 2, 1]
         episodes.release(rollout)
     assert [len(kind.free) for kind in episodes.kinds.values()] == [3, 1]
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_an_episode_whose_reset_says_too_much_fails_with_its_prompt_as_it_was(driver):
+    script = Scripted([[END]] * 2)
+    rollout = play(episodes_of(Counting, longest_prompt=4), script, driver=driver, columns={"hint": [" the dog" * 5]})
+    assert "has 12 tokens, more than 4" in rollout.episodes[0].failure and rollout.episodes[0].prompt == "a cat"
+    assert rollout.prompt_ids == [words("a cat")]
 
 
 @pytest.mark.parametrize("slow", ["reset", "get_reward"])

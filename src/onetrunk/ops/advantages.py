@@ -175,34 +175,6 @@ def turn_gae(
     return sum_over_turns(advantages, mask, turn_ids), returns
 
 
-def turn_gae_reference(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    gamma: float,
-    lam: float | Tensor,
-    bootstrap_values: Tensor | None = None,
-    *,
-    turn_ids: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return what `turn_gae` returns, by the recursion over turns: its naive twin."""
-    rows = len(rewards)
-    lams = lam.tolist() if isinstance(lam, Tensor) else [lam] * rows
-    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    for row in range(rows):
-        turns: dict[int, list[int]] = {}
-        for t in mask[row].nonzero().flatten().tolist():
-            turns.setdefault(turn_ids[row, t].item(), []).append(t)
-        advantage, following = 0.0, 0.0 if bootstrap_values is None else bootstrap_values[row].item()
-        for tokens in reversed(turns.values()):
-            value = values[row, tokens[0]].item()
-            delta = sum(rewards[row, t].item() for t in tokens) + gamma * following - value
-            advantage = delta + gamma * lams[row] * advantage
-            following = value
-            advantages[row, tokens], returns[row, tokens[0]] = advantage, advantage + value
-    return advantages, returns
-
-
 def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
     """Return lam = 1 - 1 / (alpha * length) of every row, at least 0.
 

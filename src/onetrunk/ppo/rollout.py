@@ -422,6 +422,8 @@ class Sampler:
         def of_played(column: Sequence[Any] | None) -> list[Any] | None:
             return None if column is None else [column[i] for i in played]
 
+        gives_rewards = self.episodes is None or self.episodes.gives_rewards
+
         def trunk_scores() -> list[float]:
             scored = packs()
             scores = torch.cat([pack.output.scores for pack in scored]).tolist()
@@ -438,7 +440,7 @@ class Sampler:
             trunk_scores=trunk_scores,
             completion_stopped=of_played(rollout.stopped),
             turn_ids=of_played(rollout.turn_ids),
-            turn_rewards=of_played(self._turn_rewards(rollout)),
+            turn_rewards=of_played(rollout.turn_rewards if gives_rewards else None),
             environment_name="environment" if self.episodes is None else self.episodes.name,
             **extras,
         )
@@ -453,10 +455,6 @@ class Sampler:
         """Raise RuntimeError on every process if, by the metrics of a rollout, too many of its episodes failed."""
         if self.episodes is not None:
             self.episodes.require_played(rollout, metrics["episode/failed"])
-
-    def _turn_rewards(self, rollout: Rollout) -> Sequence[list[float] | None] | None:
-        gives_none = rollout.turn_rewards is None and self.episodes is not None and self.episodes.gives_rewards
-        return [None] * len(rollout) if gives_none else rollout.turn_rewards
 
     def _decoded(self, batch: PromptBatch, rollout: Rollout) -> list[Completion]:
         rows = zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)

@@ -197,14 +197,7 @@ class AsyncSampler:
         if rows[0].episode is None:
             return rollout
         prompts, turns, rewards, records = zip(*(row.episode for row in rows), strict=True)
-        gives_rewards = any(row is not None for row in rewards)
-        return replace(
-            rollout,
-            prompt_ids=prompts,
-            turn_ids=turns,
-            turn_rewards=rewards if gives_rewards else None,
-            episodes=records,
-        )
+        return replace(rollout, prompt_ids=prompts, turn_ids=turns, turn_rewards=rewards, episodes=records)
 
     def finish(self, iteration: int) -> None:
         """Forget a rollout that was taken and is used."""

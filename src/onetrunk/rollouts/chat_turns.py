@@ -92,10 +92,8 @@ class ChatTurns:
             if tools:
                 try:
                     ids = token_ids[:-1] if stopped and token_ids[-1] != self.tokenizer.eos_token_id else token_ids
-                    return {
-                        "role": "assistant",
-                        **parse_response(self.tokenizer, ids, prefix=prefix, tools=list(tools)),
-                    }
+                    parsed = parse_response(self.tokenizer, ids, prefix=prefix, tools=list(tools))
+                    return {"role": "assistant", **parsed}
                 except Exception:  # What a model writes may break any parser.
                     pass
             return {"role": "assistant", "content": decode_completion(self.tokenizer, token_ids, stopped, "")}
@@ -123,6 +121,5 @@ class ChatTurns:
         return full[len(start) :]
 
     def _render(self, messages: Sequence[Message], **settings: Any) -> list[int]:
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **settings)[
-            "input_ids"
-        ]
+        settings |= {"tokenize": True, "return_dict": True}
+        return self.tokenizer.apply_chat_template(list(messages), **settings)["input_ids"]

@@ -127,7 +127,7 @@ class Episodes:
                 episode.pool.append(episode.environment)
 
     def require_played(self, rollout: Rollout, share: float) -> None:
-        """Raise RuntimeError on every process if the `share` of episodes that failed, of all processes, is too large."""
+        """Raise RuntimeError if the `share` of failed episodes, over all processes, is too large; all of them call."""
         if share > self.limits.failed_fraction:
             failures = gather_object([episode.failure for episode in rollout.episodes if episode.failure is not None])
             raise RuntimeError(

@@ -95,11 +95,6 @@ class PlayedEpisode:
     pool: list[Any] | None = None
 
 
-def counts_of(rollout: Rollout) -> EpisodeCounts:
-    """Return the counts of all episodes of a rollout."""
-    return sum((episode.counts for episode in rollout.episodes or ()), EpisodeCounts())
-
-
 @dataclass
 class EpisodeRow:
     """The state of one episode while it is played.

@@ -174,17 +174,12 @@ class Playing:
 
     def reset(self) -> None:
         """Reset every environment, all at once."""
-        self._in_threads(self._reset)
+        self._for_each_row("reset", self._reset)
 
     def _reset(self, row: Row) -> None:
-        try:
-            row.environment = self.calls.call(row.kind.take)
-            if row.environment is not None:
-                self._observe_reset(row, self._call_reset(row))
-        except TooManyHang as error:
-            self._error = error
-        except BaseException as error:
-            row.failure = f"reset raised {type(error).__name__}: {error}"
+        row.environment = self.calls.call(row.kind.take)
+        if row.environment is not None:
+            self._observe_reset(row, self._call_reset(row))
         row.context = list(row.prompt_ids)
 
     def _call_reset(self, row: Row) -> Any:
@@ -203,14 +198,14 @@ class Playing:
         if row.is_chat:
             place = max(i for i, message in enumerate(row.prompt) if message["role"] == "user")
             message = {**row.prompt[place], "content": row.prompt[place]["content"] + observation}
-            row.prompt = [*row.prompt[:place], message, *row.prompt[place + 1 :]]
-            row.prompt_ids = self.turns.prompt_ids(row.prompt, list(row.kind.schemas.values()))
+            prompt = [*row.prompt[:place], message, *row.prompt[place + 1 :]]
+            ids = self.turns.prompt_ids(prompt, list(row.kind.schemas.values()))
         else:
-            row.prompt += observation
-            row.prompt_ids = [*row.prompt_ids, *self.turns.text_ids(observation)]
+            prompt, ids = row.prompt + observation, [*row.prompt_ids, *self.turns.text_ids(observation)]
         longest = self.limits.longest_prompt
-        if longest is not None and len(row.prompt_ids) > longest:
-            raise ValueError(f"the prompt with the observation has {len(row.prompt_ids)} tokens, more than {longest}")
+        if longest is not None and len(ids) > longest:
+            raise ValueError(f"the prompt with the observation has {len(ids)} tokens, more than {longest}")
+        row.prompt, row.prompt_ids = prompt, ids
 
     def begin(self, row: int, token_ids: list[int], stopped: bool) -> Future[list[int] | None]:
         """Answer a turn in another thread."""
@@ -291,11 +286,9 @@ class Playing:
         function = call.get("function") or call
         name, arguments = str(function.get("name")), function.get("arguments")
         row.count(tool_calls=1)
-        fault, result = None, None
-        if name not in row.kind.schemas:
-            fault = f"there is no tool {name[:100]!r}; tools: {', '.join(row.kind.schemas)}"
-        else:
-            fault = argument_fault(arguments, row.kind.schemas[name])
+        schema, result = row.kind.schemas.get(name), None
+        unknown = f"there is no tool {name[:100]!r}; tools: {', '.join(row.kind.schemas)}"
+        fault = unknown if schema is None else argument_fault(arguments, schema)
         if fault is None:
             tool = row.kind.functions.get(name) or getattr(row.environment, name)
             try:
@@ -311,7 +304,7 @@ class Playing:
     def finish(self, rollout: Rollout) -> Rollout:
         """Read the rewards, and return the rollout with what is known of its episodes."""
         self._raise()
-        self._in_threads(self._read_reward)
+        self._for_each_row("get_reward", self._read_reward)
         columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.turn_ids, rollout.stopped
         completions, logprobs, turns, stopped = map(list, columns)
         for i, row in enumerate(self.rows):
@@ -328,7 +321,7 @@ class Playing:
             sampler_logprobs=logprobs,
             turn_ids=turns,
             stopped=stopped,
-            turn_rewards=rewards if any(row.kind.has_reward for row in self.rows) else None,
+            turn_rewards=rewards,
             episodes=[self._played(row) for row in self.rows],
         )
 
@@ -345,13 +338,8 @@ class Playing:
         """Ask a TRL environment for the score of its episode, which arrives with the last turn."""
         if row.kind.steps or not row.kind.has_reward or row.failure is not None:
             return
-        try:
-            score = self.calls.call(row.environment.get_reward)
-            row.rewards = [0.0] * (row.counts.turns - 1) + [math.nan if score is None else float(score)]
-        except TooManyHang as error:
-            self._error = error
-        except BaseException as error:
-            row.failure = f"get_reward raised {type(error).__name__}: {error}"
+        score = self.calls.call(row.environment.get_reward)
+        row.rewards = [0.0] * (row.counts.turns - 1) + [math.nan if score is None else float(score)]
 
     def _wait(self, change: int, is_over: bool = False) -> None:
         """Keep time while all rows that are not over wait for answers."""
@@ -363,8 +351,16 @@ class Playing:
             self._num_playing -= is_over
             self._all_wait_since = now
 
-    def _in_threads(self, function: Callable[[Row], None]) -> None:
-        left = [in_thread(function, row) for row in self.rows]
+    def _for_each_row(self, name: str, function: Callable[[Row], None]) -> None:
+        def guarded(row: Row) -> None:
+            try:
+                function(row)
+            except TooManyHang as error:
+                self._error = error
+            except BaseException as error:
+                row.failure = f"{name} raised {type(error).__name__}: {error}"
+
+        left = [in_thread(guarded, row) for row in self.rows]
         while left:
             self.poll()
             left = wait(left, POLL_S).not_done
