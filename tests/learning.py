@@ -10,6 +10,7 @@ The tasks import no trainer, because the environments of other libraries use the
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
 
 if TYPE_CHECKING:
+    from onetrunk.ppo.config import PPOConfig
     from onetrunk.ppo.trainer import PPOTrainer
     from onetrunk.rollouts.base import RolloutBackend
 
@@ -380,6 +382,24 @@ def share_of_good_tokens(task: Task) -> Callable[..., list[float]]:
     return good_tokens
 
 
+def make_config(folder: str | Path, seed: int, length: int, settings: dict[str, Any]) -> PPOConfig:
+    """Return the settings of a run; `settings` replace entries of SETTINGS."""
+    from onetrunk.ppo.config import PPOConfig
+
+    chosen = {**SETTINGS, **settings}
+    return PPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        seed=seed,
+        max_completion_length=length,
+        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"],
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **chosen,
+    )
+
+
 def make_trainer(
     task: Task,
     seed: int,
@@ -392,31 +412,35 @@ def make_trainer(
 
     `rollout_backend` is a backend, or the setting of that name.
     """
-    from onetrunk.ppo.config import PPOConfig
     from onetrunk.ppo.trainer import PPOTrainer
 
     if isinstance(rollout_backend, str):
         settings["rollout_backend"], rollout_backend = rollout_backend, None
-    chosen = {**SETTINGS, "beta": task.beta, **settings}
-    config = PPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        seed=seed,
-        max_completion_length=task.length,
-        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"],
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **chosen,
-    )
     trainer = PPOTrainer(
         reference_model(task, seed),
         share_of_good_tokens(task),
-        config,
+        make_config(folder, seed, task.length, {"beta": task.beta, **settings}),
         prompt_dataset(task_prompts(task, seed)),
         processing_class=task_tokenizer(task),
         peft_config=LoraConfig(**{**LORA, **(lora or {})}),
         rollout_backend=rollout_backend,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def make_chain_trainer(chain: Chain, seed: int, folder: str | Path, pays: str = "turns", **settings: Any) -> PPOTrainer:
+    """Return a trainer that plays a chain in ChainGame, whose rewards are the only ones."""
+    from onetrunk.ppo.trainer import PPOTrainer
+
+    trainer = PPOTrainer(
+        chain_model(chain, seed),
+        None,
+        make_config(folder, seed, chain.episode_length, {"beta": chain.beta, **settings}),
+        prompt_dataset(chain_prompts(chain, seed), "o", FIRST),
+        processing_class=task_tokenizer(chain),
+        peft_config=LoraConfig(**LORA),
+        environment_factory=functools.partial(ChainGame, chain, pays),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
