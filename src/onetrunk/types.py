@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Conversation = list[Message]
 Prompt = str | Conversation
 Completion = str | list[Message]
@@ -70,7 +70,9 @@ class Rollout:
             sampler computes values, else None.
         turn_ids: n lists [len(completion)]: the number of the turn that each token belongs to, -1 at tokens that were
             given (observations); None: every completion is one turn.
-        turn_rewards: n lists, the environment's reward of each turn; None: no environment gives rewards.
+        turn_rewards: n lists, the environment's reward of each turn (NaN: it broke; None: it gives none); None: no
+            environment gives rewards.
+        episodes: what is known of each row's episode (`rollouts.episodes.PlayedEpisode`); None: no episodes.
     """
 
     prompt_ids: Sequence[list[int]]
@@ -82,7 +84,8 @@ class Rollout:
     policy_versions: Sequence[int] | None = None
     sampler_values: Sequence[Tensor] | None = None
     turn_ids: Sequence[list[int]] | None = None
-    turn_rewards: Sequence[list[float]] | None = None
+    turn_rewards: Sequence[list[float] | None] | None = None
+    episodes: Sequence[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)

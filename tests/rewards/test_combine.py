@@ -66,8 +66,8 @@ def test_a_function_receives_what_grpo_passes():
     columns = {"solution": ["x", "y"], "prompt": PROMPTS, "prompt_ids": IDS, "completion": ["", ""]}
     score(curious, columns=columns)
     assert set(seen) == {
-        "prompts", "completions", "completion_ids", "completion_stopped", "solution", "trainer_state", "log_extra",
-        "log_metric",
+        "prompts", "completions", "completion_ids", "completion_stopped", "turn_ids", "solution", "trainer_state",
+        "log_extra", "log_metric",
     }  # fmt: skip
     assert (seen["prompts"], seen["completions"], seen["completion_ids"]) == (PROMPTS, COMPLETIONS, IDS)
     assert seen["solution"] == ["x", "y"] and seen["trainer_state"] is None

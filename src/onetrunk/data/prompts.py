@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 # Columns that we add, and keywords that we pass to reward functions: a dataset's own column would be overwritten.
 RESERVED_COLUMNS = (
-    *("prompts", "prompt_ids", "completions", "completion_ids", "completion_stopped"),
-    *("trainer_state", "log_extra", "log_metric"),
+    *("prompts", "prompt_ids", "completions", "completion_ids", "completion_stopped", "turn_ids"),
+    *("trainer_state", "log_extra", "log_metric", "environments"),
 )
 OVERLONG = ("error", "drop", "truncate")
 # What SFT learns from: the first kind whose columns a dataset has.
@@ -48,6 +48,7 @@ def prepare_prompts(
     max_prompt_length: int | None = None,
     overlong_prompts: Literal["error", "drop", "truncate"] = "error",
     chat_template_kwargs: dict[str, Any] | None = None,
+    template_of: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Rows:
     """Check every prompt and add the column `prompt_ids`; all other columns are unchanged.
 
@@ -61,6 +62,7 @@ def prepare_prompts(
         overlong_prompts: "error" rejects a longer prompt, "drop" removes it, "truncate" keeps its last
             `max_prompt_length` tokens (the column `prompt` is unchanged).
         chat_template_kwargs: variables for the template.
+        template_of: returns those of a row instead, such as the tools that its prompt shows.
     """
     if overlong_prompts not in OVERLONG:
         raise ValueError(f"overlong_prompts must be one of {', '.join(OVERLONG)}, got {overlong_prompts!r}")
@@ -78,8 +80,9 @@ def prepare_prompts(
             " Jinja text, or give the prompts as text"
         )
 
-    def encode(prompt: Any) -> list[int]:
-        ids = _prompt_ids(prompt, tokenizer, conversational, chat_template_kwargs or {})
+    def encode(row: dict[str, Any]) -> list[int]:
+        settings = (chat_template_kwargs or {}) if template_of is None else template_of(row)
+        ids = _prompt_ids(row["prompt"], tokenizer, conversational, settings)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             if overlong_prompts == "error":
                 raise ValueError(f"prompt has {len(ids)} tokens where max_prompt_length is {max_prompt_length}")
@@ -92,12 +95,12 @@ def prepare_prompts(
     return add_ids(rows, encode, longest)
 
 
-def _add_ids(rows: Dataset, encode: Callable[[Any], list[int]], longest: int | None) -> Dataset:
+def _add_ids(rows: Dataset, encode: Callable[[dict[str, Any]], list[int]], longest: int | None) -> Dataset:
     """Return rows with ids, without those whose prompt is longer than `longest`."""
 
     def with_ids(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            return {"prompt_ids": encode(row["prompt"])}
+            return {"prompt_ids": encode(row)}
         except ValueError as error:
             raise bad_row(index, str(error)) from error
 
@@ -116,9 +119,11 @@ def _add_ids(rows: Dataset, encode: Callable[[Any], list[int]], longest: int | N
     return kept
 
 
-def _add_streamed_ids(rows: ShardedRows, encode: Callable[[Any], list[int]], longest: int | None) -> ShardedRows:
+def _add_streamed_ids(
+    rows: ShardedRows, encode: Callable[[dict[str, Any]], list[int]], longest: int | None
+) -> ShardedRows:
     def with_ids(row: dict[str, Any]) -> dict[str, Any] | None:
-        ids = encode(row["prompt"])
+        ids = encode(row)
         return None if longest is not None and len(ids) > longest else {**row, "prompt_ids": ids}
 
     rows = rows.then(with_ids, added=["prompt_ids"])

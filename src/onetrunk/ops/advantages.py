@@ -44,9 +44,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def token_rewards(
-    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, beta: float, estimator: str = "k1"
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    mask: Tensor,
+    beta: float,
+    estimator: str = "k1",
+    dense: Tensor | None = None,
 ) -> Tensor:
-    """Return r_t = -beta * kl_t + [t = last counted token] * score.
+    """Return r_t = -beta * kl_t + dense_t, and at the last counted token the rest of the score in place of dense_t.
 
     Args:
         scores: [R], one per completion; unused where a row's mask is empty.
@@ -55,11 +61,13 @@ def token_rewards(
         mask: [R, C] bool.
         beta: coefficient of the KL term; 0 leaves it out.
         estimator: see `kl_estimate`.
+        dense: [R, C], the part of the score that arrives at each token; None: all of it arrives at the last one.
 
     Source: Ziegler et al. 2019, equation 2, spread over tokens as in Huang et al. 2023.
     """
     is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    rewards = torch.where(is_last, at_least_float32(scores)[:, None], 0.0)
+    inside = torch.zeros_like(scores)[:, None] if dense is None else torch.where(mask & ~is_last, dense, 0.0)
+    rewards = torch.where(is_last, (at_least_float32(scores) - inside.sum(1))[:, None], inside)
     if ref_logprobs is not None and beta != 0:
         kl = kl_estimate(at_least_float32(logprobs), ref_logprobs, estimator)
         rewards = rewards - beta * torch.where(mask, kl, 0.0)

@@ -9,8 +9,7 @@ samples the same rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,7 +46,7 @@ class AsyncSource:
         self.max_staleness = config.max_staleness
         is_whole = config.schedule == "one_step" or not config.max_staleness
         self.sampler = AsyncSampler(
-            partial(stream.sampler.generate_as, "policy"),
+            self._sample,
             rows,
             self.max_staleness,
             rows_per_part=rows if is_whole else math.ceil(rows / PARTS),
@@ -94,12 +93,20 @@ class AsyncSource:
                 batch = self._batches[iteration] = self.stream.prompts(iteration)
                 self.sampler.offer(iteration, batch.prompt_ids, batch.keys)
 
+    def _sample(self, version: int, _prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]) -> Rollout:
+        """Return completions of rows of one rollout; in any thread."""
+        iteration = keys[0][1]
+        return self.stream.sampler.generate(self._batches[iteration].only(keys), version=version)
+
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, first: int) -> None:
         """Write the rows that have started, and on the main process the adapters that they need."""
         self._forget(first)
-        save_rows(folder, self.stream.data_parallel.process_index, self.sampler.started())
+        started = self.sampler.started().items()
+        # What an environment knows cannot be saved: its episode is played again.
+        rows = {key: row if row.episode is None else StartedRow(row.version) for key, row in started}
+        save_rows(folder, self.stream.data_parallel.process_index, rows)
         needed = {i: weights for i, weights in self._published.items() if i >= first - self.max_staleness}
         if self.stream.data_parallel.accelerator.is_main_process and needed:
             tensors = {f"{i}|{name}": t for i, weights in needed.items() for name, t in weights.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,15 @@ from onetrunk.parallel.sharding import equal_counts, reshard
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.metrics import rollout_metrics
 from onetrunk.ppo.rollout import Sampled, Sampler, ScoredRollout, prompt_batch, rollout_packs, with_importance
+from onetrunk.rewards.dense import turn_sums
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
 from onetrunk.utils.redaction import redact, table_console
 
 # Characters of a text in a table.
 LONGEST_CELL = 400
+# Rewards of one completion in a text.
+MOST_PARTS = 12
 
 
 def evaluate_prompts(
@@ -123,10 +127,36 @@ def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: d
             row = {"prompt": prompt, "completion": scored.completions[i], "score": _number(scored.scores.total[i])}
             row |= {f"score/{n}": _number(s[i]) for n, s in scored.scores.by_function.items()}
             row["stopped"] = bool(scored.rollout.stopped[i])
+            row |= where_rewarded(scored, i)
             row |= {column: values[i] for column, values in extra.items() if len(values) == len(scored.completions)}
             lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         file.write(redact("".join(lines)))
     return path
+
+
+def where_rewarded(scored: ScoredRollout, row: int) -> dict[str, list[Any]]:
+    """Return where the reward of a row fell, as columns of a sample; {} if rewards are not dense.
+
+    `turn_rewards` has a number per turn. If several rewards arrived in a turn, `token_rewards` has the number of each
+    token at which one did, and the reward.
+    """
+    if scored.scores.by_token is None or not scored.scores.total[row].isfinite():
+        return {}
+    found = scored.arrivals(row)
+    columns: dict[str, list[Any]] = {"turn_rewards": [round(reward, 6) for reward in turn_sums(found)]}
+    if len(found) > len({arrival.turn for arrival in found}):
+        columns["token_rewards"] = [[arrival.token, round(arrival.reward, 6)] for arrival in found]
+    return columns
+
+
+def score_text(score: str, columns: Mapping[str, Any]) -> str:
+    """Return a score as text, with where the reward fell, by the columns of `where_rewarded`, if it is dense."""
+    turns, tokens = columns.get("turn_rewards"), columns.get("token_rewards")
+    if not turns:
+        return score
+    parts = [f"{reward:.3g}" for reward in (turns if tokens is None else [reward for _, reward in tokens])]
+    more = [*parts[:MOST_PARTS], "..."] if len(parts) > MOST_PARTS else parts
+    return f"{score} = {' + '.join(more)} ({'by turn' if tokens is None else 'as it arrived'})"
 
 
 def _number(value: Any) -> float | None:
@@ -142,7 +172,7 @@ def sample_table(scored: ScoredRollout, title: str, num_rows: int = 4) -> Table:
         table.add_column(column, overflow="fold")
     for i in range(min(num_rows, len(scored.completions))):
         texts = (short_text(text, LONGEST_CELL) for text in (scored.batch.prompts[i], scored.completions[i]))
-        table.add_row(*texts, f"{scored.scores.total[i].item():.3f}")
+        table.add_row(*texts, score_text(f"{scored.scores.total[i].item():.3f}", where_rewarded(scored, i)))
     return table
 
 

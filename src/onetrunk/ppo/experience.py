@@ -122,7 +122,7 @@ class ExperienceStream:
             scored = self.score(sampled, running.result)  # 3 raw scores, meanwhile
             packs = self.add_weights(running.result(), sampled.rollout)
         scores = self.shape_scores(scored)
-        packs = self.add_rewards(packs, scores, scored)  # 4 the score at the last token, minus beta * KL
+        packs = self.add_rewards(packs, scores, scored)  # 4 the score over the tokens, minus beta * KL
         experiences = self.add_advantages(packs, scored)  # 5 GAE
         self.log_rollout(scored, scores, packs, experiences)  # metrics, KL controller; no algorithm
         self.fit_value(packs, experiences, scored)  # the value head, for the next rollout
@@ -195,25 +195,30 @@ class ExperienceStream:
             _, returns = gae(*inputs, lam_value, bootstrap)
         return advantages, returns
 
-    def add_rewards(self, packs: Sequence[RolloutPack], scores: Tensor, sampled: Sampled) -> list[RolloutPack]:
-        """Return the packs with loss masks and token rewards: the score at the last token, less beta times the KL.
+    def add_rewards(self, packs: Sequence[RolloutPack], scores: Tensor, scored: ScoredRollout) -> list[RolloutPack]:
+        """Return the packs with loss masks and token rewards: the score less beta times the KL.
+
+        Dense rewards arrive at their tokens, and what is left of the score at the last token.
 
         Args:
             packs: with the outputs of the model.
             scores: [n] of this process's rows; a row without a finite one does not train.
-            sampled: the rows.
+            scored: the rows with their raw scores.
         """
         config, device = self.config, self.accelerator.device
+        scale = self.score_moments.scale if config.normalize_scores else 1.0
         trains = scores.isfinite()
         if config.truncated_completions == "mask":
-            trains &= sampled.stopped
+            trains &= scored.stopped
         self.state.beta = self.kl_controller.value
         beta = 0.0 if config.kl_in_loss else self.state.beta
         rewarded = []
         for item in packs:
             mask, output = item.pack.completion_mask, item.output
             row_scores = scores.nan_to_num()[item.rows].to(device)
-            rewards = token_rewards(row_scores, output.logprobs, output.ref_logprobs, mask, beta, config.kl_estimator)
+            dense = item.dense_rewards(scored.scores, scale)
+            logprobs = (output.logprobs, output.ref_logprobs)
+            rewards = token_rewards(row_scores, *logprobs, mask, beta, config.kl_estimator, dense)
             loss_mask = mask & trains[item.rows].to(device)[:, None]
             rewarded.append(replace(item, loss_mask=loss_mask, rewards=rewards))
         if not config.whiten_rewards:

@@ -24,9 +24,11 @@ from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.model import ModelReward, TrunkReward
+from onetrunk.rewards.dense import Arrival, arrivals
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
+from onetrunk.rollouts.environments import Episodes
+from onetrunk.rollouts.episodes import play_in_waves, play_row_by_row
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
@@ -125,6 +127,14 @@ class PromptBatch:
     columns: dict[str, list[Any]]
     keys: list[RowKey]
 
+    def only(self, keys: Sequence[RowKey]) -> PromptBatch:
+        """Return the rows with these keys."""
+        places = [self.keys.index(key) for key in keys]
+        columns = {name: [column[i] for i in places] for name, column in self.columns.items()}
+        return PromptBatch(
+            [self.prompts[i] for i in places], [self.prompt_ids[i] for i in places], columns, list(keys)
+        )
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -151,6 +161,12 @@ class ScoredRollout(Sampled):
         """[n] tokens that the policy sampled."""
         return torch.tensor([len(ids) for ids in self.rollout.sampled_ids])
 
+    def arrivals(self, row: int) -> list[Arrival]:
+        """Return where the reward of a row fell."""
+        turn_ids = self.rollout.turn_ids
+        turns = [0] * len(self.rollout.completion_ids[row]) if turn_ids is None else turn_ids[row]
+        return arrivals(self.scores, row, turns)
+
 
 @dataclass(frozen=True)
 class RolloutPack:
@@ -176,6 +192,13 @@ class RolloutPack:
     def sampler_logprobs(self, rollout: Rollout) -> Tensor:
         """Return the sampler's logprobs [R, C] of the pack's rows in float64, on its device, 0 at padding."""
         rows = [rollout.sampler_logprobs[row].double().cpu() for row in self.rows]
+        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
+
+    def dense_rewards(self, scores: Scores, scale: float) -> Tensor | None:
+        """Return what arrives at each token [R, C], divided by `scale`, on its device; None: nothing inside."""
+        if scores.by_token is None:
+            return None
+        rows = [scores.by_token[row] / scale for row in self.rows]
         return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
 
 
@@ -241,6 +264,7 @@ class Sampler:
         backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
         captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
         captures_last: True if it also returns the state of a row's last token.
+        episodes: the tools and environments that answer the turns of completions; None: each is one turn.
     """
 
     backend: RolloutBackend
@@ -249,12 +273,12 @@ class Sampler:
     params: SamplingParams
     captures_states: bool = False
     captures_last: bool = False
+    episodes: Episodes | None = None
 
     @property
     def may_wait(self) -> bool:
         """Whether a reward function may wait for a server. A model of ours would compete for the device instead."""
-        ours = (ModelReward, TrunkReward)
-        return not all(isinstance(function, ours) for function in self.rewards.functions)
+        return not all(getattr(function, "runs_here", False) for function in self.rewards.functions)
 
     def roles(self, *names: str) -> tuple[str, ...]:
         """Return the roles that the trunk runs: `names`, and "reward" if one of its adapters scores."""
@@ -291,20 +315,43 @@ class Sampler:
         Args:
             role, version: what a versioned backend samples from; any other samples from what it was last synced with.
         """
-        if self.is_versioned:
-            return self.generate_as(role, version, batch.prompt_ids, batch.keys)
-        rollout = self.backend.generate(batch.prompt_ids, self.params, batch.keys, **options)
-        self._require_contract(rollout, len(batch.prompt_ids))
+        if self.episodes is not None:
+            return self._play(batch, functools.partial(self._sample, role, version), options)
+        return self._sample(role, version, batch.prompt_ids, self.params, batch.keys, **options)
+
+    def _sample(
+        self,
+        role: SampledRole,
+        version: int,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        **options: Any,
+    ) -> Rollout:
+        """Return one completion, or one turn, per row; may run in any thread if the backend is versioned."""
+        if not self.is_versioned:
+            rollout = self.backend.generate(prompt_ids, params, keys, **options)
+        else:
+            rollout = self.backend.generate_as(role, version, prompt_ids, params, keys)
+        self._require_contract(rollout, len(prompt_ids))
+        if self.is_versioned and role == "policy":
+            self._require_version(rollout, version)
         return rollout
 
-    def generate_as(
-        self, role: SampledRole, version: int, prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]
-    ) -> Rollout:
-        """Return one completion per prompt from a version that a versioned backend holds; may run in any thread."""
-        rollout = self.backend.generate_as(role, version, prompt_ids, self.params, keys)
-        self._require_contract(rollout, len(prompt_ids))
-        if role == "policy":
-            self._require_version(rollout, version)
+    def _play(self, batch: PromptBatch, sample: Callable[..., Rollout], options: dict[str, Any]) -> Rollout:
+        """Return one episode per row, played turn by turn."""
+        episodes = self.episodes
+        if hasattr(self.backend, "generate_turns"):
+            play = functools.partial(self.backend.generate_turns, **options)
+        else:
+            driver = play_row_by_row if self.is_versioned else play_in_waves
+            play = functools.partial(driver, sample, poll=episodes.poll)
+        rows = [
+            episodes.row(prompt, ids, {name: column[i] for name, column in batch.columns.items()}, key)
+            for i, (prompt, ids, key) in enumerate(zip(batch.prompts, batch.prompt_ids, batch.keys, strict=True))
+        ]
+        rollout = episodes.play(rows, self.params, play)
+        self._require_contract(rollout, len(rows))
         return rollout
 
     def _require_version(self, rollout: Rollout, version: int) -> None:
@@ -341,6 +388,11 @@ class Sampler:
         `packs` returns the packs with their outputs. It is called last, and only if an adapter of the trunk scores.
         """
         batch, rollout = sampled.batch, sampled.rollout
+        if self.episodes is not None:
+            self.episodes.require_played(rollout)
+            batch = replace(batch, prompts=[episode.prompt for episode in rollout.episodes])
+            if self.episodes.has_environment:
+                extras["environments"] = [episode.environment for episode in rollout.episodes]
 
         def trunk_scores() -> list[float]:
             scored = packs()
@@ -348,7 +400,7 @@ class Sampler:
             rows = [row for pack in scored for row in pack.rows]
             return [score for _, score in sorted(zip(rows, scores, strict=True))]
 
-        completions = self._decoded(batch, rollout.completion_ids, rollout.stopped)
+        completions = self._decoded(batch, rollout)
         score = functools.partial(
             self.rewards.score,
             batch.prompts,
@@ -357,16 +409,27 @@ class Sampler:
             columns=batch.columns,
             trunk_scores=trunk_scores,
             completion_stopped=rollout.stopped,
+            turn_ids=rollout.turn_ids,
+            turn_rewards=rollout.turn_rewards,
+            environment_name="environment" if self.episodes is None else self.episodes.name,
             **extras,
         )
         # Processes that hold the same rows get the same rewards.
-        return ScoredRollout(batch, rollout, completions, once_per_group(score))
+        scores = once_per_group(score)
+        if self.episodes is not None:
+            for row in (i for i, episode in enumerate(rollout.episodes) if episode.failure is not None):
+                for each in (scores.total, *scores.by_function.values()):
+                    each[row] = math.nan
+            self.episodes.release(rollout)
+        return ScoredRollout(batch, rollout, completions, scores)
 
-    def _decoded(
-        self, batch: PromptBatch, completion_ids: Sequence[list[int]], stopped: Sequence[bool]
-    ) -> list[Completion]:
-        rows = zip(completion_ids, stopped, batch.prompts, strict=True)
-        return [decode_completion(self.tokenizer, ids, has_stopped, prompt) for ids, has_stopped, prompt in rows]
+    def _decoded(self, batch: PromptBatch, rollout: Rollout) -> list[Completion]:
+        rows = zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)
+        texts = [decode_completion(self.tokenizer, ids, has_stopped, prompt) for ids, has_stopped, prompt in rows]
+        episodes = rollout.episodes or [None] * len(texts)
+        return [
+            text if e is None or e.messages is None else e.messages for text, e in zip(texts, episodes, strict=True)
+        ]
 
 
 class RolloutSource(Protocol):

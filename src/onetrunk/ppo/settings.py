@@ -98,13 +98,13 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length max_rollout_rows"
         " num_ppo_epochs num_minibatches microbatch_tokens per_device_train_batch_size per_device_eval_batch_size"
-        " alarm_patience pipeline_batches value_steps",
+        " alarm_patience pipeline_batches value_steps max_turns max_observation_characters",
         lambda v: is_whole(v) and v > 0,
         "a whole number above 0",
     ),
     (
         "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip target_kl"
-        " value_learning_rate gamma vllm_server_timeout vllm_request_timeout",
+        " value_learning_rate gamma vllm_server_timeout vllm_request_timeout tool_timeout",
         lambda v: _is_number(v) and v > 0,
         "a number above 0",
     ),
@@ -113,11 +113,19 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda v: _is_number(v) and v >= 0,
         "0 or more",
     ),
-    ("gamma lam lam_value max_unscored_fraction", lambda v: _is_number(v) and 0 <= v <= 1, "between 0 and 1"),
+    (
+        "gamma lam lam_value max_unscored_fraction max_failed_episodes_fraction",
+        lambda v: _is_number(v) and 0 <= v <= 1,
+        "between 0 and 1",
+    ),
     ("dual_clip", lambda v: _is_number(v) and v > 1, "above 1"),
     ("epsilon", lambda v: v < 1, "below 1"),
     ("vllm_gpu_memory_utilization", lambda v: _is_number(v) and 0 < v < 1, "above 0 and below 1"),
-    ("value_pretraining_rollouts trace_rollouts max_staleness", lambda v: is_whole(v) and v >= 0, "0 or more"),
+    (
+        "value_pretraining_rollouts trace_rollouts max_staleness max_tool_calling_iterations",
+        lambda v: is_whole(v) and v >= 0,
+        "0 or more",
+    ),
     ("pipeline_stages", lambda v: is_whole(v) and v > 1, "a whole number above 1"),
     ("padding_free pipeline_training", lambda v: isinstance(v, bool), "true or false"),
     ("max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more"),
@@ -182,7 +190,27 @@ class VLLMServerConfig:
 
 
 @dataclass(repr=False)
-class PPOSettings(VLLMServerConfig, CheckpointConfig):
+class EpisodeConfig:
+    """What bounds an episode: a completion of several turns, answered by tools or an environment."""
+
+    max_turns: int | None = option(
+        None, "With tools or an environment: most turns of an episode; None: max_completion_length decides."
+    )
+    tool_timeout: float = option(
+        60.0, "Seconds that a call of a tool or an environment may take; above 0. The policy then reads an error."
+    )
+    max_observation_characters: int = option(
+        2000, "Most characters of what a tool or an environment answers; the rest is cut off."
+    )
+    max_failed_episodes_fraction: float = option(
+        0.1,
+        "Stop if more of a rollout's episodes fail, because their environment cannot be reset or breaks; 0 to 1. Failed"
+        " episodes have no score, so max_unscored_fraction counts them too.",
+    )
+
+
+@dataclass(repr=False)
+class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     """The settings of PPO. List it before TrainingArguments among the bases."""
 
     # Fields with another default than in TrainingArguments.
@@ -244,6 +272,9 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
         " (not yet run on hardware).",
     )
     chat_template_kwargs: dict[str, Any] | None = option(None, "Keywords for the tokenizer's chat template.")
+    max_tool_calling_iterations: int | None = option(
+        None, "TRL's name for max_turns - 1: most turns whose tools are called; 0 or more."
+    )
     shuffle_dataset: bool = option(True, "Draw a new order of the prompts in every pass, from data_seed or seed.")
 
     # Reward
@@ -502,6 +533,14 @@ class PPOSettings(VLLMServerConfig, CheckpointConfig):
                     f" {self.max_steps}; set one of them"
                 )
             self.max_steps = steps
+        if self.max_tool_calling_iterations is not None:
+            turns = self.max_tool_calling_iterations + 1
+            if self.max_turns not in (None, turns):
+                raise ValueError(
+                    f"max_tool_calling_iterations {turns - 1} is max_turns {turns}, and max_turns is {self.max_turns};"
+                    " set one of them"
+                )
+            self.max_turns = turns
         if self.truncated_completions is None:
             self.truncated_completions = "terminal" if self.missing_eos_penalty is None else "penalize"
         if self.max_staleness is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.utils import has_file
 
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.data.prompts import prepare_prompts
+from onetrunk.data.rows import is_conversational
 from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.adapters import check_adapter_config
 from onetrunk.models.base_model import (
@@ -49,8 +50,9 @@ from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, trunk_reward
-from onetrunk.rewards.reward import BuiltInReward, RewardFunction, names_a_model
+from onetrunk.rewards.reward import PROCESS_MODEL, BuiltInReward, RewardFunction, names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
+from onetrunk.rollouts.environments import EpisodeLimits, Episodes, Factory
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
@@ -79,14 +81,16 @@ class Run:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The model and the reward functions, with what belongs to them, as PPOTrainer takes them."""
+    """The model, the reward functions, tools and environments, with what belongs to them, as PPOTrainer takes them."""
 
     model: str | PreTrainedModel | PeftModel
-    reward_funcs: Reward | Sequence[Reward]
+    reward_funcs: Reward | Sequence[Reward] | None
     tokenizer: PreTrainedTokenizerBase | None = None
     reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
     quantization_config: Any = None
     peft_config: PeftConfig | None = None
+    tools: Sequence[Callable[..., Any]] | None = None
+    environment_factory: Factory | Mapping[str, Factory] | None = None
 
 
 def prepare_run(
@@ -109,6 +113,10 @@ def prepare_run(
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
     held_out = dict(zip(held_out, parts.datasets[1:], strict=True))
     longest_prompt = longest_prompt_of(parts.datasets[0], args)
+    if parts.sampler.episodes is not None:
+        parts.sampler.episodes.poll = hooks["poll"]
+        # `reset` may lengthen prompts.
+        longest_prompt = max(longest_prompt, args.max_prompt_length or 0)
     if isinstance(backend, ServedBackend):
         backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
         backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
@@ -166,12 +174,16 @@ def load_sampled_model(
     check_model(model, inputs.tokenizer, model_kwargs, inputs.peft_config)
     tokenizer = policy_tokenizer(model, inputs.tokenizer, model_kwargs)
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
-    datasets = [prepare_dataset(dataset, tokenizer, args) for dataset in datasets]
+    episodes = load_episodes(inputs, args, tokenizer, backend)
+    datasets = [prepare_dataset(dataset, tokenizer, args, episodes) for dataset in datasets]
     check_lengths(model, args, [known_rows(dataset) for dataset in datasets])
     functions = resolve_rewards(inputs, args.device, base_name(model, model_kwargs), tokenizer)
-    rewards = RewardSet(functions, args.reward_weights)
+    rewards = RewardSet(
+        functions, args.reward_weights, has_environment=episodes is not None and episodes.gives_rewards
+    )
+    added = ["environments"] if episodes is not None and episodes.has_environment else []
     for dataset in datasets:
-        rewards.check_columns(name for name in dataset.column_names if name not in ("prompt", "prompt_ids"))
+        rewards.check_columns([*(n for n in dataset.column_names if n not in ("prompt", "prompt_ids")), *added])
     check_stage_training(args, inputs.quantization_config, rewards.trunk_reward is not None)
     if args.push_to_hub:
         from onetrunk.checkpoints.hub import require_push
@@ -205,7 +217,43 @@ def load_sampled_model(
         top_p=args.top_p,
         top_k=args.top_k,
     )
-    return SampledModel(trunk, tokenizer, datasets, Sampler(backend, rewards, tokenizer, params))
+    sampler = Sampler(backend, rewards, tokenizer, params, episodes=episodes)
+    if episodes is not None:
+        episodes.longest_prompt = longest_with_reset(trunk, args)
+    return SampledModel(trunk, tokenizer, datasets, sampler)
+
+
+def load_episodes(
+    inputs: ModelInputs, args: PPOConfig, tokenizer: PreTrainedTokenizerBase, backend: RolloutBackend
+) -> Episodes | None:
+    """Return the tools and environments of a run; None if its completions are one turn each."""
+    if not inputs.tools and inputs.environment_factory is None:
+        if args.max_turns is not None:
+            raise ValueError(
+                f"max_turns is {args.max_turns}, and there are neither tools nor an environment; give one"
+            )
+        return None
+    if args.pipeline_training or getattr(backend, "is_collective", False):
+        raise ValueError(
+            "tools and environments are not supported with rollout_backend 'pipelined' or pipeline_training, where"
+            " processes sample the same rows together; set rollout_backend to local, or use_vllm"
+        )
+    reject_tensor_parallelism(
+        "episodes with tools or environments",
+        "whose processes would each play the same episode; launch with accelerate_configs/ddp.yaml or fsdp2.yaml",
+    )
+    limits = EpisodeLimits(
+        args.max_turns, args.tool_timeout, args.max_observation_characters, args.max_failed_episodes_fraction
+    )
+    factory, template_kwargs = inputs.environment_factory, args.chat_template_kwargs
+    return Episodes(inputs.tools, factory, tokenizer, limits, template_kwargs)
+
+
+def longest_with_reset(trunk: TrunkModel, args: PPOConfig) -> int | None:
+    """Return the most tokens of a prompt with the observation of `reset`; None: no bound."""
+    positions = getattr(trunk.get_base_model().config.get_text_config(), "max_position_embeddings", None)
+    rows = [most - args.max_completion_length for most in (positions, args.microbatch_tokens) if most is not None]
+    return min([*rows, args.max_prompt_length] if args.max_prompt_length is not None else rows, default=None)
 
 
 def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[str | None]:
@@ -275,7 +323,10 @@ def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def prepare_dataset(
-    dataset: Dataset | ShardedRows, tokenizer: PreTrainedTokenizerBase, args: PPOConfig
+    dataset: Dataset | ShardedRows,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+    episodes: Episodes | None = None,
 ) -> Dataset | ShardedRows:
     """Return a dataset with every prompt checked and tokenized; sharded rows, when they are read."""
     if not isinstance(dataset, (Dataset, ShardedRows)):
@@ -283,12 +334,17 @@ def prepare_dataset(
             f"the dataset is a {type(dataset).__name__}; pass a map-style datasets.Dataset, whose order can be resumed"
             ", or ShardedRows (onetrunk.data.sharded.load_sharded_rows), which are read while training"
         )
+    template_of = None
+    if episodes is not None:
+        episodes.check_prompts(dataset.column_names, is_conversational(dataset))
+        template_of = episodes.template_of
     return prepare_prompts(
         dataset,
         tokenizer,
         max_prompt_length=args.max_prompt_length,
         overlong_prompts=args.overlong_prompts,
         chat_template_kwargs=args.chat_template_kwargs,
+        template_of=template_of,
     )
 
 
@@ -299,10 +355,11 @@ def resolve_rewards(
 
     Args:
         inputs: the reward functions: functions, dotted paths, sequence-classification models (names or loaded),
-            reward adapters, servers; and the tokenizers of models.
+            reward adapters, process reward models ("prm:NAME"), servers; and the tokenizers of models.
         base, base_tokenizer: name of the policy's base model and its tokenizer, which a reward adapter must share.
     """
     rewards, tokenizers = inputs.reward_funcs, inputs.reward_tokenizers
+    rewards = [] if rewards is None else rewards
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
     if len(tokenizers) != len(rewards):
@@ -313,7 +370,11 @@ def resolve_rewards(
     resolved: list[RewardFunction | str] = []
     for reward, tokenizer in zip(rewards, tokenizers, strict=True):
         is_model_name = isinstance(reward, str) and names_a_model(reward)
-        if is_model_name and is_adapter_name(reward):
+        if is_model_name and reward.startswith(PROCESS_MODEL):
+            from onetrunk.rewards.process_model import ProcessReward  # Few runs have one.
+
+            reward = ProcessReward.from_spec(reward, base_tokenizer, device=device)
+        elif is_model_name and is_adapter_name(reward):
             reward = trunk_reward(reward, base, base_tokenizer, tokenizer)
         elif is_model_name or isinstance(reward, PreTrainedModel):
             reward = ModelReward(reward, tokenizer, device=device)

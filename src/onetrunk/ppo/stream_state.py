@@ -27,9 +27,10 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.reward import reward_name
+from onetrunk.rewards.combine import OWN_COLUMNS, RewardSet
+from onetrunk.rewards.reward import content_of, reward_name
 from onetrunk.rewards.shaping import RunningMoments
+from onetrunk.rollouts.environments import Episodes
 from onetrunk.types import Experience, Pack
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
 from onetrunk.utils.import_path import USER_MODULE
@@ -214,7 +215,12 @@ def _experience(tensors: dict[str, Tensor]) -> Experience:
 
 
 def run_settings(
-    config: PPOConfig, dataset: Dataset | ShardedRows, ranks: DataParallel, model: TrunkModel, rewards: RewardSet
+    config: PPOConfig,
+    dataset: Dataset | ShardedRows,
+    ranks: DataParallel,
+    model: TrunkModel,
+    rewards: RewardSet,
+    episodes: Episodes | None = None,
 ) -> dict[str, Any]:
     """Return the settings that `check_settings` compares, as JSON values; `dataset` holds the training prompts."""
     names = [*SETTINGS["place"], *SETTINGS["rollout"], *SETTINGS["optimizer"]]
@@ -226,10 +232,14 @@ def run_settings(
     settings |= {name: getattr(adapter, name) for name in SETTINGS["adapter"]}
     steering: dict[str, Any] = {"reward_funcs": [reward_path(function) for function in rewards.functions]}
     steering |= {f"reward_funcs.{name}": content for name, content in rewards.contents.items()}
+    if episodes is not None:
+        steering |= {name: content_of(function) for name, function in episodes.sources.items()}
     if is_streamed:
         steering["row_contents"] = dataset.contents
     else:
+        reads_all = episodes is not None and episodes.has_environment
         columns = rewards.columns_read(dataset.column_names)
+        columns = [n for n in dataset.column_names if n not in OWN_COLUMNS] if reads_all else columns
         steering |= {f"reward_columns.{name}": rows_digest(dataset.select_columns([name])) for name in columns}
     for name, value in config.to_dict().items():
         if name not in settings and name not in FREE_IN_PPO and not is_free(name):

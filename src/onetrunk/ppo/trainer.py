@@ -11,7 +11,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, prepare_datas
 from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.rollouts.environments import Factory
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, to_device
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class PPOTrainer(ResumableTrainer):
     Args:
         model: a name or path (of a base model, or of an adapter to continue), a transformers decoder, or a PeftModel.
         reward_funcs: one or several of: a function with TRL's signature, a dotted path to one, the name or path of a
-            sequence-classification model or of a reward adapter on the policy's base, such a model.
+            sequence-classification model or of a reward adapter on the policy's base, such a model. None: the
+            environment alone gives rewards.
         args: the settings.
         train_dataset: rows with `prompt` (text or a conversation); other columns reach the reward functions.
             ShardedRows are read while training; they need max_prompt_length.
@@ -81,6 +83,9 @@ class PPOTrainer(ResumableTrainer):
         quantization_config: for a model loaded by name (4 or 8 bit).
         peft_config: LoRA config of a new policy; None: rank 16 on all linear layers.
         rollout_backend: samples the completions; None: this process does.
+        tools: functions that the policy may call, sync or async, with type hints and docstrings, as in TRL.
+        environment_factory: makes the environment of an episode, TRL's or Gymnasium's (`rollouts/README.md`); several
+            by their names in the dataset's column `environment`.
 
     Raises:
         ValueError, TypeError: an invalid setting, row or reward function; before the model loads where possible.
@@ -99,7 +104,7 @@ class PPOTrainer(ResumableTrainer):
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
-        reward_funcs: Reward | Sequence[Reward],
+        reward_funcs: Reward | Sequence[Reward] | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | ShardedRows | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
@@ -111,10 +116,19 @@ class PPOTrainer(ResumableTrainer):
         peft_config: PeftConfig | None = None,
         *,
         rollout_backend: RolloutBackend | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Factory | Mapping[str, Factory] | None = None,
     ):
         args = PPOConfig(output_dir="ppo-output") if args is None else args
         inputs = ModelInputs(
-            model, reward_funcs, processing_class, reward_processing_classes, quantization_config, peft_config
+            model,
+            reward_funcs,
+            processing_class,
+            reward_processing_classes,
+            quantization_config,
+            peft_config,
+            tools,
+            environment_factory,
         )
         hooks = {"progress": self._show_sampling, "poll": self._poll_sampling}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
@@ -353,7 +367,8 @@ class PPOTrainer(ResumableTrainer):
     def settings_of_run(self) -> dict[str, Any]:
         """Return the settings that a checkpoint of this run is compared with."""
         model = self.accelerator.unwrap_model(self.model)
-        return run_settings(self.args, self.train_dataset, self.data_parallel, model, self.sampler.rewards)
+        parts = self.sampler.rewards, self.sampler.episodes
+        return run_settings(self.args, self.train_dataset, self.data_parallel, model, *parts)
 
     def may_save(self) -> bool:
         """Return whether the last gradient was finite."""
@@ -455,7 +470,7 @@ class PPOTrainer(ResumableTrainer):
             parts = [self.evaluate(d, ignore_keys, f"{metric_key_prefix}_{name}") for name, d in dataset.items()]
             return {name: value for part in parts for name, value in part.items()}
         if "prompt_ids" not in dataset.column_names:
-            dataset = prepare_dataset(dataset, self.processing_class, self.args)
+            dataset = prepare_dataset(dataset, self.processing_class, self.args, self.sampler.episodes)
             check_lengths(self.model, self.args, [dataset])
         start = time.perf_counter()
         values, scored = self.sample_and_score(dataset, "policy", metric_key_prefix.replace("_", " "))

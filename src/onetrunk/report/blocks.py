@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from onetrunk.judges.labels import judge_warnings
+from onetrunk.ppo.evaluation import score_text
 from onetrunk.report.runs import PAIRS, Run, gain, pairs_of, read_lines
 from onetrunk.utils.redaction import markdown_text
 
@@ -222,6 +223,7 @@ def _change(before: Any, after: Any) -> str:
 
 
 def _sample(pair: tuple[dict[str, Any], dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
-    titles = [f"{side}, score {number(row.get('score')) or 'none'}" for side, row in zip(SIDES, pair, strict=True)]
+    scores = [score_text(number(row.get("score")) or "none", row) for row in pair]
+    titles = [f"{side}, score {score}" for side, score in zip(SIDES, scores, strict=True)]
     texts = [plain(row.get("completion")) for row in pair]
     return plain(pair[0].get("prompt")), list(zip(titles, texts, strict=True))

@@ -9,14 +9,18 @@ one number per completion, or None where it does not apply:
         return [float("thank you" in text) if words else None for text, words in zip(texts, min_words)]
 
 It receives `prompts`, `completions` (texts, or lists with one assistant message for conversations), `completion_ids`,
-`completion_stopped` (False for a completion that was cut off at max_completion_length), every other column of the
-dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`; `**kwargs` takes the ones it does not use.
+`completion_stopped` (False for a completion that was cut off at max_completion_length), `turn_ids` (the number of the
+turn of each token, -1 at observations), every other column of the dataset (here `min_words`), `trainer_state`,
+`log_extra` and `log_metric`; `**kwargs` takes the ones it does not use.
 All functions get the same lists, so it must not change them.
 
 Several rewards are summed with weights:
 
     rewards = RewardSet([ends_politely, ModelReward("path/to/reward-model")], weights=[0.5, 1.0])
     scores = rewards.score(prompts, completions, completion_ids, {"min_words": [3, 0]})
+
+In place of a number a function may return `PerTurn([...])` or `PerToken([...])`: rewards that arrive inside the
+completion. Their sum is the score that penalties, normalisation and metrics see.
 
 A row to which no function applies, or to which one gives NaN or infinity, has the total NaN and is left out of the
 update. An error in a function stops the run and names the function.
@@ -32,6 +36,9 @@ _HOMES = {
     "Completion": "reward",
     "JudgeReward": "reward",
     "ModelReward": "model",
+    "PerToken": "dense",
+    "PerTurn": "dense",
+    "ProcessReward": "process_model",
     "RemoteReward": "remote",
     "RewardFunction": "reward",
     "RewardSet": "combine",

@@ -1,6 +1,7 @@
 """Find reward functions by their names, and add up the scores of several: a weighted sum over those that apply.
 
-Synchronous functions are called one after the other, asynchronous ones together in a background thread's event loop.
+Dense rewards (`dense.py`) count with their sum over the completion. Synchronous functions are called one after the
+other, asynchronous ones together in a background thread's event loop.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from onetrunk.judges.constitution import checked_scores
+from onetrunk.rewards.dense import PerTurn, dense_entries, weighted_scores
 from onetrunk.rewards.model import TrunkReward
 from onetrunk.rewards.reward import (
+    PROCESS_MODEL,
     Completion,
     RewardFunction,
     Scores,
@@ -36,8 +37,8 @@ from onetrunk.utils.import_path import find_object
 # Columns of the dataset that functions receive under another name, or not at all.
 OWN_COLUMNS = ("prompt", "prompt_ids", "completion", "completion_ids")
 EXTRAS = ("trainer_state", "log_extra", "log_metric")
-# Not one of TRL's keywords: a function without **kwargs that does not list it is called without it.
-OPTIONAL = "completion_stopped"
+# Not TRL's keywords: a function without **kwargs that does not list one is called without it.
+OPTIONAL = ("completion_stopped", "turn_ids")
 NO_FUNCTION = (
     ", nor a reward model: a folder that exists or a Hub name 'owner/model', nor a server: 'http://host/classify'"
 )
@@ -49,16 +50,20 @@ class RewardSet:
     Args:
         functions: one or several callables, or texts for `resolve_reward`.
         weights: one number per function; None: 1 each.
+        has_environment: whether an environment gives rewards too, so that the set may be empty.
 
     Raises:
         ValueError: no function, or not one finite weight per function.
     """
 
     def __init__(
-        self, functions: str | RewardFunction | Sequence[str | RewardFunction], weights: Sequence[float] | None = None
+        self,
+        functions: str | RewardFunction | Sequence[str | RewardFunction],
+        weights: Sequence[float] | None = None,
+        has_environment: bool = False,
     ) -> None:
         as_list = list(functions) if isinstance(functions, (list, tuple)) else [functions]
-        if not as_list:
+        if not as_list and not has_environment:
             raise ValueError("no reward function was given; give at least one")
         self.functions = [resolve_reward(function) for function in as_list]
         self.names = unique_names([reward_name(function) for function in self.functions])
@@ -93,7 +98,7 @@ class RewardSet:
             TypeError: a function needs a keyword that is missing, or rejects one.
         """
         others = [name for name in columns if name not in OWN_COLUMNS]
-        keywords = dict.fromkeys(["prompts", "completions", "completion_ids", *EXTRAS, *others, OPTIONAL])
+        keywords = dict.fromkeys(["prompts", "completions", "completion_ids", *EXTRAS, *others, *OPTIONAL])
         for name, function in zip(self.names, self.functions, strict=True):
             _check_signature(name, function, _keywords_for(function, keywords))
 
@@ -105,6 +110,9 @@ class RewardSet:
         columns: Mapping[str, list[Any]],
         trunk_scores: Callable[[], list[float]] | None = None,
         completion_stopped: Sequence[bool] | None = None,
+        turn_ids: Sequence[list[int]] | None = None,
+        turn_rewards: Sequence[list[float] | None] | None = None,
+        environment_name: str = "environment",
         **extras: Any,
     ) -> Scores:
         """Score n completions with every function.
@@ -116,6 +124,9 @@ class RewardSet:
             columns: the dataset's columns, n entries each.
             trunk_scores: returns the n scores of the reward adapter on the trunk; called when all others are done.
             completion_stopped: n booleans, False for a completion that was cut off; None: no completion was cut off.
+            turn_ids: n lists, the number of the turn of each token, -1 at observations; None: one turn each.
+            turn_rewards: n lists, what an environment gave for each turn (None: nothing for this row), which counts
+                under `environment_name` with weight 1; None: no environment gives rewards.
             extras: `trainer_state`, `log_extra`, `log_metric`, and other keywords for the functions.
 
         Raises:
@@ -124,7 +135,9 @@ class RewardSet:
             ValueError: a list has the wrong length, from the caller or from a function.
         """
         stopped = [True] * len(prompts) if completion_stopped is None else list(completion_stopped)
-        rows = {"completions": completions, "completion_ids": completion_ids, OPTIONAL: stopped}
+        turns = [[0] * len(ids) for ids in completion_ids] if turn_ids is None else [list(ids) for ids in turn_ids]
+        rows = {"completions": completions, "completion_ids": completion_ids}
+        rows |= dict(zip(OPTIONAL, (stopped, turns), strict=True))
         for name, entries in {**rows, **columns}.items():
             if len(entries) != len(prompts):
                 raise ValueError(f"{name} has {len(entries)} entries for {len(prompts)} prompts; give one each")
@@ -132,12 +145,16 @@ class RewardSet:
         others = {name: entries for name, entries in columns.items() if name not in OWN_COLUMNS}
         ignored = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
         keywords = {**others, **ignored, **extras, "prompts": prompts, **rows}
-        results = self._call_all(keywords, trunk_scores)
-        scores = [
-            checked_scores(f"reward function {n!r}", result, len(prompts))
-            for n, result in zip(self.names, results, strict=True)
-        ]
-        return _weighted_sum(self.names, scores, self.weights)
+        results = [_as_list(result) for result in self._call_all(keywords, trunk_scores)]
+        names, weights = [f"reward function {name!r}" for name in self.names], self.weights
+        public = self.names
+        if turn_rewards is not None:
+            results.append([None if rewards is None else PerTurn(rewards) for rewards in turn_rewards])
+            names, weights = [*names, f"environment {environment_name!r}"], [*weights, 1.0]
+            public = unique_names([*public, environment_name])
+        scores = [checked_scores(n, result, len(prompts)) for n, result in zip(names, results, strict=True)]
+        dense = [dense_entries(n, result, turns) for n, result in zip(names, results, strict=True)]
+        return weighted_scores(public, scores, weights, dense, turns)
 
     def _call_all(self, keywords: dict[str, Any], trunk_scores: Callable[[], list[float]] | None) -> list[Any]:
         arguments = [{name: keywords[name] for name in _keywords_for(f, keywords)} for f in self.functions]
@@ -177,6 +194,8 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
         from onetrunk.rewards.remote import remote_reward  # Only a run with a server needs HTTP.
 
         return remote_reward(spec)
+    if spec.startswith(PROCESS_MODEL):
+        raise ValueError(f"reward function {spec!r} needs the policy's tokenizer; give onetrunk.rewards.ProcessReward")
     if names_a_model(spec):
         raise ValueError(f"reward function {spec!r} names a model; give onetrunk.rewards.ModelReward({spec!r})")
     return _checked_callable(find_object(spec, "reward function", NO_FUNCTION), repr(spec))
@@ -188,6 +207,11 @@ def _checked_callable(function: object, spec: str) -> RewardFunction:
     if inspect.isclass(function):
         raise TypeError(f"reward function {spec} is a class; give an instance of it, or a function")
     return function
+
+
+def _as_list(result: Any) -> Any:
+    """Return a result that can be read twice."""
+    return result.tolist() if hasattr(result, "tolist") else list(result) if isinstance(result, Iterator) else result
 
 
 def _ignore(*_args: Any, **_kwargs: Any) -> None:
@@ -233,7 +257,7 @@ def _keywords_for(function: Callable[..., Any], keywords: Iterable[str]) -> list
     """Return the keywords that a function is called with: OPTIONAL only if it lists it or takes all."""
     named = {p.name for p in parameters_of(function) or () if p.kind is not p.POSITIONAL_ONLY}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(function) or ())
-    return [keyword for keyword in keywords if keyword != OPTIONAL or takes_all or OPTIONAL in named]
+    return [keyword for keyword in keywords if keyword not in OPTIONAL or takes_all or keyword in named]
 
 
 def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> None:
@@ -254,15 +278,3 @@ def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence
             f"reward function {name!r} needs {', '.join(missing)}, which is not among the keywords it is called with "
             f"({', '.join(keywords)}); add that column to the dataset, or give the parameter a default"
         )
-
-
-def _weighted_sum(names: list[str], rows: list[list[float | None]], weights: list[float]) -> Scores:
-    applies = torch.tensor([[value is not None for value in row] for row in rows], dtype=torch.bool)
-    scores = torch.tensor(
-        [[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64
-    )
-    weighted = scores * torch.tensor(weights, dtype=torch.float64)[:, None]
-    # One after the other, so that the sum does not depend on the kernel.
-    total = sum(torch.where(applies, weighted, 0.0)).float()
-    total[~applies.any(dim=0) | ~total.isfinite()] = math.nan
-    return Scores(total, dict(zip(names, scores.float(), strict=True)))

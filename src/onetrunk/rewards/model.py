@@ -64,6 +64,8 @@ class ModelReward(BuiltInReward):
         ValueError: the model is not a scalar reward model, or a setting cannot work.
     """
 
+    runs_here = True
+
     def __init__(
         self,
         model_or_path: PreTrainedModel | str | Path,
@@ -124,6 +126,8 @@ class TrunkReward(BuiltInReward):
     The adapter reads the token ids of the policy, chat template included, so it must have been trained with the
     policy's template. The score is read at the last token that is not its pad token.
     """
+
+    runs_here = True
 
     def __init__(self, adapter: ScoreAdapter):
         self.adapter = adapter

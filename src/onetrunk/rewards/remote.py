@@ -23,6 +23,7 @@ from urllib.parse import parse_qsl
 
 from onetrunk.models.loading import load_config, read_tokenizer
 from onetrunk.models.reward_model import encode_rows, length_limit, reads_end_token
+from onetrunk.rewards.dense import PerToken, PerTurn
 from onetrunk.rewards.reward import BuiltInReward, Completion
 from onetrunk.servers.client import Connection, Server, is_same_model
 from onetrunk.servers.errors import CallError
@@ -32,7 +33,11 @@ from onetrunk.types import Prompt
 logger = logging.getLogger(__name__)
 
 # The answer that each kind of server should give.
-FORMS = {"classify": '{"data": [{"probs": [number]}, ...]}', "json": '{"scores": [number or null, ...]}'}
+FORMS = {
+    "classify": '{"data": [{"probs": [number]}, ...]}',
+    "json": '{"scores": [number, null, {"per_turn": [number, ...]} or {"per_token": [number, ...]}, ...]}',
+}
+DENSE = {"per_turn": PerTurn, "per_token": PerToken}
 # The options after '#', and how each is parsed.
 OPTIONS = {
     "model": str,
@@ -42,10 +47,14 @@ OPTIONS = {
     "max_concurrency": int,
     "timeout_s": float,
     "name": str,
+    "token_ids": int,
 }
-# Prompts, completions, and whether each completion stopped by itself: n entries each.
-Rows = tuple[Sequence[Prompt], Sequence[Completion], Sequence[bool]]
+# Prompts, completions, and whether each completion stopped by itself: n entries each. With `token_ids` also TOKENS.
+Rows = tuple[Sequence[Any], ...]
+TOKENS = ("completion_ids", "turn_ids")
 TRIAL_ROWS: Rows = (["Say hello."] * 2, ("Hello!", "No, and go away."), [True] * 2)
+TRIAL_TOKENS: Rows = ([[0], [0, 0]], [[0], [0, 0]])
+Score = float | PerTurn | PerToken | None
 WHAT = "the address of a reward server"
 
 
@@ -87,6 +96,7 @@ class RemoteReward(BuiltInReward):
         max_concurrency: largest number of calls at the same time.
         timeout_s: deadline of one call.
         name: the name in metrics; None: the model's name, else the end of the path.
+        token_ids: for a JSON service: whether `completion_ids` and `turn_ids` are sent too, for dense rewards.
         policy: waits, numbers of calls and deadlines; None: calls are made again for up to 5 minutes.
 
     Raises:
@@ -104,6 +114,7 @@ class RemoteReward(BuiltInReward):
         max_concurrency: int = 8,
         timeout_s: float = 60.0,
         name: str | None = None,
+        token_ids: bool = False,
         policy: RetryPolicy | None = None,
     ) -> None:
         self.server = Server(url, WHAT, "reward server", api_key_env)
@@ -116,6 +127,9 @@ class RemoteReward(BuiltInReward):
             )
         if tokenizer is not None and self.kind != "classify":
             raise ValueError(f"{self.server}: tokenizer is for /classify alone, which takes token ids; leave it out")
+        if token_ids and self.kind == "classify":
+            raise ValueError(f"{self.server}: token_ids is for JSON services alone, not for /classify; leave it out")
+        self.token_ids = bool(token_ids)
         self.model, self.batch_size, self.max_concurrency = model, batch_size, max_concurrency
         # The trainer limits the number of unscored rows; here the run ends only if no call is answered at all.
         self.policy = policy or RetryPolicy(call_timeout_s=timeout_s, patience_s=300.0)
@@ -129,9 +143,11 @@ class RemoteReward(BuiltInReward):
             RuntimeError: no server answers there, or it is not a reward model.
         """
 
-        async def trial() -> list[float | None]:
+        rows = (*TRIAL_ROWS, *TRIAL_TOKENS) if self.token_ids else TRIAL_ROWS
+
+        async def trial() -> list[Score]:
             async with Fleet([self.server], self.policy) as fleet:
-                return await fleet.call(lambda to: self._call(to, TRIAL_ROWS))
+                return await fleet.call(lambda to: self._call(to, rows))
 
         try:
             scores = run_async(trial())
@@ -146,19 +162,18 @@ class RemoteReward(BuiltInReward):
     def content(self) -> str:
         return f"server {self.server.url}, model {self.model or 'not named'}"
 
-    async def __call__(
-        self, prompts: list[Prompt], completions: list[Completion], **columns: Any
-    ) -> list[float | None]:
-        """Return n scores, None where there is none. Of the columns only `completion_stopped` counts.
+    async def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[Score]:
+        """Return n scores, None where there is none. Of the columns `completion_stopped` counts, and TOKENS if sent.
 
         Raises:
             ServerUnavailable: no call was answered within the patience of `policy`.
             RuntimeError: the server rejects every row.
         """
-        scores: list[float | None] = [None] * len(prompts)
+        scores: list[Score] = [None] * len(prompts)
         if not prompts:
             return scores
-        rows = (prompts, completions, columns.get("completion_stopped") or [True] * len(prompts))
+        tokens = [columns[name] for name in TOKENS] if self.token_ids else []
+        rows = (prompts, completions, columns.get("completion_stopped") or [True] * len(prompts), *tokens)
         # A conversation that is sent as messages needs a call of its own.
         as_messages = self.kind == "classify" and not isinstance(prompts[0], str) and self._encode is None
         size = 1 if as_messages else self.batch_size
@@ -180,16 +195,14 @@ class RemoteReward(BuiltInReward):
             )
         return scores
 
-    async def _score(
-        self, batches: Sequence[range], rows: Rows, scores: list[float | None]
-    ) -> list[tuple[range, CallError]]:
+    async def _score(self, batches: Sequence[range], rows: Rows, scores: list[Score]) -> list[tuple[range, CallError]]:
         """Fill in the scores of some batches; return the batches that have none, with their errors."""
         failed: list[tuple[range, CallError]] = []
 
-        async def call(to: Connection, index: int) -> list[float | None]:
+        async def call(to: Connection, index: int) -> list[Score]:
             return await self._call(to, tuple([column[i] for i in batches[index]] for column in rows))
 
-        def done(index: int, outcome: list[float | None] | CallError) -> None:
+        def done(index: int, outcome: list[Score] | CallError) -> None:
             if isinstance(outcome, CallError):
                 failed.append((batches[index], outcome))
                 return
@@ -200,8 +213,8 @@ class RemoteReward(BuiltInReward):
             await fleet.answer_all(len(batches), call, done)
         return failed
 
-    async def _call(self, to: Connection, rows: Rows) -> list[float | None]:
-        prompts, completions, stopped = rows
+    async def _call(self, to: Connection, rows: Rows) -> list[Score]:
+        prompts, completions, stopped = rows[:3]
         token_ids = None if self._encode is None else self._encode(prompts, completions, stopped=stopped)[0]
         answer = await to.ask("POST", "", _request_body(self.kind, rows, self.model, token_ids))
         reported = answer.get("model") if isinstance(answer, dict) else None
@@ -223,12 +236,13 @@ def _request_body(kind: str, rows: Rows, model: str | None, token_ids: list[list
 
     classify: {"input": texts or token ids}, or, for one conversation without token ids, {"messages": ...} with
     "continue_final_message" if the completion was cut off, so that no end token follows it. json: the columns as in
-    the dataset.
+    the dataset, and TOKENS if `rows` has them.
     """
-    prompts, completions, stopped = map(list, rows)
+    prompts, completions, stopped, *tokens = map(list, rows)
     named = {} if model is None else {"model": model}
     if kind == "json":
-        return {**named, "prompts": prompts, "completions": completions, "completion_stopped": stopped}
+        sent = {"prompts": prompts, "completions": completions, "completion_stopped": stopped}
+        return {**named, **sent, **dict(zip(TOKENS, tokens, strict=False))}
     # Raw scores: a sigmoid flattens large differences, and a softmax over one label is always 1.
     raw = {**named, "use_activation": False}
     if token_ids is not None:
@@ -239,7 +253,7 @@ def _request_body(kind: str, rows: Rows, model: str | None, token_ids: list[list
     return {**raw, "messages": [*prompts[0], *completions[0]], **cut}
 
 
-def _scores(kind: str, answer: Any, num_rows: int) -> list[float | None]:
+def _scores(kind: str, answer: Any, num_rows: int) -> list[Score]:
     """Return the n scores in an answer, None where a JSON service gives null; another form raises a CallError."""
     entries = answer.get("data" if kind == "classify" else "scores") if isinstance(answer, Mapping) else answer
     other_form = CallError(f"an answer of another form than {FORMS[kind]}")
@@ -254,10 +268,17 @@ def _scores(kind: str, answer: Any, num_rows: int) -> list[float | None]:
             entries = [_probability(rows[place]["probs"]) for place in range(num_rows)]
         except (AttributeError, KeyError, TypeError):
             raise other_form from None
-    for entry in entries:
-        if type(entry) not in (int, float, type(None)):
-            raise CallError(f"a score that is no number ({str(entry)[:40]}); expected {FORMS[kind]}")
-    return [None if entry is None else float(entry) for entry in entries]
+    return [_score(kind, entry) for entry in entries]
+
+
+def _score(kind: str, entry: Any) -> Score:
+    [(form, numbers)] = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [("", [entry])]
+    may_be = (int, float) if form else (int, float, type(None))
+    if (form and form not in DENSE) or not isinstance(numbers, list) or any(type(x) not in may_be for x in numbers):
+        raise CallError(f"a score that is no number ({str(entry)[:40]}); expected {FORMS[kind]}")
+    if form:
+        return DENSE[form](numbers)
+    return None if entry is None else float(entry)
 
 
 def _probability(probs: Any) -> Any:

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from onetrunk.judges.labels import Memory, kept_ratings
 from onetrunk.types import Completion, Prompt, as_text
 from onetrunk.utils.files import digest
 from onetrunk.utils.import_path import source_identity
+
+# What the name of a process reward model begins with.
+PROCESS_MODEL = "prm:"
 
 
 class RewardFunction(Protocol):
@@ -35,7 +38,7 @@ class RewardFunction(Protocol):
         completion_ids: n lists of token ids, including the stop token if there is one.
 
     Returns:
-        n numbers; None for rows to which the function does not apply.
+        n numbers, or `PerTurn` or `PerToken` in place of one; None for rows to which the function does not apply.
     """
 
     def __call__(
@@ -44,11 +47,17 @@ class RewardFunction(Protocol):
         completions: list[Completion],
         completion_ids: list[list[int]] | None = None,
         **columns: Any,
-    ) -> list[float | None] | Awaitable[list[float | None]]: ...
+    ) -> Sequence[SupportsFloat | None] | Awaitable[Sequence[SupportsFloat | None]]: ...
 
 
 class BuiltInReward:
-    """A reward class of this package; it reads no column of the dataset."""
+    """A reward class of this package; it reads no column of the dataset.
+
+    Attributes:
+        runs_here: whether a model of this process scores, rather than a server that is waited for.
+    """
+
+    runs_here = False
 
     def content(self) -> str:
         """Return what the scores depend on, as a short text."""
@@ -64,7 +73,8 @@ class Scores:
 
     Args:
         total: [n] float32, the weighted sum; NaN if no function applies or one gave a non-finite score.
-        by_function: name of the function -> [n] float32, before weighting; NaN for None, non-finite scores unchanged.
+        by_function: name of the function -> [n] float32, before weighting, of a dense reward the sum; NaN for None,
+            non-finite scores unchanged.
         by_token: n float32 tensors [len(completion)], weighted: what arrives inside a completion. Their sums are part
             of `total`; what is left of it arrives at the last sampled token. None: everything arrives there.
     """
@@ -98,8 +108,8 @@ def without_partials(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def names_a_model(spec: str) -> bool:
-    """Return whether a text names a reward model (a folder, or a Hub name "owner/model") and not a function."""
-    if Path(spec).expanduser().is_dir():
+    """Return whether a text names a reward model (a folder, "owner/model" or "prm:NAME") and not a function."""
+    if Path(spec).expanduser().is_dir() or spec.startswith(PROCESS_MODEL):
         return True
     return "/" in spec and ":" not in spec and not spec.endswith(".py")
 

@@ -61,12 +61,17 @@ class RunningMoments:
             parts = torch.tensor([[self.count, self.mean, self.m2], [count, mean, m2]], dtype=torch.float64)
             self.count, self.mean, self.m2 = map(float, merge_moments([tuple(part) for part in parts]))
 
+    @property
+    def scale(self) -> float:
+        """What `normalize` divides by: the standard deviation, or 1 while it is 0."""
+        return self.std if self.std > SMALLEST_STD else 1.0
+
     def normalize(self, scores: Tensor) -> Tensor:
         """Return (`scores` - mean) / std; NaN stays NaN.
 
         Does not divide while there are fewer than two scores or all are equal.
         """
-        return (scores - self.mean) / (self.std if self.std > SMALLEST_STD else 1.0)
+        return (scores - self.mean) / self.scale
 
     def state_dict(self) -> dict[str, float]:
         """Return count, mean and m2 as floats, which JSON stores exactly."""

@@ -17,7 +17,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -41,6 +42,12 @@ class Closed(Exception):
     """The run is over: nobody will take what is being sampled."""
 
 
+def marker() -> Callable[[], None]:
+    """Return what makes another thread count as this one in `samples_ahead`; to be called there."""
+    sampler = getattr(_own, "sampler", None)
+    return lambda: setattr(_own, "sampler", sampler)
+
+
 def samples_ahead() -> bool:
     """Return whether this thread samples ahead of the updates; raise Closed if nobody will take what it samples."""
     sampler = getattr(_own, "sampler", None)
@@ -51,12 +58,17 @@ def samples_ahead() -> bool:
 
 @dataclass(frozen=True)
 class StartedRow:
-    """A row that was sampled, or is being sampled, from `version`; `completion_ids` are None while it runs."""
+    """A row that was sampled, or is being sampled, from `version`; `completion_ids` are None while it runs.
+
+    Args:
+        episode: of an episode, its prompt_ids, turn_ids, turn_rewards and record, as in `Rollout`.
+    """
 
     version: int
     completion_ids: list[int] | None = None
     logprobs: Tensor | None = None
     stopped: bool = False
+    episode: tuple[list[int], list[int], list[float] | None, Any] | None = None
 
 
 @dataclass(eq=False)
@@ -174,13 +186,24 @@ class AsyncSampler:
         columns = (zip(part.places, part.prompt_ids, part.rows, strict=True) for part in parts)
         in_order = sorted(itertools.chain.from_iterable(columns), key=operator.itemgetter(0))
         rows = [row for _, _, row in in_order]
-        return Rollout(
+        rollout = Rollout(
             prompt_ids=[ids for _, ids, _ in in_order],
             completion_ids=[row.completion_ids for row in rows],
             sampler_logprobs=[row.logprobs for row in rows],
             stopped=[row.stopped for row in rows],
             policy_version=min(row.version for row in rows),
             policy_versions=[row.version for row in rows],
+        )
+        if rows[0].episode is None:
+            return rollout
+        prompts, turns, rewards, records = zip(*(row.episode for row in rows), strict=True)
+        gives_rewards = any(row is not None for row in rewards)
+        return replace(
+            rollout,
+            prompt_ids=prompts,
+            turn_ids=turns,
+            turn_rewards=rewards if gives_rewards else None,
+            episodes=records,
         )
 
     def finish(self, iteration: int) -> None:
@@ -258,7 +281,7 @@ class AsyncSampler:
         _own.sampler, error, rows = self, None, []
         try:
             rollout = self.sample(part.version, part.prompt_ids, part.keys)
-            columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped
+            columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped, episodes_of(rollout)
             rows = [StartedRow(part.version, *row) for row in zip(*columns, strict=True)]
         except BaseException as raised:
             error = raised
@@ -274,6 +297,15 @@ class AsyncSampler:
 
     def _has_all(self, iteration: int) -> bool:
         return all(part.rows is not None for part in self._parts if part.iteration == iteration)
+
+
+def episodes_of(rollout: Rollout) -> list[tuple[list[int], list[int], list[float] | None, Any] | None]:
+    """Return `StartedRow.episode` of each row of a rollout."""
+    nothing = [None] * len(rollout)
+    if rollout.episodes is None:
+        return nothing
+    columns = rollout.prompt_ids, rollout.turn_ids, rollout.turn_rewards or nothing, rollout.episodes
+    return list(zip(*columns, strict=True))
 
 
 _samplers: weakref.WeakSet[AsyncSampler] = weakref.WeakSet()

@@ -7,6 +7,8 @@ first four.
 | stream | words |
 |---|---|
 | completions in training | seed, iteration, row |
+| turn k of an episode, k > 0 | the words of its row, k |
+| an environment of an episode | the words of its row, ENVIRONMENT_STREAM |
 | completions of held-out prompts (evaluation, monitor) | seed, EVALUATION_STREAM, row |
 | order of the prompts, or of the blocks of sharded rows | data_seed or seed, PROMPTS_STREAM, pass |
 | order of the sharded rows in a window of blocks | data_seed or seed, WINDOWS_STREAM, pass, window |
@@ -42,6 +44,7 @@ DEAL_STREAM = 2**32 - 6
 WINDOWS_STREAM = 2**32 - 7
 SAVE_STREAM = 2**32 - 8
 VALUE_STREAM = 2**32 - 9
+ENVIRONMENT_STREAM = 2**32 - 10
 
 # The fifth word; completions have four.
 PAIRING_STREAM = 1

@@ -27,6 +27,7 @@ from onetrunk.ops.importance import effective_share, importance_sums
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.rollout import RolloutPack, ScoredRollout
+from onetrunk.rewards.dense import turn_sums
 from onetrunk.types import Experience
 
 STEP_NAMES = {
@@ -39,6 +40,8 @@ STEP_NAMES = {
     "value/clip_fraction": "value/clip_fraction",
 }
 PHASES = ("generate", "score", "update")
+# Turns that have a metric each.
+NUM_TURNS = 8
 
 
 class MetricLog:
@@ -220,10 +223,12 @@ def rollout_metrics(
         policy_columns[:, torch.tensor(item.rows, device=device)] = _policy_columns(item, sampled)
     ids = pad_sequence([torch.tensor(ids) for ids in scored.rollout.sampled_ids], batch_first=True)
     ngrams = [count.float() for count in repeated_ngrams(ids, scored.lengths)]
-    columns = [counts, total, lengths, stopped, *policy_columns, *ngrams, *scored.scores.by_function.values()]
+    columns = [counts, total, lengths, stopped, *policy_columns, *ngrams, *_turn_columns(scored)]
+    columns += scored.scores.by_function.values()
     rows = DataParallel(accelerator).gather(torch.stack([column.to(device) for column in columns], dim=1))
     columns = rows[rows[:, 0] > 0].unbind(dim=1)
-    _, total, lengths, stopped, kl, gap_sums, gap_maxima, gap_k3, repeated, windows, *by_function = columns
+    _, total, lengths, stopped, kl, gap_sums, gap_maxima, gap_k3, repeated, windows, is_dense, *rest = columns
+    by_turn, by_function = rest[:NUM_TURNS], rest[NUM_TURNS:]
     finite = total[total.isfinite()]
     metrics = {
         "score/mean": _finite_mean(total),
@@ -236,6 +241,9 @@ def rollout_metrics(
     }
     for name, scores in zip(scored.scores.by_function, by_function, strict=True):
         metrics[f"score/{name}"] = _finite_mean(scores)
+    for turn, rewards in enumerate(by_turn if is_dense.any() else ()):
+        if rewards.isfinite().any():
+            metrics[f"reward/turn_{turn}"] = _finite_mean(rewards)
     if has_kl:
         metrics["kl/ref"] = kl.mean().item()
     if has_policy:
@@ -293,6 +301,19 @@ def _policy_columns(item: RolloutPack, sampler_logprobs: Tensor) -> Tensor:
     gaps = (output.logprobs - sampler_logprobs).abs() * mask
     k3 = masked_sum(kl_estimate(sampler_logprobs, output.logprobs.double(), "k3"), mask, dim=1)
     return torch.stack([kl.float(), gaps.sum(dim=1).float(), gaps.amax(dim=1).float(), k3.float()])
+
+
+def _turn_columns(scored: ScoredRollout) -> list[Tensor]:
+    """Return [n] columns: 1 where rewards are dense, and the reward of each turn; NaN without such a turn or score.
+
+    Every process has them, because the rewards of one may be dense and those of another not.
+    """
+    by_turn = torch.full((NUM_TURNS, len(scored.rollout)), torch.nan)
+    for row in range(len(scored.rollout)):
+        sums = turn_sums(scored.arrivals(row))[:NUM_TURNS]
+        by_turn[: len(sums), row] = torch.tensor(sums)
+    is_dense = float(scored.scores.by_token is not None)
+    return [torch.full((len(scored.rollout),), is_dense), *by_turn]
 
 
 def _finite_mean(x: Tensor) -> float:

@@ -14,7 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from onetrunk.checkpoints.resume_point import RunTensorBoard
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.evaluation import short_text
+from onetrunk.ppo.evaluation import score_text, short_text, where_rewarded
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.utils.redaction import redact
 
@@ -206,9 +206,9 @@ def completions_text(scored: ScoredRollout) -> str:
     """Return the first completions of a rollout as Markdown, which TensorBoard renders."""
     parts = []
     for i in range(min(NUM_SAMPLES, len(scored.completions))):
-        score = scored.scores.total[i].item()
+        score = score_text(f"{scored.scores.total[i].item():.3f}", where_rewarded(scored, i))
         prompt, completion = _indented(scored.batch.prompts[i]), _indented(scored.completions[i])
-        parts.append(f"**score {score:.3f}**\n\n{prompt}\n\ncompletion:\n\n{completion}")
+        parts.append(f"**score {score}**\n\n{prompt}\n\ncompletion:\n\n{completion}")
     return redact("\n\n---\n\n".join(parts))
 
 

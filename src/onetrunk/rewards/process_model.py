@@ -1,0 +1,195 @@
+"""A process reward model as a reward function: a score for each step of a completion, which arrives where it ends.
+
+The model classifies tokens. It reads rows as TRL's PRMTrainer writes them: the prompt, then each step followed by the
+step separator, tokenized piece by piece. The label of a step stands at the last token of its separator.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from onetrunk.models.loading import load_weights, read_config, read_tokenizer, scorer_fingerprint
+from onetrunk.models.reward_model import length_limit, scorer_source
+from onetrunk.rewards.dense import PerToken
+from onetrunk.rewards.model import SAMPLE_TEXTS
+from onetrunk.rewards.reward import PROCESS_MODEL, BuiltInReward, Completion
+from onetrunk.types import Prompt
+from onetrunk.utils.files import digest
+
+KIND = "process reward model"
+HEAD = "ForTokenClassification"
+# The options after '#', and how each is parsed.
+OPTIONS = {"separator": str, "batch_size": int, "name": str}
+
+
+class ProcessReward(BuiltInReward):
+    """Scores of a process reward model: the probability of the last label, or of the only one, for each step.
+
+    The score of a step arrives at the token that ends it: where its separator is complete, and for a last step without
+    one at the last token. White space alone is no step. In an episode a step that ends in an observation arrives at
+    the policy's last token in it; one that is all observation has no reward. A prompt that is too long loses its
+    beginning; a completion that does not fit alone has no score.
+
+    Args:
+        path: folder or Hub name of a token-classification model.
+        policy_tokenizer: decodes the completions.
+        separator: text that ends a step.
+        batch_size: rows per forward.
+        name: the name in metrics; None: the last part of the path.
+        device: None: the CPU.
+
+    Raises:
+        ValueError: it is no token-classification model, or a setting cannot work.
+        RuntimeError: nothing can be loaded from there.
+    """
+
+    runs_here = True
+
+    def __init__(
+        self,
+        path: str | Path,
+        policy_tokenizer: PreTrainedTokenizerBase,
+        *,
+        separator: str = "\n",
+        batch_size: int = 16,
+        name: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not separator or batch_size < 1:
+            raise ValueError(f"{KIND} {path}: separator is {separator!r} and batch_size {batch_size}; set both")
+        self.policy_tokenizer, self.separator, self.batch_size = policy_tokenizer, separator, batch_size
+        source = scorer_source(path)
+        self.tokenizer = read_tokenizer(source, f"tokenizer of the {KIND}")
+        self.model = _load(source)
+        self.model = self.model if device is None else self.model.to(device)
+        self.max_length = length_limit(self.model, self.tokenizer)
+        self.__name__ = name or Path(source).name
+
+    @classmethod
+    def from_spec(cls, spec: str, policy_tokenizer: PreTrainedTokenizerBase, **settings: Any) -> ProcessReward:
+        """Return the model that "prm:NAME#option=value&option=value" names; values may be percent-encoded."""
+        path, _, fragment = spec.removeprefix(PROCESS_MODEL).partition("#")
+        for key, value in parse_qsl(fragment, keep_blank_values=True):
+            if key not in OPTIONS:
+                raise ValueError(f"{spec} has an unknown option {key!r} after '#'; there are {', '.join(OPTIONS)}")
+            try:
+                settings[key] = OPTIONS[key](value)
+            except ValueError:
+                raise ValueError(f"{spec}: {value!r} is no value for {key}") from None
+        return cls(path, policy_tokenizer, **settings)
+
+    def __call__(
+        self, prompts: list[Prompt], completions: list[Completion], completion_ids: list[list[int]], **columns: Any
+    ) -> list[PerToken | None]:
+        """Return the rewards of n completions; of the columns only `completion_stopped` and `turn_ids` count."""
+        stopped = columns.get("completion_stopped") or [True] * len(prompts)
+        turn_ids = columns.get("turn_ids") or [[0] * len(ids) for ids in completion_ids]
+        steps = [self.steps(ids, is_stopped) for ids, is_stopped in zip(completion_ids, stopped, strict=True)]
+        encoded = [self._encode(p, [text for text, _ in row]) for p, row in zip(prompts, steps, strict=True)]
+        scored = self._probabilities([row for row in encoded if row is not None])
+        rewards: list[PerToken | None] = []
+        for row, ends, turns in zip(encoded, steps, turn_ids, strict=True):
+            rewards.append(None if row is None else _rewards(next(scored), [end for _, end in ends], turns))
+        return rewards
+
+    def steps(self, ids: list[int], stopped: bool = True) -> list[tuple[str, int]]:
+        """Return the text of each step of a completion, without its separator, and the number of its last token."""
+
+        def decoded(count: int) -> str:
+            return self.policy_tokenizer.decode(ids[:count], skip_special_tokens=True)
+
+        text = decoded(len(ids) - stopped)
+        *pieces, rest = text.split(self.separator)
+        ends = accumulate(len(piece) + len(self.separator) for piece in pieces)
+        # A token may hold the end of a step and the beginning of the next one.
+        steps = [
+            (piece, bisect_left(range(len(ids)), True, key=lambda t, end=end: decoded(t + 1).startswith(text[:end])))
+            for piece, end in zip(pieces, ends, strict=True)
+        ]
+        return [(piece, min(end, len(ids) - 1)) for piece, end in [*steps, (rest, len(ids) - 1)] if piece.strip()]
+
+    def _encode(self, prompt: Prompt, steps: Sequence[str]) -> tuple[list[int], list[int]] | None:
+        """Return token ids, and the places of the ends of the steps; None if the steps alone are too long."""
+
+        def tokenized(text: str) -> list[int]:
+            return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+        separator = tokenized(self.separator)
+        pieces = [[*tokenized(step), *separator] for step in steps]
+        before, own = tokenized(self._text(prompt)), sum(map(len, pieces))
+        bos = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        before = before[1:] if before[:1] == bos else before
+        room = len(before) if self.max_length is None else self.max_length - own - len(bos)
+        if room < 0:
+            return None
+        before = [*bos, *before[max(0, len(before) - room) :]]
+        ends = [len(before) + end - 1 for end in accumulate(map(len, pieces))]
+        return [*before, *(token for piece in pieces for token in piece)], ends
+
+    def _text(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"the prompts are conversations and the tokenizer of the {KIND} {self.__name__!r} has no chat"
+                " template; save the one that it was trained with beside it"
+            )
+        opens = {"continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt": True}
+        return self.tokenizer.apply_chat_template(prompt, tokenize=False, **opens)
+
+    @torch.no_grad()
+    def _probabilities(self, rows: Sequence[tuple[list[int], list[int]]]) -> Any:
+        """Yield the probabilities at the places of each row, in batches of similar length."""
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
+        found: list[list[float]] = [[]] * len(rows)
+        for first in range(0, len(order), self.batch_size):
+            batch = order[first : first + self.batch_size]
+            ids = [torch.tensor(rows[row][0], dtype=torch.int64, device=self.model.device) for row in batch]
+            mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+            logits = self.model(input_ids=pad_sequence(ids, batch_first=True), attention_mask=mask).logits.float()
+            for number, row in enumerate(batch):
+                found[row] = _last_label(logits[number, rows[row][1]]).tolist()
+        yield from found
+
+    def content(self) -> str:
+        reads = [self.tokenizer(list(SAMPLE_TEXTS))["input_ids"], self.tokenizer.chat_template, self.separator]
+        return f"{scorer_fingerprint(self.model)}, tokenizer sha256 {digest(reads)[:16]}, max_length {self.max_length}"
+
+
+def _load(source: str) -> PreTrainedModel:
+    pinned = {"revision": None, "trust_remote_code": False}
+    kinds = read_config(KIND, source, **pinned).architectures or ["a model without a class"]
+    expected = "expected a token-classification model, as TRL's PRMTrainer saves it"
+    if not all(kind.endswith(HEAD) for kind in kinds):
+        raise ValueError(f"{KIND} {source} is {', '.join(kinds)}; {expected}")
+    model, loading = load_weights(AutoModelForTokenClassification, KIND, source, **pinned)
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(map(str, loading["missing_keys"])))
+        raise ValueError(f"{KIND} {source}: its checkpoint lacks {missing}; {expected}, with its trained head")
+    return model.requires_grad_(False).eval()
+
+
+def _last_label(logits: Tensor) -> Tensor:
+    """Return the probability [n] of the last label of logits [n, labels]."""
+    return logits[:, 0].sigmoid() if logits.shape[1] == 1 else logits.softmax(1)[:, -1]
+
+
+def _rewards(probabilities: Sequence[float], ends: Sequence[int], turns: Sequence[int]) -> PerToken:
+    sampled = [token for token, turn in enumerate(turns) if turn >= 0]
+    rewards, previous = dict.fromkeys(sampled, 0.0), -1
+    for probability, end in zip(probabilities, ends, strict=True):
+        own = [token for token in sampled if previous < token <= end or token == end]
+        if own:
+            rewards[own[-1]] += probability
+        previous = end
+    return PerToken(list(rewards.values()))

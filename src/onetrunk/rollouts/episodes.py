@@ -1,0 +1,273 @@
+"""Episodes: a prompt, then turns that the policy samples and observations that it is given, in alternation.
+
+Token in, token out: the context of a turn is the exact ids so far and the ids of the observation; nothing that was
+sampled is decoded and encoded again. `Answers` says what follows a turn. A backend that keeps the cache of a row over
+its turns has `generate_turns`; for any other one, `play_in_waves` and `play_row_by_row` sample turn after turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from onetrunk.rollouts.async_sampler import POLL_S, marker
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.types import Message, Prompt, Rollout, RowKey
+
+# Seconds for which a wave waits for rows that were just sampled.
+GATHER_S = 0.05
+T = TypeVar("T")
+
+# (prompt_ids, params, keys) -> one completion per prompt.
+Generate = Callable[[Sequence[list[int]], SamplingParams, Sequence[RowKey]], Rollout]
+
+
+class Answers(Protocol):
+    """What answers the turns of one call: environments or tools."""
+
+    def begin(self, row: int, token_ids: list[int], stopped: bool) -> Future[list[int] | None]:
+        """Begin to answer a turn; called once for every turn, also for one that the length limit cut off.
+
+        Args:
+            row: index of the row in the call.
+            token_ids: the tokens of the turn, its stop token included.
+            stopped: whether the turn ended at a stop token.
+
+        Returns:
+            A future with the ids of the observation that the row goes on from, or None if its episode is over. It
+            never raises; other threads work on it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EpisodeCounts:
+    """What happened in the episodes of one or more calls.
+
+    Args:
+        episodes, failed_episodes: rows, and those of them whose environment could not be reset or broke.
+        turns: turns that were sampled.
+        turns_at_limit: episodes that ended because they had `max_turns` turns.
+        tool_calls, tool_errors: calls of tools and steps of environments, and those that gave an error.
+        observation_tokens: tokens that were given after the prompts.
+        tool_seconds: seconds from a turn's end to its answer, summed over rows.
+        waited_seconds: seconds in which every row that was not over waited for an answer.
+    """
+
+    episodes: int = 0
+    failed_episodes: int = 0
+    turns: int = 0
+    turns_at_limit: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    observation_tokens: int = 0
+    tool_seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
+        return EpisodeCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """What is known of an episode besides its tokens.
+
+    Args:
+        prompt: with the observation of `reset`.
+        messages: of a conversation, everything after the prompt; None for a text.
+        environment: what the row was played in; None if tools alone answer.
+        counts: what happened in it.
+        failure: why it could not be played; None if it was. It has no score.
+        may_return: whether nothing in `environment` hangs, so that another episode can be played in it.
+    """
+
+    prompt: Prompt
+    messages: list[Message] | None
+    environment: Any
+    counts: EpisodeCounts
+    failure: str | None = None
+    may_return: bool = True
+
+
+def counts_of(rollout: Rollout) -> EpisodeCounts:
+    """Return the counts of all episodes of a rollout."""
+    return sum((episode.counts for episode in rollout.episodes or ()), EpisodeCounts())
+
+
+@dataclass
+class EpisodeRow:
+    """The state of one episode while it is played.
+
+    Args:
+        prompt_ids, key: of the row; turn 0 draws by `key`, turn k by (*key, k).
+        max_length: most tokens after the prompt, observations included.
+        token_ids, turn_ids: the tokens after the prompt so far, and their turns, -1 at observations.
+        logprobs: of each turn and each observation (0), float32.
+        num_turns: turns so far.
+        stopped: whether the last turn ended at a stop token, and no observation was too long.
+    """
+
+    prompt_ids: list[int]
+    key: RowKey
+    max_length: int
+    token_ids: list[int] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    num_turns: int = 0
+    stopped: bool = False
+
+    @property
+    def context(self) -> list[int]:
+        """The ids that the next turn goes on from."""
+        return [*self.prompt_ids, *self.token_ids]
+
+    @property
+    def room(self) -> int:
+        """Tokens that are left for the next turn."""
+        return self.max_length - len(self.token_ids)
+
+    @property
+    def turn_key(self) -> RowKey:
+        """The key of the next turn."""
+        return (*self.key, self.num_turns) if self.num_turns else self.key
+
+    def add_turn(self, token_ids: Sequence[int], logprobs: Tensor, stopped: bool) -> None:
+        """Add a turn that was sampled."""
+        self.token_ids += token_ids
+        self.turn_ids += [self.num_turns] * len(token_ids)
+        self.logprobs.append(logprobs)
+        self.num_turns += 1
+        self.stopped = stopped
+
+    def add_answer(self, token_ids: Sequence[int] | None) -> bool:
+        """Add the observation that answers the last turn; return whether the episode goes on.
+
+        It is over if there is no observation, or no room for it and one more token.
+        """
+        if token_ids is None:
+            return False
+        if len(token_ids) >= self.room:
+            self.stopped = False
+            return False
+        self.token_ids += token_ids
+        self.turn_ids += [-1] * len(token_ids)
+        self.logprobs.append(torch.zeros(len(token_ids)))
+        return True
+
+
+def rollout_of_episodes(rows: Sequence[EpisodeRow], version: int) -> Rollout:
+    """Return finished episodes as a rollout of a policy version."""
+    return Rollout(
+        prompt_ids=[list(row.prompt_ids) for row in rows],
+        completion_ids=[row.token_ids for row in rows],
+        sampler_logprobs=[torch.cat(row.logprobs) for row in rows],
+        stopped=[row.stopped for row in rows],
+        policy_version=version,
+        turn_ids=[row.turn_ids for row in rows],
+    )
+
+
+def play_in_waves(
+    generate: Generate,
+    prompt_ids: Sequence[list[int]],
+    params: SamplingParams,
+    keys: Sequence[RowKey],
+    answers: Answers,
+    poll: Callable[[], None] = lambda: None,
+) -> Rollout:
+    """Play episodes by a backend that samples many rows in one call: the rows whose turn may begin go together.
+
+    A row that waits for an answer leaves the wave, and delays nobody. Rows with different room are sampled in calls of
+    their own, because a call has one limit and a row may not go beyond its positions.
+
+    Args:
+        poll: called while all rows wait; may raise to give up.
+    """
+    rows = rows_of(prompt_ids, params, keys)
+    ready, waiting, version = list(range(len(rows))), {}, 0
+    while ready or waiting:
+        by_room: dict[int, list[int]] = {}
+        for index in ready:
+            by_room.setdefault(rows[index].room, []).append(index)
+        for room, group in by_room.items():
+            wave = [rows[index] for index in group]
+            limits = replace(params, max_completion_length=room)
+            sampled = generate([row.context for row in wave], limits, [row.turn_key for row in wave])
+            version = sampled.policy_version
+            columns = sampled.completion_ids, sampled.sampler_logprobs, sampled.stopped
+            for index, *turn in zip(group, *columns, strict=True):
+                rows[index].add_turn(*turn)
+                waiting[answers.begin(index, list(turn[0]), turn[2])] = index
+        # Most answers come at once, and their rows belong into one wave.
+        wait(waiting, GATHER_S)
+        while waiting and not (done := wait(waiting, POLL_S, FIRST_COMPLETED).done):
+            poll()
+        answered = sorted((waiting.pop(future), future.result()) for future in (done if waiting else ()))
+        ready = [index for index, token_ids in answered if rows[index].add_answer(token_ids)]
+    return rollout_of_episodes(rows, version)
+
+
+def play_row_by_row(
+    generate: Generate,
+    prompt_ids: Sequence[list[int]],
+    params: SamplingParams,
+    keys: Sequence[RowKey],
+    answers: Answers,
+    poll: Callable[[], None] = lambda: None,
+) -> Rollout:
+    """Play each episode in a thread of its own, by a backend that may be called in several threads at once.
+
+    Args:
+        poll: called while the rows are played; may raise to give up. They then stop at their next turn.
+    """
+    rows, mark, is_over = rows_of(prompt_ids, params, keys), marker(), threading.Event()
+
+    def play(index: int) -> int:
+        mark()
+        row = rows[index]
+        while not is_over.is_set():
+            limits = replace(params, max_completion_length=row.room)
+            sampled = generate([row.context], limits, [row.turn_key])
+            token_ids, stopped = sampled.completion_ids[0], sampled.stopped[0]
+            row.add_turn(token_ids, sampled.sampler_logprobs[0], stopped)
+            if not row.add_answer(answers.begin(index, list(token_ids), stopped).result()):
+                return sampled.policy_version
+        return -1
+
+    playing = [in_thread(play, index) for index in range(len(rows))]
+    try:
+        left = playing
+        while left:
+            poll()
+            done, left = wait(left, POLL_S, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+    finally:
+        is_over.set()
+    return rollout_of_episodes(rows, min(future.result() for future in playing) if playing else 0)
+
+
+def rows_of(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> list[EpisodeRow]:
+    """Return the rows of a call before their first turns."""
+    most = params.max_completion_length
+    return [EpisodeRow(list(ids), key, most) for ids, key in zip(prompt_ids, keys, strict=True)]
+
+
+def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    """Run a function in a daemon thread of its own, which a hanging call cannot take from others."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=getattr(function, "__name__", "episode")).start()
+    return future
