@@ -22,6 +22,8 @@ from learning_tasks import make_task
 SMOOTHED = 5
 MEASURED = 10
 COLORS = {
+    "turn-rewards": "tab:blue",
+    "sum": "tab:cyan",
     "shared": "tab:blue",
     "linear": "tab:cyan",
     "adapter": "tab:green",
@@ -30,6 +32,9 @@ COLORS = {
     "grpo": "tab:purple",
     "agilerl": "tab:pink",
     "agilerl-kl-reward": "tab:brown",
+    "agilerl-turns": "tab:pink",
+    "agilerl-turn-means": "tab:red",
+    "agilerl-tokens": "tab:brown",
     "trl-lora": "tab:gray",
     "trl-full": "black",
 }
@@ -77,6 +82,11 @@ class ArmRuns:
         spent = self.cpu_s()[SMOOTHED - 1 :]
         return self.smooth(key)[:, max(0, int(np.searchsorted(spent, cpu_s, "right")) - 1)]
 
+    def rollouts_to(self, share: float) -> str:
+        """Return for each seed after how many rollouts the smoothed J first is that share of J*; `-`: never."""
+        reached = [np.flatnonzero(values >= share) for values in self.smooth("objective")]
+        return " / ".join(str(places[0] + SMOOTHED) if len(places) else "-" for places in reached)
+
 
 def read_arms(path: Path) -> list[ArmRuns]:
     """Return the arms of a file in the order of COLORS, each with the rates that were best on TUNING_SEED."""
@@ -118,6 +128,8 @@ def row(arm: ArmRuns, default: ArmRuns, budget_s: float) -> dict[str, str]:
         "CPU s": f"{arm.cpu_s()[-1]:.1f}",
         f"score at {budget_s:.1f} CPU s": spread(arm.at("score", budget_s)),
     }
+    if arm.optima:
+        cells["rollouts to 0.9 J*"] = arm.rollouts_to(0.9)
     if "held_out" in arm.runs[0]:
         cells["held out"] = spread(np.array([run["held_out"] for run in arm.runs]))
     return cells

@@ -78,9 +78,11 @@ class ChatTurns:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def text_of(self, token_ids: list[int], stopped: bool) -> str:
-        """Return the text of a turn without its stop token."""
+        """Return the text of a turn; of its stop token too, if that is no special token, as in the whole episode."""
+        end = token_ids[-1] if stopped else None
+        is_special = end in self.tokenizer.all_special_ids
         with self._lock:
-            return decode_completion(self.tokenizer, token_ids, stopped, "")
+            return decode_completion(self.tokenizer, token_ids, stopped and is_special, "")
 
     def message_of(
         self, token_ids: list[int], stopped: bool, prefix: list[int], tools: Sequence[dict[str, Any]]
