@@ -129,7 +129,8 @@ class PromptBatch:
 
     def only(self, keys: Sequence[RowKey]) -> PromptBatch:
         """Return the rows with these keys."""
-        places = [self.keys.index(key) for key in keys]
+        place_of = {key: place for place, key in enumerate(self.keys)}
+        places = [place_of[key] for key in keys]
         columns = {name: [column[i] for i in places] for name, column in self.columns.items()}
         return PromptBatch(
             [self.prompts[i] for i in places], [self.prompt_ids[i] for i in places], columns, list(keys)
@@ -343,9 +344,11 @@ class Sampler:
         episodes = self.episodes
         if hasattr(self.backend, "generate_turns"):
             play = functools.partial(self.backend.generate_turns, **options)
+        elif self.is_versioned:
+            play = functools.partial(play_row_by_row, sample, poll=episodes.poll)
         else:
-            driver = play_row_by_row if self.is_versioned else play_in_waves
-            play = functools.partial(driver, sample, poll=episodes.poll)
+            has_row_limits = getattr(self.backend, "has_row_limits", False)
+            play = functools.partial(play_in_waves, sample, poll=episodes.poll, has_row_limits=has_row_limits)
         rows = [
             episodes.row(prompt, ids, {name: column[i] for name, column in batch.columns.items()}, key)
             for i, (prompt, ids, key) in enumerate(zip(batch.prompts, batch.prompt_ids, batch.keys, strict=True))

@@ -204,8 +204,8 @@ class EpisodeConfig:
     )
     max_failed_episodes_fraction: float = option(
         0.1,
-        "Stop if more of a rollout's episodes fail, because their environment cannot be reset or breaks; 0 to 1. Failed"
-        " episodes have no score, so max_unscored_fraction counts them too.",
+        "Stop if more of a rollout's episodes fail, because their environment cannot be reset or breaks; 0 to 1. They"
+        " have no score, so max_unscored_fraction counts them too.",
     )
 
 

@@ -224,7 +224,7 @@ def load_sampled_model(
 
 
 def load_episodes(
-    inputs: ModelInputs, args: PPOConfig, tokenizer: PreTrainedTokenizerBase, backend: RolloutBackend
+    inputs: ModelInputs, args: PPOConfig, tokenizer: PreTrainedTokenizerBase, backend: RolloutBackend | None = None
 ) -> Episodes | None:
     """Return the tools and environments of a run; None if its completions are one turn each."""
     if not inputs.tools and inputs.environment_factory is None:
@@ -233,7 +233,7 @@ def load_episodes(
                 f"max_turns is {args.max_turns}, and there are neither tools nor an environment; give one"
             )
         return None
-    if args.pipeline_training or getattr(backend, "is_collective", False):
+    if args.pipeline_training or args.rollout_backend == "pipelined" or getattr(backend, "is_collective", False):
         raise ValueError(
             "tools and environments are not supported with rollout_backend 'pipelined' or pipeline_training, where"
             " processes sample the same rows together; set rollout_backend to local, or use_vllm"

@@ -16,9 +16,9 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -77,6 +77,8 @@ class ColocatedBackend:
     policy_version: int = field(default=0, init=False)
     # vLLM rounds otherwise than the trainer.
     has_own_weights: bool = field(default=True, init=False)
+    # `generate` takes `limits`, the most tokens of each row.
+    has_row_limits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._files = AdapterFolder(self.folder)
@@ -220,15 +222,32 @@ class ColocatedBackend:
             self._loaded = self._published
         return request
 
-    def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
-        """Return one completion per prompt, from the role and version of the last `sync`."""
+    def generate(
+        self,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        *,
+        limits: Sequence[int] | None = None,
+    ) -> Rollout:
+        """Return one completion per prompt, from the role and version of the last `sync`.
+
+        Args:
+            limits: max_completion_length of each row; None: that of `params`.
+        """
+        limits = [params.max_completion_length] * len(prompt_ids) if limits is None else limits
         if not self._is_synced:
             raise RuntimeError("nothing is published yet; call sync(model, version) first")
-        self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
+        self._check_length(max((len(ids) + n for ids, n in zip(prompt_ids, limits, strict=True)), default=0))
         with self._awake():
             adapter = self._load()
             name = None if adapter is None else adapter.lora_name
-            requests = requests_of(prompt_ids, params, keys, name, self._vocab_size)
+            requests = [
+                replace(request, params=replace(params, max_completion_length=n))
+                for request, n in zip(
+                    requests_of(prompt_ids, params, keys, name, self._vocab_size), limits, strict=True
+                )
+            ]
             rows = self._complete(requests, adapter, self.progress)
         return rollout_of(prompt_ids, rows, self.policy_version)
 

@@ -25,7 +25,7 @@ GATHER_S = 0.05
 T = TypeVar("T")
 
 # (prompt_ids, params, keys) -> one completion per prompt.
-Generate = Callable[[Sequence[list[int]], SamplingParams, Sequence[RowKey]], Rollout]
+Generate = Callable[..., Rollout]
 
 
 class Answers(Protocol):
@@ -180,6 +180,7 @@ def play_in_waves(
     keys: Sequence[RowKey],
     answers: Answers,
     poll: Callable[[], None] = lambda: None,
+    has_row_limits: bool = False,
 ) -> Rollout:
     """Play episodes by a backend that samples many rows in one call: the rows whose turn may begin go together.
 
@@ -188,17 +189,19 @@ def play_in_waves(
 
     Args:
         poll: called while all rows wait; may raise to give up.
+        has_row_limits: whether `generate` takes `limits`, one per row, so that a wave is one call.
     """
     rows = rows_of(prompt_ids, params, keys)
     ready, waiting, version = list(range(len(rows))), {}, 0
     while ready or waiting:
         by_room: dict[int, list[int]] = {}
         for index in ready:
-            by_room.setdefault(rows[index].room, []).append(index)
-        for room, group in by_room.items():
+            by_room.setdefault(0 if has_row_limits else rows[index].room, []).append(index)
+        for group in by_room.values():
             wave = [rows[index] for index in group]
-            limits = replace(params, max_completion_length=room)
-            sampled = generate([row.context for row in wave], limits, [row.turn_key for row in wave])
+            limits = {"limits": [row.room for row in wave]} if has_row_limits else {}
+            most = replace(params, max_completion_length=max(row.room for row in wave))
+            sampled = generate([row.context for row in wave], most, [row.turn_key for row in wave], **limits)
             version = sampled.policy_version
             columns = sampled.completion_ids, sampled.sampler_logprobs, sampled.stopped
             for index, *turn in zip(group, *columns, strict=True):

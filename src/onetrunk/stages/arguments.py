@@ -25,6 +25,7 @@ from onetrunk.ppo.settings import VLLMServerConfig
 from onetrunk.stages.options.reading import UsageError, read
 from onetrunk.stages.options.table import WITHOUT_MEANING
 from onetrunk.utils.files import require_name
+from onetrunk.utils.import_path import find_object
 from onetrunk.utils.options import option, require_seed, require_truncation
 from onetrunk.utils.redaction import SecretFreeArguments
 
@@ -164,7 +165,31 @@ class TrainingDataArguments(DatasetArguments):
 
 
 @dataclass
-class PPODataArguments(TrainingDataArguments):
+class EpisodeArguments:
+    """What answers the turns of episodes."""
+
+    tools: list[str] | None = option(
+        None,
+        "Functions that the policy may call: path/to/file.py:function or package.module.function; one or several.",
+    )
+    environment: str | dict[str, str] | None = option(
+        None,
+        "Class or function that makes an environment with TRL's or Gymnasium's methods: path/to/file.py:Class; or a"
+        " mapping of names, which the column environment chooses from, to such.",
+    )
+
+    def episode_parts(self) -> dict[str, Any]:
+        """Return `tools` and `environment_factory` as PPOTrainer takes them; imports what they name."""
+        tools, factory = [find_object(spec, "tool") for spec in self.tools or ()], self.environment
+        if isinstance(factory, dict):
+            factory = {name: find_object(spec, "environment") for name, spec in factory.items()}
+        elif factory is not None:
+            factory = find_object(factory, "environment")
+        return {"tools": tools or None, "environment_factory": factory}
+
+
+@dataclass
+class PPODataArguments(EpisodeArguments, TrainingDataArguments):
     """Rows of prompts, and the reward functions that score the completions."""
 
     reward_funcs: list[str] | None = option(
@@ -176,7 +201,8 @@ class PPODataArguments(TrainingDataArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_set(self, "reward_funcs")
+        if not self.environment:
+            require_set(self, "reward_funcs")
 
 
 @dataclass

@@ -39,6 +39,7 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, write_samples
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
+from onetrunk.ppo.settings import EpisodeConfig
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launch, load_sampled_model, policy_tokenizer
 from onetrunk.report.blocks import contest_findings
 from onetrunk.report.report import write_report_of
@@ -46,7 +47,7 @@ from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
-from onetrunk.stages.arguments import DatasetArguments, ModelArguments, SamplingArguments, parse
+from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelArguments, SamplingArguments, parse
 from onetrunk.stages.results import compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
@@ -60,14 +61,16 @@ logger = logging.getLogger(__name__)
 PAIRS, LEDGER = "pairs.jsonl", "ledger/verdicts.db"
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 # Fields that PPOConfig does not have.
-NOT_IN_PPO = {"reward_funcs", "opponent", "tie_margin", "max_failed_fraction"}
+NOT_IN_PPO = {"reward_funcs", "opponent", "tie_margin", "max_failed_fraction", "tools", "environment"}
 
 
 @dataclass
-class EvalArguments(SamplingArguments):
-    """Reward functions and the opponent."""
+class EvalArguments(EpisodeArguments, EpisodeConfig, SamplingArguments):
+    """Reward functions, tools, environments and the opponent."""
 
-    reward_funcs: list[str] | None = option(None, "As in ppo; may be left out if a judge compares.")
+    reward_funcs: list[str] | None = option(
+        None, "As in ppo; may be left out if a judge compares or an environment gives rewards."
+    )
     reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
     opponent: str | None = option(
         None,
@@ -104,7 +107,7 @@ def check_purpose(args: EvalArguments, settings: JudgeConfig, model_args: ModelA
         raise ValueError("judge is set and constitution is not; a judge compares by one: name a YAML file")
     if constitution and not judge:
         raise ValueError("constitution is set and judge is not; name a judge, such as rubric, or leave both out")
-    if not judge and not args.reward_funcs:
+    if not judge and not args.reward_funcs and not args.environment:
         raise ValueError(
             "reward_funcs is not set, and neither is a judge: nothing would be measured; give at least one reward"
             " function, such as path/to/file.py:function, or judge and constitution"
@@ -212,7 +215,7 @@ def sample_sides(
     another model. On servers every side is published under names of its own and unloaded after it was measured.
     """
     name, revision = model_args.model_name_or_path, model_args.model_revision
-    progress, sides = RolloutProgress(), {}
+    progress, sides, episodes = RolloutProgress(), {}, args.episode_parts()
 
     def sample(
         model: ModelArguments, rewards: Sequence[str | RewardFunction], roles: dict[str, str], on_servers: bool
@@ -221,7 +224,7 @@ def sample_sides(
         with backend_of(config, tuple(roles.values()), progress, on_servers) as backend:
             check_launch(config)
             quantization = get_quantization_config(model)
-            inputs = ModelInputs(model.model_name_or_path, rewards, quantization_config=quantization)
+            inputs = ModelInputs(model.model_name_or_path, rewards, quantization_config=quantization, **episodes)
             parts = load_sampled_model(inputs, config, [rows], backend)
             parts.model.to(accelerator.device)
             if "policy" in roles.values():
@@ -240,7 +243,9 @@ def sample_sides(
     # A base model has only the role "reference".
     both = {"reference": "reference", "policy": "policy"}
     roles = both if is_adapter(name, revision) else {"policy": "reference"}
-    num_prompts, rewards = sample(model_args, args.reward_funcs or [unscored], roles, config.use_vllm)
+    num_prompts, rewards = sample(
+        model_args, args.reward_funcs or ([] if args.environment else [unscored]), roles, config.use_vllm
+    )
     if opponent in (None, REFERENCE):
         return sides, num_prompts
     gc.collect()  # Frees the first model, whose modules refer to each other in cycles.
@@ -287,7 +292,7 @@ def measure_side(
     """Return metrics and samples of a role; raise RuntimeError if too many completions have no finite score."""
     sampler = parts.sampler
     metrics, samples = evaluate_prompts(parts.model, sampler, parts.datasets[0], accelerator, args, role=role)
-    if not args.reward_funcs:
+    if not args.reward_funcs and not args.environment:
         # What `unscored` gave is left out.
         metrics = {name: v for name, v in metrics.items() if not name.startswith(("score/", "reward/"))}
         return metrics, replace(samples, scores=Scores(samples.scores.total, {}))

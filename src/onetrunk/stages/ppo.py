@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from trl import get_quantization_config
@@ -79,7 +80,7 @@ def check_settings(
         raise ValueError("use_peft is false, but ppo trains a LoRA adapter on a frozen base; leave it out")
     if model_args.lora_dropout:
         raise ValueError("lora_dropout makes the first PPO ratio differ from 1; leave it out")
-    is_judged = JUDGE in data.reward_funcs
+    is_judged = JUDGE in (data.reward_funcs or ())
     if is_judged and not settings.judge:
         raise ValueError(f"reward_funcs names {JUDGE}, and judge is not set; name who judges, such as rubric")
     if settings.judge and not is_judged:
@@ -98,7 +99,7 @@ def check_settings(
     monitor = judge_args.monitor_settings(settings)
     if not monitor.constitution:
         raise ValueError("monitor_judge is set, and neither monitor_constitution nor constitution; name a YAML file")
-    is_rewarded = any(spec.removeprefix(REWARD) in data.reward_funcs for spec in judge_args.monitor_judge)
+    is_rewarded = any(spec.removeprefix(REWARD) in (data.reward_funcs or ()) for spec in judge_args.monitor_judge)
     if is_rewarded or (is_judged and monitor == settings):
         raise ValueError(
             f"monitor_judge {judge_args.monitor_judge[0]} is what the reward is made of, and would see no gap; name a"
@@ -116,11 +117,13 @@ def run(
     is_done, resume = begin("ppo", args, PPOTrainer.needed_files)
     if is_done:
         return
-    require_functions(data.reward_funcs)
+    reward_funcs = data.reward_funcs or []
+    require_functions(reward_funcs)
+    episodes = data.episode_parts()
     rows, held_out = load_training_rows(data, args.seed, prompt_rows)
     require_push(args)
-    with run_judges(data.reward_funcs, args, judge_settings, judge_args) as (rewards, monitor):
-        trainer = make_trainer(rewards, args, model_args, rows, held_out)
+    with run_judges(reward_funcs, args, judge_settings, judge_args) as (rewards, monitor):
+        trainer = make_trainer(rewards, args, model_args, rows, held_out, **episodes)
         if monitor is not None:
             monitor.attach(trainer)
         reference = trainer.evaluate_reference() if held_out is not None else None
@@ -146,8 +149,12 @@ def make_trainer(
     model_args: ModelArguments,
     train: Dataset,
     held_out: Dataset | None,
+    **episodes: Any,
 ) -> PPOTrainer:
-    """Return the trainer. If the model is an adapter, that adapter is trained further; else a new one is added."""
+    """Return the trainer. If the model is an adapter, that adapter is trained further; else a new one is added.
+
+    `episodes` are its tools and environments.
+    """
     name = model_args.model_name_or_path
     args.model_init_kwargs = {**model_args.init_kwargs(), **(args.model_init_kwargs or {})}
     peft_config = model_args.peft_config()
@@ -164,6 +171,7 @@ def make_trainer(
         eval_dataset=held_out,
         quantization_config=get_quantization_config(model_args),
         peft_config=peft_config,
+        **episodes,
     )
 
 

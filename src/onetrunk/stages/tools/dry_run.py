@@ -18,8 +18,10 @@ from onetrunk.models.base_model import check_supported, decoder_layers
 from onetrunk.models.loading import load_config
 from onetrunk.ppo.config import plan_batches
 from onetrunk.ppo.setup import (
+    ModelInputs,
     check_lengths,
     join_stages,
+    load_episodes,
     longest_prompt_of,
     policy_tokenizer,
     prepare_dataset,
@@ -47,7 +49,8 @@ def dry_run(data: PPODataArguments, args: PPOArguments, model_args: ModelArgumen
     tokenizer = policy_tokenizer(name, None, kwargs)
     check_tokenizer(tokenizer, name, (rows, held_out), config.vocab_size)
     tokens_of(args.stop_tokens or [], tokenizer)
-    prepared = [prepare_dataset(part, tokenizer, args) for part in (rows, held_out) if part is not None]
+    episodes = load_episodes(ModelInputs(name, None, **data.episode_parts()), args, tokenizer)
+    prepared = [prepare_dataset(part, tokenizer, args, episodes) for part in (rows, held_out) if part is not None]
     check_lengths(name, args, [known_rows(part) for part in prepared])
     longest = longest_prompt_of(prepared[0], args)
     print("dry run: nothing is trained or written")
