@@ -2,7 +2,7 @@
 
 import pytest
 
-from onetrunk.rewards import ModelReward, RemoteReward, resolve_reward
+from onetrunk.rewards import ModelReward, PerToken, PerTurn, RemoteReward, resolve_reward
 from onetrunk.rewards.remote import remote_reward
 from onetrunk.servers.fleet import RetryPolicy, run_async
 from tests.judges.stub_server import StubServer, draw
@@ -126,6 +126,39 @@ def test_ppo_trains_on_it_and_leaves_out_what_it_did_not_score(tmp_path):
     # Two rows of the check, and four of the rollout, of which the first has no score.
     assert len(asked) == 2 + 4
     assert logged(trainer, "reward/unscored_fraction") == [0.25] and len(logged(trainer, "score/remote")) == 1
+
+
+def test_a_service_may_give_rewards_per_turn_and_per_token(tmp_path):
+    bodies = []
+
+    def dense(body):
+        bodies.append(body)
+        rows = zip(body["completion_ids"], body["turn_ids"], strict=True)
+        forms = [({"per_token": [0.5] * len(ids)}, {"per_turn": [0.5] * len({*turns})}) for ids, turns in rows]
+        return 200, {"scores": [form[i % 2] for i, form in enumerate(forms)]}
+
+    def short(body):
+        return 200, {"scores": [{"per_turn": [1, 2, 3]}] * len(body["prompts"])}
+
+    def odd(body):
+        return 200, {"scores": [body.get("model") and {"per_step": [1]}, {"per_turn": ["x"]}]}
+
+    with StubServer(routes={"/rate": dense, "/short": short, "/odd": odd}) as stub:
+        reward = resolve_reward(f"{stub.root}/rate#token_ids=1&batch_size=2")
+        assert len(bodies) == 1  # The trial.
+        given = {"completion_ids": [[5, 6, 7], [5, 6], [5]], "turn_ids": [[0, 0, 1], [0, 0], [0]]}
+        found = run_async(reward(prompts=["a", "b", "c"], completions=["x", "y", "z"], **given))
+        # Batches of two.
+        assert found == [PerToken([0.5] * 3), PerTurn([0.5]), PerToken([0.5])]
+        stub.bodies.clear()
+        with pytest.raises(ValueError, match="'short' returned PerTurn with 3 numbers for row 0, which has 1"):
+            trained(tmp_path, reward=f"{stub.root}/short")
+        assert not any("turn_ids" in body for body in stub.bodies)
+        for model, entry in ((None, "per_turn"), ("m", "per_step")):
+            with pytest.raises(RuntimeError, match=f"a score that is no number .*{entry}.*expected"):
+                RemoteReward(f"{stub.root}/odd", model=model, policy=PATIENT).check()
+        with pytest.raises(ValueError, match="token_ids is for JSON services alone"):
+            RemoteReward(f"{stub.root}/classify", token_ids=True)
 
 
 def test_a_recipe_names_it_by_its_address_with_options_behind_a_hash(monkeypatch):

@@ -33,8 +33,7 @@ from onetrunk.utils.redaction import redact, table_console
 
 # Characters of a text in a table.
 LONGEST_CELL = 400
-# Rewards of one completion in a text.
-MOST_PARTS = 12
+LONGEST_SUM = 80
 
 
 def evaluate_prompts(
@@ -154,9 +153,8 @@ def score_text(score: str, columns: Mapping[str, Any]) -> str:
     turns, tokens = columns.get("turn_rewards"), columns.get("token_rewards")
     if not turns:
         return score
-    parts = [f"{reward:.3g}" for reward in (turns if tokens is None else [reward for _, reward in tokens])]
-    more = [*parts[:MOST_PARTS], "..."] if len(parts) > MOST_PARTS else parts
-    return f"{score} = {' + '.join(more)} ({'by turn' if tokens is None else 'as it arrived'})"
+    parts = " + ".join(f"{reward:.3g}" for reward in (turns if tokens is None else [r for _, r in tokens]))
+    return f"{score} = {short_text(parts, LONGEST_SUM)} ({'by turn' if tokens is None else 'as it arrived'})"
 
 
 def _number(value: Any) -> float | None:

@@ -413,7 +413,7 @@ class Sampler:
             trunk_scores=trunk_scores,
             completion_stopped=rollout.stopped,
             turn_ids=rollout.turn_ids,
-            turn_rewards=rollout.turn_rewards,
+            turn_rewards=self._turn_rewards(rollout),
             environment_name="environment" if self.episodes is None else self.episodes.name,
             **extras,
         )
@@ -425,6 +425,10 @@ class Sampler:
                     each[row] = math.nan
             self.episodes.release(rollout)
         return ScoredRollout(batch, rollout, completions, scores)
+
+    def _turn_rewards(self, rollout: Rollout) -> Sequence[list[float] | None] | None:
+        gives_none = rollout.turn_rewards is None and self.episodes is not None and self.episodes.gives_rewards
+        return [None] * len(rollout) if gives_none else rollout.turn_rewards
 
     def _decoded(self, batch: PromptBatch, rollout: Rollout) -> list[Completion]:
         rows = zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)

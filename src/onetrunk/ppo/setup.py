@@ -219,7 +219,7 @@ def load_sampled_model(
     )
     sampler = Sampler(backend, rewards, tokenizer, params, episodes=episodes)
     if episodes is not None:
-        episodes.longest_prompt = longest_with_reset(trunk, args)
+        episodes.limits = replace(episodes.limits, longest_prompt=longest_with_reset(trunk, args))
     return SampledModel(trunk, tokenizer, datasets, sampler)
 
 

@@ -98,6 +98,12 @@ class PPOTrainer(ResumableTrainer):
     # Metrics of the model that training starts from; step and metrics of the last evaluation of `eval_dataset`.
     _evaluation_before: dict[str, float] | None = None
     _last_evaluation: dict[str, Any] | None = None
+    # Whether the best checkpoint was loaded at the end of training.
+    _has_best_weights = False
+    _stream: ExperienceStream | None = None
+    _step_start = 0.0
+    # Whether the step has anything to train: no adapter does while a shared value head is pretrained.
+    _has_roles = True
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -120,16 +126,8 @@ class PPOTrainer(ResumableTrainer):
         environment_factory: Factory | Mapping[str, Factory] | None = None,
     ):
         args = PPOConfig(output_dir="ppo-output") if args is None else args
-        inputs = ModelInputs(
-            model,
-            reward_funcs,
-            processing_class,
-            reward_processing_classes,
-            quantization_config,
-            peft_config,
-            tools,
-            environment_factory,
-        )
+        about_model = (model, reward_funcs, processing_class, reward_processing_classes, quantization_config)
+        inputs = ModelInputs(*about_model, peft_config, tools, environment_factory)
         hooks = {"progress": self._show_sampling, "poll": self._poll_sampling}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
@@ -140,14 +138,8 @@ class PPOTrainer(ResumableTrainer):
         )
         is_logged = args.log_completions and args.should_save
         self.samples = SampleLog(args.output_dir, is_on=is_logged)
-        self._stream: ExperienceStream | None = None
-        self._step_start = 0.0
-        # Whether the step has anything to train: no adapter does while a shared value head is pretrained.
-        self._has_roles = True
         # Completions of `eval_dataset` "before" training and "after", at the last evaluation.
         self.held_out_samples: dict[str, ScoredRollout] = {}
-        # Whether the best checkpoint was loaded at the end of training.
-        self._has_best_weights = False
         super().__init__(
             model=run.parts.model,
             args=args,

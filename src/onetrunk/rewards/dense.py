@@ -23,6 +23,7 @@ class Arrival(NamedTuple):
     reward: float
 
 
+@dataclass(frozen=True)
 class DenseReward:
     """What a reward function may return for a completion in place of one number: a `PerTurn` or a `PerToken`."""
 
@@ -32,7 +33,6 @@ class DenseReward:
         return float(sum(map(float, self.rewards)))
 
 
-@dataclass(frozen=True)
 class PerTurn(DenseReward):
     """The reward of each turn of a completion; it arrives at the last token that was sampled in the turn.
 
@@ -44,10 +44,7 @@ class PerTurn(DenseReward):
         rewards: one number per turn. A completion without tools or environment has one turn.
     """
 
-    rewards: Sequence[float]
 
-
-@dataclass(frozen=True)
 class PerToken(DenseReward):
     """The reward of each token of a completion that the policy sampled, the stop token included.
 
@@ -59,15 +56,9 @@ class PerToken(DenseReward):
         rewards: one number per sampled token; tokens of observations, whose `turn_ids` are -1, have none.
     """
 
-    rewards: Sequence[float]
-
 
 def dense_entries(name: str, result: Any, turn_ids: TurnIds) -> dict[int, Tensor]:
-    """Return the rewards at each token, float64 [len(completion)], of the rows for which a result is dense.
-
-    Args:
-        name: who gave the result, such as "reward function 'f'".
-        result: what it returned; only the dense entries of a list count.
+    """Return the rewards at each token, float64 [len(completion)], of the rows for which `result` of `name` is dense.
 
     Raises:
         ValueError: an entry has another length than its row has turns, or sampled tokens.
@@ -103,15 +94,7 @@ def weighted_scores(
     dense: Sequence[dict[int, Tensor]],
     turn_ids: TurnIds,
 ) -> Scores:
-    """Return the weighted sum of what several sources gave n rows.
-
-    Args:
-        names: of the sources.
-        rows: of each source, n numbers (sums over the completion) or None.
-        weights: of each source.
-        dense: of each source, its `dense_entries`.
-        turn_ids: n lists, the number of the turn of each token.
-    """
+    """Return the weighted sum over sources, of which each has a name, n numbers or None, and its `dense_entries`."""
     applies = torch.tensor([[value is not None for value in row] for row in rows], dtype=torch.bool)
     scores = torch.tensor(
         [[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64
@@ -135,9 +118,6 @@ def arrivals(scores: Scores, row: int, turns: Sequence[int]) -> list[Arrival]:
     """Return every sampled token of a row at which a reward arrives, and the last one.
 
     The rewards add up to the row's score, of which the last token gets what did not arrive before; NaN without one.
-
-    Args:
-        turns: the number of the turn of each token, -1 at observations.
     """
     *sampled, last = [token for token, turn in enumerate(turns) if turn >= 0]
     rewards = [] if scores.by_token is None else scores.by_token[row].tolist()

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import unquote
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from onetrunk.data.prompts import without_second_bos
 from onetrunk.models.loading import load_weights, read_config, read_tokenizer, scorer_fingerprint
 from onetrunk.models.reward_model import length_limit, scorer_source
 from onetrunk.rewards.dense import PerToken
@@ -27,9 +27,6 @@ from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
 
 KIND = "process reward model"
-HEAD = "ForTokenClassification"
-# The options after '#', and how each is parsed.
-OPTIONS = {"separator": str, "batch_size": int, "name": str}
 
 
 class ProcessReward(BuiltInReward):
@@ -45,7 +42,6 @@ class ProcessReward(BuiltInReward):
         policy_tokenizer: decodes the completions.
         separator: text that ends a step.
         batch_size: rows per forward.
-        name: the name in metrics; None: the last part of the path.
         device: None: the CPU.
 
     Raises:
@@ -62,7 +58,6 @@ class ProcessReward(BuiltInReward):
         *,
         separator: str = "\n",
         batch_size: int = 16,
-        name: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if not separator or batch_size < 1:
@@ -70,23 +65,18 @@ class ProcessReward(BuiltInReward):
         self.policy_tokenizer, self.separator, self.batch_size = policy_tokenizer, separator, batch_size
         source = scorer_source(path)
         self.tokenizer = read_tokenizer(source, f"tokenizer of the {KIND}")
-        self.model = _load(source)
-        self.model = self.model if device is None else self.model.to(device)
+        self.model = _load(source).to(device or "cpu")
         self.max_length = length_limit(self.model, self.tokenizer)
-        self.__name__ = name or Path(source).name
+        self.__name__ = Path(source).name
 
     @classmethod
     def from_spec(cls, spec: str, policy_tokenizer: PreTrainedTokenizerBase, **settings: Any) -> ProcessReward:
-        """Return the model that "prm:NAME#option=value&option=value" names; values may be percent-encoded."""
-        path, _, fragment = spec.removeprefix(PROCESS_MODEL).partition("#")
-        for key, value in parse_qsl(fragment, keep_blank_values=True):
-            if key not in OPTIONS:
-                raise ValueError(f"{spec} has an unknown option {key!r} after '#'; there are {', '.join(OPTIONS)}")
-            try:
-                settings[key] = OPTIONS[key](value)
-            except ValueError:
-                raise ValueError(f"{spec}: {value!r} is no value for {key}") from None
-        return cls(path, policy_tokenizer, **settings)
+        """Return the model that "prm:NAME" or "prm:NAME#separator=TEXT" names; TEXT is percent-encoded."""
+        path, _, option = spec.removeprefix(PROCESS_MODEL).partition("#")
+        key, _, value = option.partition("=")
+        if option and key != "separator":
+            raise ValueError(f"{spec} has an unknown option {key!r} after '#'; there is separator=TEXT")
+        return cls(path, policy_tokenizer, **settings, **({"separator": unquote(value)} if option else {}))
 
     def __call__(
         self, prompts: list[Prompt], completions: list[Completion], completion_ids: list[list[int]], **columns: Any
@@ -94,13 +84,13 @@ class ProcessReward(BuiltInReward):
         """Return the rewards of n completions; of the columns only `completion_stopped` and `turn_ids` count."""
         stopped = columns.get("completion_stopped") or [True] * len(prompts)
         turn_ids = columns.get("turn_ids") or [[0] * len(ids) for ids in completion_ids]
-        steps = [self.steps(ids, is_stopped) for ids, is_stopped in zip(completion_ids, stopped, strict=True)]
-        encoded = [self._encode(p, [text for text, _ in row]) for p, row in zip(prompts, steps, strict=True)]
-        scored = self._probabilities([row for row in encoded if row is not None])
-        rewards: list[PerToken | None] = []
-        for row, ends, turns in zip(encoded, steps, turn_ids, strict=True):
-            rewards.append(None if row is None else _rewards(next(scored), [end for _, end in ends], turns))
-        return rewards
+        steps = [self.steps(*row) for row in zip(completion_ids, stopped, strict=True)]
+        rows = [self._encode(p, [text for text, _ in row]) for p, row in zip(prompts, steps, strict=True)]
+        scored = iter(self._probabilities([row for row in rows if row is not None]))
+        return [
+            None if row is None else _rewards(next(scored), [end for _, end in ends], turns)
+            for row, ends, turns in zip(rows, steps, turn_ids, strict=True)
+        ]
 
     def steps(self, ids: list[int], stopped: bool = True) -> list[tuple[str, int]]:
         """Return the text of each step of a completion, without its separator, and the number of its last token."""
@@ -124,17 +114,15 @@ class ProcessReward(BuiltInReward):
         def tokenized(text: str) -> list[int]:
             return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-        separator = tokenized(self.separator)
-        pieces = [[*tokenized(step), *separator] for step in steps]
-        before, own = tokenized(self._text(prompt)), sum(map(len, pieces))
+        pieces = [[*tokenized(step), *tokenized(self.separator)] for step in steps]
+        own = [token for piece in pieces for token in piece]
         bos = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
-        before = before[1:] if before[:1] == bos else before
-        room = len(before) if self.max_length is None else self.max_length - own - len(bos)
-        if room < 0:
+        before = without_second_bos([*bos, *tokenized(self._text(prompt))], self.tokenizer.bos_token_id)
+        excess = 0 if self.max_length is None else max(0, len(before) + len(own) - self.max_length)
+        if excess > len(before) - len(bos):
             return None
-        before = [*bos, *before[max(0, len(before) - room) :]]
-        ends = [len(before) + end - 1 for end in accumulate(map(len, pieces))]
-        return [*before, *(token for piece in pieces for token in piece)], ends
+        before = [*bos, *before[len(bos) + excess :]]
+        return [*before, *own], [len(before) + end - 1 for end in accumulate(map(len, pieces))]
 
     def _text(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
@@ -148,8 +136,8 @@ class ProcessReward(BuiltInReward):
         return self.tokenizer.apply_chat_template(prompt, tokenize=False, **opens)
 
     @torch.no_grad()
-    def _probabilities(self, rows: Sequence[tuple[list[int], list[int]]]) -> Any:
-        """Yield the probabilities at the places of each row, in batches of similar length."""
+    def _probabilities(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Return the probabilities at the places of each row, computed in batches of similar length."""
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
         found: list[list[float]] = [[]] * len(rows)
         for first in range(0, len(order), self.batch_size):
@@ -158,8 +146,9 @@ class ProcessReward(BuiltInReward):
             mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
             logits = self.model(input_ids=pad_sequence(ids, batch_first=True), attention_mask=mask).logits.float()
             for number, row in enumerate(batch):
-                found[row] = _last_label(logits[number, rows[row][1]]).tolist()
-        yield from found
+                at = logits[number, rows[row][1]]
+                found[row] = (at[:, 0].sigmoid() if at.shape[1] == 1 else at.softmax(1)[:, -1]).tolist()
+        return found
 
     def content(self) -> str:
         reads = [self.tokenizer(list(SAMPLE_TEXTS))["input_ids"], self.tokenizer.chat_template, self.separator]
@@ -170,18 +159,13 @@ def _load(source: str) -> PreTrainedModel:
     pinned = {"revision": None, "trust_remote_code": False}
     kinds = read_config(KIND, source, **pinned).architectures or ["a model without a class"]
     expected = "expected a token-classification model, as TRL's PRMTrainer saves it"
-    if not all(kind.endswith(HEAD) for kind in kinds):
+    if not all(kind.endswith("ForTokenClassification") for kind in kinds):
         raise ValueError(f"{KIND} {source} is {', '.join(kinds)}; {expected}")
     model, loading = load_weights(AutoModelForTokenClassification, KIND, source, **pinned)
     if loading["missing_keys"]:
         missing = ", ".join(sorted(map(str, loading["missing_keys"])))
         raise ValueError(f"{KIND} {source}: its checkpoint lacks {missing}; {expected}, with its trained head")
     return model.requires_grad_(False).eval()
-
-
-def _last_label(logits: Tensor) -> Tensor:
-    """Return the probability [n] of the last label of logits [n, labels]."""
-    return logits[:, 0].sigmoid() if logits.shape[1] == 1 else logits.softmax(1)[:, -1]
 
 
 def _rewards(probabilities: Sequence[float], ends: Sequence[int], turns: Sequence[int]) -> PerToken:

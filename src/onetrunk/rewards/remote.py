@@ -52,8 +52,7 @@ OPTIONS = {
 # Prompts, completions, and whether each completion stopped by itself: n entries each. With `token_ids` also TOKENS.
 Rows = tuple[Sequence[Any], ...]
 TOKENS = ("completion_ids", "turn_ids")
-TRIAL_ROWS: Rows = (["Say hello."] * 2, ("Hello!", "No, and go away."), [True] * 2)
-TRIAL_TOKENS: Rows = ([[0], [0, 0]], [[0], [0, 0]])
+TRIAL_ROWS: Rows = (["Say hello."] * 2, ("Hello!", "No, and go away."), [True] * 2, [[0], [0, 0]], [[0], [0, 0]])
 Score = float | PerTurn | PerToken | None
 WHAT = "the address of a reward server"
 
@@ -143,11 +142,9 @@ class RemoteReward(BuiltInReward):
             RuntimeError: no server answers there, or it is not a reward model.
         """
 
-        rows = (*TRIAL_ROWS, *TRIAL_TOKENS) if self.token_ids else TRIAL_ROWS
-
         async def trial() -> list[Score]:
             async with Fleet([self.server], self.policy) as fleet:
-                return await fleet.call(lambda to: self._call(to, rows))
+                return await fleet.call(lambda to: self._call(to, TRIAL_ROWS[: 5 if self.token_ids else 3]))
 
         try:
             scores = run_async(trial())

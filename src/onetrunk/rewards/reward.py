@@ -51,12 +51,9 @@ class RewardFunction(Protocol):
 
 
 class BuiltInReward:
-    """A reward class of this package; it reads no column of the dataset.
+    """A reward class of this package; it reads no column of the dataset."""
 
-    Attributes:
-        runs_here: whether a model of this process scores, rather than a server that is waited for.
-    """
-
+    # Whether a model of this process scores, rather than a server that is waited for.
     runs_here = False
 
     def content(self) -> str:

@@ -61,7 +61,7 @@ class ChatTurns:
                 f"the chat template is none that TRL knows how to train tool calls with: {error} Set"
                 " tokenizer.response_template and a template that renders earlier messages always the same"
             ) from error
-        self.ids_of([{"role": "user", "content": "hi"}])
+        self.ids_of([{"role": "tool", "name": "f", "content": "1"} if has_tools else {"role": "user", "content": "1"}])
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Return the ids of a prompt up to where the assistant begins."""

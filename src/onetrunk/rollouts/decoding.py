@@ -7,9 +7,11 @@ joined; positions come from the mask.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.token_grid import Positions
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.episodes import EpisodeRow
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.randomness import generator_of
 
@@ -128,7 +131,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class SamplingCall:
-    """The arguments of one call of `generate`.
+    """The arguments of one call of `generate` or `generate_turns`.
 
     Args:
         prompt_ids, keys: one of each for the n rows.
@@ -150,12 +153,20 @@ class SamplingCall:
         """Whether a row that ended stays for one more forward, which computes the state of its last token."""
         return self.capture is not None and self.capture.keeps_last
 
+    @cached_property
+    def episodes(self) -> list[EpisodeRow]:
+        """What the n rows have so far."""
+        longest = self.params.max_completion_length
+        return [EpisodeRow(list(ids), key, longest) for ids, key in zip(self.prompt_ids, self.keys, strict=True)]
+
     def uniforms(self, rows: Sequence[int]) -> Tensor:
-        """Return the uniforms [b, C] of `rows`, float64."""
-        count = self.params.max_completion_length
-        if self.params.temperature == 0:
-            return torch.zeros(len(rows), count, dtype=torch.float64)
-        return torch.from_numpy(np.stack([row_uniforms(self.keys[row], count) for row in rows]))
+        """Return the uniforms [b, C] of the next turns of `rows`, float64; 0 before the turn."""
+        uniforms = np.zeros((len(rows), self.params.max_completion_length))
+        if self.params.temperature > 0:
+            for i, row in enumerate(rows):
+                episode = self.episodes[row]
+                uniforms[i, len(episode.token_ids) :] = row_uniforms(episode.turn_key, episode.room)
+        return torch.from_numpy(uniforms)
 
 
 @dataclass
@@ -164,12 +175,12 @@ class DecodeState:
 
     Args:
         rows: their b indices in the call of `generate`.
-        counts: completion tokens of each row so far.
+        counts: completion tokens of each row so far, observations included.
         token_ids: [b, W] int64; padding, prompt, completion so far.
         attention_mask: [b, W] int64, 0 at padding; read up to `width`.
         position_ids: [b, W] int64.
         uniforms: [b, C] float64.
-        logprobs: [b, C] float32, filled as far as the completion is.
+        logprobs: [b, C] float32, filled where the turn is.
         places: [b] int64, `counts` on the device.
         cache: keys and values of the first `seen` columns.
         seen: columns that went through the model.
@@ -195,10 +206,43 @@ class DecodeState:
         return rows, self.position_ids[:, new], self.attention_mask[:, new].bool()
 
     def prompt_positions(self) -> Positions:
-        """Return the positions of the prompts' tokens, of which only the last column is read."""
-        mask = self.attention_mask[:, : self.width].bool()
-        last = torch.arange(1, len(mask) + 1, device=mask.device) * self.width - 1
+        """Return the positions of the tokens that are given and not seen yet; only the last column is read."""
+        mask = self.attention_mask[:, self.seen : self.width].bool()
+        last = torch.arange(1, len(mask) + 1, device=mask.device) * mask.shape[1] - 1
         return Positions.at(mask, last)
+
+    def begin_turn(self, call: SamplingCall) -> None:
+        """Let the rows draw their next turns, after all that they have so far."""
+        self.counts = [len(call.episodes[row].token_ids) for row in self.rows]
+        self.places = torch.tensor(self.counts, device=self.token_ids.device)
+        self.uniforms = call.uniforms(self.rows).to(self.token_ids.device)
+
+    def extend(self, tokens: Sequence[list[int]], pad_token_id: int) -> None:
+        """Add given tokens to every row, b lists of one or more, padded on the left."""
+        new, count = max(map(len, tokens)), self.logprobs.shape[1]
+        token_ids = torch.full((len(tokens), new + count), pad_token_id)
+        mask = torch.ones_like(token_ids)
+        for i, ids in enumerate(tokens):
+            token_ids[i, new - len(ids) : new] = torch.tensor(ids)
+            mask[i, : new - len(ids)] = 0
+        device = self.token_ids.device
+        self.token_ids = torch.cat([self.token_ids[:, : self.width], token_ids.to(device)], dim=1)
+        self.attention_mask = torch.cat([self.attention_mask[:, : self.width], mask.to(device)], dim=1)
+        self.position_ids = positions_of(self.attention_mask)
+        self.width += new
+
+    def close_gaps(self) -> None:
+        """Move padding between tokens to the beginnings of the rows; the cache has keys of all columns, seen ones."""
+        order = self.attention_mask[:, : self.width].argsort(dim=1, stable=True)
+        for name in ("token_ids", "attention_mask"):
+            columns = getattr(self, name)
+            columns[:, : self.width] = columns.gather(1, order)
+        self.position_ids = positions_of(self.attention_mask)
+        for layer in self.cache.layers:
+            if isinstance(layer, DynamicLayer) and layer.is_initialized:
+                for name in ("keys", "values"):
+                    old = getattr(layer, name)
+                    setattr(layer, name, old.gather(-2, order[:, None, :, None].expand(old.shape)))
 
     def append(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Add the next completion token of every row."""
@@ -239,11 +283,27 @@ class DecodeState:
         token_ids = self.token_ids[i, self.width - self.counts[i] : self.width].tolist()
         return Completion(token_ids, self.logprobs[i, : self.counts[i]].cpu(), stopped)
 
+    @property
+    def can_be_joined(self) -> bool:
+        """Whether rows with caches like this one can be put together."""
+        return all(type(layer) in JOINABLE_LAYERS for layer in self.cache.layers)
+
     def kept(self, staying: list[int]) -> DecodeState | None:
         """Return this state without the rows that are not at the indices `staying`; None if no row is left."""
         if staying and len(staying) < len(self.rows):
             self.select(staying)
         return self if staying else None
+
+    def part(self, indices: list[int]) -> DecodeState:
+        """Return a copy of the rows at `indices`."""
+        part = copy.copy(self)
+        part.cache = copy.copy(self.cache)
+        part.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        for layer in part.cache.layers:
+            # Layers of linear attention have dictionaries of states.
+            vars(layer).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+        part.select(indices)
+        return part
 
     def select(self, indices: list[int]) -> None:
         """Replace the rows by those at `indices`, in their order; one may come several times."""
@@ -254,13 +314,15 @@ class DecodeState:
         # Unlike batch_select_indices, reorder_cache also exists for the states of linear-attention layers.
         self.cache.reorder_cache(index)
 
-    def join(self, other: DecodeState, pad_token_id: int) -> None:
-        """Add the rows of `other`. All columns of both that are filled went through the model.
+    def join(self, others: Sequence[DecodeState], pad_token_id: int) -> None:
+        """Add the rows of `others`. All columns that are filled went through the model.
 
         Columns that are padding in every row are dropped, so fewer than the longest prompt and 2 C are ever filled.
         """
-        width, count = max(self.width, other.width), self.logprobs.shape[1]
-        states = (self, other)
+        if not others:
+            return
+        states = (self, *others)
+        width, count = max(state.width for state in states), self.logprobs.shape[1]
         masks = [F.pad(state.attention_mask[:, : state.width], (width - state.width, 0)) for state in states]
         mask = torch.cat(masks)
         unused = int(mask.any(0).byte().argmax())
@@ -272,9 +334,9 @@ class DecodeState:
         self.attention_mask = F.pad(mask[:, unused:], (0, count), value=1)
         self.position_ids = positions_of(self.attention_mask)
         for name in ("uniforms", "logprobs", "places"):
-            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
-        join_caches(self.cache, other.cache, unused)
-        self.rows, self.counts = self.rows + other.rows, self.counts + other.counts
+            setattr(self, name, torch.cat([getattr(state, name) for state in states]))
+        join_caches([state.cache for state in states], unused)
+        self.rows, self.counts = ([x for state in states for x in getattr(state, name)] for name in ("rows", "counts"))
         self.seen = self.width = width - unused
 
 
@@ -283,41 +345,41 @@ def positions_of(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def join_caches(cache: DynamicCache, other: DynamicCache, unused: int) -> None:
-    """Add the rows of `other` to `cache`; the last columns of both are the same, and the first `unused` are dropped.
+def join_caches(caches: Sequence[DynamicCache], unused: int) -> None:
+    """Add the rows of the others to the first cache; the last columns are the same, the first `unused` are dropped.
 
     Args:
-        cache, other: caches with layers in JOINABLE_LAYERS. A row has zeros where it has no keys; its mask hides them.
-        unused: columns, counted from the first one of the longer cache.
+        caches: with layers in JOINABLE_LAYERS. A row has zeros where it has no keys; its mask hides them.
+        unused: columns, counted from the first one of the longest cache.
     """
-    for own, new in zip(cache.layers, other.layers, strict=True):
-        if isinstance(own, DynamicLayer):
-            _join_keys(own, new, unused)
-        if isinstance(own, LinearAttentionCacheLayerMixin):
-            for states in ("conv_states", "recurrent_states"):
-                mine, theirs = getattr(own, states), getattr(new, states)
-                for i in mine:
-                    mine[i] = None if mine[i] is None else torch.cat([mine[i], theirs[i]])
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        if isinstance(layers[0], DynamicLayer):
+            _join_keys(layers, unused)
+        if isinstance(layers[0], LinearAttentionCacheLayerMixin):
+            for name in ("conv_states", "recurrent_states"):
+                states = [getattr(layer, name) for layer in layers]
+                for i, own in states[0].items():
+                    states[0][i] = None if own is None else torch.cat([of_layer[i] for of_layer in states])
 
 
-def _join_keys(own: DynamicLayer, new: DynamicLayer, unused: int) -> None:
+def _join_keys(layers: Sequence[DynamicLayer], unused: int) -> None:
+    own = layers[0]
     if not own.is_initialized:  # A layer that reads the keys of another one.
         return
-    is_sliding = isinstance(own, DynamicSlidingWindowLayer)
-    columns = max(own.get_seq_length(), new.get_seq_length()) - unused
+    columns = max(layer.get_seq_length() for layer in layers) - unused
     # A sliding layer keeps the last columns only.
-    kept = min(max(own.keys.shape[-2], new.keys.shape[-2]), columns)
+    kept = min(max(layer.keys.shape[-2] for layer in layers), columns)
     for name in ("keys", "values"):
-        parts = [getattr(layer, name)[..., -kept:, :] for layer in (own, new)]
+        parts = [getattr(layer, name)[..., -kept:, :] for layer in layers]
         setattr(own, name, torch.cat([F.pad(part, (0, 0, kept - part.shape[-2], 0)) for part in parts]))
-    if is_sliding:
+    if isinstance(own, DynamicSlidingWindowLayer):
         own.cumulative_length = columns
 
 
 def prefill(call: SamplingCall, rows: Sequence[int]) -> tuple[DecodeState, Tensor]:
-    """Run the prompts of `rows`; return their state and the logits [b, V] of their first completion tokens.
+    """Run all that `rows` have so far; return their state and the logits [b, V] of the first tokens of their turns.
 
-    Rows with the same prompt run once, and share what it computed.
+    Rows with the same tokens run once, and share what was computed.
     """
     first, copies = distinct_prompts(call, rows)
     state = left_padded(first, call)
@@ -327,22 +389,22 @@ def prefill(call: SamplingCall, rows: Sequence[int]) -> tuple[DecodeState, Tenso
         logits = logits.index_select(0, torch.tensor(copies, device=logits.device))
         if call.capture is not None:
             call.capture.copy([first[place] for place in copies], rows)
-    state.rows, state.uniforms = list(rows), call.uniforms(rows).to(state.token_ids.device)
+    state.rows = list(rows)
+    state.begin_turn(call)
     return state, logits
 
 
 def distinct_prompts(call: SamplingCall, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the first rows of `rows` with their prompts, and for each of `rows` the place of its prompt in them."""
+    """Return the first rows of `rows` with their tokens, and for each of `rows` the place of its tokens in them."""
     places: dict[tuple[int, ...], int] = {}
-    copies = [places.setdefault(tuple(call.prompt_ids[row]), len(places)) for row in rows]
+    copies = [places.setdefault(tuple(call.episodes[row].context), len(places)) for row in rows]
     return [rows[copies.index(place)] for place in range(len(places))], copies
 
 
 def free_places(state: DecodeState, num_rows: int, most: int) -> int:
     """Return how many rows may join a state that keeps `num_rows` rows; `most` rows decode at once."""
     free = most - num_rows
-    can_be_joined = all(type(layer) in JOINABLE_LAYERS for layer in state.cache.layers)
-    return free if free * REFILL_SHARE >= most and can_be_joined else 0
+    return free if free * REFILL_SHARE >= most and state.can_be_joined else 0
 
 
 def require_rows(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> None:
@@ -373,8 +435,8 @@ def rollout_of(
 
 
 def left_padded(rows: list[int], call: SamplingCall) -> DecodeState:
-    """Return the state of `rows` before their first completion token, without their uniforms."""
-    prompts = [call.prompt_ids[row] for row in rows]
+    """Return the state of `rows` before the first tokens of their turns, without counts and uniforms."""
+    prompts = [call.episodes[row].context for row in rows]
     prompt_width, count = max(map(len, prompts)), call.params.max_completion_length
     shape = (len(rows), prompt_width + count)
     token_ids = torch.full(shape, call.params.pad_token_id)
@@ -405,9 +467,9 @@ def next_logits(call: SamplingCall, state: DecodeState) -> Tensor:
         call.capture.expected = state.next_tokens()
     new = slice(state.seen, state.width)
     model = call.model
-    # Prompts are padded, and of the last layer only the last column is read.
-    is_prefill = state.seen == 0 and isinstance(model, TrunkModel)
-    with model.narrow.at(state.prompt_positions()) if is_prefill else nullcontext():
+    # Given tokens are padded, and of the last layer only the last column is read.
+    is_given = (state.seen == 0 or state.width - state.seen > 1) and isinstance(model, TrunkModel)
+    with model.narrow.at(state.prompt_positions()) if is_given else nullcontext():
         outputs = model(
             input_ids=state.token_ids[:, new],
             attention_mask=state.attention_mask[:, : state.width],

@@ -265,6 +265,7 @@ def rows_of(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Seque
 def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
     """Run a function in a daemon thread of its own, which a hanging call cannot take from others."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:

@@ -2,7 +2,7 @@
 
 Why not `generate` of transformers: it draws from one global random state, and carries finished rows to the end. Here a
 row's randomness derives from its key alone, a finished row leaves the batch with its share of the cache, and one that
-waits takes its place. decoding.py has the draws, the rows and their cache.
+waits takes its place. turns.py has the loop; decoding.py has the draws, the rows and their cache.
 
 The backend shares its weights with the trainer, so it serves the synchronous schedule only. A sharded base is gathered
 once per call, so that each process runs as many forwards as its own rows need.
@@ -13,29 +13,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import LogitsProcessorList
 
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.parallel.sharding import gathered
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.decoding import (
-    STOPPED,
-    Completion,
-    DecodeState,
-    SamplingCall,
-    StateCapture,
-    capturing,
-    free_places,
-    next_logits,
-    prefill,
-    require_rows,
-    rollout_of,
-)
+from onetrunk.rollouts.decoding import SamplingCall, StateCapture, capturing, require_rows
+from onetrunk.rollouts.episodes import Answers, rollout_of_episodes
+from onetrunk.rollouts.turns import NO_ANSWERS, DecodeLoop
 from onetrunk.types import Rollout, RowKey
 
 
@@ -48,12 +38,13 @@ class LocalBackend:
 
     Args:
         model: a transformers causal LM or a PEFT model over one; may be left to `sync`.
-        max_rows: most rows that decode at once; bounds the memory of the cache. None: all of them.
+        max_rows: most rows that decode at once; bounds the memory of the cache. None: all of them. As many again may
+            keep their cache while they wait for an answer.
         logits_processor: applied to the float32 logits AFTER the temperature; its `input_ids` are the rows that still
             decode, padded on the left; they need not have equally many tokens. The logprobs are those after it, so a
             processor makes the sampler another policy than the one that trains: meant for evaluation and constraints.
         progress: called as `progress(done_rows, total_rows, done_tokens)` whenever rows finish.
-        poll: called before each token; may raise to stop sampling.
+        poll: called before each token, and while all rows wait for answers; may raise to stop sampling.
     """
 
     model: nn.Module | None = None
@@ -101,77 +92,58 @@ class LocalBackend:
             n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0), processors and
             truncation.
         """
+        rollout = self.generate_turns(
+            prompt_ids, params, keys, NO_ANSWERS, keeps_states=keeps_states, keeps_last_state=keeps_last_state
+        )
+        return replace(rollout, turn_ids=None)
+
+    def generate_turns(
+        self,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        answers: Answers,
+        *,
+        keeps_states: bool = False,
+        keeps_last_state: bool = False,
+    ) -> Rollout:
+        """Return one episode per prompt: `generate` with turns, and with the observations that `answers` gives.
+
+        While a row waits for its answer, others decode in its place. Its cache is kept, so that of the observation
+        only the new tokens run. The same tokens are sampled, more slowly, where rows begin anew: if the cache has
+        layers whose rows cannot be put together, if a proof shows that the model does not go on from a cache with
+        several tokens, or if `max_rows` rows keep their cache already.
+
+        Args:
+            params: `max_completion_length` bounds the episode, observations included.
+            keys: turn k > 0 of a row draws by (*key, k).
+            answers: what follows a turn. The order in which answers come changes nothing.
+            keeps_states, keeps_last_state: as in `generate`; observations have states as well.
+
+        Returns:
+            n rows with `turn_ids`. A row is not `stopped` if its observation left no room for a token.
+        """
         model = require_inputs(self.model, prompt_ids, params, keys)
-        done: dict[int, Completion] = {}
-        num_tokens = 0
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
         capture = StateCapture((len(prompt_ids), width), keeps_last_state) if keeps_states else None
         call = SamplingCall(model, prompt_ids, params, keys, capture, last_logits_only(model))
-        # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
-        order = sorted(range(len(prompt_ids)), key=lambda row: (-len(prompt_ids[row]), prompt_ids[row]))
-        most = self.max_rows or max(len(order), 1)
-        # Merged first: its proof is a forward, which must not be captured.
         # A sharded base is whole in here, so rows may end at different steps on different processes.
-        with (
-            gathered(model),
-            torch.no_grad(),
-            eval_mode(model),
-            merged_policy(model),
-            packed_weights(model),
-            capturing(capture, model),
-        ):
-            for finished in self._decode(call, order, most):
-                done.update(finished)
-                num_tokens += sum(len(completion.token_ids) for completion in finished.values())
-                if self.progress is not None:
-                    self.progress(len(done), len(prompt_ids), num_tokens)
-        completions = [done[row] for row in range(len(prompt_ids))]
-        return rollout_of(prompt_ids, completions, self.policy_version, None if capture is None else capture.states)
+        with gathered(model), torch.no_grad(), eval_mode(model), merged_policy(model), packed_weights(model):
+            loop = DecodeLoop(call, answers, self)
+            # Last: the proofs of merging and of the cache are forwards, which must not be captured.
+            with capturing(capture, model):
+                self._run(loop)
+        states = None if capture is None else capture.states
+        return replace(rollout_of_episodes(call.episodes, self.policy_version), states=states)
 
-    def _decode(self, call: SamplingCall, rows: Sequence[int], most: int) -> Iterator[dict[int, Completion]]:
-        """Sample `rows` to their ends, at most `most` at once; yield {row: completion} as they finish."""
-        waiting, state = list(rows), None
-        staying: list[int] = []
-        while waiting or state is not None:
-            if self.poll is not None:
-                self.poll()
-            logits = None
-            if state is not None:
-                logits = next_logits(call, state)
-                if call.keeps_last:
-                    # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
-                    state, logits = state.kept(staying), logits[staying]
-            room = most if state is None else free_places(state, len(state.rows), most)
-            if waiting and room:
-                new, new_logits = prefill(call, waiting[:room])
-                del waiting[:room]
-                if state is None:
-                    state, logits = new, new_logits
-                else:
-                    state.join(new, call.params.pad_token_id)
-                    logits = torch.cat([logits, new_logits])
-            if state is None:  # The forward ran the last tokens.
-                return
-            finished, staying = self._draw(call, state, logits)
-            if finished:
-                yield finished
-            if not call.keeps_last:
-                state = state.kept(staying)
-
-    def _draw(self, call: SamplingCall, state: DecodeState, logits: Tensor) -> tuple[dict[int, Completion], list[int]]:
-        """Add a token to every row; return the rows that are finished, and the indices of the others."""
-        scores, params = None, call.params
-        if self.logits_processor is not None:
-            scores = logits / params.temperature if params.temperature > 0 else logits
-            scores = self.logits_processor(state.token_ids[:, : state.width], scores)
-        status = state.draw(logits, params, scores)[1].tolist()  # The only wait for the device in a step.
-        fault = state.fault(status, self.policy_version)
-        if fault is not None:
-            raise RuntimeError(fault)
-        has_ended = state.ended(status, params.max_completion_length)
-        leaving = [i for i, ended in enumerate(has_ended) if ended]
-        finished = {state.rows[i]: state.completion(i, status[i] == STOPPED) for i in leaving}
-        return finished, [i for i, ended in enumerate(has_ended) if not ended]
+    def _run(self, loop: DecodeLoop) -> None:
+        """Run a loop to its end, and report its progress."""
+        done, num_tokens, episodes = 0, 0, loop.call.episodes
+        for rows in loop.run():
+            done += len(rows)
+            num_tokens += sum(len(episodes[row].token_ids) for row in rows)
+            if self.progress is not None:
+                self.progress(done, len(episodes), num_tokens)
 
 
 def require_inputs(

@@ -332,7 +332,7 @@ class _StageRun:
             if state is None:
                 state = new
             else:
-                state.join(new, self.call.params.pad_token_id)
+                state.join([new], self.call.params.pad_token_id)
         self.states[turn.batch] = state
         if self.links.is_last:
             result = torch.cat(outputs)

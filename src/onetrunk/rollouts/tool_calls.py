@@ -148,12 +148,12 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     """Return whether a JSON value fits a schema that `get_json_schema` made."""
     if "anyOf" in schema:
         return any(fits(value, option) for option in schema["anyOf"])
-    if "enum" in schema:
-        return any(value == choice and type(value) is type(choice) for choice in schema["enum"])
     kinds = schema.get("type", list(JSON_TYPES))
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if value is None:
         return schema.get("nullable", False) or "null" in kinds
+    if "enum" in schema:
+        return any(value == choice and type(value) is type(choice) for choice in schema["enum"])
     kind = next((k for k in kinds if isinstance(value, JSON_TYPES.get(k, ()))), None)
     if kind is None or (isinstance(value, bool) and "boolean" not in kinds):
         return False

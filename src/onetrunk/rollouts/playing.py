@@ -1,0 +1,367 @@
+"""One episode while it is played: its kind, its row, and what answers its turns.
+
+Failures are observations or failed episodes; the call ends for an error of ours alone, or if too many calls hang.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.chat_turns import ChatTurns
+from onetrunk.rollouts.episodes import EpisodeCounts, PlayedEpisode, in_thread
+from onetrunk.rollouts.tool_calls import (
+    TimedCalls,
+    TimedOut,
+    TooManyHang,
+    argument_fault,
+    error_text,
+    schema_of,
+    shortened,
+)
+from onetrunk.types import Message, Prompt, Rollout, RowKey
+from onetrunk.utils.randomness import ENVIRONMENT_STREAM, derived_seed
+
+Factory = Callable[[], Any]
+# Gymnasium's environments take seeds of 31 bits.
+SEEDS = 2**31
+NOT_TOOLS = ("reset", "get_reward", "close")
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """The settings of PPOConfig that bound an episode.
+
+    Args:
+        max_turns: None: no bound but max_completion_length.
+        tool_timeout: seconds.
+        observation_characters: most characters of an observation; the rest is cut off.
+        failed_fraction: of the rows of a rollout; with more failed episodes the run ends.
+        longest_prompt: most tokens of a prompt with the observation of `reset`; None: no bound.
+    """
+
+    max_turns: int | None = None
+    tool_timeout: float = 60.0
+    observation_characters: int = 2000
+    failed_fraction: float = 0.1
+    longest_prompt: int | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of episode: the environments of a factory (or none), and the tools that its prompts show.
+
+    Args:
+        factory: None: tools alone answer.
+        class_name: of the environments.
+        functions: the tools that belong to no environment.
+        schemas: of all tools, by their names.
+        steps: whether the environments are Gymnasium's.
+        has_reward: whether they give rewards.
+        example: one of them; `free`: those in which nobody plays.
+    """
+
+    factory: Factory | None
+    class_name: str
+    functions: dict[str, Callable[..., Any]]
+    schemas: dict[str, dict[str, Any]]
+    steps: bool = False
+    has_reward: bool = False
+    example: Any = None
+    free: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, factory: Factory | None, tools: Sequence[Callable[..., Any]], name: str | None) -> Kind:
+        """Make one environment and look at it; ValueError says what it lacks. It is used again."""
+        functions = {tool.__name__: tool for tool in tools}
+        if len(functions) < len(tools):
+            raise ValueError(f"two tools have the same name ({', '.join(t.__name__ for t in tools)}); rename one")
+        schemas = {tool: schema_of(function) for tool, function in functions.items()}
+        if factory is None:
+            return cls(None, "tools", functions, schemas)
+        where = "environment_factory" if name is None else f"environment {name!r}"
+        if not callable(factory):
+            raise ValueError(f"{where} is a {type(factory).__name__}; give a class or a function that makes one")
+        environment = factory()
+        class_name, made = type(environment).__name__, {"example": environment, "free": [environment]}
+        if not callable(getattr(environment, "reset", None)):
+            raise ValueError(
+                f"{where} makes a {class_name}, which has no reset; an environment has reset and, as in TRL, methods"
+                " that are tools, or, as in Gymnasium, step"
+            )
+        if callable(getattr(environment, "step", None)):
+            if tools:
+                raise ValueError(f"{where} makes a {class_name}, which answers by step, so no tools go with it")
+            return cls(factory, class_name, {}, {}, steps=True, has_reward=True, **made)
+        methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+        for method, _ in methods:
+            if method in schemas:
+                raise ValueError(f"{class_name} has a method {method}, and so has tools; rename one")
+            if not method.startswith("_") and method not in NOT_TOOLS:
+                schemas[method] = schema_of(getattr(environment, method))
+        if not schemas:
+            raise ValueError(f"{where} makes a {class_name} without public methods, which would be its tools, or step")
+        has_reward = callable(getattr(environment, "get_reward", None))
+        return cls(factory, class_name, functions, schemas, has_reward=has_reward, **made)
+
+    def take(self) -> Any:
+        """Return an environment that nobody plays in; None for tools alone."""
+        if self.factory is None:
+            return None
+        try:
+            return self.free.pop()
+        except IndexError:
+            return self.factory()
+
+
+@dataclass(eq=False)
+class Row:
+    """One episode while it is played."""
+
+    kind: Kind
+    prompt: Prompt
+    prompt_ids: list[int]
+    columns: dict[str, Any]
+    key: RowKey
+    environment: Any = None
+    # The ids so far, and the messages after the prompt.
+    context: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    counts: EpisodeCounts = field(default_factory=EpisodeCounts)
+    failure: str | None = None
+    hangs: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.prompt, str)
+
+    def count(self, **more: float) -> None:
+        self.counts += EpisodeCounts(**more)
+
+
+class StepFault(Exception):
+    """What `step` returned is not what an environment returns."""
+
+
+class Playing:
+    """The `Answers` of one call: its episodes, each in an environment of its own."""
+
+    def __init__(
+        self, turns: ChatTurns, calls: TimedCalls, limits: EpisodeLimits, rows: Sequence[Row], params: SamplingParams
+    ):
+        self.turns, self.calls, self.limits, self.rows = turns, calls, limits, rows
+        self.max_length, self.stop_ids = params.max_completion_length, params.stop_token_ids
+        # What is wrong with this package, or ends the run; raised at the end of the call.
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._num_playing, self._num_waiting = len(rows), 0
+        self._all_wait_since, self._waited_s = 0.0, 0.0
+
+    def reset(self) -> None:
+        """Reset every environment, all at once."""
+        for future in [in_thread(self._reset, row) for row in self.rows]:
+            future.result()
+        self._raise()
+
+    def _reset(self, row: Row) -> None:
+        try:
+            row.environment = self.calls.call(row.kind.take)
+            if row.environment is not None:
+                self._observe_reset(row, self._call_reset(row))
+        except TooManyHang as error:
+            self._error = error
+        except BaseException as error:
+            row.failure = f"reset raised {type(error).__name__}: {error}"
+        row.context = list(row.prompt_ids)
+
+    def _call_reset(self, row: Row) -> Any:
+        columns = {"prompt": row.prompt, **row.columns}
+        if row.kind.steps:
+            seed = derived_seed(*row.key, ENVIRONMENT_STREAM) % SEEDS
+            observation, _ = self.calls.call(row.environment.reset, seed=seed, options=columns)
+            return observation
+        return self.calls.call(row.environment.reset, **columns)
+
+    def _observe_reset(self, row: Row, observation: Any) -> None:
+        if observation is None or observation == "":
+            return
+        if not isinstance(observation, str):
+            raise TypeError(f"the observation is a {type(observation).__name__}; give a text")
+        if row.is_chat:
+            place = max(i for i, message in enumerate(row.prompt) if message["role"] == "user")
+            message = {**row.prompt[place], "content": row.prompt[place]["content"] + observation}
+            row.prompt = [*row.prompt[:place], message, *row.prompt[place + 1 :]]
+            row.prompt_ids = self.turns.prompt_ids(row.prompt, list(row.kind.schemas.values()))
+        else:
+            row.prompt += observation
+            row.prompt_ids = [*row.prompt_ids, *self.turns.text_ids(observation)]
+        longest = self.limits.longest_prompt
+        if longest is not None and len(row.prompt_ids) > longest:
+            raise ValueError(f"the prompt with the observation has {len(row.prompt_ids)} tokens, more than {longest}")
+
+    def begin(self, row: int, token_ids: list[int], stopped: bool) -> Future[list[int] | None]:
+        """Answer a turn in another thread."""
+        self._wait(1)
+        return in_thread(self._answer, self.rows[row], token_ids, stopped)
+
+    def _answer(self, row: Row, token_ids: list[int], stopped: bool) -> list[int] | None:
+        start, before = time.perf_counter(), row.context
+        observation = None
+        try:
+            row.context = [*before, *token_ids]
+            row.count(turns=1)
+            if row.failure is None and self._error is None:
+                answer = self._step if row.kind.steps else self._call_tools
+                observation = answer(row, token_ids, stopped, before)
+        except Exception as error:
+            self._error = self._error or error
+        row.context = [*row.context, *(observation or ())]
+        row.count(tool_seconds=time.perf_counter() - start)
+        length = len(row.context) - len(row.prompt_ids)
+        self._wait(-1, is_over=observation is None or length >= self.max_length)
+        return observation
+
+    def _is_last(self, row: Row) -> bool:
+        """Return whether a row has all its turns, and count it."""
+        is_last = row.counts.turns == self.limits.max_turns
+        row.count(turns_at_limit=int(is_last))
+        return is_last
+
+    def _step(self, row: Row, token_ids: list[int], stopped: bool, _before: list[int]) -> list[int] | None:
+        """Let a Gymnasium environment answer."""
+        action, is_over = self.turns.text_of(token_ids, stopped), False
+        row.messages.append({"role": "assistant", "content": action})
+        row.count(tool_calls=1)
+        row.rewards.append(0.0)
+        try:
+            text, reward, terminated, truncated, _ = self._checked(self.calls.call(row.environment.step, action))
+            row.rewards[-1], is_over = float(reward), bool(terminated or truncated)
+        except TooManyHang:
+            raise
+        except (TimedOut, StepFault) as error:
+            # Nobody knows in which state the environment is.
+            row.count(tool_errors=1)
+            row.failure = f"step: {error}"
+            return None
+        except BaseException as error:
+            row.count(tool_errors=1)
+            text = error_text(error)
+        if is_over or self._is_last(row):
+            return None
+        text = shortened(text, self.limits.observation_characters)
+        row.messages.append({"role": "user", "content": text})
+        return self.turns.ids_of(row.messages[-1:], self.stop_ids) if row.is_chat else self.turns.text_ids(text)
+
+    @staticmethod
+    def _checked(result: Any) -> tuple[Any, ...]:
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise StepFault("it must return (observation, reward, terminated, truncated, info)")
+        if not isinstance(result[0], str) and not (result[2] or result[3]):
+            raise StepFault(f"the observation is a {type(result[0]).__name__}; it must be a text")
+        if not math.isfinite(float(result[1])):
+            raise StepFault(f"the reward is {result[1]}; it must be a finite number")
+        return result
+
+    def _call_tools(self, row: Row, token_ids: list[int], stopped: bool, before: list[int]) -> list[int] | None:
+        """Call the tools that a turn asks for; None if it asks for none, and the episode is over."""
+        message = self.turns.message_of(token_ids, stopped, before, list(row.kind.schemas.values()))
+        row.messages.append(message)
+        calls = message.get("tool_calls") or []
+        # A call in a turn that was cut off may be cut off too.
+        if not calls or not stopped or self._is_last(row):
+            return None
+        results = [self._call_tool(row, call) for call in calls]
+        row.messages += results
+        return self.turns.ids_of(results, self.stop_ids)
+
+    def _call_tool(self, row: Row, call: dict[str, Any]) -> Message:
+        function = call.get("function") or call
+        name, arguments = str(function.get("name")), function.get("arguments")
+        row.count(tool_calls=1)
+        fault, result = None, None
+        if name not in row.kind.schemas:
+            fault = f"there is no tool {name[:100]!r}; tools: {', '.join(row.kind.schemas)}"
+        else:
+            fault = argument_fault(arguments, row.kind.schemas[name])
+        if fault is None:
+            tool = row.kind.functions.get(name) or getattr(row.environment, name)
+            try:
+                result = self.calls.call(tool, **arguments)
+            except TooManyHang:
+                raise
+            except BaseException as error:
+                fault, row.hangs = error, row.hangs or isinstance(error, TimedOut)
+        row.count(tool_errors=int(fault is not None))
+        content = str(result) if fault is None else error_text(fault)
+        return {"role": "tool", "name": name, "content": shortened(content, self.limits.observation_characters)}
+
+    def finish(self, rollout: Rollout) -> Rollout:
+        """Read the rewards, and return the rollout with what is known of its episodes."""
+        self._raise()
+        for future in [in_thread(self._read_reward, row) for row in self.rows]:
+            future.result()
+        self._raise()
+        completions, logprobs, turns = (
+            list(rollout.completion_ids),
+            list(rollout.sampler_logprobs),
+            list(rollout.turn_ids),
+        )
+        stopped = list(rollout.stopped)
+        for i, row in enumerate(self.rows):
+            row.count(episodes=1, failed_episodes=int(row.failure is not None), observation_tokens=turns[i].count(-1))
+            row.count(waited_seconds=self._waited_s / len(self.rows))
+            if row.failure is not None:  # A failed episode has no score: one token stands for it.
+                stopped[i] = stopped[i] and len(completions[i]) == 1
+                completions[i], logprobs[i], turns[i] = completions[i][:1], logprobs[i][:1], turns[i][:1]
+                row.rewards = [math.nan]
+        rewards = [row.rewards if row.kind.has_reward or row.failure else None for row in self.rows]
+        return replace(
+            rollout,
+            completion_ids=completions,
+            sampler_logprobs=logprobs,
+            turn_ids=turns,
+            stopped=stopped,
+            turn_rewards=rewards if any(row.kind.has_reward for row in self.rows) else None,
+            episodes=[self._played(row) for row in self.rows],
+        )
+
+    def _played(self, row: Row) -> PlayedEpisode:
+        # An observation that did not fit was not seen.
+        while row.messages and row.messages[-1]["role"] != "assistant":
+            row.messages.pop()
+        messages = row.messages if row.is_chat else None
+        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, not row.hangs)
+
+    def _read_reward(self, row: Row) -> None:
+        """Ask a TRL environment for the score of its episode, which arrives with the last turn."""
+        if row.kind.steps or not row.kind.has_reward or row.failure is not None:
+            return
+        try:
+            score = self.calls.call(row.environment.get_reward)
+            row.rewards = [0.0] * (row.counts.turns - 1) + [math.nan if score is None else float(score)]
+        except TooManyHang as error:
+            self._error = error
+        except BaseException as error:
+            row.failure = f"get_reward raised {type(error).__name__}: {error}"
+
+    def _wait(self, change: int, is_over: bool = False) -> None:
+        """Keep time while all rows that are not over wait for answers."""
+        with self._lock:
+            now = time.perf_counter()
+            if self._num_waiting == self._num_playing:
+                self._waited_s += now - self._all_wait_since
+            self._num_waiting += change
+            self._num_playing -= is_over
+            self._all_wait_since = now
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,283 @@
+"""The decode loop of the local backend: rows begin, end their turns, wait for answers, and go on from their cache.
+
+A row that ends its turn leaves the batch with its share of the cache. Once its observation is there, only the tokens
+that the cache lacks run: the last one that was sampled and the observation. A completion without turns is the case in
+which every answer is there at once and ends the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DummyLayer, DynamicLayer
+
+from onetrunk.rollouts.decoding import (
+    STOPPED,
+    DecodeState,
+    SamplingCall,
+    free_places,
+    left_padded,
+    next_logits,
+    prefill,
+)
+from onetrunk.rollouts.episodes import Answers
+
+if TYPE_CHECKING:
+    from onetrunk.rollouts.local import LocalBackend
+
+# Tokens of the others after which a row that has its answer goes on, even if it is the only one.
+PATIENCE = 8
+# Seconds between two polls while all rows wait for answers.
+POLL_SECONDS = 0.1
+# Layers that keep every column, so that padding between tokens can be hidden by the mask and moved away afterwards.
+# A sliding window counts it, and linear attention runs through it.
+LAYERS_OF_ALL_COLUMNS = (DynamicLayer, DummyLayer)
+
+
+class _NoAnswers:
+    """Ends every row after its first turn."""
+
+    def begin(self, row: int, token_ids: list[int], stopped: bool) -> Future[list[int] | None]:
+        over: Future[list[int] | None] = Future()
+        over.set_result(None)
+        return over
+
+
+NO_ANSWERS = _NoAnswers()
+
+
+class Continuation(Enum):
+    """How rows go on after their observations: from their caches, padded or only with equally many tokens; or anew."""
+
+    PADDED, EVEN, ANEW = range(3)
+
+    @classmethod
+    def of(cls, call: SamplingCall) -> Continuation:
+        """Return the first way that gives two short rows the logits which they have without a cache."""
+        weight = call.model.get_input_embeddings().weight
+        ids = torch.linspace(0, weight.shape[0] - 1, 15).long().tolist()
+        rows, expected = _logits_after(call, [ids[:9], ids[9:]], None)
+        if not rows.can_be_joined:
+            return cls.ANEW
+        device = weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        bound = max(1e-3, 8 * torch.finfo(dtype).eps) * expected.norm()
+        has_all_columns = all(type(layer) in LAYERS_OF_ALL_COLUMNS for layer in rows.cache.layers)
+        for way, lengths in ((cls.PADDED, (5, 2)), (cls.EVEN, (3, 3))):
+            if way is cls.EVEN or has_all_columns:
+                try:
+                    logits = _logits_after(call, [ids[:9], ids[9:]], lengths)[1]
+                except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+                    continue
+                if (logits - expected).norm() <= bound:
+                    return way
+        return cls.ANEW
+
+
+def _logits_after(
+    call: SamplingCall, rows: list[list[int]], lengths: tuple[int, int] | None
+) -> tuple[DecodeState, Tensor]:
+    """Return the logits after two rows whose last tokens, so many of each, are added to the cache of the others."""
+    begun = rows if lengths is None else [ids[:-n] for ids, n in zip(rows, lengths, strict=True)]
+    proof = replace(call, prompt_ids=begun, keys=[(0,), (1,)], capture=None)
+    state = left_padded([0, 1], proof)
+    logits = next_logits(proof, state)
+    if lengths is not None:
+        state.extend([ids[-n:] for ids, n in zip(rows, lengths, strict=True)], call.params.pad_token_id)
+        logits = next_logits(proof, state)
+    return state, logits
+
+
+class DecodeLoop:
+    """The rows of a call: those that decode, and those that wait to begin, for an answer, or for a place.
+
+    Args:
+        call: the rows; what they have so far is in `call.episodes`.
+        answers: what follows a turn.
+        backend: its `max_rows`, `logits_processor`, `poll` and `policy_version` are read.
+    """
+
+    def __init__(self, call: SamplingCall, answers: Answers, backend: LocalBackend):
+        self.call, self.answers, self.backend = call, answers, backend
+        prompts = call.prompt_ids
+        # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
+        self.waiting = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), prompts[row]))
+        self.most = backend.max_rows or max(len(prompts), 1)
+        self.continuation = Continuation.ANEW if answers is NO_ANSWERS or not prompts else Continuation.of(call)
+        self.state: DecodeState | None = None
+        # Indices of the rows of `state` that go on, if rows stay for the state of their last token.
+        self.staying: list[int] = []
+        self.asking: dict[int, Future[list[int] | None]] = {}
+        self.ready: list[int] = []
+        # Rows of `ready` that are over; only the state of their last token is missing.
+        self.closing: set[int] = set()
+        # Caches of rows of `asking` and `ready`.
+        self.parked: list[DecodeState] = []
+        self.steps_waited = 0
+
+    def run(self) -> Iterator[list[int]]:
+        """Sample all rows to their ends; yield those that are over, as they are."""
+        while self.waiting or self.state is not None or self.asking or self.ready:
+            if self.backend.poll is not None:
+                self.backend.poll()
+            if self.state is None and not self.waiting and not self.ready:
+                wait(self.asking.values(), POLL_SECONDS, FIRST_COMPLETED)
+            over = self._take_answers(list(self.asking))
+            if over:
+                self._close(over)
+                yield over
+            logits = None
+            if self.state is not None:
+                logits = next_logits(self.call, self.state)
+                if self.call.keeps_last:
+                    # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
+                    self.state, logits = self.state.kept(self.staying), logits[self.staying]
+            logits = self._refill(logits)
+            if self.state is None:
+                continue
+            over = self._draw(logits)
+            if over:
+                yield over
+
+    def _draw(self, logits: Tensor) -> list[int]:
+        """Add a token to every row; let those go that end their turns, and return the rows that are over."""
+        scores, state, params = None, self.state, self.call.params
+        if self.backend.logits_processor is not None:
+            scores = logits / params.temperature if params.temperature > 0 else logits
+            scores = self.backend.logits_processor(state.token_ids[:, : state.width], scores)
+        status = state.draw(logits, params, scores)[1].tolist()  # The only wait for the device in a step.
+        fault = state.fault(status, self.backend.policy_version)
+        if fault is not None:
+            raise RuntimeError(fault)
+        has_ended = state.ended(status, params.max_completion_length)
+        ended = [i for i, has in enumerate(has_ended) if has]
+        for i in ended:
+            self._ask(i, status[i] == STOPPED)
+        over = self._take_answers([state.rows[i] for i in ended])
+        leaving = [i for i in ended if state.rows[i] not in over]
+        self._park(leaving)
+        if not self.call.keeps_last:
+            leaving = ended
+        remaining = [i for i in range(len(has_ended)) if i not in leaving]
+        self.staying = [place for place, i in enumerate(remaining) if not has_ended[i]]
+        self.state = state.kept(remaining)
+        return over
+
+    def _ask(self, i: int, stopped: bool) -> None:
+        """Add the turn at index i to its row's episode, and begin to answer it."""
+        row, completion = self.state.rows[i], self.state.completion(i, stopped)
+        episode = self.call.episodes[row]
+        turn = slice(len(episode.token_ids), None)
+        episode.add_turn(completion.token_ids[turn], completion.logprobs[turn], stopped)
+        self.asking[row] = self.answers.begin(row, completion.token_ids[turn], stopped)
+
+    def _take_answers(self, rows: Iterable[int]) -> list[int]:
+        """Take the answers that are there; return the rows that are over."""
+        answered = [row for row in rows if self.asking[row].done()]
+        over = []
+        for row in answered:
+            goes_on = self.call.episodes[row].add_answer(self.asking.pop(row).result())
+            (self.ready if goes_on else over).append(row)
+        return over
+
+    def _close(self, over: list[int]) -> None:
+        """Drop the caches of rows that are over, or let their last tokens run."""
+        if self.call.keeps_last:
+            self.ready += over
+            self.closing.update(over)
+        else:
+            self._unparked(over)
+
+    def _park(self, indices: list[int]) -> None:
+        """Keep the caches of rows that leave the batch, as far as there is room. They lack the last token."""
+        room = self.most - sum(len(parked.rows) for parked in self.parked)
+        if self.continuation is not Continuation.ANEW and indices[:room]:
+            parked = self.state.part(indices[:room])
+            parked.width = parked.seen
+            parked.counts = [count - 1 for count in parked.counts]
+            self.parked.append(parked)
+
+    def _unparked(self, rows: Sequence[int]) -> list[DecodeState]:
+        """Return the caches that are kept of `rows`, and keep them no longer."""
+        taken, kept = [], []
+        for parked in self.parked:
+            leaving = [i for i, row in enumerate(parked.rows) if row in rows]
+            if leaving:
+                taken.append(parked.part(leaving))
+            kept.append(parked.kept([i for i in range(len(parked.rows)) if i not in leaving]))
+        self.parked = [parked for parked in kept if parked is not None]
+        return taken
+
+    def _refill(self, logits: Tensor | None) -> Tensor | None:
+        """Give free places to rows that have their answers, then to rows that begin; return the logits of all."""
+        rows = self._next_rows()
+        if not rows:
+            return logits
+        parts = self._continued(self._unparked(rows))
+        continued = {row for part, _ in parts for row in part.rows}
+        begun = [row for row in rows if row not in continued]
+        if begun:
+            parts.append(prefill(self.call, begun))
+        parts = [part for part in map(self._without_closing, parts) if part is not None]
+        if not parts:
+            return logits
+        states, new_logits = ([part[k] for part in parts] for k in range(2))
+        if self.state is None:
+            self.state, *states = states
+        else:
+            new_logits = [logits, *new_logits]
+        self.state.join(states, self.call.params.pad_token_id)
+        return torch.cat(new_logits) if len(new_logits) > 1 else new_logits[0]
+
+    def _next_rows(self) -> list[int]:
+        """Return the rows that get a place now, and take them off the lists."""
+        room = self.most
+        if self.state is not None:
+            room = free_places(self.state, len(self.state.rows), self.most)
+            self.steps_waited += bool(self.ready)
+            if self.steps_waited > PATIENCE and self.state.can_be_joined:
+                room = self.most - len(self.state.rows)
+        if not room:
+            return []
+        self.steps_waited = 0
+        rows = self.ready[:room]
+        begun = self.waiting[: room - len(rows)]
+        del self.ready[: len(rows)], self.waiting[: len(begun)]
+        return rows + begun
+
+    def _continued(self, parked: Sequence[DecodeState]) -> list[tuple[DecodeState, Tensor]]:
+        """Run the tokens that these caches lack; return states and the logits [b, V] of the first tokens of turns."""
+        if not parked:
+            return []
+        pad_token_id, episodes = self.call.params.pad_token_id, self.call.episodes
+        state, *others = parked
+        state.join(others, pad_token_id)
+        tokens = [episodes[row].token_ids[count:] for row, count in zip(state.rows, state.counts, strict=True)]
+        groups: dict[int, list[int]] = {}
+        for i, ids in enumerate(tokens):
+            groups.setdefault(0 if self.continuation is Continuation.PADDED else len(ids), []).append(i)
+        parts = []
+        for group in groups.values():
+            part = state if len(groups) == 1 else state.part(group)
+            part.extend([tokens[i] for i in group], pad_token_id)
+            logits = next_logits(self.call, part)
+            if len({len(tokens[i]) for i in group}) > 1:
+                part.close_gaps()
+            part.begin_turn(self.call)
+            parts.append((part, logits))
+        return parts
+
+    def _without_closing(self, part: tuple[DecodeState, Tensor]) -> tuple[DecodeState, Tensor] | None:
+        """Return rows and their logits without those that are over; None if all are."""
+        state, logits = part
+        if not self.closing.intersection(state.rows):
+            return part
+        going_on = [i for i, row in enumerate(state.rows) if row not in self.closing]
+        state = state.kept(going_on)
+        return None if state is None else (state, logits[going_on])

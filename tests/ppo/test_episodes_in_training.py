@@ -1,0 +1,233 @@
+"""Training on episodes: the first ratio, what equals a run without them, schedules, resuming, chats, bad settings."""
+
+import random
+import time
+
+import pytest
+from datasets import Dataset
+
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ppo.trainer import PPOTrainer
+from tests.chat import CHAT_VOCAB, END, chat_tokenizer, tool_call
+from tests.fakes import CannedBackend, CopyBackend
+from tests.ppo.support import StopAt, assert_same, base_model, logged, lora, make_config, prompts, trained_weights
+from tests.tiny import tiny_tokenizer
+
+LENGTH, NOUNS = 14, ("cat", "dog", "river")
+SETTINGS = {"max_completion_length": LENGTH, "num_ppo_epochs": 2, "num_minibatches": 2, "check_memory": False}
+
+
+class Words:
+    """A text environment of three turns: the reward of a turn is the number of its words that are in a list."""
+
+    turns, pause_s = 3, 0.0
+
+    def reset(self, *, seed=None, options=None):
+        self.turn, self.seed = 0, seed
+        return f" {('red', 'green')[seed % 2]}", {}
+
+    def step(self, action):
+        time.sleep(random.random() * self.pause_s)
+        self.turn += 1
+        reward = sum(map(action.split().count, NOUNS))
+        return f" the {('dog', 'bird')[self.turn % 2]}", reward, self.turn == self.turns, False, {}
+
+
+class SlowWords(Words):
+    pause_s = 0.1
+
+
+def words_trainer(folder, factory=Words, reward=None, backend=None, **settings):
+    """Return a trainer whose turns end at a few common words."""
+    stops = [tiny_tokenizer().convert_ids_to_tokens(i) for i in range(40, 64)]
+    return PPOTrainer(
+        base_model(),
+        reward,
+        make_config(folder, stop_tokens=stops, **{**SETTINGS, **settings}),
+        prompts(),
+        None,
+        tiny_tokenizer(),
+        peft_config=lora(),
+        rollout_backend=backend,
+        environment_factory=factory,
+    )
+
+
+def run(folder, **arguments):
+    trainer = words_trainer(folder, **arguments)
+    trainer.train()
+    return trainer
+
+
+def test_the_first_ratio_is_1_over_turns_and_slow_answers_change_no_weight(tmp_path):
+    quick = run(tmp_path / "quick", num_rollouts=2)
+    slow = run(tmp_path / "slow", factory=SlowWords, num_rollouts=2)
+    assert_same(trained_weights(slow.model), trained_weights(quick.model))
+    first = next(entry for entry in quick.state.log_history if "policy/ratio_max" in entry)
+    assert first["policy/ratio_max"] == 1.0 and first["kl/approx"] == 0.0
+    assert logged(quick, "score/Words") == logged(quick, "score/mean")
+
+
+class Once(Words):
+    turns = 1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "", {}
+
+
+def nouns(completions, **kwargs):
+    return [float(sum(map(text.split().count, NOUNS))) for text in completions]
+
+
+def test_an_episode_of_one_turn_trains_as_a_completion_does_bit_for_bit(tmp_path):
+    episodes = run(tmp_path / "episodes", factory=Once, num_rollouts=2)
+    rows = run(tmp_path / "rows", factory=None, reward=nouns, num_rollouts=2)
+    assert_same(trained_weights(episodes.model), trained_weights(rows.model))
+    assert logged(episodes, "score/mean") == logged(rows, "score/mean")
+
+
+def copy_backend(schedule):
+    return None if schedule == "sync" else CopyBackend(TrunkModel(base_model(), lora()))
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step", "async"])
+def test_a_run_that_stops_amid_a_rollout_resumes_to_the_same_weights(tmp_path, schedule):
+    settings = {"num_rollouts": 3, "schedule": schedule, "learning_rate": 1e-3}
+    whole = run(tmp_path / "whole", backend=copy_backend(schedule), **settings)
+    assert max(logged(whole, "score/std")) > 0
+    stopped = words_trainer(tmp_path / "cut", backend=copy_backend(schedule), **settings)
+    stopped.add_callback(StopAt(6))  # The third step of the second rollout.
+    stopped.train()
+    resumed = words_trainer(tmp_path / "cut", backend=copy_backend(schedule), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-6"))
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+
+
+def test_another_environment_is_noticed_when_a_run_is_resumed(tmp_path):
+    first = words_trainer(tmp_path, num_rollouts=2)
+    first.add_callback(StopAt(2))
+    first.train()
+    other = words_trainer(tmp_path, factory=Once, num_rollouts=2, max_turns=7)
+    with pytest.raises(ValueError, match="max_turns: None -> 7"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_rows_of_a_group_have_environments_of_their_own_and_reward_functions_see_them(tmp_path):
+    seen = []
+
+    def watching(completions, environments, turn_ids, **kwargs):
+        seen.append([environment.seed for environment in environments])
+        return [0.0] * len(completions)
+
+    run(tmp_path, reward=watching, num_generations=2, rollout_batch_size=2)
+    assert len(seen) == 1 and len(set(seen[0])) == 4
+
+
+class Broken(Words):
+    def reset(self, *, seed=None, options=None):
+        if seed % 4 == 0:
+            raise OSError("no room")
+        return super().reset(seed=seed)
+
+
+def test_a_failed_episode_trains_nothing_and_is_no_error_below_the_limit(tmp_path):
+    settings = {"max_failed_episodes_fraction": 1.0, "max_unscored_fraction": 1.0, "rollout_batch_size": 8}
+    trainer = run(tmp_path / "few", factory=Broken, **settings)
+    assert 0 < logged(trainer, "reward/unscored_fraction")[0] < 1
+    with pytest.raises(
+        RuntimeError, match="max_failed_episodes_fraction 0%; the first: reset raised OSError: no room"
+    ):
+        run(tmp_path / "many", factory=Broken, **{**settings, "max_failed_episodes_fraction": 0.0})
+
+
+# --- conversations -------------------------------------------------------------------------------------------------
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first one
+        b: the second one
+    """
+    return a + b
+
+
+class Caller(CannedBackend):
+    """Calls the tool in every other row, and then answers."""
+
+    def generate(self, prompt_ids, params, keys):
+        tokenizer = chat_tokenizer()
+        call = [tool_call("add", a=2, b=3), "no idea"]
+        texts = ["It is 5." if len(key) > 3 else call[key[2] % 2] for key in keys]
+        self.completions = [tokenizer(f"{text}<|im_end|>")["input_ids"] for text in texts]
+        return super().generate(prompt_ids, params, keys)
+
+
+def chat_trainer(folder, reward, backend=None, **settings):
+    questions = [[{"role": "user", "content": f"What is {i}+3?"}] for i in range(8)]
+    config = make_config(folder, max_completion_length=300, check_memory=False, **settings)
+    model = base_model(vocab_size=CHAT_VOCAB, eos_token_id=END, bos_token_id=None, max_position_embeddings=1200)
+    return PPOTrainer(
+        model,
+        reward,
+        config,
+        Dataset.from_dict({"prompt": questions}),
+        None,
+        chat_tokenizer(),
+        peft_config=lora(),
+        rollout_backend=backend,
+        tools=[add],
+    )
+
+
+def test_a_chat_model_trains_on_episodes_with_tools(tmp_path):
+    seen = []
+
+    def answers(prompts, completions, **kwargs):
+        seen.extend(completions)
+        return [float("5" in messages[-1]["content"]) for messages in completions]
+
+    trainer = chat_trainer(tmp_path, answers, Caller(), max_tool_calling_iterations=1)
+    trainer.train()
+    assert trainer.args.max_turns == 2
+    called = [messages for messages in seen if len(messages) > 1]
+    assert len(called) == 2 and [m["role"] for m in called[0]] == ["assistant", "tool", "assistant"]
+    assert called[0][1] == {"role": "tool", "name": "add", "content": "5"}
+    assert logged(trainer, "score/mean") == [0.5] and logged(trainer, "policy/ratio_max") == [1.0]
+
+
+def test_a_tiny_chat_model_that_calls_no_tool_trains(tmp_path):
+    def short(completions, **kwargs):
+        return [-float(len(messages[0]["content"])) for messages in completions]
+
+    trainer = chat_trainer(tmp_path, short, rollout_batch_size=2)
+    trainer.train()
+    assert len(logged(trainer, "score/mean")) == 1
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+class Together(CannedBackend):
+    """Samples rows of several processes at once, as a pipeline does."""
+
+    is_collective = True
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"factory": None, "max_turns": 3}, "max_turns is 3, and there are neither tools nor an environment"),
+        ({"backend": Together()}, "not supported with rollout_backend 'pipelined'"),
+        ({"max_turns": 0}, "max_turns is 0"),
+        ({"max_turns": 3, "max_tool_calling_iterations": 3}, "max_tool_calling_iterations 3 is max_turns 4"),
+        ({"factory": {"x": Words}}, "no column 'environment'"),
+        ({"factory": object}, "makes a object, which has no reset"),
+        ({"factory": None}, "no reward function was given"),
+    ],
+)
+def test_settings_that_cannot_work_are_rejected_before_anything_is_sampled(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        words_trainer(tmp_path, **settings)

@@ -1,0 +1,135 @@
+"""A process reward model: which tokens it reads, where the score of a step arrives, and what is rejected."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForTokenClassification, PreTrainedTokenizerFast
+
+from onetrunk.rewards import ProcessReward, resolve_reward
+from onetrunk.rewards.reward import content_of
+from tests.models.reward_adapters import a_scorer, scorer_config
+from tests.ppo.support import base_model, logged, make_trainer, trained
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+WORDS = tiny_tokenizer()
+
+
+def saved(folder, tokenizer, **overrides):
+    """Save a tiny token-classification model with its tokenizer; return it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForTokenClassification(scorer_config(**{"num_labels": 2, "vocab_size": 300, **overrides})).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def bytes_tokenizer(*merged):
+    """Return a tokenizer of bytes, and of the texts in `merged`, two characters each."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [tuple(pair.replace("\n", "\u010a")) for pair in merged]
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet, *map("".join, merges)])}
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+def read(model, ids, places):
+    """Return the probability of the last label at some tokens of a row, without onetrunk."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, places]
+    return (logits.softmax(-1)[:, 1] if logits.shape[1] == 2 else logits.sigmoid()[:, 0]).tolist()
+
+
+def words(text):
+    return WORDS.convert_tokens_to_ids(text.split())
+
+
+def check(reward, prompt, ids, expected, stopped=True, turns=None):
+    given = {"completions": ["-"], "completion_stopped": [stopped], "turn_ids": turns and [turns]}
+    [found] = reward(prompts=[prompt], completion_ids=[ids], **given)
+    assert found.rewards == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_labels", [1, 2])
+def test_the_score_of_a_step_arrives_at_its_separator(tmp_path, num_labels):
+    model = saved(tmp_path, WORDS, num_labels=num_labels)
+    reward = ProcessReward(tmp_path, WORDS, separator=" .")
+    first, second = read(model, words("<bos> a fish the cat . dog sings ."), [5, 8])
+    check(reward, "a fish", words("the cat . dog sings . <eos>"), [0, 0, first, 0, 0, second, 0])
+    # A last step without a separator is read with one, as in training, and arrives at the last token.
+    check(reward, "a fish", words("the cat . dog sings <eos>"), [0, 0, first, 0, 0, second])
+    check(reward, "a fish", words("the cat . dog sings"), [0, 0, first, 0, second], stopped=False)
+    # Nothing between two separators is no step.
+    check(reward, "a fish", words("the cat . . dog sings . <eos>"), [0, 0, first, 0, 0, 0, second, 0])
+    check(reward, "a fish", words("<eos>"), [0])
+
+
+def test_a_model_with_another_tokenizer_reads_the_text_and_its_scores_arrive_at_the_policys_tokens(tmp_path):
+    own, policy = bytes_tokenizer(), bytes_tokenizer("\nb", "\nc")
+    model = saved(tmp_path, own)
+    # A token of the policy holds the end of a step and the beginning of the next one.
+    ids = policy("a\u00e9\nb\ncd\n")["input_ids"] + [1]
+    assert [policy.decode([token]) for token in ids] == ["a", "\ufffd", "\ufffd", "\nb", "\nc", "d", "\n", "<eos>"]
+    one, two, three = read(model, own("p:a\u00e9\nb\ncd\n")["input_ids"], [5, 7, 10])
+    check(ProcessReward(tmp_path, policy), "p:", ids, [0, 0, 0, one, two, 0, three, 0])
+
+
+def test_rows_of_a_batch_do_not_touch_each_other(tmp_path):
+    own, texts = bytes_tokenizer(), ["a\nbb\n", "c", "dddd\ne\nf", "g\n\n"]
+    saved(tmp_path, own)
+    given = {"prompts": ["p", "qqq", "", "r"], "completions": texts, "completion_stopped": [False] * 4}
+    given["completion_ids"] = [own(text)["input_ids"] for text in texts]
+    single, batched = (ProcessReward(tmp_path, own, batch_size=size)(**given) for size in (1, 3))
+    for one, other, count in zip(single, batched, (2, 1, 3, 1), strict=True):
+        assert one.rewards == pytest.approx(other.rewards, abs=1e-6) and sum(map(bool, one.rewards)) == count
+
+
+def test_in_an_episode_only_the_policys_steps_have_a_reward(tmp_path):
+    own = bytes_tokenizer()
+    model = saved(tmp_path, own)
+    ids, turns = own("a\nx\nyz\n")["input_ids"], [0, 0, -1, -1, -1, 1, 1]
+    first, _, third = read(model, own("pa\nx\nyz\n")["input_ids"], [2, 4, 7])
+    # "x" is all observation; "yz" begins in one. One number per sampled token.
+    check(ProcessReward(tmp_path, own), "p", ids, [0, first, 0, third], False, turns)
+    # A step that ends in an observation arrives at the policy's last token.
+    check(ProcessReward(tmp_path, own), "p", ids, [first, 0, third], False, [0, -1, -1, -1, 1, 1, -1])
+
+
+def test_conversations_go_through_the_models_own_template_and_long_prompts_lose_their_beginning(tmp_path):
+    model = saved(tmp_path, tiny_tokenizer(chat_template=CHAT_TEMPLATE), max_position_embeddings=6)
+    reward = ProcessReward(tmp_path, WORDS, separator=" .")
+    prompt = [{"role": "user", "content": "fish"}]
+    [score] = read(model, words("<bos> <user> fish <assistant> cat ."), [5])
+    check(reward, prompt, words("cat . <eos>"), [0, score, 0])
+    [score] = read(model, words("<bos> fish <assistant> the cat ."), [5])
+    check(reward, prompt, words("the cat . <eos>"), [0, 0, score, 0])
+    assert reward([prompt], ["-"], [words("a a a a a a . <eos>")], completion_stopped=[True]) == [None]
+
+
+def test_ppo_trains_on_it_and_a_resumed_run_knows_it(tmp_path):
+    saved(tmp_path / "prm", WORDS)
+    spec = f"prm:{tmp_path / 'prm'}#separator=%20cat"
+    trainer = trained(tmp_path / "run", reward=spec)
+    assert 0 < logged(trainer, "score/prm")[0] and logged(trainer, "reward/turn_0") == logged(trainer, "score/mean")
+    contents = {content_of(ProcessReward(tmp_path / "prm", WORDS, separator=mark)) for mark in ("\n", ".")}
+    assert len(contents) == 2 and content_of(ProcessReward(tmp_path / "prm", WORDS)) in contents
+
+
+def test_what_is_no_process_reward_model_is_rejected_before_the_policy_loads(tmp_path):
+    for folder, model in {"scorer": a_scorer(), "language": base_model()}.items():
+        model.save_pretrained(tmp_path / folder)
+        WORDS.save_pretrained(tmp_path / folder)
+    saved(tmp_path / "prm", WORDS)
+    for spec, error, message in (
+        ("scorer", ValueError, "is LlamaForSequenceClassification; expected a token-classification model, as TRL's"),
+        ("language", ValueError, "is LlamaForCausalLM; expected a token-classification model"),
+        ("nowhere", RuntimeError, "there is no such folder"),
+        ("prm#colour=red", ValueError, "unknown option 'colour' after '#'; there is separator=TEXT"),
+        ("prm#separator=", ValueError, "separator is '' and batch_size 16"),
+    ):
+        with pytest.raises(error, match=message):
+            make_trainer(tmp_path / "run", reward=f"prm:{tmp_path}/{spec}")
+    with pytest.raises(ValueError, match=r"needs the policy's tokenizer; give onetrunk.rewards.ProcessReward"):
+        resolve_reward("prm:owner/model")

@@ -1,0 +1,555 @@
+"""Episodes: exact ids, limits, failures, tools and environments, by backends whose turns are known in advance."""
+
+import asyncio
+import math
+import random
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from onetrunk.rollouts import tool_calls
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.environments import EpisodeLimits, Episodes
+from onetrunk.rollouts.episodes import counts_of, play_in_waves, play_row_by_row
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.rollouts.tool_calls import argument_fault, schema_of
+from onetrunk.types import Rollout
+from tests.chat import END, chat_tokenizer, tool_call
+from tests.tiny import tiny_model, tiny_tokenizer
+
+DRIVERS = (play_in_waves, play_row_by_row)
+WORDS = tiny_tokenizer()
+CHAT = [{"role": "user", "content": "2+3?"}]
+
+
+class Scripted:
+    """Samples the turns of a script: {row: [ids of turn 0, ids of turn 1, ...]}; remembers what it was asked."""
+
+    def __init__(self, *rows):
+        self.rows, self.asked, self.lock = rows, [], threading.Lock()
+
+    def __call__(self, prompt_ids, params, keys):
+        with self.lock:
+            self.asked += [
+                (list(ids), params.max_completion_length, key) for ids, key in zip(prompt_ids, keys, strict=True)
+            ]
+        most = params.max_completion_length
+        turns = [self.rows[key[2] % len(self.rows)][key[3] if len(key) > 3 else 0][:most] for key in keys]
+        stopped = [ids[-1] in params.stop_token_ids for ids in turns]
+        logprobs = [torch.full((len(ids),), -1.0) for ids in turns]
+        return Rollout(prompt_ids, turns, logprobs, stopped, policy_version=7)
+
+
+class Counting:
+    """A Gymnasium environment: answers 'the dog', gives the number of the turn, ends after `turns` turns."""
+
+    turns = 2
+
+    def reset(self, *, seed=None, options=None):
+        self.options, self.seed, self.actions = options, seed, []
+        return options.get("hint", ""), {}
+
+    def step(self, action):
+        self.actions.append(action)
+        return "the dog", len(self.actions), len(self.actions) == self.turns, False, {}
+
+
+def words(text):
+    return WORDS(text)["input_ids"]
+
+
+def episodes_of(factory=None, tools=None, tokenizer=WORDS, **limits):
+    return Episodes(tools, factory, tokenizer, EpisodeLimits(**limits))
+
+
+def play(episodes, script, prompts=("a cat",), driver=play_in_waves, length=20, columns=None, **options):
+    """Play one row per prompt; return the rollout."""
+    stops = (END,)
+    params = SamplingParams(length, 1.0, stops)
+    rows = []
+    for i, prompt in enumerate(prompts):
+        row = {name: column[i] for name, column in (columns or {}).items()}
+        chat = not isinstance(prompt, str)
+        schemas = list(episodes.kind_of(row).schemas.values())
+        ids = episodes.turns.prompt_ids(prompt, schemas) if chat else words(prompt)
+        rows.append(episodes.row(prompt, ids, row, (3, 0, i)))
+    return episodes.play(rows, params, partial(driver, script, **options))
+
+
+# --- ids, masks and limits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_an_episode_is_the_exact_ids_of_turns_and_observations(driver):
+    first, second, dog = [*words("runs fast"), END], [*words("sleeps"), END], words("the dog")
+    script = Scripted([first, second])
+    rollout = play(episodes_of(Counting), script, ["a cat"], driver)
+    assert rollout.prompt_ids == [words("a cat")]
+    assert rollout.completion_ids == [first + dog + second]
+    assert rollout.turn_ids == [[0] * 3 + [-1] * 2 + [1] * 2]
+    assert rollout.sampler_logprobs[0].tolist() == [-1.0] * 3 + [0.0] * 2 + [-1.0] * 2
+    assert (rollout.stopped, rollout.turn_rewards, rollout.policy_version) == ([True], [[1.0, 2.0]], 7)
+    assert script.asked == [(words("a cat"), 20, (3, 0, 0)), (words("a cat") + first + dog, 15, (3, 0, 0, 1))]
+    assert rollout.episodes[0].environment.actions == ["runs fast", "sleeps"]
+    counts = counts_of(rollout)
+    assert (counts.episodes, counts.turns, counts.tool_calls, counts.observation_tokens) == (1, 2, 2, 2)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize(
+    ("length", "limits", "turns", "stopped"),
+    [
+        (20, {"max_turns": 1}, [0] * 3, True),
+        (5, {}, [0] * 3, False),  # No room for the observation and one more token.
+        (6, {}, [0] * 3 + [-1] * 2 + [1], False),
+        (2, {}, [0] * 2, False),
+    ],
+)
+def test_the_limits_of_turns_and_tokens_end_an_episode(driver, length, limits, turns, stopped):
+    script = Scripted([[*words("runs fast"), END], [*words("sleeps sees"), END]])
+    rollout = play(episodes_of(Counting, **limits), script, driver=driver, length=length)
+    assert (rollout.turn_ids, rollout.stopped) == ([turns], [stopped])
+    assert len(rollout.turn_rewards[0]) == max(turns) + 1
+    assert counts_of(rollout).turns_at_limit == bool(limits)
+
+
+def test_what_reset_says_belongs_to_the_prompt_and_each_row_has_its_own_environment_and_seed():
+    script = Scripted([[END], [END]])
+    rollout = play(episodes_of(Counting), script, ["a cat", "a"], columns={"hint": ["red", ""]})
+    assert rollout.prompt_ids == [words("a cat red"), words("a")]
+    first, second = (episode.environment for episode in rollout.episodes)
+    assert first is not second and first.seed != second.seed
+    assert first.options == {"prompt": "a cat", "hint": "red"} and rollout.episodes[0].prompt == "a catred"
+
+
+def test_a_sampled_token_that_its_text_does_not_give_back_stays():
+    unknown = WORDS.convert_tokens_to_ids("<unk>")
+    assert words(WORDS.decode([unknown, unknown], skip_special_tokens=True)) != [unknown, unknown]
+    script = Scripted([[unknown, unknown, END], [END]])
+    play(episodes_of(Counting), script)
+    assert script.asked[1][0] == [*words("a cat"), unknown, unknown, END, *words("the dog")]
+
+
+class Slow(Counting):
+    """As Counting, after a random pause."""
+
+    pause_s = 0.1
+
+    def step(self, action):
+        time.sleep(random.random() * self.pause_s)
+        text, *rest = super().step(action)
+        return f"{text} {len(action.split())}", *rest
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_neither_the_order_of_answers_nor_their_slowness_changes_an_episode(driver):
+    model, lock = tiny_model("llama", num_hidden_layers=1), threading.Lock()
+
+    def sample(*args):
+        with lock:
+            return LocalBackend(model).generate(*args)
+
+    class Quick(Slow):
+        pause_s = 0.0
+
+    prompts = [" ".join(["cat"] * (1 + i % 3)) for i in range(8)]
+    expected = play(episodes_of(Quick), sample, prompts, play_in_waves, 16)
+    rollout = play(episodes_of(Slow), sample, prompts, driver, 16)
+    assert rollout.completion_ids == expected.completion_ids
+    assert (rollout.turn_ids, rollout.turn_rewards) == (expected.turn_ids, expected.turn_rewards)
+    assert max(map(max, rollout.turn_ids)) == 1
+
+
+def test_a_slow_tool_delays_no_other_row():
+    class Late(Counting):
+        def step(self, action):
+            time.sleep(0.8 if action == "eats" else 0.0)
+            return super().step(action)
+
+    times = {}
+
+    class Timed(Scripted):
+        def __call__(self, prompt_ids, params, keys):
+            times.update(dict.fromkeys(keys, time.monotonic()))
+            return super().__call__(prompt_ids, params, keys)
+
+    script = Timed([[*words("eats"), END], [END]], [[*words("runs"), END], [END]])
+    rollout = play(episodes_of(Late), script, ["a", "a"])
+    assert times[3, 0, 0, 1] - times[3, 0, 1, 1] > 0.4
+    assert 0.5 < counts_of(rollout).waited_seconds < 1.5 and counts_of(rollout).tool_seconds > 0.7
+
+
+def test_an_episode_of_one_turn_is_todays_row_bit_for_bit():
+    class Once(Counting):
+        turns = 1
+
+    backend = LocalBackend(tiny_model("llama", num_hidden_layers=1))
+    prompts = ["a cat", "the dog runs"]
+    params = SamplingParams(20, 1.0, (END,))
+    expected = backend.generate([words(p) for p in prompts], params, [(3, 0, 0), (3, 0, 1)])
+    rollout = play(episodes_of(Once), backend.generate, prompts)
+    assert (rollout.completion_ids, rollout.stopped) == (expected.completion_ids, expected.stopped)
+    assert all(map(torch.equal, rollout.sampler_logprobs, expected.sampler_logprobs))
+
+
+# --- conversations and tools ---------------------------------------------------------------------------------------
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first one
+        b: the second one
+    """
+    return a + b
+
+
+async def later(text: str) -> str:
+    """Say a text after a while.
+
+    Args:
+        text: what to say
+    """
+    await asyncio.sleep(0.01)
+    return text
+
+
+def broken(kind: str) -> str:
+    """Fail.
+
+    Args:
+        kind: how
+    """
+    if kind == "hang":
+        time.sleep(0.5)
+    if kind == "raise":
+        raise KeyError("gone")
+    return "x" * 10_000_000
+
+
+def turns_of(tokenizer, *texts):
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "qwen3_5_think"])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_chat_model_calls_tools_and_reads_their_results(driver, template):
+    tokenizer = chat_tokenizer(template)
+    episodes = episodes_of(tools=[add, later], tokenizer=tokenizer)
+    if template == "qwen3_5_think":
+        numbers = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in (("a", 2), ("b", 3)))
+        opening = "so\n</think>\n\n"
+        call = f"{opening}<tool_call>\n<function=add>\n{numbers}</function>\n</tool_call>"
+    else:
+        opening = ""
+        call = tool_call("add", a=2, b=3) + "\n" + tool_call("later", text="so")
+    script = Scripted(turns_of(tokenizer, f"{call}<|im_end|>", f"{opening}It is 5.<|im_end|>"))
+    rollout = play(episodes, script, [CHAT], driver, 4000)
+    assert '"name": "add"' in tokenizer.decode(rollout.prompt_ids[0])
+    given = [t for t, turn in zip(rollout.completion_ids[0], rollout.turn_ids[0], strict=True) if turn == -1]
+    results = ["5"] if template == "qwen3_5_think" else ["5", "so"]
+    text = tokenizer.decode(given)
+    assert text.startswith("\n<|im_start|>user\n<tool_response>\n5\n</tool_response>")
+    assert all(f"<tool_response>\n{result}\n</tool_response>" in text for result in results)
+    assert "<|im_end|>\n<|im_start|>assistant\n" in text
+    messages = rollout.episodes[0].messages
+    assert [m["role"] for m in messages] == ["assistant", *["tool"] * len(results), "assistant"]
+    assert messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert messages[-1]["content"] == "It is 5."
+    # The same ids as the template gives the whole conversation, where it renders earlier turns as they were.
+    if template == "qwen2_5":
+        whole = tokenizer.apply_chat_template(
+            [*CHAT, *messages], tools=[schema_of(tool) for tool in (add, later)], return_dict=True
+        )["input_ids"]
+        assert whole[:-1] == rollout.prompt_ids[0] + rollout.completion_ids[0]
+    assert rollout.turn_rewards is None and counts_of(rollout).tool_errors == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (tool_call("nothing"), "there is no tool 'nothing'; tools: add, broken"),
+        (tool_call("add", a=2), "the argument 'b' is missing"),
+        (tool_call("add", a=2, b="x"), "the argument 'b' must be integer, not string"),
+        (tool_call("add", a=2, b=3, c=4), "unknown argument 'c'; known: a, b"),
+        (tool_call("broken", kind="raise"), "KeyError: 'gone'"),
+        (tool_call("broken", kind="hang"), "TimedOut: no answer within 0.2 seconds"),
+    ],
+)
+def test_what_goes_wrong_in_a_call_is_an_observation_and_the_episode_goes_on(call, expected):
+    tokenizer = chat_tokenizer()
+    episodes = episodes_of(tools=[add, broken], tokenizer=tokenizer, tool_timeout=0.2)
+    rollout = play(episodes, Scripted(turns_of(tokenizer, f"{call}<|im_end|>", "ok<|im_end|>")), [CHAT], length=4000)
+    _, answer, last = rollout.episodes[0].messages
+    assert answer["content"] == f'{{"error": "{expected}"}}' and last["content"] == "ok"
+    assert (counts_of(rollout).tool_calls, counts_of(rollout).tool_errors) == (1, 1)
+
+
+def test_a_long_result_is_cut_and_max_turns_calls_no_tool_in_the_last_turn():
+    tokenizer = chat_tokenizer()
+    call = f"{tool_call('broken', kind='long')}<|im_end|>"
+    episodes = episodes_of(tools=[broken], tokenizer=tokenizer, observation_characters=10, max_turns=2)
+    rollout = play(episodes, Scripted(turns_of(tokenizer, call, call)), [CHAT], length=4000)
+    _, answer, last = rollout.episodes[0].messages
+    assert answer["content"] == "xxxxxxxxxx ... (9999990 more characters)" and last["tool_calls"]
+    assert (counts_of(rollout).tool_calls, counts_of(rollout).turns_at_limit, rollout.stopped) == (1, 1, [True])
+
+
+def test_arguments_are_compared_with_the_schema():
+    def tool(a: float, b: list[str], c: str | None = None, d: dict[str, int] | None = None) -> str:
+        """Take values.
+
+        Args:
+            a: a number
+            b: texts
+            c: a text (choices: ["x", "y"])
+            d: numbers
+        """
+
+    schema = schema_of(tool)
+    fine = [{"a": 1, "b": []}, {"a": 0.5, "b": ["x"], "c": None}, {"a": 1, "b": [], "c": "y", "d": {"k": 1}}]
+    assert [argument_fault(arguments, schema) for arguments in fine] == [None] * 3
+    wrong = [{"a": True, "b": []}, {"a": 1, "b": [1]}, {"a": 1, "b": "x"}, {"a": 1, "b": [], "c": "z"}]
+    wrong += [{"a": 1, "b": [], "d": {"k": "1"}}, {"a": None, "b": []}, {"b": []}, ["a"], None]
+    assert all(argument_fault(arguments, schema) for arguments in wrong)
+
+
+class Calculator:
+    """As TRL has environments: its methods are tools."""
+
+    def reset(self, **row):
+        self.row, self.total = row, 0
+        return row.get("hint")
+
+    def plus(self, number: int) -> str:
+        """Add a number to the total.
+
+        Args:
+            number: what to add
+        """
+        self.total += number
+        return str(self.total)
+
+    def get_reward(self):
+        return float(self.total)
+
+
+class AsyncCalculator(Calculator):
+    async def get_reward(self):
+        return float(self.total) + 0.5
+
+    async def minus(self, number: int) -> str:
+        """Subtract a number from the total.
+
+        Args:
+            number: what to subtract
+        """
+        self.total -= number
+        return str(self.total)
+
+
+def test_environments_of_trl_are_chosen_by_a_column_and_score_the_episode():
+    tokenizer = chat_tokenizer()
+    episodes = episodes_of({"sync": Calculator, "async": AsyncCalculator}, tokenizer=tokenizer)
+    texts = [f"{tool_call(name, number=4)}<|im_end|>" for name in ("plus", "minus")]
+    script = Scripted(*(turns_of(tokenizer, text, "ok<|im_end|>") for text in texts))
+    columns = {"environment": ["sync", "async"], "hint": [" Please.", None]}
+    rollout = play(episodes, script, [CHAT, CHAT], columns=columns, length=4000)
+    assert rollout.turn_rewards == [[0.0, 4.0], [0.0, -3.5]]
+    first, second = rollout.episodes
+    assert first.prompt == [{"role": "user", "content": "2+3? Please."}] and second.prompt == CHAT
+    assert CHAT == [{"role": "user", "content": "2+3?"}]
+    assert first.environment.row == {"prompt": CHAT, "hint": " Please."}
+    assert '"minus"' in tokenizer.decode(rollout.prompt_ids[1]) and '"minus"' not in tokenizer.decode(
+        rollout.prompt_ids[0]
+    )
+    episodes.release(rollout)
+    again = play(episodes, script, [CHAT, CHAT], columns=columns, length=4000)
+    assert again.episodes[0].environment is first.environment and again.turn_rewards == rollout.turn_rewards
+
+
+def test_a_gymnasium_environment_answers_a_conversation_as_the_user():
+    tokenizer = chat_tokenizer("qwen2_5")
+    episodes = episodes_of(Counting, tokenizer=tokenizer)
+    episodes.check_prompts(["prompt"], conversational=True)
+    script = Scripted(turns_of(tokenizer, "one<|im_end|>", "two<|im_end|>"))
+    rollout = play(episodes, script, [CHAT], length=400, columns={"hint": [" Go."]})
+    messages = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "the dog"}]
+    messages.append({"role": "assistant", "content": "two"})
+    assert rollout.episodes[0].messages == messages
+    prompt = [{"role": "user", "content": "2+3? Go."}]
+    whole = tokenizer.apply_chat_template([*prompt, *messages], return_dict=True)["input_ids"]
+    assert whole[:-1] == rollout.prompt_ids[0] + rollout.completion_ids[0]
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+class Fragile(Counting):
+    """Fails in every way, by what the row says."""
+
+    turns = 3
+
+    def reset(self, *, seed=None, options=None):
+        self.fault = options["fault"]
+        if self.fault == "reset":
+            raise OSError("no room")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        if self.fault == "raise":
+            raise ValueError(action)
+        if self.fault == "hang":
+            time.sleep(0.3)
+        result = super().step(action)
+        return {
+            "long": ("dog " * 2_500_000, *result[1:]),
+            "form": result[:4],
+            "nan": (result[0], math.nan, *result[2:]),
+        }.get(self.fault, result)
+
+
+FAULTS = ("", "reset", "raise", "hang", "long", "form", "nan")
+FAILS = ("reset", "hang", "form", "nan")
+
+
+def fragile_rollouts(number, driver=play_in_waves, rows=50):
+    episodes = episodes_of(Fragile, tool_timeout=0.05, observation_characters=20, failed_fraction=1.0, max_turns=3)
+    script, chosen = Scripted([[*words("runs"), END]] * 3), random.Random(0)
+    for _ in range(number // rows):
+        faults = [chosen.choice(FAULTS) for _ in range(rows)]
+        rollout = play(episodes, script, ["a"] * rows, driver, 40, {"fault": faults})
+        episodes.require_played(rollout)
+        yield faults, rollout
+        episodes.release(rollout)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_failures_end_no_run_and_each_is_counted(driver):
+    for faults, rollout in fragile_rollouts(200, driver):
+        counts = counts_of(rollout)
+        assert counts.failed_episodes == sum(fault in FAILS for fault in faults)
+        assert counts.tool_errors == sum({"raise": 3, "reset": 0, "": 0, "long": 0}.get(f, 1) for f in faults)
+        columns = rollout.completion_ids, rollout.turn_ids, rollout.turn_rewards, rollout.episodes
+        for fault, ids, turns, rewards, episode in zip(faults, *columns, strict=True):
+            failed = fault in FAILS
+            assert (episode.failure is not None) == failed and (len(ids) == 1) == failed, fault
+            if failed:
+                assert turns == [0] and math.isnan(rewards[0])
+            else:
+                assert rewards == ([0.0] * 3 if fault == "raise" else [1.0, 2.0, 3.0]) and max(turns) == 2
+
+
+@pytest.mark.slow
+def test_a_thousand_episodes_with_failures_leave_no_memory_behind():
+    import psutil
+
+    process, sizes = psutil.Process(), []
+    for _ in fragile_rollouts(1000):
+        sizes.append(process.memory_info().rss / 2**20)
+    assert sizes[-1] - sizes[len(sizes) // 4] < 60
+    time.sleep(0.5)
+    assert threading.active_count() < 50
+
+
+def test_too_many_failed_episodes_end_the_run_with_the_first_reason():
+    episodes = episodes_of(Fragile, failed_fraction=0.25)
+    script = Scripted([[END]] * 3)
+    rollout = play(episodes, script, ["a"] * 4, columns={"fault": ["", "reset", "", ""]})
+    episodes.require_played(rollout)
+    rollout = play(episodes, script, ["a"] * 4, columns={"fault": ["reset", "reset", "", ""]})
+    with pytest.raises(RuntimeError, match="50% of the episodes.*max_failed_episodes_fraction 25%.*OSError: no room"):
+        episodes.require_played(rollout)
+
+
+def test_more_hanging_calls_than_the_process_can_leave_behind_end_the_run(monkeypatch):
+    monkeypatch.setattr(tool_calls, "MOST_ABANDONED", 2)
+    episodes = episodes_of(Fragile, tool_timeout=0.02, failed_fraction=1.0)
+    with pytest.raises(RuntimeError, match="3 calls.* hang, each longer than tool_timeout 0.02 s"):
+        play(episodes, Scripted([[END]] * 3), ["a"] * 3, columns={"fault": ["hang"] * 3})
+
+
+def test_an_async_tool_that_blocks_the_loop_costs_the_others_one_call():
+    async def blocking(seconds: float) -> str:
+        """Block.
+
+        Args:
+            seconds: how long
+        """
+        time.sleep(seconds)
+        return "done"
+
+    calls = tool_calls.TimedCalls(0.1)
+    with pytest.raises(tool_calls.TimedOut):
+        calls.call(blocking, seconds=2.0)
+    assert calls.call(later, text="here") == "here"
+
+
+def test_an_error_of_the_sampler_is_raised():
+    def fails(*args):
+        raise RuntimeError("the server is gone")
+
+    for driver in DRIVERS:
+        with pytest.raises(RuntimeError, match="the server is gone"):
+            play(episodes_of(Counting), fails, driver=driver)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+class NoReset:
+    def step(self, action): ...
+
+
+class NoTools:
+    def reset(self, **row): ...
+
+
+class Undocumented(NoTools):
+    def guess(self, word: str): ...
+
+
+def undocumented(a: int):
+    return a
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"factory": NoReset}, "makes a NoReset, which has no reset"),
+        ({"factory": NoTools}, "without public methods, which would be its tools, or step"),
+        ({"factory": Undocumented}, "the tool 'guess' cannot be described.*no docstring"),
+        ({"factory": {"x": 3}}, "environment 'x' is a int"),
+        ({"factory": {}}, "empty mapping"),
+        ({"factory": Counting, "tools": [add]}, "answers by step, so no tools go with it"),
+        ({"tools": [undocumented]}, "the tool 'undocumented' cannot be described.*no docstring"),
+        ({"tools": [add, add]}, "two tools have the same name"),
+        ({"tools": [add]}, "has no chat template"),
+        ({"tools": [add], "tokenizer": "simple"}, "does not show tool calls"),
+        ({"tools": [add], "tokenizer": "unknown"}, "none that TRL knows"),
+    ],
+)
+def test_tools_and_environments_that_cannot_work_are_rejected(arguments, message):
+    tokenizer: PreTrainedTokenizerFast = tiny_tokenizer()
+    kind = arguments.get("tokenizer")
+    if kind == "simple":
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    elif kind == "unknown":
+        tokenizer = chat_tokenizer()
+        tokenizer.chat_template += " "
+    with pytest.raises(ValueError, match=message):
+        episodes_of(**{**arguments, "tokenizer": tokenizer})
+
+
+def test_prompts_that_do_not_serve_are_rejected():
+    with pytest.raises(ValueError, match="no column 'environment'"):
+        episodes_of({"x": Counting}).check_prompts(["prompt"], conversational=False)
+    with pytest.raises(ValueError, match="'y'.*has x"):
+        episodes_of({"x": Counting}).kind_of({"environment": "y"})
+    with pytest.raises(ValueError, match="tools are called in conversations"):
+        episodes_of(tools=[add], tokenizer=chat_tokenizer()).check_prompts(["prompt"], conversational=False)
