@@ -23,27 +23,41 @@ SIZE = 5
 # A column of stones with a gap in the middle.
 STONES = {(2, y) for y in range(SIZE) if y != 2}
 MOVES = {"left": (-1, 0), "right": (1, 0), "down": (0, -1), "up": (0, 1)}
-TURNS, ARRIVAL, TURN_COST = 12, 1.0, 0.02
+TURNS, ARRIVAL, NEARER = 12, 1.0, 0.1
 HELD_OUT_SHARE = 0.2
 SHAPE = BaseShape(vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, max_positions=128)
 
 
+def moved(place, move):
+    """Return where a move leads: nowhere at a stone, at the edge and for any other word."""
+    dx, dy = MOVES.get(move, (0, 0))
+    x, y = place[0] + dx, place[1] + dy
+    return (x, y) if 0 <= x < SIZE and 0 <= y < SIZE and (x, y) not in STONES else place
+
+
+def distances(goal):
+    """Return the moves that each place is away from a goal."""
+    found, newest = {goal: 0}, [goal]
+    while newest:
+        newest = list({moved(place, move) for place in newest for move in MOVES} - set(found))
+        found |= {place: max(found.values()) + 1 for place in newest}
+    return found
+
+
 class Grid:
-    """Walk from start to goal: arriving earns ARRIVAL, every move costs TURN_COST, and after TURNS moves it is over."""
+    """Walk from start to goal in TURNS moves. A move earns NEARER for each step nearer, and ARRIVAL at the goal."""
 
     def reset(self, *, seed=None, options=None):
         numbers = [int(digit) for digit in re.findall(r"\d", options["prompt"])]
         self.place, self.goal, self.turns = tuple(numbers[:2]), tuple(numbers[2:]), 0
+        self.distances = distances(self.goal)
         return "", {}
 
     def step(self, action):
         self.turns += 1
-        dx, dy = MOVES.get(action.strip(), (0, 0))
-        x, y = self.place[0] + dx, self.place[1] + dy
-        if 0 <= x < SIZE and 0 <= y < SIZE and (x, y) not in STONES:
-            self.place = (x, y)
+        before, self.place = self.place, moved(self.place, action.strip())
         has_arrived = self.place == self.goal
-        reward = ARRIVAL * has_arrived - TURN_COST
+        reward = NEARER * (self.distances[before] - self.distances[self.place]) + ARRIVAL * has_arrived
         return "{} {}\n".format(*self.place), reward, has_arrived, self.turns == TURNS, {}
 
 
