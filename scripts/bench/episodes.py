@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList
 from workload import EOS, FORBIDDEN, PAD, Workload
 
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.episodes import play_turns
+from onetrunk.rollouts.episodes import play_in_waves
 from onetrunk.rollouts.local import LocalBackend
 
 NUM_TURNS, TURN, OBSERVATION = 4, 16, 16
@@ -37,6 +37,7 @@ class EndTurns:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         length = (input_ids != PAD).sum(1) - self.prompt
         is_last = (length % (TURN + OBSERVATION) == TURN - 1).to(scores.device)
+        scores[:, PAD] = FORBIDDEN
         scores[:, EOS] = torch.where(is_last, -FORBIDDEN, FORBIDDEN)
         return scores
 
@@ -80,7 +81,7 @@ def kept_against_anew(rows: int, repeats: int) -> dict[str, float]:
         start = time.process_time()
         kept = backend.generate_turns(*call, Tool())
         middle = time.process_time()
-        anew = play_turns(backend.generate, *call, Tool())
+        anew = play_in_waves(backend.generate, *call, Tool())
         seconds["kept_s"].append(middle - start)
         seconds["anew_s"].append(time.process_time() - middle)
         assert kept.completion_ids == anew.completion_ids
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--delay", type=float, default=0.5, help="seconds of the slow tool")
     options = parser.parse_args()
-    print(json.dumps({"cache": kept_against_anew(options.rows, options.repeats)}))
+    print(json.dumps({"cache": kept_against_anew(options.rows, options.repeats)}), flush=True)
     print(json.dumps({"slow_tool": delay_of_others(4 * options.repeats + 1, options.delay)}))
 
 

@@ -319,8 +319,6 @@ class DecodeState:
 
         Columns that are padding in every row are dropped, so fewer than the longest prompt and 2 C are ever filled.
         """
-        if not others:
-            return
         states = (self, *others)
         width, count = max(state.width for state in states), self.logprobs.shape[1]
         masks = [F.pad(state.attention_mask[:, : state.width], (width - state.width, 0)) for state in states]

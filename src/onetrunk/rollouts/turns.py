@@ -59,39 +59,30 @@ class Continuation(Enum):
 
     @classmethod
     def of(cls, call: SamplingCall) -> Continuation:
-        """Return the first way that gives two short rows the logits which they have without a cache."""
+        """Return the way that the layers of the model allow, after a proof with two short rows."""
         weight = call.model.get_input_embeddings().weight
         ids = torch.linspace(0, weight.shape[0] - 1, 15).long().tolist()
-        rows, expected = _logits_after(call, [ids[:9], ids[9:]], None)
-        if not rows.can_be_joined:
+        whole, pad_token_id = [ids[:9], ids[9:]], call.params.pad_token_id
+
+        def state_of(rows: list[list[int]]) -> tuple[DecodeState, Tensor]:
+            proof = replace(call, prompt_ids=rows, keys=[(0,), (1,)], capture=None)
+            state = left_padded([0, 1], proof)
+            return state, next_logits(proof, state)
+
+        state, expected = state_of(whole)
+        if not state.can_be_joined:
             return cls.ANEW
+        way = cls.PADDED if all(type(layer) in LAYERS_OF_ALL_COLUMNS for layer in state.cache.layers) else cls.EVEN
+        lengths = (5, 2) if way is cls.PADDED else (3, 3)
+        state, _ = state_of([row[:-n] for row, n in zip(whole, lengths, strict=True)])
+        state.extend([row[-n:] for row, n in zip(whole, lengths, strict=True)], pad_token_id)
         device = weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        bound = max(1e-3, 8 * torch.finfo(dtype).eps) * expected.norm()
-        has_all_columns = all(type(layer) in LAYERS_OF_ALL_COLUMNS for layer in rows.cache.layers)
-        for way, lengths in ((cls.PADDED, (5, 2)), (cls.EVEN, (3, 3))):
-            if way is cls.EVEN or has_all_columns:
-                try:
-                    logits = _logits_after(call, [ids[:9], ids[9:]], lengths)[1]
-                except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
-                    continue
-                if (logits - expected).norm() <= bound:
-                    return way
-        return cls.ANEW
-
-
-def _logits_after(
-    call: SamplingCall, rows: list[list[int]], lengths: tuple[int, int] | None
-) -> tuple[DecodeState, Tensor]:
-    """Return the logits after two rows whose last tokens, so many of each, are added to the cache of the others."""
-    begun = rows if lengths is None else [ids[:-n] for ids, n in zip(rows, lengths, strict=True)]
-    proof = replace(call, prompt_ids=begun, keys=[(0,), (1,)], capture=None)
-    state = left_padded([0, 1], proof)
-    logits = next_logits(proof, state)
-    if lengths is not None:
-        state.extend([ids[-n:] for ids, n in zip(rows, lengths, strict=True)], call.params.pad_token_id)
-        logits = next_logits(proof, state)
-    return state, logits
+        try:
+            error = (next_logits(replace(call, capture=None), state) - expected).norm() / expected.norm()
+        except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+            return cls.ANEW
+        return way if error <= max(1e-3, 8 * torch.finfo(dtype).eps) else cls.ANEW
 
 
 class DecodeLoop:
@@ -219,21 +210,22 @@ class DecodeLoop:
         rows = self._next_rows()
         if not rows:
             return logits
-        parts = self._continued(self._unparked(rows))
-        continued = {row for part, _ in parts for row in part.rows}
-        begun = [row for row in rows if row not in continued]
+        parked = self._unparked(rows)
+        parts = self._continued(parked) if parked else []
+        begun = [row for row in rows if not any(row in part.rows for part, _ in parts)]
         if begun:
             parts.append(prefill(self.call, begun))
-        parts = [part for part in map(self._without_closing, parts) if part is not None]
-        if not parts:
+        if self.state is not None:
+            parts = [(self.state, logits), *parts]
+        (self.state, logits), *others = parts
+        if others:
+            self.state.join([state for state, _ in others], self.call.params.pad_token_id)
+            logits = torch.cat([logits, *(new_logits for _, new_logits in others)])
+        if self.closing.isdisjoint(rows):
             return logits
-        states, new_logits = ([part[k] for part in parts] for k in range(2))
-        if self.state is None:
-            self.state, *states = states
-        else:
-            new_logits = [logits, *new_logits]
-        self.state.join(states, self.call.params.pad_token_id)
-        return torch.cat(new_logits) if len(new_logits) > 1 else new_logits[0]
+        going_on = [i for i, row in enumerate(self.state.rows) if row not in self.closing]
+        self.state = self.state.kept(going_on)
+        return logits[going_on]
 
     def _next_rows(self) -> list[int]:
         """Return the rows that get a place now, and take them off the lists."""
@@ -253,11 +245,10 @@ class DecodeLoop:
 
     def _continued(self, parked: Sequence[DecodeState]) -> list[tuple[DecodeState, Tensor]]:
         """Run the tokens that these caches lack; return states and the logits [b, V] of the first tokens of turns."""
-        if not parked:
-            return []
         pad_token_id, episodes = self.call.params.pad_token_id, self.call.episodes
-        state, *others = parked
-        state.join(others, pad_token_id)
+        state = parked[0]
+        if parked[1:]:
+            state.join(parked[1:], pad_token_id)
         tokens = [episodes[row].token_ids[count:] for row, count in zip(state.rows, state.counts, strict=True)]
         groups: dict[int, list[int]] = {}
         for i, ids in enumerate(tokens):
@@ -272,12 +263,3 @@ class DecodeLoop:
             part.begin_turn(self.call)
             parts.append((part, logits))
         return parts
-
-    def _without_closing(self, part: tuple[DecodeState, Tensor]) -> tuple[DecodeState, Tensor] | None:
-        """Return rows and their logits without those that are over; None if all are."""
-        state, logits = part
-        if not self.closing.intersection(state.rows):
-            return part
-        going_on = [i for i, row in enumerate(state.rows) if row not in self.closing]
-        state = state.kept(going_on)
-        return None if state is None else (state, logits[going_on])

@@ -1,0 +1,100 @@
+"""`onetrunk ppo` and `onetrunk eval` with tools and environments from a file."""
+
+import json
+
+import pytest
+import yaml
+
+from onetrunk import cli
+from tests.chat import CHAT_VOCAB, END, chat_tokenizer
+from tests.stages.small_runs import error_of, make_material, metrics, run, words_of, write_rows
+from tests.tiny import tiny_model
+
+GAME = '''
+class Nouns:
+    """Three turns of one to four tokens; a turn with the word cat in it has the reward 1."""
+
+    def reset(self, *, seed=None, options=None):
+        self.turn = 0
+        return "", {}
+
+    def step(self, action):
+        self.turn += 1
+        return " the", float("cat" in action), self.turn == 3, False, {}
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first one
+        b: the second one
+    """
+    return a + b
+
+
+def add_nothing(a):
+    return a
+'''
+
+
+@pytest.fixture
+def material(tmp_path, monkeypatch):
+    make_material(tmp_path)
+    (tmp_path / "game.py").write_text(GAME)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def command(verb, **settings):
+    """Return the words of a stage with settings in a YAML file, and without reward functions."""
+    words = words_of(verb)
+    at = words.index("--reward_funcs")
+    del words[at : at + 2]
+    with open(f"{verb}.yaml", "w") as file:
+        yaml.safe_dump(settings, file)
+    return [*words, "--config", f"{verb}.yaml", "--max_completion_length", "16"]
+
+
+STOPS = ["cat", "dog", "the", "runs", "a", "sees", "not", "on", "small"]
+
+
+def test_an_environment_trains_and_is_evaluated_from_yaml(material):
+    settings = {"environment": "game.py:Nouns", "max_turns": 5, "stop_tokens": STOPS}
+    assert cli.main([*command("ppo", **settings), "--dry_run"]) == 0
+    assert cli.main(command("ppo", **settings)) == 0
+    words = command("eval", **settings)
+    words[words.index("--model_name_or_path") + 1] = "out-ppo"
+    assert cli.main(words) == 0
+    found = metrics("out-eval")
+    assert found["num_prompts"] == 8
+    samples = [json.loads(line) for line in open("out-eval/samples-policy.jsonl")]
+    for side in ("policy", "reference"):
+        assert found[side]["score/mean"] == found[side]["score/Nouns"]
+    assert all("score/Nouns" in row for row in samples)
+
+
+def test_tools_come_from_yaml(material):
+    questions = [{"prompt": [{"role": "user", "content": f"{i}+1?"}]} for i in range(8)]
+    write_rows(material / "prompts.jsonl", questions)
+    model = tiny_model("llama", num_hidden_layers=1, vocab_size=CHAT_VOCAB, eos_token_id=END, bos_token_id=None)
+    model.config.max_position_embeddings = 1200
+    model.save_pretrained("base")
+    chat_tokenizer().save_pretrained("base")
+    assert run("ppo", "--tools", "game.py:add", "--max_tool_calling_iterations", 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"environment": "game.py:Verbs"}, "environment 'game.py:Verbs': game.py has no 'Verbs'; it has Nouns"),
+        ({"environment": {"a": "game.py:Nouns"}}, "the dataset has no column 'environment'"),
+        ({"tools": ["game.py:add"]}, "reward_funcs is not set"),
+        ({"tools": ["game.py:add_nothing"], "reward_funcs": ["reward.py:short"]}, "the tool 'add_nothing' cannot be"),
+        ({"environment": "game.py:Nouns", "tool_timeout": 0}, "tool_timeout is 0"),
+        ({"max_turns": 3, "reward_funcs": ["reward.py:short"]}, "neither tools nor an environment"),
+    ],
+)
+def test_mistakes_are_one_message(material, capsys, settings, message):
+    assert cli.main(command("ppo", **settings)) != 0
+    assert message in error_of(capsys)
