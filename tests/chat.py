@@ -38,7 +38,9 @@ def tool_call(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def taught_base(folder: Path, tools: list[Callable], conversations: list[list[dict]], template: str = "qwen2_5") -> None:
+def taught_base(
+    folder: Path, tools: list[Callable], conversations: list[list[dict]], template: str = "qwen2_5"
+) -> None:
     """Write a tiny Llama that has learned conversations by heart, and calls tools as they do, with its tokenizer."""
     names = ("<|im_start|>", "<|im_end|>")
     chat_template = (Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text()

@@ -429,7 +429,9 @@ def make_trainer(
     return trainer
 
 
-def make_chain_trainer(chain: Chain, seed: int, folder: str | Path, pays: str = "turns", **settings: Any) -> PPOTrainer:
+def make_chain_trainer(
+    chain: Chain, seed: int, folder: str | Path, pays: str = "turns", **settings: Any
+) -> PPOTrainer:
     """Return a trainer that plays a chain in ChainGame, whose rewards are the only ones."""
     from onetrunk.ppo.trainer import PPOTrainer
 

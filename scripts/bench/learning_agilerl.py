@@ -19,7 +19,8 @@ The critic learns at the actor's rate: ten times as much was no better on the pr
 
 On `chain` the KL is paid as a reward by all arms. `agilerl-turns` and `agilerl-turn-means` have a turn as the action,
 whose value is that before its last token (AgileRL's default, which has seen the action here) or the mean over its
-tokens. In `agilerl-tokens` a token is an action; AgileRL's estimate then ends at every observation.
+tokens. In `agilerl-tokens` a token is an action; AgileRL's estimate then ends at every observation, which
+`agilerl-tokens-sum` shows, where everything is paid at the end.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ ARMS = [
     Arm("agilerl-turns", {"pays_kl": True, "unit": "turn"}, CHAIN),
     Arm("agilerl-turn-means", {"pays_kl": True, "unit": "turn", "turn_value": "mean"}, CHAIN),
     Arm("agilerl-tokens", {"pays_kl": True}, CHAIN),
+    Arm("agilerl-tokens-sum", {"pays_kl": True, "pays": "end"}, CHAIN),
 ]
 
 
@@ -131,20 +133,22 @@ def train_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float) -> float:
     return kl.sum(1).mean().item()
 
 
-def play_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float, unit: str) -> float:
+def play_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float, settings: dict[str, Any]) -> float:
     """Play an episode after every prompt and learn; return the mean KL of an episode."""
     with agent.select_adapter("actor"):
         ids, turns, _ = rule.task.play(agent.actor.pretrained_model, prompts)
     completions = ids[:, prompts.shape[1] :].tolist()
     rule.function()([rule.task.text(row) for row in prompts.tolist()], None, completions)
     rewards = torch.tensor(list(map(rule.task.turn_rewards, prompts.tolist(), completions)))
+    if settings.get("pays") == "end":
+        rewards[:, -1], rewards[:, :-1] = rewards.sum(1), 0.0
     turns = torch.cat([torch.full((len(ids), prompts.shape[1] - 1), -1), turns], 1)
     mask = turns >= 0
     scored = agent._fused_forward_no_grad(ids, batch_size=len(ids))
     kl = (scored[1] - scored[0]).masked_fill(~mask, 0.0)
     # A turn is an action and EOS.
     kl_rewards = -beta * kl[mask].view(len(ids), -1, 2)
-    if unit == "turn":
+    if settings.get("unit") == "turn":
         rewards = rewards + kl_rewards.sum(2)
     else:
         kl_rewards[:, :, 1] += rewards
@@ -169,7 +173,7 @@ def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[
         agent.apply_lr()
         beta = task.beta if settings["pays_kl"] else 0.0
         if isinstance(task, FourTurns):
-            kl = play_once(agent, rule, prompts[chosen], beta, settings.get("unit", "token"))
+            kl = play_once(agent, rule, prompts[chosen], beta, settings)
         else:
             kl = train_once(agent, rule, prompts[chosen], beta)
         curve.add(rule.taken(), kl, time.process_time() - start)

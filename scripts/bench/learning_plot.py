@@ -35,6 +35,7 @@ COLORS = {
     "agilerl-turns": "tab:pink",
     "agilerl-turn-means": "tab:red",
     "agilerl-tokens": "tab:brown",
+    "agilerl-tokens-sum": "tab:olive",
     "trl-lora": "tab:gray",
     "trl-full": "black",
 }

@@ -19,7 +19,9 @@ def test_the_calculator_by_hand(expression, result):
     assert calculator.calculate(expression) == result
 
 
-@pytest.mark.parametrize("expression", ["2**9", "__import__('os')", "a+1", "1/0", "", "1+" * 200 + "1", "'a'*9", "True+1"])
+@pytest.mark.parametrize(
+    "expression", ["2**9", "__import__('os')", "a+1", "1/0", "", "1+" * 200 + "1", "'a'*9", "True+1"]
+)
 def test_the_calculator_evaluates_nothing_but_arithmetic(expression):
     with pytest.raises((ValueError, SyntaxError, ZeroDivisionError)):
         calculator.calculate(expression)
@@ -44,9 +46,7 @@ def test_the_chain_calls_the_tool(tmp_path, monkeypatch):
     prepare.prepare("gsm8k.jsonl", "gsm8k.jsonl", "runs/qwen2.5-1.5b-tools")
     questions = [json.loads(line)["prompt"][0]["content"] for line in open("runs/qwen2.5-1.5b-tools/train.jsonl")]
     call = ("calculate", {"expression": "2*2"})
-    taught_base(
-        tmp_path / "base", [calculator.calculate], [calling(q, call, "4", "#### 4") for q in questions[:2]]
-    )
+    taught_base(tmp_path / "base", [calculator.calculate], [calling(q, call, "4", "#### 4") for q in questions[:2]])
     ppo = "--model_name_or_path base --num_rollouts 1 --rollout_batch_size 4 --num_minibatches 1 --lora_r 2"
     ppo += " --max_prompt_length 1500 --value_pretraining_rollouts 0 --dataset_split train[:8] --eval_strategy no --report_to none"
     for verb, words in {"ppo": ppo, "eval": "--dataset_split test[:4]"}.items():

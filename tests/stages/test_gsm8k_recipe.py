@@ -56,3 +56,31 @@ def test_rows_become_prompts_and_the_last_ones_are_held_out(tmp_path, monkeypatc
         "answer": "<<100+100=200>>\n#### 200",
     }
     assert (tmp_path / "out/base/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("action", "observation", "is_over"),
+    [
+        ("In May <<48/2=", "24>>", False),
+        (" and <<1,000*2.5=", "2500>>", False),
+        ("<<10/3=", "3.3333>>", False),
+        ("<<.1+.2=", "0.3>>", False),
+        ("<<2-5=", "-3>>", False),
+        ("48/2 =", "", False),  # outside an annotation
+        ("<<a+b=", "", False),  # no arithmetic: the policy goes on by itself
+        ("<<9**9=", "", False),
+        ("<<1/0=", "", False),
+        ("<<999999999*9=", "", False),
+        ("<<" + "1+" * 60 + "1=", "", False),
+        ("24 clips.\n#### 72", "", True),
+        ("", "", True),
+        ("<<48/2", "", True),
+    ],
+)
+def test_the_calculator_completes_annotations(action, observation, is_over):
+    calculator = rewards.Calculator()
+    assert calculator.reset(seed=0, options={}) == ("", {})
+    assert calculator.step(action) == (observation, 0.0, is_over, False, {})
+    if observation:
+        annotation = f"<<{action.rpartition('<<')[2]}{observation}"
+        assert rewards.annotation_score(None, [annotation]) == [1]
