@@ -3,8 +3,8 @@
     python scripts/bench/learning_grpo.py --task four_tokens
 
 Needs no other environment: TRL 1.16 is a dependency. The advantages are not divided by a group's standard deviation
-(`scale_rewards`), so that `beta` weighs the KL against the score as it does in PPO. The episodes of `chain` are sampled
-by a `rollout_func` with `env_mask`, because TRL's tools and environments need a chat template; the reward is the sum.
+(`scale_rewards`), so that `beta` weighs the KL against the score as it does in PPO. On `chain` a `rollout_func` with
+`env_mask` samples, because TRL's tools and environments need a chat template; the reward is the sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scripts in TRL's form with tools and an environment: they run under TRL, and under onetrunk with two names changed."""
+"""A script in TRL's form with tools and an environment runs under TRL, and under onetrunk with two names changed."""
 
 import json
 import os

@@ -44,9 +44,10 @@ def test_the_chain_calls_the_tool(tmp_path, monkeypatch):
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepare = load_recipe_module("gsm8k-0.5b", "prepare")
     prepare.prepare("gsm8k.jsonl", "gsm8k.jsonl", "runs/qwen2.5-1.5b-tools")
-    questions = [json.loads(line)["prompt"][0]["content"] for line in open("runs/qwen2.5-1.5b-tools/train.jsonl")]
+    prompts = [json.loads(line)["prompt"] for line in open("runs/qwen2.5-1.5b-tools/train.jsonl").readlines()[:2]]
     call = ("calculate", {"expression": "2*2"})
-    taught_base(tmp_path / "base", [calculator.calculate], [calling(q, call, "4", "#### 4") for q in questions[:2]])
+    talks = [calling(prompt[0]["content"], call, "4", "#### 4") for prompt in prompts]
+    taught_base(tmp_path / "base", [calculator.calculate], talks)
     ppo = "--model_name_or_path base --num_rollouts 1 --rollout_batch_size 4 --num_minibatches 1 --lora_r 2"
     ppo += " --max_prompt_length 1500 --value_pretraining_rollouts 0 --dataset_split train[:8] --eval_strategy no --report_to none"
     for verb, words in {"ppo": ppo, "eval": "--dataset_split test[:4]"}.items():
