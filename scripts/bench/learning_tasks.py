@@ -1,8 +1,8 @@
 """The tasks on which learning is compared, the same for every implementation: model, tokenizer, prompts, score.
 
 `four_tokens` is task B of tests/learning.py, whose best attainable objective is known. `noisy` adds noise to its
-reward. `chain` is a game of four turns with a reward each, whose best attainable objective is known too. `early` scores
-the first four tokens of 128. `sums` is addition of two numbers of two digits by a small Qwen2, which plain
+reward. `chain` is a game of four turns with a reward each, whose best attainable objective is known too. `early`
+scores the first four tokens of 128. `sums` is addition of two numbers of two digits by a small Qwen2, which plain
 cross-entropy has taught until it is right in 40%; in `sparse` it is right in 5% at the start. Nothing here imports a
 trainer by itself, because the environments of other libraries import it too.
 """
