@@ -141,6 +141,11 @@ class Pack:
     def num_rows(self) -> int:
         return self.input_ids.shape[0]
 
+    @property
+    def turns(self) -> Tensor:
+        """[R, C] int64, number of the turn of each sampled token, -1 elsewhere; without `turn_ids` a row is turn 0."""
+        return self.completion_mask.long() - 1 if self.turn_ids is None else self.turn_ids
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -157,6 +162,7 @@ class Experience:
         weights: importance weights of the policy loss and of the KL in the loss, or None.
         states: [N, H] output of the frozen layers below the first adapted layer at the N tokens of the rows, row
             after row without padding; in the trunk's dtype, on any device; None if it is not kept.
+        value_mask: [R, C] bool, True at the tokens whose values train; None: those of `loss_mask`.
     """
 
     pack: Pack
@@ -168,6 +174,12 @@ class Experience:
     ref_logprobs: Tensor | None = None
     weights: Tensor | None = None
     states: Tensor | None = None
+    value_mask: Tensor | None = None
+
+    @property
+    def value_tokens(self) -> Tensor:
+        """[R, C] bool, True at the tokens whose values train."""
+        return self.loss_mask if self.value_mask is None else self.value_mask
 
 
 class PackOutput(NamedTuple):
@@ -200,7 +212,7 @@ class PackOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class LossCoefficients:
-    """The numbers of the PPO loss; all but kl_weight have the names of PPOConfig.
+    """What the PPO loss takes from the settings; all but kl_weight have the names of PPOConfig.
 
     Args:
         epsilon: clip range of the ratio below 1.
@@ -211,6 +223,7 @@ class LossCoefficients:
         entropy_coef: weight of the entropy bonus.
         kl_weight: weight of the KL to the reference in the loss; 0 leaves the KL out.
         kl_estimator: k1, k2 or k3.
+        ratio_unit: token or turn: what has a ratio of its own.
     """
 
     epsilon: float = 0.2
@@ -221,6 +234,7 @@ class LossCoefficients:
     entropy_coef: float = 0.0
     kl_weight: float = 0.0
     kl_estimator: str = "k1"
+    ratio_unit: str = "token"
 
 
 @dataclass(frozen=True)
@@ -230,6 +244,7 @@ class Minibatch:
     Args:
         experiences: at least one; a rank without tokens to train has one pack whose `loss_mask` is all False.
         num_tokens: number of tokens that train in this step, over all ranks (float, at least 1).
+        num_values: that of tokens whose values train; None: the same.
         trains_policy: False during value pretraining, which has no policy loss.
         trains_value: False if the value head is fitted to kept states instead.
         is_empty_slot: True if the step must not change the weights (after a `target_kl` stop).
@@ -240,6 +255,7 @@ class Minibatch:
     trains_policy: bool = True
     trains_value: bool = True
     is_empty_slot: bool = False
+    num_values: float | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ def test_limits_of_alarms_by_what_samples():
     assert (
         ahead.limits["kl"] == 5.0 and config(top_k=3, alarm_limits={"logprob_gap": 1.0}).limits["logprob_gap"] == 1.0
     )
-    for word, number in (("all", 10), (["kl", "entropy"], 2), ("entropy", 1), (None, 0), ("null", 0)):
+    for word, number in (("all", 12), (["kl", "entropy"], 2), ("entropy", 1), (None, 0), ("null", 0)):
         assert len(config(stop_on_alarm=word).stop_on_alarm or []) == number
 
 

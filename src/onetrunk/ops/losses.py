@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onetrunk.ops.advantages import kl_estimate
-from onetrunk.ops.masking import at_least_float32, masked_mean
+from onetrunk.ops.masking import at_least_float32, masked_mean, sum_over_turns
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 LOG_RATIO_LIMIT = 20.0
@@ -26,16 +26,18 @@ def ppo_loss(
     output: PackOutput,
     coefficients: LossCoefficients,
     num_tokens: float | Tensor | None = None,
+    num_values: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Stats]]:
     """Return policy loss + value_coef * value loss - entropy_coef * entropy + kl_weight * KL, and the stats of each.
 
     A term is left out where `output` lacks its tensor; the KL also where kl_weight is 0 or there are no ref_logprobs.
 
     Args:
-        experience: the pack; its `loss_mask` says which tokens count.
+        experience: the pack; its `loss_mask` says which tokens count, its `value_tokens` which values do.
         output: logprobs (with entropy) or values of the current model, or all; the gradient flows here.
         coefficients: the numbers.
         num_tokens: denominator of every term and stat; the counted tokens, at least 1, where None.
+        num_values: that of the value loss, if it differs.
 
     Returns:
         The loss, a scalar, and detached scalars in groups: "policy" as in `policy_loss`, with `entropy`; "value" as
@@ -50,14 +52,16 @@ def ppo_loss(
     loss, stats = 0.0, {}
     if output.values is not None:
         value, stats["value"] = value_loss(
-            output.values, experience.old_values, experience.returns, mask, c.value_clip, num_tokens
-        )
+            output.values, experience.old_values, experience.returns, experience.value_tokens, c.value_clip,
+            num_tokens if num_values is None else num_values,
+        )  # fmt: skip
         loss = loss + c.value_coef * value
     if output.logprobs is None:
         return loss, stats
     policy, stats["policy"] = policy_loss(
         output.logprobs, experience.old_logprobs, experience.advantages, mask,
         c.epsilon, c.epsilon_high, c.dual_clip, experience.weights, num_tokens,
+        experience.pack.turns if c.ratio_unit == "turn" else None,
     )  # fmt: skip
     loss = loss + policy
     if output.entropy is not None:
@@ -84,11 +88,13 @@ def policy_loss(
     dual_clip: float | None = None,
     weights: Tensor | None = None,
     num_tokens: float | Tensor | None = None,
+    turn_ids: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """Return the clipped surrogate loss of PPO and its stats.
 
     Per token max(-A * r, -A * clip(r, 1 - epsilon, 1 + epsilon_high)) with r = exp(logprobs - old_logprobs), the log
-    ratio clamped to +-20.
+    ratio clamped to +-20. With `turn_ids` r is that of the turn: the geometric mean of the ratios of its tokens. Not
+    their product, which leaves any clip range once a turn is long; and the mean has the gradient of token ratios at 1.
 
     Args:
         logprobs: [R, C] of the current policy; the gradient flows here.
@@ -100,17 +106,18 @@ def policy_loss(
         dual_clip: where the advantage is negative, the loss is at most -A * dual_clip (above 1); off where None.
         weights: [R, C] off-policy weights, constants that multiply the loss of a token; 1 where None.
         num_tokens: denominator of the loss and of the stats; the counted tokens, at least 1, where None.
+        turn_ids: [R, C] int64, number of the turn of each counted token; None: every token has its own ratio.
 
     Returns:
-        The loss, a scalar, and detached scalars: `loss`, `clip_fraction` (tokens whose clipped branch is active, which
-        gives no gradient), `ratio_mean`, `approx_kl` (k3 of the old policy against the new), `ratio_max`.
+        The loss, a scalar, and detached scalars: `loss`, `clip_fraction` (tokens whose clipped branch is active: no
+        gradient), `ratio_mean`, `ratio_max`, `approx_kl` (k3 of the old policy against the new, of single tokens).
 
-    Source: Schulman et al. 2017, equation 7; dual clip: Ye et al. 2020 (1912.09729).
+    Source: Schulman et al. 2017, equation 7; dual clip: 1912.09729; turns: ST-PPO 2511.20718, GSPO 2507.18071.
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; set a number above 1, such as 3, or leave it out")
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    ratio, advantages = torch.exp(log_ratio), _kept(mask, advantages)
+    log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), _kept(mask, advantages)
+    ratio = torch.exp(log_ratio if turn_ids is None else _mean_over_turns(log_ratio, mask, turn_ids))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
     losses, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
@@ -239,6 +246,11 @@ def bradley_terry_loss(
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     log_ratio = _kept(mask, at_least_float32(logprobs) - at_least_float32(old_logprobs))
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _mean_over_turns(x: Tensor, mask: Tensor, turn_ids: Tensor) -> Tensor:
+    counts = sum_over_turns(torch.ones_like(x), mask, turn_ids)
+    return sum_over_turns(x, mask, turn_ids) / counts.clamp(min=1)
 
 
 def _kept(mask: Tensor, x: Tensor) -> Tensor:

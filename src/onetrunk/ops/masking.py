@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Moments = tuple[Tensor, Tensor, Tensor]
@@ -45,6 +46,28 @@ def masked_mean(x: Tensor, mask: Tensor, num_tokens: float | Tensor | None = Non
     """
     denominator = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
     return _in_dtype_of(masked_sum(at_least_float32(x), mask) / denominator, x)
+
+
+def turn_starts(mask: Tensor, turn_ids: Tensor) -> Tensor:
+    """Return [R, C] bool, True at the first counted token of every turn.
+
+    Args:
+        mask: [R, C] bool.
+        turn_ids: [R, C] int64, number of the turn of each counted token; it never falls within a row.
+    """
+    turns = torch.where(mask, turn_ids, -1)
+    if not turns.shape[1]:
+        return mask
+    return turns > F.pad(turns.cummax(dim=1).values[:, :-1], (1, 0), value=-1)
+
+
+def sum_over_turns(x: Tensor, mask: Tensor, turn_ids: Tensor) -> Tensor:
+    """Return [R, C]: at every counted token the sum over the counted tokens of its turn; 0 elsewhere."""
+    # Column 0 takes what is before the first turn. In float64, because atomic sums have no certain order on a GPU.
+    numbers = turn_starts(mask, turn_ids).cumsum(1)
+    kept = torch.where(mask, x, 0.0).to(widest_dtype(x.device))
+    sums = kept.new_zeros(len(x), x.shape[1] + 1).scatter_add(1, numbers, kept).gather(1, numbers)
+    return torch.where(mask, sums, 0.0).to(x.dtype)
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:

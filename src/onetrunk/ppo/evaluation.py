@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,18 @@ from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.groups import DataParallel, pack_outputs
 from onetrunk.parallel.sharding import equal_counts, reshard
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.monitoring.metrics import rollout_metrics
-from onetrunk.ppo.rollout import Sampled, Sampler, ScoredRollout, prompt_batch, rollout_packs, with_importance
+from onetrunk.ppo.monitoring.metrics import episode_metrics, rollout_metrics
+from onetrunk.ppo.rollout import (
+    Sampled,
+    Sampler,
+    ScoredRollout,
+    prompt_batch,
+    rollout_packs,
+    with_importance,
+    with_turn_values,
+)
 from onetrunk.rewards.dense import turn_sums
+from onetrunk.types import Completion
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
 from onetrunk.utils.redaction import redact, table_console
@@ -65,7 +74,9 @@ def evaluate_prompts(
     with torch.no_grad(), accelerator.autocast(), plays:
         sampler.backend.sync(model, version)
         rollout = sampler.generate(batch, role=role, version=version)
-    roles = sampler.roles(*(("policy", "reference") if role == "policy" else ()))
+    # A transcript shows the values of its turns.
+    wanted = ("policy", "reference") if rollout.turn_ids is None else ("policy", "value", "reference")
+    roles = sampler.roles(*(wanted if role == "policy" else ()))
     packs, everything, pad_id = [], [range(len(rollout))], sampler.params.pad_token_id
     if roles:
         limits = PackLimits(args.per_device_eval_batch_size, args.microbatch_tokens, args.padding_free)
@@ -76,6 +87,7 @@ def evaluate_prompts(
     model.eval()
     with torch.no_grad(), accelerator.autocast():
         outputs = pack_outputs(model, [item.pack for item in packs], roles, temperature)
+        outputs = (output._replace(value_states=None) for output in outputs)
         packs = [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
     if sampler.params.truncates and role == "policy":
         packs = [with_importance(item, rollout, clip_max=None) for item in packs]
@@ -83,9 +95,10 @@ def evaluate_prompts(
     model.train(was_training)
     seed_generators(args.seed, ROLLOUT_STREAM, EVALUATION_STREAM, process)
     scored = sampler.score(Sampled(batch, rollout), lambda: packs, **extras)
+    scored = with_turn_values(scored, packs) if "value" in roles else scored
     metrics = rollout_metrics(scored, packs, accelerator, counted)
-    del metrics["num_tokens"]
-    return metrics, scored
+    metrics |= episode_metrics(scored, accelerator, counted)
+    return {n: v for n, v in metrics.items() if n != "num_tokens" and not n.startswith("time/")}, scored
 
 
 class SampleLog:
@@ -127,6 +140,7 @@ def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: d
             row |= {f"score/{n}": _number(s[i]) for n, s in scored.scores.by_function.items()}
             row["stopped"] = bool(scored.rollout.stopped[i])
             row |= where_rewarded(scored, i)
+            row |= {} if scored.parts is None else {"transcript": transcript(scored, i)}
             row |= {column: values[i] for column, values in extra.items() if len(values) == len(scored.completions)}
             lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         file.write(redact("".join(lines)))
@@ -146,6 +160,39 @@ def where_rewarded(scored: ScoredRollout, row: int) -> dict[str, list[Any]]:
     if len(found) > len({arrival.turn for arrival in found}):
         columns["token_rewards"] = [[arrival.token, round(arrival.reward, 6)] for arrival in found]
     return columns
+
+
+def transcript(scored: ScoredRollout, row: int) -> list[dict[str, Any]]:
+    """Return the turns of an episode and the observations between them, with each turn's reward and first value."""
+    has_score = bool(scored.scores.total[row].isfinite())
+    rewards = turn_sums(scored.arrivals(row)) if has_score else []
+    values = [] if scored.turn_values is None else scored.turn_values[row]
+    entries: list[dict[str, Any]] = []
+    for turn, text in scored.parts[row]:
+        entry: dict[str, Any] = {"observation": text} if turn < 0 else {"turn": turn, "text": text}
+        for name, numbers in (("reward", rewards), ("value", values)):
+            if 0 <= turn < len(numbers):
+                entry[name] = round(numbers[turn], 6)
+        entries.append(entry)
+    return entries
+
+
+def transcript_text(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return a `transcript` as lines of text."""
+    lines = []
+    for entry in entries:
+        if "observation" in entry:
+            lines.append(f"[observation] {entry['observation']}")
+            continue
+        numbers = [f"{name} {entry[name]:.3g}" for name in ("reward", "value") if name in entry]
+        title = ", ".join([f"turn {entry['turn']}", *numbers])
+        lines.append(f"[{title}] {entry['text']}")
+    return "\n".join(lines)
+
+
+def shown_completion(scored: ScoredRollout, row: int) -> Completion:
+    """Return what a sample shows as the completion of a row: of an episode its transcript."""
+    return scored.completions[row] if scored.parts is None else transcript_text(transcript(scored, row))
 
 
 def score_text(score: str, columns: Mapping[str, Any]) -> str:
@@ -169,7 +216,7 @@ def sample_table(scored: ScoredRollout, title: str, num_rows: int = 4) -> Table:
     for column in ("prompt", "completion", "score"):
         table.add_column(column, overflow="fold")
     for i in range(min(num_rows, len(scored.completions))):
-        texts = (short_text(text, LONGEST_CELL) for text in (scored.batch.prompts[i], scored.completions[i]))
+        texts = (short_text(text, LONGEST_CELL) for text in (scored.batch.prompts[i], shown_completion(scored, i)))
         table.add_row(*texts, score_text(f"{scored.scores.total[i].item():.3f}", where_rewarded(scored, i)))
     return table
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +21,27 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from onetrunk.models.trunk import PackOutput
-from onetrunk.ops.advantages import AdaptiveKLController, KLController, gae, length_adaptive_lam, token_rewards
-from onetrunk.ops.masking import masked_whiten
+from onetrunk.ops.advantages import (
+    AdaptiveKLController,
+    KLController,
+    gae,
+    length_adaptive_lam,
+    token_rewards,
+    turn_gae,
+)
+from onetrunk.ops.masking import masked_whiten, turn_starts
 from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.sharding import equal_counts
 from onetrunk.ppo.async_rollouts import AsyncSource, staleness_metrics
 from onetrunk.ppo.config import plan_batches
 from onetrunk.ppo.forward import Forward
-from onetrunk.ppo.monitoring.metrics import global_moments, importance_metrics, rollout_metrics, value_metrics
+from onetrunk.ppo.monitoring.metrics import (
+    episode_metrics,
+    global_moments,
+    importance_metrics,
+    rollout_metrics,
+    value_metrics,
+)
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
@@ -39,6 +53,7 @@ from onetrunk.ppo.rollout import (
     prompt_batch,
     rollout_packs,
     with_importance,
+    with_turn_values,
 )
 from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, save_buffer, save_state
 from onetrunk.ppo.value_fit import ValueFit
@@ -155,9 +170,7 @@ class ExperienceStream:
         # What reward functions draw from the global generators depends on the rollout alone. Seeded just before them,
         # because threads of other libraries draw from Python's too: retries of an upload, a tracker.
         seed_generators(self.config.seed, ROLLOUT_STREAM, self.state.iteration, self.data_parallel.process_index)
-        scored = self.sampler.score(sampled, packs, **self.trainer.reward_extras())
-        self.last_scored = replace(scored, rollout=replace(scored.rollout, states=None))
-        return scored
+        return self.sampler.score(sampled, packs, **self.trainer.reward_extras())
 
     def shape_scores(self, scored: ScoredRollout) -> Tensor:
         """Return the scores [n] that PPO maximises: after penalties, normalisation and clipping. NaN: no score."""
@@ -173,7 +186,7 @@ class ExperienceStream:
         return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
 
     def advantages(self, pack: Pack, output: PackOutput, rewards: Tensor, stopped: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (advantages, returns) of a pack, both [R, C], by generalised advantage estimation.
+        """Return (advantages, returns) of a pack, both [R, C], by generalised advantage estimation over `gae_unit`.
 
         Args:
             pack: the rows.
@@ -185,14 +198,17 @@ class ExperienceStream:
         bootstrap = None
         if config.truncated_completions == "bootstrap":
             bootstrap = torch.where(stopped, torch.zeros_like(output.next_values), output.next_values)
+        actions, estimate = pack.completion_mask, gae
+        if config.gae_unit == "turn":
+            actions, estimate = turn_starts(actions, pack.turns), partial(turn_gae, turn_ids=pack.turns)
         lam: float | Tensor = config.lam
         if config.length_adaptive_lam is not None:
-            lam = length_adaptive_lam(pack.completion_mask.sum(1), config.length_adaptive_lam)
+            lam = length_adaptive_lam(actions.sum(1), config.length_adaptive_lam)
         lam_value = config.lam if config.lam_value is None else config.lam_value
         inputs = (rewards, output.values, pack.completion_mask, config.gamma)
-        advantages, returns = gae(*inputs, lam, bootstrap)
+        advantages, returns = estimate(*inputs, lam, bootstrap)
         if isinstance(lam, Tensor) or lam != lam_value:
-            _, returns = gae(*inputs, lam_value, bootstrap)
+            _, returns = estimate(*inputs, lam_value, bootstrap)
         return advantages, returns
 
     def add_rewards(self, packs: Sequence[RolloutPack], scores: Tensor, scored: ScoredRollout) -> list[RolloutPack]:
@@ -239,7 +255,7 @@ class ExperienceStream:
 
     def add_advantages(self, packs: Sequence[RolloutPack], sampled: Sampled) -> list[Experience]:
         """Return the experience of each pack: with advantages and returns."""
-        stopped, experiences = sampled.stopped, []
+        stopped, experiences, by_turn = sampled.stopped, [], self.config.gae_unit == "turn"
         for item in packs:
             output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)
             advantages, returns = self.advantages(item.pack, output, item.rewards, row_stopped)
@@ -253,6 +269,8 @@ class ExperienceStream:
                 ref_logprobs=output.ref_logprobs,
                 weights=None if item.importance is None else item.importance.weights,
                 states=output.states,
+                # Advantages of turns read no other value.
+                value_mask=turn_starts(item.loss_mask, item.pack.turns) if by_turn else None,
             )
             experiences.append(experience)
         require_finite(experiences, self.state.iteration)
@@ -316,9 +334,10 @@ class ExperienceStream:
     def log_rollout(
         self, scored: ScoredRollout, scores: Tensor, packs: Sequence[RolloutPack], experiences: Sequence[Experience]
     ) -> None:
-        """Log the metrics of a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
+        """Log and keep a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
+        self.last_scored = with_turn_values(replace(scored, rollout=replace(scored.rollout, states=None)), packs)
         unscored = self._unscored_fraction(scores)
-        metrics = rollout_metrics(scored, packs, self.accelerator)
+        metrics = rollout_metrics(scored, packs, self.accelerator) | episode_metrics(scored, self.accelerator)
         metrics |= value_metrics(packs, experiences, self.config.gamma, self.accelerator)
         if self.corrects_sampler:
             metrics |= importance_metrics(packs, self.accelerator)
@@ -373,13 +392,14 @@ class ExperienceStream:
         # The rows of a minibatch stay together for a rollout, as their packs do.
         number = self.order.minibatch(self.state.iteration, slot)
         experiences = tuple(e for e in self._experiences if e.pack.minibatch == number)
-        local_tokens = torch.stack([e.loss_mask.sum() for e in experiences]).sum().float()
-        num_tokens = self.data_parallel.sum(local_tokens).item()
+        local = [torch.stack([e.loss_mask.sum(), e.value_tokens.sum()]) for e in experiences]
+        num_tokens, num_values = self.data_parallel.sum(torch.stack(local).sum(0).float()).tolist()
         trains_policy = self.state.iteration >= self.config.value_pretraining_rollouts
         trains_value = self.value_fit is None
         return Minibatch(
             experiences=experiences,
             num_tokens=max(1.0, num_tokens),
+            num_values=max(1.0, num_values),
             trains_policy=trains_policy,
             trains_value=trains_value,
             # If no token trains, momentum alone would still move the weights.

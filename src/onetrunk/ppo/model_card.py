@@ -28,8 +28,8 @@ ROLES = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was
 METRICS = ("score/mean", "kl/ref", "completion/length")
 # The settings that most affect what is learnt.
 SETTINGS = (
-    "max_completion_length temperature beta kl_target num_ppo_epochs num_minibatches learning_rate lr_scheduler_type"
-    " epsilon gamma lam seed"
+    "max_completion_length max_turns temperature beta kl_target num_ppo_epochs num_minibatches learning_rate"
+    " lr_scheduler_type epsilon gamma lam seed"
 ).split()
 TEMPLATE = """---
 {{ card_data }}
@@ -162,6 +162,11 @@ def _tables(trainer: Trainer, model: TrunkModel) -> dict[str, dict[str, Any]]:
         "prompts": len(trainer.train_dataset),
         "rollouts": f"{rollouts:g} of {args.rollout_batch_size} prompts x {args.num_generations} completions",
     }
+    kinds = [] if trainer.sampler.episodes is None else trainer.sampler.episodes.kinds.values()
+    environments = {kind.class_name for kind in kinds if kind.factory is not None}
+    tools = {name for kind in kinds for name in kind.schemas}
+    answers = {"environments": environments, "tools": tools}
+    training |= {what: ", ".join(sorted(names)) for what, names in answers.items() if names}
     training |= {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     last: dict[str, float] = {}
     for entry in trainer.state.log_history:

@@ -21,6 +21,7 @@ from onetrunk.data.prompts import decode_completion
 from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights, importance_weights
+from onetrunk.ops.masking import turn_starts
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
@@ -152,10 +153,17 @@ class Sampled:
 
 @dataclass(frozen=True)
 class ScoredRollout(Sampled):
-    """Completions as text, and their scores."""
+    """Completions as text, and their scores.
+
+    Args:
+        parts: of each episode, (turn, text) of its turns and observations (turn -1); None: no episodes.
+        turn_values: of each episode, the value at the first token of every turn; None: not known.
+    """
 
     completions: list[str | list[Message]]
     scores: Scores
+    parts: list[list[tuple[int, str]]] | None = None
+    turn_values: list[list[float]] | None = None
 
     @property
     def lengths(self) -> Tensor:
@@ -201,6 +209,18 @@ class RolloutPack:
             return None
         rows = [scores.by_token[row] / scale for row in self.rows]
         return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
+
+
+def with_turn_values(scored: ScoredRollout, packs: Sequence[RolloutPack]) -> ScoredRollout:
+    """Return a rollout with the values of its turns, from the outputs of its packs, if it has episodes."""
+    if scored.parts is None:
+        return scored
+    found = {}
+    for item in packs:
+        starts = turn_starts(item.pack.completion_mask, item.pack.turns)
+        rows = zip(item.rows, item.output.values, starts, strict=True)
+        found |= {row: values[is_start].tolist() for row, values, is_start in rows}
+    return replace(scored, turn_values=[found[row] for row in range(len(scored.rollout))])
 
 
 def with_importance(item: RolloutPack, rollout: Rollout, **bounds: Any) -> RolloutPack:
@@ -424,7 +444,7 @@ class Sampler:
                 for each in (scores.total, *scores.by_function.values()):
                     each[row] = math.nan
             self.episodes.release(rollout)
-        return ScoredRollout(batch, rollout, completions, scores)
+        return ScoredRollout(batch, rollout, completions, scores, self._parts(rollout))
 
     def _turn_rewards(self, rollout: Rollout) -> Sequence[list[float] | None] | None:
         gives_none = rollout.turn_rewards is None and self.episodes is not None and self.episodes.gives_rewards
@@ -437,6 +457,17 @@ class Sampler:
         return [
             text if e is None or e.messages is None else e.messages for text, e in zip(texts, episodes, strict=True)
         ]
+
+    def _parts(self, rollout: Rollout) -> list[list[tuple[int, str]]] | None:
+        if rollout.turn_ids is None:
+            return None
+        parts = []
+        for ids, turns in zip(rollout.completion_ids, rollout.turn_ids, strict=True):
+            cuts = [i for i in range(len(ids)) if i == 0 or turns[i] != turns[i - 1]]
+            spans = zip(cuts, [*cuts[1:], len(ids)], strict=True)
+            decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+            parts.append([(turns[start], decode(ids[start:end])) for start, end in spans])
+        return parts
 
 
 class RolloutSource(Protocol):

@@ -135,6 +135,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("value_head", *_one_of(*VALUE_HEADS)),
     ("trunk_cache", *_one_of(*TRUNK_CACHES)),
     ("schedule", *_one_of("sync", "one_step", "async")),
+    ("gae_unit", *_one_of("token", "turn")),
+    ("ratio_unit", *_one_of("token", "turn")),
     ("rollout_backend", *_one_of("local", "pipelined")),
     ("vllm_mode", *_one_of("server", "colocate")),
     ("vllm_importance_sampling_mode", *_one_of(*IMPORTANCE_MODES)),
@@ -306,10 +308,17 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     )
     kl_target: float | None = option(None, "Nats per completion that an adaptive beta keeps; None: beta is fixed.")
     kl_horizon: int = option(10_000, "Completions over which the adaptive beta moves.")
-    gamma: float = option(1.0, "Discount per token, in (0, 1].")
+    gae_unit: str = option(
+        "token",
+        "Over what GAE runs. 'token': the tokens that were sampled. 'turn': a turn of an episode is one action; all of"
+        " its tokens have its advantage, and only the value at its first token trains.",
+    )
+    gamma: float = option(1.0, "Discount per token, or per turn with gae_unit turn, in (0, 1].")
     lam: float = option(0.95, "Lambda of GAE, in [0, 1].")
     lam_value: float | None = option(None, "Lambda of the value targets only; None: lam.")
-    length_adaptive_lam: float | None = option(None, "alpha of lam = 1 - 1 / (alpha * length); None: off.")
+    length_adaptive_lam: float | None = option(
+        None, "alpha of lam = 1 - 1 / (alpha * length), with gae_unit turn of the number of turns; None: off."
+    )
     whiten_advantages: bool = option(True, "Zero mean and unit variance over the tokens of the global rollout.")
     whiten_rewards: bool = option(False, "Unit variance of the token rewards over the global rollout, mean kept.")
 
@@ -324,6 +333,11 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         "Run the rows of a forward in one sequence, without padding: for a GPU with attn_implementation:"
         " flash_attention_2 (not yet run on hardware). Slower on a CPU, where a mask keeps the rows apart. Rejected"
         " for models in which they would not stay apart.",
+    )
+    ratio_unit: str = option(
+        "token",
+        "What has a ratio of new to old probability. 'token': each token. 'turn': each turn of an episode, the"
+        " geometric mean of the ratios of its tokens.",
     )
     epsilon: float = option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
     epsilon_high: float | None = option(None, "Upper clip range; None: epsilon.")
@@ -421,8 +435,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         " 100 nats per completion; negative_kl: 0.1 nats below 0; logprob_gap: 0.1 nats per token between sampler and"
         " trainer; length_collapse: 0.2 of the first rollouts' length; length_explosion: 0.3 of their share of ended"
         " completions; entropy: 0.01 nats per token; repeated_ngrams: 0.5 of the 4-grams; clip_fraction: 0.5 of the"
-        " tokens; skipped_steps: 0.8 of the steps; explained_variance: -0.5. With truncated sampling negative_kl and"
-        " logprob_gap are off, and where rollouts are sampled ahead negative_kl is.",
+        " tokens; skipped_steps: 0.8 of the steps; explained_variance: -0.5; tool_errors: 0.5 of the calls;"
+        " turn_limit: 0.5 of the episodes. With truncated sampling negative_kl and logprob_gap are off, and where"
+        " rollouts are sampled ahead negative_kl is.",
     )
     alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
     stop_on_alarm: list[str] | None = option(

@@ -343,8 +343,9 @@ class PPOTrainer(ResumableTrainer):
             entropy_coef=args.entropy_coef,
             kl_weight=self._stream.state.beta if args.kl_in_loss else 0.0,
             kl_estimator=args.kl_estimator,
+            ratio_unit=args.ratio_unit,
         )
-        loss, stats = ppo_loss(experience, output, coefficients, minibatch.num_tokens)
+        loss, stats = ppo_loss(experience, output, coefficients, minibatch.num_tokens, minibatch.num_values)
         self._keep_stats(stats, experience, output)
         return (loss, output) if return_outputs else loss
 

@@ -58,7 +58,7 @@ class ValueFit:
             iteration: number of the rollout.
         """
         rows = [torch.tensor([numbers[row] for row in item.rows]) for item in packs]
-        masks = [experience.loss_mask.cpu() for experience in experiences]
+        masks = [experience.value_tokens.cpu() for experience in experiences]
         counts = torch.zeros(self.num_rows, dtype=torch.long)
         for own, mask in zip(rows, masks, strict=True):
             counts.index_add_(0, own, mask.sum(1))
@@ -69,7 +69,7 @@ class ValueFit:
         states, returns, tokens = [], [], []
         for item, experience, own, mask in zip(packs, experiences, rows, masks, strict=True):
             states.append(item.output.value_states[mask[item.pack.completion_mask.cpu()]])
-            returns.append(experience.returns[experience.loss_mask])
+            returns.append(experience.returns[experience.value_tokens])
             row, _ = mask.nonzero(as_tuple=True)
             tokens.append(first[own[row]] + (mask.cumsum(1) - 1)[mask])
         places = torch.full((num_tokens,), -1)

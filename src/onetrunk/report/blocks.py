@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from onetrunk.judges.labels import judge_warnings
-from onetrunk.ppo.evaluation import score_text
+from onetrunk.ppo.evaluation import score_text, transcript_text
 from onetrunk.report.runs import PAIRS, Run, gain, pairs_of, read_lines
 from onetrunk.utils.redaction import markdown_text
 
@@ -225,5 +225,6 @@ def _change(before: Any, after: Any) -> str:
 def _sample(pair: tuple[dict[str, Any], dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
     scores = [score_text(number(row.get("score")) or "none", row) for row in pair]
     titles = [f"{side}, score {score}" for side, score in zip(SIDES, scores, strict=True)]
-    texts = [plain(row.get("completion")) for row in pair]
+    episodes = [row.get("transcript") for row in pair]
+    texts = [plain(transcript_text(e) if e else row.get("completion")) for e, row in zip(episodes, pair, strict=True)]
     return plain(pair[0].get("prompt")), list(zip(titles, texts, strict=True))

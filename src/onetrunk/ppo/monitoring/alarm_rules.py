@@ -121,6 +121,22 @@ RULES = {
         "raise rollout_batch_size, lower value_learning_rate or value_steps, or set normalize_scores",
         range=AT_MOST_0,
     ),
+    "tool_errors": Rule(
+        0.5,
+        "episode/tool_errors",
+        "the share of tool calls and environment steps that gave an error",
+        "calls that do not fit the schemas of the tools, a broken tool or service, or too short a tool_timeout",
+        "read completions, correct the tools and their docstrings or raise tool_timeout, and score calls that fail",
+        is_upper=True,
+    ),
+    "turn_limit": Rule(
+        0.5,
+        "episode/turn_limit",
+        "the share of episodes that end at max_turns or max_completion_length",
+        "too small a limit for the task, or a policy that never comes to an end",
+        "raise max_turns or max_completion_length, shorten observations, or reward an early end (gamma below 1)",
+        is_upper=True,
+    ),
 }
 
 # Alarms about differences between sampler and trainer, which truncated sampling makes on purpose.

@@ -14,6 +14,8 @@ import resource
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +24,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from onetrunk.ops.advantages import gae, kl_estimate
+from onetrunk.ops.advantages import gae, kl_estimate, turn_gae
 from onetrunk.ops.importance import effective_share, importance_sums
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.rollout import RolloutPack, ScoredRollout
 from onetrunk.rewards.dense import turn_sums
+from onetrunk.rollouts.episodes import EpisodeCounts
 from onetrunk.types import Experience
 
 STEP_NAMES = {
@@ -253,6 +256,42 @@ def rollout_metrics(
     return metrics
 
 
+def episode_metrics(
+    scored: ScoredRollout, accelerator: Accelerator, counted: Tensor | None = None
+) -> dict[str, float]:
+    """Return what happened in the episodes of a rollout, equal on every process; {} if none were played.
+
+    Numbers are means per episode; `tool_errors` is a share of the calls, `turn_limit` (episodes that ended at a limit
+    of turns or tokens) and `failed` of the episodes. `time/tools_s` is the time in which a process only waited for
+    answers, `time/answer_s` the time from the end of a turn to its answer.
+
+    Args:
+        counted: [n] bool, False for rows that another process counts too; None: all count.
+    """
+    played = scored.rollout.episodes
+    if played is None:
+        return {}
+    rows = []
+    for episode, stopped in zip(played, scored.stopped.tolist(), strict=True):
+        is_at_limit = episode.failure is None and (episode.counts.turns_at_limit or not stopped)
+        rows.append([*astuple(episode.counts), is_at_limit])
+    numbers = torch.tensor(rows, dtype=torch.float64)
+    numbers = numbers if counted is None else numbers[counted]
+    local = torch.cat([numbers.sum(0), torch.ones(1)]).to(accelerator.device, widest_dtype(accelerator.device))
+    *totals, at_limit, processes = DataParallel(accelerator).sum(local).tolist()
+    counts = EpisodeCounts(*totals)
+    return {
+        "episode/turns": counts.turns / counts.episodes,
+        "episode/turn_limit": at_limit / counts.episodes,
+        "episode/failed": counts.failed_episodes / counts.episodes,
+        "episode/tool_calls": counts.tool_calls / counts.episodes,
+        "episode/tool_errors": counts.tool_errors / max(1, counts.tool_calls),
+        "episode/observation_tokens": counts.observation_tokens / counts.episodes,
+        "time/tools_s": counts.waited_seconds / processes,
+        "time/answer_s": counts.tool_seconds / max(1, counts.turns),
+    }
+
+
 def value_metrics(
     packs: Sequence[RolloutPack], experiences: Sequence[Experience], gamma: float, accelerator: Accelerator
 ) -> dict[str, float]:
@@ -265,10 +304,12 @@ def value_metrics(
     """
     wide, pairs = widest_dtype(accelerator.device), []
     for item, experience in zip(packs, experiences, strict=True):
-        mask = experience.loss_mask
-        plain, _ = gae(item.rewards, torch.zeros_like(item.rewards), item.pack.completion_mask, gamma, lam=1.0)
+        mask, of_values = experience.loss_mask, experience.value_tokens
+        estimate = gae if experience.value_mask is None else partial(turn_gae, turn_ids=item.pack.turns)
+        plain, _ = estimate(item.rewards, torch.zeros_like(item.rewards), item.pack.completion_mask, gamma, lam=1.0)
         errors = experience.returns.to(wide) - experience.old_values
-        pairs.append([(x.to(wide), mask) for x in (experience.returns, errors, experience.advantages, plain)])
+        pair = [(x.to(wide), of_values) for x in (experience.returns, errors)]
+        pairs.append([*pair, *((x.to(wide), mask) for x in (experience.advantages, plain))])
     returns, errors, advantages, plain = (
         global_moments(list(column), accelerator)[2].item() for column in zip(*pairs, strict=True)
     )

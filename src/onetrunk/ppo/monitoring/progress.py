@@ -14,7 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from onetrunk.checkpoints.resume_point import RunTensorBoard
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.evaluation import score_text, short_text, where_rewarded
+from onetrunk.ppo.evaluation import score_text, short_text, shown_completion, where_rewarded
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.utils.redaction import redact
 
@@ -207,7 +207,7 @@ def completions_text(scored: ScoredRollout) -> str:
     parts = []
     for i in range(min(NUM_SAMPLES, len(scored.completions))):
         score = score_text(f"{scored.scores.total[i].item():.3f}", where_rewarded(scored, i))
-        prompt, completion = _indented(scored.batch.prompts[i]), _indented(scored.completions[i])
+        prompt, completion = _indented(scored.batch.prompts[i]), _indented(shown_completion(scored, i))
         parts.append(f"**score {score}**\n\n{prompt}\n\ncompletion:\n\n{completion}")
     return redact("\n\n---\n\n".join(parts))
 

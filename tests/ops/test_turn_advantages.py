@@ -1,0 +1,221 @@
+"""Advantages and ratios of episodes: observations are skipped, borders cut no credit, a turn may be one action.
+
+T is a token that was sampled, O an observation; a row of two turns is T T O T T.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from onetrunk.ops import gae, policy_loss
+from onetrunk.ops.advantages import turn_gae, turn_gae_reference
+from onetrunk.ops.losses import ppo_loss
+from onetrunk.ops.masking import sum_over_turns, turn_starts
+from onetrunk.types import Experience, LossCoefficients, Pack, PackOutput
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
+LAMS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
+GAMMAS = st.sampled_from([0.0, 0.9, 1.0])
+many = settings(max_examples=200, deadline=None)
+TWO_TURNS = torch.tensor([[0, 0, -1, 1, 1]])
+
+
+@st.composite
+def episodes(draw):
+    """Rows of turns with observations between some of them; what stands at observations and padding is random too."""
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 24))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
+    # A turn begins at some tokens, also without an observation before it; its number may leave others out.
+    turns = (torch.rand(rows, width, generator=generator) < 0.3).long().cumsum(1) * 2
+    is_given = torch.rand(rows, width, generator=generator) < draw(st.sampled_from([0.0, 0.4, 0.9]))
+    turns = turns.masked_fill(is_given, -1)
+    rewards, values = torch.randn(2, rows, width, generator=generator, dtype=torch.float64)
+    bootstrap = torch.randn(rows, generator=generator, dtype=torch.float64)
+    return SimpleNamespace(rewards=rewards, values=values, turns=turns, mask=turns >= 0, bootstrap=bootstrap)
+
+
+def row_of(*numbers):
+    return torch.tensor([numbers], dtype=torch.float64)
+
+
+@many
+@given(e=episodes(), gamma=GAMMAS, lam=LAMS)
+def test_advantages_are_those_of_the_row_with_its_observations_cut_out(e, gamma, lam):
+    found = gae(e.rewards, e.values, e.mask, gamma, lam, e.bootstrap)
+    for row, kept in enumerate(e.mask):
+        cut = [x[row, kept][None] for x in (e.rewards, e.values, e.mask)]
+        for ours, expected in zip(found, gae(*cut, gamma, lam, e.bootstrap[row : row + 1]), strict=True):
+            assert_close(ours[row, kept], expected[0], **EXACT)
+            assert ours[row, ~kept].eq(0).all()
+
+
+def cut_at_borders(rewards, values, mask, gamma, lam):
+    """GAE that takes the end of a turn for the end of the row: V and A after a token are 0 before an observation."""
+    advantages, following, advantage = torch.zeros_like(rewards), 0.0, 0.0
+    for t in reversed(range(mask.shape[1])):
+        if not mask[0, t]:
+            following = advantage = 0.0
+            continue
+        advantage = (rewards[0, t] + gamma * following - values[0, t]).item() + gamma * lam * advantage
+        following = values[0, t].item()
+        advantages[0, t] = advantage
+    return advantages, advantages + values
+
+
+def check_that_the_first_turn_gets_credit(estimate):
+    # V = .5 at every token, reward 1 at the last one, gamma 1, lam .5: delta_4 = .5 and the others are 0, so that
+    # A = .5, .25, .125, .0625 from the end. The observation has a reward and a value that nobody may read.
+    rewards, values = row_of(0, 0, 9, 0, 1), row_of(0.5, 0.5, 7, 0.5, 0.5)
+    advantages, _ = estimate(rewards, values, TWO_TURNS >= 0, 1.0, 0.5)
+    assert_close(advantages, row_of(0.0625, 0.125, 0, 0.25, 0.5), **EXACT)
+
+
+def test_a_turn_border_does_not_cut_credit():
+    check_that_the_first_turn_gets_credit(gae)
+    with pytest.raises(AssertionError):
+        check_that_the_first_turn_gets_credit(cut_at_borders)
+
+
+@many
+@given(e=episodes(), data=st.data())
+def test_rewards_of_turns_that_add_up_to_the_total_give_the_same_returns_at_turn_0(e, data):
+    starts, numbers = turn_starts(e.mask, e.turns), e.turns.where(e.mask, -1)
+    split, total = torch.zeros_like(e.rewards), torch.zeros_like(e.rewards)
+    for row in range(len(e.mask)):
+        for number in sorted(set(numbers[row].tolist()) - {-1}):
+            last = (numbers[row] == number).nonzero().max()
+            split[row, last] = data.draw(st.integers(-8, 8))
+        if e.mask[row].any():
+            total[row, e.mask[row].nonzero().max()] = split[row].sum()
+    for estimate in (gae, lambda *args: turn_gae(*args, turn_ids=e.turns)):
+        (_, one), (_, other) = (estimate(rewards, e.values, e.mask, 1.0, 1.0) for rewards in (split, total))
+        first = starts & (starts.cumsum(1) == 1)
+        assert_close(one[first], other[first], **EXACT)
+
+
+def test_advantages_of_two_turns_by_hand():
+    # gamma .5, lam .5; V 2 and 4 at the starts, 8 after the row. R_0 = 1 + 2, R_1 = -1 + 4.
+    # delta_1 = 3 + .5 * 8 - 4 = 3, delta_0 = 3 + .5 * 4 - 2 = 3; A_1 = 3, A_0 = 3 + .25 * 3 = 3.75.
+    rewards, values = row_of(1, 2, 9, -1, 4), row_of(2, 7, 7, 4, 7)
+    for function in (turn_gae, turn_gae_reference):
+        advantages, returns = function(
+            rewards, values, TWO_TURNS >= 0, 0.5, 0.5, torch.tensor([8.0]), turn_ids=TWO_TURNS
+        )
+        assert advantages.tolist() == [[3.75, 3.75, 0, 3, 3]]
+        assert returns.tolist() == [[5.75, 0, 0, 7, 0]]  # A + V, at the first token of each turn
+
+
+@many
+@given(e=episodes(), gamma=GAMMAS, data=st.data())
+def test_advantages_of_turns_are_those_of_the_loop(e, gamma, data):
+    lam = torch.tensor([data.draw(LAMS) for _ in e.mask], dtype=torch.float64)
+    inputs = (e.rewards, e.values, e.mask, gamma, lam, data.draw(st.sampled_from([None, e.bootstrap])))
+    found = zip(turn_gae(*inputs, turn_ids=e.turns), turn_gae_reference(*inputs, turn_ids=e.turns), strict=True)
+    for ours, loop in found:
+        assert_close(ours, loop, **EXACT)
+
+
+@many
+@given(e=episodes(), gamma=GAMMAS, lam=LAMS)
+def test_an_episode_of_one_turn_is_a_bandit_with_a_baseline(e, gamma, lam):
+    turns = torch.where(e.mask, 0, -1)
+    advantages, returns = turn_gae(e.rewards, e.values, e.mask, gamma, lam, e.bootstrap, turn_ids=turns)
+    for row, kept in enumerate(e.mask):
+        if kept.any():
+            target = e.rewards[row, kept].sum() + gamma * e.bootstrap[row]
+            assert_close(advantages[row, kept], (target - e.values[row, kept][0]).expand(kept.sum()), **EXACT)
+            assert_close(returns[row, kept][0], target, **EXACT)
+
+
+def loop_over_turns(logprobs, old_logprobs, advantages, mask, turns, dual_clip, weights):
+    """The clipped loss with the ratio of turns, turn by turn; epsilon .2 and .3."""
+    terms = []
+    for row, kept in enumerate(mask):
+        for number in sorted(set(turns[row, kept].tolist())):
+            tokens = [t for t in kept.nonzero().flatten().tolist() if turns[row, t] == number]
+            logs = [logprobs[row, t] - old_logprobs[row, t] for t in tokens]
+            ratio = torch.stack(logs).mean().exp()
+            for t in tokens:
+                advantage = advantages[row, t]
+                term = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.3))
+                if dual_clip is not None and advantage < 0:
+                    term = torch.minimum(term, -advantage * dual_clip)
+                terms.append(term * weights[row, t])
+    return sum(terms) / max(1, len(terms))
+
+
+@many
+@given(e=episodes(), dual_clip=st.sampled_from([None, 1.5]))
+def test_the_loss_and_its_gradient_with_ratios_of_turns_are_those_of_the_loop(e, dual_clip):
+    logprobs = (0.5 * e.rewards).requires_grad_()
+    old, advantages, weights = 0.5 * e.values, e.rewards * e.values, e.values.exp()
+    loss, _ = policy_loss(logprobs, old, advantages, e.mask, 0.2, 0.3, dual_clip, weights, turn_ids=e.turns)
+    expected = loop_over_turns(logprobs, old, advantages, e.mask, e.turns, dual_clip, weights)
+    assert_close(loss, torch.as_tensor(expected, dtype=loss.dtype), **EXACT)
+    if e.mask.any():
+        assert_close(torch.autograd.grad(loss, logprobs), torch.autograd.grad(expected, logprobs), **EXACT)
+
+
+def test_ratios_of_turns_by_hand():
+    # Turn 0: ratios 2 and .5, whose geometric mean is 1; turn 1: 2 and 2. A = 1: -1, -1, and 1.2 instead of 2 twice.
+    logprobs = row_of(2, 0.5, 9, 2, 2).log().requires_grad_()
+    ones, zeros = torch.ones(1, 5).double(), torch.zeros(1, 5).double()
+    loss, stats = policy_loss(logprobs, zeros, ones, TWO_TURNS >= 0, 0.2, turn_ids=TWO_TURNS)
+    loss.backward()
+    assert loss.item() == pytest.approx(-4.4 / 4) and stats["clip_fraction"] == 0.5
+    assert stats["ratio_max"].item() == pytest.approx(2) and stats["ratio_mean"].item() == pytest.approx(1.5)
+    # As of single tokens: (2 - 1 - ln 2) three times, and .5 - 1 + ln 2.
+    assert stats["approx_kl"].item() == pytest.approx((3 - 3 * math.log(2) - 0.5 + math.log(2)) / 4)
+    # d(-2 r) / d(logprob) = -2 r / 2 at both tokens of turn 0; turn 1 is clipped.
+    assert_close(logprobs.grad, row_of(-0.25, -0.25, 0, 0, 0), **EXACT)
+
+
+@many
+@given(e=episodes())
+def test_the_first_ratio_of_turns_is_exactly_one_and_has_the_gradient_of_token_ratios(e):
+    old = e.values.float()
+    gradients = []
+    for turn_ids in (None, e.turns):
+        logprobs = old.clone().requires_grad_()
+        # One advantage for all tokens of a turn, as turn_gae gives it.
+        advantages = sum_over_turns(e.rewards, e.mask, e.turns).float()
+        loss, stats = policy_loss(logprobs, old, advantages, e.mask, 0.2, turn_ids=turn_ids)
+        loss.backward()
+        gradients.append(logprobs.grad)
+        assert stats["clip_fraction"] == stats["approx_kl"] == 0
+        assert stats["ratio_max"] == float(e.mask.any())
+    assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+TRAINED = ("logprobs", "values", "entropy")
+CONSTANTS = ("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs", "weights")
+
+
+@pytest.mark.parametrize("unit", ["token", "turn"])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_observations_have_no_part_in_any_term_of_the_loss(unit, estimator):
+    generator = torch.Generator().manual_seed(0)
+    turns = torch.tensor([[0, 0, -1, 1, 1, -1], [0, -1, -1, 1, 2, 2]])
+    mask, ids = turns >= 0, torch.zeros(2, 6).long()
+    pack = Pack(ids, ids, torch.ones(2).long(), ids, mask, turn_ids=turns)
+    clean = {name: torch.randn(2, 6, generator=generator) for name in (*TRAINED, *CONSTANTS)}
+    coefficients = LossCoefficients(0.2, None, 1.5, None, 0.4, 0.05, 0.7, estimator, unit)
+    value_mask = turn_starts(mask, turns) if unit == "turn" else None
+    results = []
+    for junk in (0.0, 1e3, math.nan, math.inf):
+        tensors = {name: torch.where(mask, x, junk) for name, x in clean.items()}
+        trained = [tensors[name].requires_grad_() for name in TRAINED]
+        experience = Experience(pack, mask, value_mask=value_mask, **{name: tensors[name] for name in CONSTANTS})
+        output = PackOutput(**dict(zip(TRAINED, trained, strict=True)))
+        loss, stats = ppo_loss(experience, output, coefficients, 9.0, 4.0)
+        results.append((loss, stats, torch.autograd.grad(loss, trained)))
+    for result in results[1:]:
+        assert_close(result, results[0], rtol=0, atol=0)
+    gradients = dict(zip(TRAINED, results[0][2], strict=True))
+    assert all(gradient[~mask].eq(0).all() for gradient in gradients.values())
+    assert gradients["values"].ne(0).equal(mask if value_mask is None else value_mask)

@@ -1,0 +1,147 @@
+"""Rows with observations in the trunk and in a run: packs against single rows, gaps as context, turns as actions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onetrunk.ops.advantages import token_rewards, turn_gae_reference
+from onetrunk.ops.losses import ppo_loss
+from onetrunk.ops.masking import turn_starts
+from onetrunk.ops.packing import make_pack
+from onetrunk.types import Experience, LossCoefficients
+from tests.fakes import CannedBackend
+from tests.models.branches import PROMPTS, a_trunk, gradients
+from tests.ppo.support import StopAt, assert_same, logged, make_trainer, trained_weights
+
+COMPLETIONS = [[14, 15, 16, 17, 18, 1], [23, 1], [31, 32, 33, 34, 35, 36, 37], [44, 45, 46]]
+TURNS = [[0, 0, -1, -1, 1, 1], [0, 0], [0, -1, 1, -1, -1, 2, 2], [0, -1, -1]]
+# Gradients of up to 100 in float32, summed in another order.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def an_experience(pack, output, unit):
+    """Return an experience of a pack whose numbers depend on each row's own tokens alone."""
+    mask, ids = pack.completion_mask, pack.completion_ids.float()
+    value_mask = turn_starts(mask, pack.turns) if unit == "turn" else None
+    states = None if output.states is None else output.states.detach()
+    return Experience(
+        pack, mask, (output.logprobs + 0.1 * ids.sin()).detach(), output.values.detach() + 0.1, ids.cos(), ids.sin(),
+        output.ref_logprobs.detach(), weights=1 + 0.5 * ids.cos(), states=states, value_mask=value_mask,
+    )  # fmt: skip
+
+
+def step(trunk, rows, unit, has_states):
+    """Return the loss of the packs of some rows each, and its gradient."""
+    trunk.zero_grad(set_to_none=True)
+    packs = [
+        make_pack(*([x[i] for i in part] for x in (PROMPTS, COMPLETIONS)), 0, 0, [TURNS[i] for i in part])
+        for part in rows
+    ]
+    total, coefficients = 0.0, LossCoefficients(0.2, 0.3, 1.5, 0.2, 0.4, 0.05, 0.7, "k2", unit)
+    num_tokens, num_values = sum(t >= 0 for turns in TURNS for t in turns), sum(max(turns) + 1 for turns in TURNS)
+    for pack in packs:
+        with torch.no_grad():
+            output = trunk(pack=pack, roles=("policy", "value", "reference", *(("trunk",) if has_states else ())))
+        experience = an_experience(pack, output, unit)
+        output = trunk(pack=pack, states=experience.states, entropy_grad=True)
+        loss, _ = ppo_loss(experience, output, coefficients, num_tokens, num_values if unit == "turn" else None)
+        loss.backward()
+        total += loss.item()
+    return total, gradients(trunk)
+
+
+@pytest.mark.parametrize("is_free", [False, True], ids=["padded", "padding_free"])
+@pytest.mark.parametrize("has_states", [False, True], ids=["whole", "states"])
+@pytest.mark.parametrize("unit", ["token", "turn"])
+def test_loss_and_gradients_of_a_pack_of_episodes_are_those_of_single_rows(unit, has_states, is_free):
+    trunk = a_trunk("llama", value_head="adapter", adapter_layers="top-2")
+    alone, expected = step(trunk, [[0], [1], [2], [3]], unit, False)
+    if is_free:
+        trunk.use_padding_free()
+    for rows in ([[0, 1, 2, 3]], [[2, 0], [3, 1]]):
+        loss, found = step(trunk, rows, unit, has_states)
+        assert loss == pytest.approx(alone, abs=1e-5)
+        assert_same(found, expected, **CLOSE)
+
+
+def test_an_observation_is_context_and_the_value_after_a_row_that_of_its_last_sampled_token():
+    trunk = a_trunk("llama", value_head="shared").eval()
+    with torch.no_grad():
+        found, plain = (trunk(pack=make_pack(PROMPTS, COMPLETIONS, 0, 0, turns)) for turns in (TURNS, None))
+        cut = trunk(pack=make_pack(PROMPTS[3:], [COMPLETIONS[3][:1]], 0))
+        other = trunk(pack=make_pack(PROMPTS[:1], [[14, 15, 50, 51, 18, 1]], 0, 0, TURNS[:1]))
+    mask = make_pack(PROMPTS, COMPLETIONS, 0, 0, TURNS).completion_mask
+    for name in ("logprobs", "values", "entropy"):
+        ours, whole = getattr(found, name), getattr(plain, name)
+        torch.testing.assert_close(ours[mask], whole[mask], rtol=1e-5, atol=1e-5)
+        assert ours[~mask].eq(0).all()
+    torch.testing.assert_close(found.next_values[3], cut.next_values[0], rtol=1e-5, atol=1e-5)
+    # Turn 1 reads the observation, turn 0 does not.
+    is_equal = (other.logprobs[0] - found.logprobs[0, :6]).abs() < 1e-5
+    assert is_equal.tolist()[:2] == [True, True] and not is_equal[4:6].any()
+    assert len(found.value_states) == mask.sum()
+
+
+class Episodes(CannedBackend):
+    """Rows of 9 tokens drawn from their keys, of which 2, 5 and 6 are observations; or turns of other lengths."""
+
+    turns = (0, 0, -1, 1, 1, -1, -1, 2, 2)
+
+    def generate(self, prompt_ids, params, keys):
+        rows = super().generate(prompt_ids, params, keys)
+        turns = [list(self.turns[: len(ids)]) for ids in rows.completion_ids]
+        return replace(rows, turn_ids=turns)
+
+
+UNITS = {"gae_unit": "turn", "ratio_unit": "turn"}
+# SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+SHAPE = {"max_completion_length": 9, "rollout_batch_size": 8, "num_ppo_epochs": 2, "num_rollouts": 2}
+
+
+def trainer_of(folder, **settings):
+    return make_trainer(folder, rollout_backend=Episodes(), check_memory=False, **{**SGD, **SHAPE, **settings})
+
+
+def run(folder, **settings):
+    trainer = trainer_of(folder, **settings)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("settings", [{}, UNITS, {**UNITS, "value_head": "adapter"}])
+def test_a_run_on_episodes_does_not_depend_on_how_a_minibatch_is_cut(tmp_path, settings):
+    whole, cut = (run(tmp_path / str(rows), per_device_train_batch_size=rows, **settings) for rows in (8, 2))
+    assert_same(trained_weights(cut.model), trained_weights(whole.model), atol=1e-5, rtol=1e-4)
+    assert logged(whole, "policy/ratio_max")[::2] == [1.0, 1.0]  # The first pass over each rollout.
+    for name in ("policy/loss", "value/loss", "value/explained_variance", "value/variance_ratio"):
+        assert logged(cut, name) == pytest.approx(logged(whole, name), abs=1e-4), name
+
+
+def test_a_run_with_turns_as_actions_resumes_to_the_bit_in_the_middle_of_a_rollout(tmp_path):
+    settings = {**UNITS, "value_head": "adapter", "num_minibatches": 2, "truncated_completions": "bootstrap"}
+    whole = run(tmp_path / "whole", **settings)
+    run(tmp_path / "stopped", callbacks=[StopAt(6)], **settings)
+    resumed = trainer_of(tmp_path / "stopped", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+
+
+def test_with_turns_as_actions_only_values_at_their_starts_train_and_lambda_counts_turns(tmp_path):
+    own = {"length_adaptive_lam": 1.0, "lam_value": 0.5, "gamma": 0.9, "beta": 0.0, "whiten_advantages": False}
+    stream = trainer_of(tmp_path, **UNITS, **own).get_train_dataloader()
+    minibatch = next(iter(stream))["minibatch"]
+    scores, num_turns, rows = stream.last_scored.scores.total, 0, []
+    for e in minibatch.experiences:
+        mask, starts = e.pack.completion_mask, turn_starts(e.pack.completion_mask, e.pack.turns)
+        ids = [row[: row.index(0)] if 0 in row else row for row in e.pack.completion_ids.tolist()]
+        rows = [list(stream.last_scored.rollout.completion_ids).index(row) for row in ids]
+        inputs = (token_rewards(scores[rows], e.old_logprobs, None, mask, 0.0), e.old_values, mask, 0.9)
+        # alpha 1: lam = 1 - 1 / turns.
+        advantages, _ = turn_gae_reference(*inputs, 1 - 1 / starts.sum(1), turn_ids=e.pack.turns)
+        _, returns = turn_gae_reference(*inputs, 0.5, turn_ids=e.pack.turns)
+        torch.testing.assert_close((e.advantages, e.returns), (advantages, returns))
+        assert e.value_mask.equal(starts)
+        num_turns += int(starts.sum())
+    assert minibatch.num_values == num_turns < minibatch.num_tokens
