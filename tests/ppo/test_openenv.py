@@ -13,61 +13,28 @@ from tests.chat import calling, taught_base
 from tests.ppo.support import logged, make_config
 
 openenv = pytest.importorskip("openenv.core")
-SERVER = """
-import sys
-
-import uvicorn
-from openenv.core.env_server.http_server import create_app
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
-
-
-class EchoAction(Action):
-    message: str
-
-
-class EchoObservation(Observation):
-    echoed_message: str = ""
-
-
-class EchoEnvironment(Environment):
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def reset(self, seed=None, episode_id=None, **kwargs):
-        self._state = State(episode_id=episode_id, step_count=0)
-        return EchoObservation(done=False, reward=0.0)
-
-    def step(self, action, **kwargs):
-        self._state.step_count += 1
-        return EchoObservation(echoed_message=action.message, done=False, reward=0.1 * len(action.message))
-
-    @property
-    def state(self):
-        return self._state
-
-
-app = create_app(EchoEnvironment, EchoAction, EchoObservation, env_name="echo", max_concurrent_envs=64)
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
-"""
 
 
 @pytest.fixture
-def server(tmp_path):
-    """Start an echo server as OpenEnv's own template has it; return its address."""
+def address(tmp_path):
+    """Start the environment that `openenv init` makes, which echoes messages and pays 0.1 for each letter."""
+    subprocess.run([sys.executable, "-m", "openenv.cli", "init", "echo_env"], cwd=tmp_path, check=True)
+    app = tmp_path / "echo_env/server/app.py"
+    app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=16,"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    (tmp_path / "server.py").write_text(SERVER)
-    process = subprocess.Popen([sys.executable, "server.py", str(port)], cwd=tmp_path)
+    words = ["uvicorn", "echo_env.server.app:app", "--host", "127.0.0.1", "--port", str(port)]
+    server = subprocess.Popen([sys.executable, "-m", *words], cwd=tmp_path)
     for _ in range(600):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 break
-        assert process.poll() is None, "the server ended"
+        assert server.poll() is None, "the server ended"
         time.sleep(0.1)
     yield f"http://127.0.0.1:{port}"
-    process.terminate()
-    process.wait()
+    server.terminate()
+    server.wait()
 
 
 class Echo:
@@ -101,8 +68,8 @@ class Echo:
 
 
 @pytest.mark.slow
-def test_a_policy_trains_against_an_openenv_server(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(Echo, "address", server)
+def test_a_policy_trains_against_an_openenv_server(address, tmp_path, monkeypatch):
+    monkeypatch.setattr(Echo, "address", address)
     talk = calling("Say hello.", ("echo", {"message": "hello"}), "hello", "Said.")
     taught_base(tmp_path / "base", [Echo().echo], [talk])
     trainer = PPOTrainer(
@@ -113,5 +80,5 @@ def test_a_policy_trains_against_an_openenv_server(server, tmp_path, monkeypatch
         environment_factory=Echo,
     )
     trainer.train()
-    # "hello" has 5 letters, each worth 0.1.
+    # "hello" has 5 letters.
     assert all(0 < score <= 0.5 for score in logged(trainer, "score/Echo")) and len(logged(trainer, "score/Echo")) == 2

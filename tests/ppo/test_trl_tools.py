@@ -24,9 +24,6 @@ def multiply(a: int, b: int) -> int:
     Args:
         a: The first number.
         b: The second number.
-
-    Returns:
-        The product.
     """
     return a * b
 
@@ -41,9 +38,6 @@ class Counter:
 
         Args:
             step: What to add.
-
-        Returns:
-            The new value.
         """
         self.count += step
         return self.count
