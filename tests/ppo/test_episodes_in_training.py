@@ -133,8 +133,14 @@ class Broken(Words):
 
 def test_a_failed_episode_trains_nothing_and_is_no_error_below_the_limit(tmp_path):
     settings = {"max_failed_episodes_fraction": 1.0, "max_unscored_fraction": 1.0, "rollout_batch_size": 8}
-    trainer = run(tmp_path / "few", factory=Broken, **settings)
-    assert 0 < logged(trainer, "reward/unscored_fraction")[0] < 1
+    seen = []
+
+    def turns(environments, **kwargs):
+        seen.append(len(environments))
+        return [float(environment.turn) for environment in environments]
+
+    trainer = run(tmp_path / "few", factory=Broken, reward=turns, **settings)
+    assert 0 < logged(trainer, "reward/unscored_fraction")[0] == 1 - seen[0] / 8 < 1
     with pytest.raises(
         RuntimeError, match="max_failed_episodes_fraction 0%; the first: reset raised OSError: no room"
     ):

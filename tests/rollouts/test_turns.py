@@ -228,7 +228,7 @@ def test_progress_counts_rows_that_are_over_and_all_their_tokens():
     assert seen == sorted(seen)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), family=st.sampled_from(["llama", "gemma3", "hybrid"]), most=st.sampled_from([None, 1, 2, 4]))
 def test_any_turns_and_observations_are_sampled_as_one_by_one(data, family, most):
     model = tiny(family)

@@ -71,6 +71,8 @@ def test_an_environment_trains_and_is_evaluated_from_yaml(material):
     samples = [json.loads(line) for line in open("out-eval/samples-policy.jsonl")]
     for side in ("policy", "reference"):
         assert found[side]["score/mean"] == found[side]["score/Nouns"]
+        low, high = found[side]["score/interval"]
+        assert low <= found[side]["score/mean"] <= high
     assert all("score/Nouns" in row for row in samples)
 
 

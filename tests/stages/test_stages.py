@@ -79,6 +79,9 @@ def test_eval_of_an_adapter_puts_it_beside_what_it_started_from(there, capsys):
     assert "before" in out and "after" in out and "samples" in out
     # Same prompts, seed and weights as at the end of the PPO stage: the same figures.
     evaluated, trained_figures = metrics(there / "runs/tiny/eval"), metrics(there / "runs/tiny/ppo")
+    for role in ("reference", "policy"):
+        low, high = evaluated[role].pop("score/interval")
+        assert low <= evaluated[role]["score/mean"] <= high
     assert evaluated["reference"] == trained_figures["reference"]
     assert evaluated["policy"] == pytest.approx(trained_figures["policy"], abs=1e-6)
     for role in ("reference", "policy"):

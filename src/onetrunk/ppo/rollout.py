@@ -411,39 +411,43 @@ class Sampler:
         `packs` returns the packs with their outputs. It is called last, and only if an adapter of the trunk scores.
         """
         batch, rollout = sampled.batch, sampled.rollout
+        played = list(range(len(rollout)))
         if self.episodes is not None:
             self.episodes.require_played(rollout)
             batch = replace(batch, prompts=[episode.prompt for episode in rollout.episodes])
+            # A failed episode has no score, and no reward function sees it.
+            played = [i for i in played if rollout.episodes[i].failure is None]
             if self.episodes.has_environment:
-                extras["environments"] = [episode.environment for episode in rollout.episodes]
+                extras["environments"] = [rollout.episodes[i].environment for i in played]
+
+        def of_played(column: Sequence[Any] | None) -> list[Any] | None:
+            return None if column is None else [column[i] for i in played]
 
         def trunk_scores() -> list[float]:
             scored = packs()
             scores = torch.cat([pack.output.scores for pack in scored]).tolist()
             rows = [row for pack in scored for row in pack.rows]
-            return [score for _, score in sorted(zip(rows, scores, strict=True))]
+            return of_played([score for _, score in sorted(zip(rows, scores, strict=True))])
 
         completions = self._decoded(batch, rollout)
         score = functools.partial(
             self.rewards.score,
-            batch.prompts,
-            completions,
-            [list(ids) for ids in rollout.completion_ids],  # A function may change them.
-            columns=batch.columns,
+            of_played(batch.prompts),
+            of_played(completions),
+            [list(rollout.completion_ids[i]) for i in played],  # A function may change them.
+            columns={name: of_played(column) for name, column in batch.columns.items()},
             trunk_scores=trunk_scores,
-            completion_stopped=rollout.stopped,
-            turn_ids=rollout.turn_ids,
-            turn_rewards=self._turn_rewards(rollout),
+            completion_stopped=of_played(rollout.stopped),
+            turn_ids=of_played(rollout.turn_ids),
+            turn_rewards=of_played(self._turn_rewards(rollout)),
             environment_name="environment" if self.episodes is None else self.episodes.name,
             **extras,
         )
         # Processes that hold the same rows get the same rewards.
         scores = once_per_group(score)
         if self.episodes is not None:
-            for row in (i for i, episode in enumerate(rollout.episodes) if episode.failure is not None):
-                for each in (scores.total, *scores.by_function.values()):
-                    each[row] = math.nan
             self.episodes.release(rollout)
+        scores = scores.of_rows(played, map(len, rollout.completion_ids))
         return ScoredRollout(batch, rollout, completions, scores, self._parts(rollout))
 
     def _turn_rewards(self, rollout: Rollout) -> Sequence[list[float] | None] | None:

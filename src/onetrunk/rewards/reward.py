@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
+import torch
 from torch import Tensor
 
 from onetrunk.judges.constitution import Constitution
@@ -79,6 +81,21 @@ class Scores:
     total: Tensor
     by_function: dict[str, Tensor]
     by_token: Sequence[Tensor] | None = None
+
+    def of_rows(self, rows: Sequence[int], lengths: Iterable[int]) -> Scores:
+        """Return these scores as those of the `rows` of a rollout, whose completions have `lengths`; NaN at others."""
+        lengths = list(lengths)
+        if len(rows) == len(lengths):
+            return self
+
+        def spread(scores: Tensor) -> Tensor:
+            return torch.full((len(lengths),), math.nan).index_copy(0, torch.tensor(rows, dtype=torch.int64), scores)
+
+        by_token = None
+        if self.by_token is not None:
+            own = dict(zip(rows, self.by_token, strict=True))
+            by_token = [own.get(row, torch.zeros(length)) for row, length in enumerate(lengths)]
+        return Scores(spread(self.total), {n: spread(s) for n, s in self.by_function.items()}, by_token)
 
 
 def is_async(function: Callable[..., Any]) -> bool:

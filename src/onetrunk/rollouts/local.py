@@ -129,7 +129,7 @@ class LocalBackend:
         call = SamplingCall(model, prompt_ids, params, keys, capture, last_logits_only(model))
         # A sharded base is whole in here, so rows may end at different steps on different processes.
         with gathered(model), torch.no_grad(), eval_mode(model), merged_policy(model), packed_weights(model):
-            loop = DecodeLoop(call, answers, self)
+            loop = DecodeLoop(call, answers, self.policy_version, self.max_rows, self.logits_processor, self.poll)
             # Last: the proofs of merging and of the cache are forwards, which must not be captured.
             with capturing(capture, model):
                 self._run(loop)

@@ -7,14 +7,14 @@ which every answer is there at once and ends the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 from transformers.cache_utils import DummyLayer, DynamicLayer
 
 from onetrunk.rollouts.decoding import (
@@ -27,9 +27,6 @@ from onetrunk.rollouts.decoding import (
     prefill,
 )
 from onetrunk.rollouts.episodes import Answers
-
-if TYPE_CHECKING:
-    from onetrunk.rollouts.local import LocalBackend
 
 # Tokens of the others after which a row that has its answer goes on, even if it is the only one.
 PATIENCE = 8
@@ -91,15 +88,25 @@ class DecodeLoop:
     Args:
         call: the rows; what they have so far is in `call.episodes`.
         answers: what follows a turn.
-        backend: its `max_rows`, `logits_processor`, `poll` and `policy_version` are read.
+        version: the policy version that messages name.
+        max_rows, logits_processor, poll: as in LocalBackend.
     """
 
-    def __init__(self, call: SamplingCall, answers: Answers, backend: LocalBackend):
-        self.call, self.answers, self.backend = call, answers, backend
+    def __init__(
+        self,
+        call: SamplingCall,
+        answers: Answers,
+        version: int,
+        max_rows: int | None,
+        logits_processor: LogitsProcessorList | None,
+        poll: Callable[[], None] | None,
+    ):
+        self.call, self.answers, self.version = call, answers, version
+        self.logits_processor, self.poll = logits_processor, poll
         prompts = call.prompt_ids
         # Longest first, so that memory runs out early if it does; equal prompts next to each other run once.
         self.waiting = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), prompts[row]))
-        self.most = backend.max_rows or max(len(prompts), 1)
+        self.most = max_rows or max(len(prompts), 1)
         self.continuation = Continuation.ANEW if answers is NO_ANSWERS or not prompts else Continuation.of(call)
         self.state: DecodeState | None = None
         # Indices of the rows of `state` that go on, if rows stay for the state of their last token.
@@ -115,8 +122,8 @@ class DecodeLoop:
     def run(self) -> Iterator[list[int]]:
         """Sample all rows to their ends; yield those that are over, as they are."""
         while self.waiting or self.state is not None or self.asking or self.ready:
-            if self.backend.poll is not None:
-                self.backend.poll()
+            if self.poll is not None:
+                self.poll()
             if self.state is None and not self.waiting and not self.ready:
                 wait(self.asking.values(), POLL_SECONDS, FIRST_COMPLETED)
             over = self._take_answers(list(self.asking))
@@ -139,11 +146,11 @@ class DecodeLoop:
     def _draw(self, logits: Tensor) -> list[int]:
         """Add a token to every row; let those go that end their turns, and return the rows that are over."""
         scores, state, params = None, self.state, self.call.params
-        if self.backend.logits_processor is not None:
+        if self.logits_processor is not None:
             scores = logits / params.temperature if params.temperature > 0 else logits
-            scores = self.backend.logits_processor(state.token_ids[:, : state.width], scores)
+            scores = self.logits_processor(state.token_ids[:, : state.width], scores)
         status = state.draw(logits, params, scores)[1].tolist()  # The only wait for the device in a step.
-        fault = state.fault(status, self.backend.policy_version)
+        fault = state.fault(status, self.version)
         if fault is not None:
             raise RuntimeError(fault)
         has_ended = state.ended(status, params.max_completion_length)

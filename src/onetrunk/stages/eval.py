@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -59,6 +60,8 @@ from onetrunk.utils.redaction import printable, redact
 logger = logging.getLogger(__name__)
 
 PAIRS, LEDGER = "pairs.jsonl", "ledger/verdicts.db"
+# Of a 95% interval.
+Z = 1.96
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 # Fields that PPOConfig does not have.
 NOT_IN_PPO = {"reward_funcs", "opponent", "tie_margin", "max_failed_fraction", "tools", "environment"}
@@ -118,7 +121,7 @@ def check_purpose(args: EvalArguments, settings: JudgeConfig, model_args: ModelA
 class Side:
     """What one side did on the prompts of this process, and what sampled it."""
 
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     samples: ScoredRollout
     sampled_by: str
 
@@ -288,8 +291,11 @@ def restore_reference(model: TrunkModel, name: str, revision: str) -> None:
 
 def measure_side(
     parts: SampledModel, args: EvalArguments, accelerator: Accelerator, role: str
-) -> tuple[dict[str, float], ScoredRollout]:
-    """Return metrics and samples of a role; raise RuntimeError if too many completions have no finite score."""
+) -> tuple[dict[str, Any], ScoredRollout]:
+    """Return metrics and samples of a role, the mean score with its 95% interval (of a normal distribution).
+
+    RuntimeError: too many completions have no finite score.
+    """
     sampler = parts.sampler
     metrics, samples = evaluate_prompts(parts.model, sampler, parts.datasets[0], accelerator, args, role=role)
     if not args.reward_funcs and not args.environment:
@@ -303,7 +309,9 @@ def measure_side(
             f" {args.max_unscored_fraction:.0%}; look at the reward functions ({', '.join(sampler.rewards.names)}) or"
             " raise the limit"
         )
-    return metrics, samples
+    mean, num_scored = metrics["score/mean"], round(len(parts.datasets[0]) * (1 - unscored_fraction))
+    half = Z * metrics["score/std"] / math.sqrt(max(1, num_scored))
+    return metrics | {"score/interval": [mean - half, mean + half]}, samples
 
 
 def unscored(completions: list[Completion], **columns: Any) -> list[None]:

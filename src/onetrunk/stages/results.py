@@ -42,7 +42,8 @@ def finite(value: Any) -> Any:
 
 def compared(reference: Metrics, policy: Metrics) -> dict[str, Metrics]:
     """Return the columns before, after and change for `show_columns`."""
-    change = {name: value - reference[name] for name, value in policy.items() if name in reference}
+    numbers = {name: value for name, value in policy.items() if name in reference and not is_interval(value)}
+    change = {name: value - reference[name] for name, value in numbers.items()}
     return {"before": reference, "after": policy, "change": change}
 
 
