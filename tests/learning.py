@@ -339,6 +339,14 @@ def chain_outcomes(model: nn.Module, chain: Chain, prompts: Tensor) -> tuple[Ten
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
+def chain_objective(model: nn.Module, chain: Chain, seed: int) -> float:
+    """Return the exact J of a policy that was trained with a seed."""
+    prompts = chain_prompts(chain, seed)
+    ref_logprobs, scores = chain_outcomes(chain_model(chain, seed), chain, prompts)
+    logprobs, _ = chain_outcomes(model, chain, prompts)
+    return (logprobs.exp() * (scores - chain.beta * (logprobs - ref_logprobs))).sum(1).mean().item()
+
+
 def chain_optimum(chain: Chain, seed: int) -> Optimum:
     """Return the optimum of a chain with the model and the prompts of a seed."""
     return optimum(*chain_outcomes(chain_model(chain, seed), chain, chain_prompts(chain, seed)), chain.beta)

@@ -145,8 +145,10 @@ def test_beta_moves_the_kl_as_the_formula_says(tmp_path):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("pays", "least"), [("turns", 0.97), ("end", 0.95)])
 def test_two_turns_reach_the_optimum(pays, least, seed, tmp_path):
-    best = learning.chain_optimum(TWO_TURNS, seed)
-    trainer = learning.make_chain_trainer(TWO_TURNS, seed, tmp_path, pays=pays)
-    share = learning.learn(trainer).objective / best.objective
-    print(f"seed {seed}, pays {pays}: {share:.1%} of J* {best.objective:.4f}")
+    # One rate for all runs. J is that of the last policy, added up over all episodes: 1,280 samples are off by 1%.
+    trainer = learning.make_chain_trainer(TWO_TURNS, seed, tmp_path, pays=pays, learning_rate=2e-3)
+    trainer.train()
+    best = learning.chain_optimum(TWO_TURNS, seed).objective
+    share = learning.chain_objective(trainer.model, TWO_TURNS, seed) / best
+    print(f"seed {seed}, pays {pays}: {share:.1%} of J* {best:.4f}")
     assert share >= least
