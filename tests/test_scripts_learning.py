@@ -1,6 +1,9 @@
 """The study of learning: end to end on a handful of rollouts, its tasks, and its table."""
 
 import importlib
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,16 @@ def test_what_play_samples_is_what_the_environment_of_the_chain_answers_and_pays
         steps = [game.step(action) for action in words[::3]]
         assert [step[0] for step in steps] == [*words[2::3], ""] and words[1::3] == ["<eos>"] * 4
         assert [step[1] for step in steps] == pytest.approx(task.turn_rewards(prompt, row[len(prompt) :]))
+
+
+@pytest.mark.slow
+def test_the_study_runs_ours_and_grpo_and_goes_on_where_it_ended(tmp_path):
+    command = [sys.executable, str(BENCH / "study.py"), "--tasks", "one_token", "--trainers", "ours", "grpo"]
+    command += ["--rollouts", "1", "--seeds", "0", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    runs = [json.loads(line) for line in (tmp_path / "one_token.jsonl").read_text().splitlines()]
+    assert {run["arm"] for run in runs} == {"shared", "adapter", "top-1", "lam-1", "grpo"}
+    assert len(runs) == len({(run["arm"], run["seed"], str(run["rates"])) for run in runs})
+    assert "| `grpo` |" in done.stdout and (tmp_path / "one_token.png").is_file()

@@ -3,9 +3,9 @@
     python scripts/bench/learning.py --task four_tokens
     python scripts/bench/learning.py --task sums --arms shared top-1
 
-Value heads `shared` (the default) and `adapter` with adapters on all layers, and adapters on the top half and the top
-quarter with the shared head. On `chain`, `turn-rewards` pays each turn when it ends, `sum` pays everything at the end.
-Needs the repository's root in PYTHONPATH. Results: learning/README.md.
+Value heads `shared` (the default) and `adapter` with adapters on all layers, the shared head with adapters on the top
+quarter, and with lam 1. On `chain`, `turn-rewards` pays each turn when it ends, `sum` pays everything at the end. Needs
+the repository's root in PYTHONPATH. Results: learning/README.md.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from onetrunk import PPOTrainer
 from tests import learning
 
 RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TASKS}
+PAIRS = [(1e-3, 1e-3), (1e-3, 1e-2), (3e-3, 3e-3), (3e-3, 1e-2)]
+PAIRS_OF_SUMS = [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2), (4e-3, 1e-2)]
 WITH_ADAPTER = {
-    task: [{"learning_rate": policy, "value_learning_rate": value} for policy, value in rates]
-    for task, rates in {
-        "four_tokens": [(1e-3, 1e-3), (1e-3, 1e-2), (3e-3, 3e-3), (3e-3, 1e-2)],
-        "sums": [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2), (4e-3, 1e-2)],
-    }.items()
+    task: [
+        {"learning_rate": policy, "value_learning_rate": value}
+        for policy, value in (PAIRS_OF_SUMS if task in ("sums", "sparse") else PAIRS)
+    ]
+    for task in TASKS
 }
 # The best rate of few layers is higher.
 HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in TASKS}
@@ -45,8 +47,9 @@ ARMS = [
     Arm("sum", {"pays": "end"}, CHAIN),
     Arm("shared", {}, RATES),
     Arm("adapter", {"value_head": "adapter"}, WITH_ADAPTER),
-    Arm("top-2", {"adapter_layers": "top-2"}, HIGHER),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
+    # GAE without decay: the whole return after a token, less its value.
+    Arm("lam-1", {"lam": 1.0}, RATES),
 ]
 
 

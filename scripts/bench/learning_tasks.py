@@ -1,10 +1,10 @@
 """The tasks on which learning is compared, the same for every implementation: model, tokenizer, prompts, score.
 
-`four_tokens` is task B of tests/learning.py, whose best attainable objective is known. `noisy` adds noise to its
-reward. `chain` is a game of four turns with a reward each, whose best attainable objective is known too. `early`
-scores the first four tokens of 128. `sums` is addition of two numbers of two digits by a small Qwen2, which plain
-cross-entropy has taught until it is right in 40%; in `sparse` it is right in 5% at the start. Nothing here imports a
-trainer by itself, because the environments of other libraries import it too.
+`one_token` and `four_tokens` are tasks A and B of tests/learning.py, whose best attainable objectives are known.
+`noisy` adds noise to its reward. `chain` is a game of four turns with a reward each, whose best attainable
+objective is known too. `early` scores the first four tokens of 128. `sums` is addition of two numbers of two digits by
+a small Qwen2, which plain cross-entropy has taught until it is right in 40%; in `sparse` it is right in 5% at the
+start. Nothing here imports a trainer by itself, because the environments of other libraries import it too.
 """
 
 from __future__ import annotations
@@ -40,20 +40,25 @@ class FourTokens:
     """Task B: four tokens of 8, the score is the share of good ones; J* is enumerated."""
 
     name = "four_tokens"
-    length = learning.TASK_B.length
-    beta = learning.TASK_B.beta
+    rules = learning.TASK_B
+    length = rules.length
+
+    @property
+    def beta(self) -> float:
+        """The coefficient of the KL."""
+        return self.rules.beta
 
     def model(self, seed: int) -> PreTrainedModel:
         """Return the reference of a seed."""
-        return learning.reference_model(learning.TASK_B, seed)
+        return learning.reference_model(self.rules, seed)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer."""
-        return learning.task_tokenizer(learning.TASK_B)
+        return learning.task_tokenizer(self.rules)
 
     def prompts(self, seed: int) -> Tensor:
         """Return the prompts of a seed, [prompts, tokens]."""
-        return learning.task_prompts(learning.TASK_B, seed)
+        return learning.task_prompts(self.rules, seed)
 
     def text(self, prompt_ids: list[int]) -> str:
         """Return a prompt as text."""
@@ -61,7 +66,7 @@ class FourTokens:
 
     def score(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
         """Return the share of good tokens."""
-        return learning.TASK_B.score(completion_ids)
+        return self.rules.score(completion_ids)
 
     def reward(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
         """Return what training sees of the score."""
@@ -69,12 +74,20 @@ class FourTokens:
 
     def known(self, seed: int) -> dict[str, float]:
         """Return what the best policy of a seed attains."""
-        best = learning.task_optimum(learning.TASK_B, seed)
+        best = learning.task_optimum(self.rules, seed)
         return {"score": best.score, "kl": best.kl, "objective": best.objective}
 
     def held_out(self, model: nn.Module) -> dict[str, float]:
         """Return nothing: what can be attained is known."""
         return {}
+
+
+class OneToken(FourTokens):
+    """Task A: one token of 16, a good one scores 1; J* is enumerated."""
+
+    name = "one_token"
+    rules = learning.TASK_A
+    length = rules.length
 
 
 class Noisy(FourTokens):
@@ -101,7 +114,7 @@ class Early(FourTokens):
 
     def score(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
         """Return the share of good tokens among the first four."""
-        return learning.TASK_B.score(completion_ids[: learning.TASK_B.length])
+        return self.rules.score(completion_ids[: self.rules.length])
 
 
 class FourTurns(FourTokens):
@@ -280,12 +293,12 @@ def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
     return logprobs.masked_fill(ids == PAD, 0.0)
 
 
-TASKS = ("four_tokens", "noisy", "chain", "early", "sums", "sparse")
+TASKS = ("one_token", "four_tokens", "noisy", "chain", "early", "sums", "sparse")
 
 
 def make_task(name: str, folder: str | Path) -> Any:
     """Return a task by name; a taught model is kept in `folder`."""
-    plain = {task.name: task for task in (FourTokens, Noisy, FourTurns, Early)}
+    plain = {task.name: task for task in (OneToken, FourTokens, Noisy, FourTurns, Early)}
     if name in plain:
         return plain[name]()
     return Sums(Path(folder) / f"base-{name}", name=name, taught_enough=TAUGHT_ENOUGH if name == "sums" else 0.05)

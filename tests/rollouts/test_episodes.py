@@ -226,7 +226,7 @@ def broken(kind: str) -> str:
         kind: how
     """
     if kind == "hang":
-        time.sleep(0.5)
+        time.sleep(3.0)
     if kind == "raise":
         raise KeyError("gone")
     return "x" * 10_000_000
@@ -405,7 +405,7 @@ class Fragile(Counting):
         if self.fault == "raise":
             raise ValueError(action)
         if self.fault == "hang":
-            time.sleep(0.3)
+            time.sleep(2.0)
         result = super().step(action)
         return {
             "long": ("dog " * 2_500_000, *result[1:]),
@@ -453,7 +453,7 @@ def test_a_thousand_episodes_with_failures_leave_no_memory_behind():
     for _ in fragile_rollouts(1000):
         sizes.append(process.memory_info().rss / 2**20)
     assert sizes[-1] - sizes[len(sizes) // 4] < 60
-    time.sleep(0.5)
+    time.sleep(2.5)
     assert threading.active_count() < 50
 
 

@@ -314,7 +314,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         " its tokens have its advantage, and only the value at its first token trains.",
     )
     gamma: float = option(1.0, "Discount per token, or per turn with gae_unit turn, in (0, 1].")
-    lam: float = option(0.95, "Lambda of GAE, in [0, 1].")
+    lam: float = option(0.95, "Lambda of GAE, in [0, 1]; 1 for completions of 100 tokens or more with one score.")
     lam_value: float | None = option(None, "Lambda of the value targets only; None: lam.")
     length_adaptive_lam: float | None = option(
         None, "alpha of lam = 1 - 1 / (alpha * length), with gae_unit turn of the number of turns; None: off."

@@ -74,8 +74,8 @@ class TimedCalls:
         try:
             return future.result(self.timeout_s)
         except TimeoutError:
-            if future.done():  # Its own.
-                raise
+            if future.done():  # Its own error, or just in time.
+                return future.result()
         future.cancel()
         if not is_async:
             self._abandon(future)
