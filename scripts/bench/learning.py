@@ -4,8 +4,8 @@
     python scripts/bench/learning.py --task sums --arms shared top-1
 
 Value heads `shared` (the default) and `adapter` with adapters on all layers, the shared head with adapters on the top
-quarter, and with lam 1. On `chain`, `turn-rewards` pays each turn when it ends, `sum` pays everything at the end. Needs
-the repository's root in PYTHONPATH. Results: learning/README.md.
+quarter, and with lam 1. On `chain`, `turn-rewards` pays each turn when it ends, and `sum` pays everything at the end.
+Needs the repository's root in PYTHONPATH. Results: learning/README.md.
 """
 
 from __future__ import annotations
