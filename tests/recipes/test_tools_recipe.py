@@ -51,7 +51,7 @@ def test_the_chain_calls_the_tool(tmp_path, monkeypatch):
     ppo = "--model_name_or_path base --num_rollouts 1 --rollout_batch_size 4 --num_minibatches 1 --lora_r 2"
     ppo += " --max_prompt_length 1500 --value_pretraining_rollouts 0 --dataset_split train[:8] --eval_strategy no"
     ppo += " --report_to none"
-    for verb, words in {"ppo": ppo, "eval": "--dataset_split test[:4]"}.items():
+    for verb, words in {"ppo": ppo, "eval": "--dataset_split train[:4]"}.items():
         words += " --use_cpu true"
         assert cli.main([verb, "--config", f"recipes/qwen2.5-1.5b-tools/{verb}.yaml", *words.split()]) == 0
     metrics = json.loads((tmp_path / "runs/qwen2.5-1.5b-tools/eval/metrics.json").read_text())
