@@ -67,8 +67,9 @@ class ArmRuns:
 
     def smooth(self, key: str) -> np.ndarray:
         """Return running means over SMOOTHED rollouts, [seeds, rollouts - SMOOTHED + 1]."""
-        kernel = np.ones(SMOOTHED) / SMOOTHED
-        return np.array([np.convolve(values, kernel, "valid") for values in self.curve(key)])
+        curves = self.curve(key)
+        width = min(SMOOTHED, curves.shape[1])
+        return np.array([np.convolve(values, np.ones(width) / width, "valid") for values in curves])
 
     def last(self, key: str) -> np.ndarray:
         """Return the mean over the last rollouts of every seed."""
@@ -80,8 +81,9 @@ class ArmRuns:
 
     def at(self, key: str, cpu_s: float) -> np.ndarray:
         """Return a smoothed curve of every seed where a budget was spent (its end where less was needed)."""
-        spent = self.cpu_s()[SMOOTHED - 1 :]
-        return self.smooth(key)[:, max(0, int(np.searchsorted(spent, cpu_s, "right")) - 1)]
+        smooth = self.smooth(key)
+        spent = self.cpu_s()[-smooth.shape[1] :]
+        return smooth[:, max(0, int(np.searchsorted(spent, cpu_s, "right")) - 1)]
 
     def rollouts_to(self, share: float) -> str:
         """Return for each seed after how many rollouts the smoothed J first is that share of J*; `-`: never."""
@@ -154,7 +156,7 @@ def draw(arms: list[ArmRuns], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     for arm in arms:
         color, score, kl = COLORS[arm.runs[0]["arm"]], arm.smooth("score"), arm.smooth("kl").mean(0)
-        spent = arm.cpu_s()[SMOOTHED - 1 :]
+        spent = arm.cpu_s()[-score.shape[1] :]
         for x, y, axis in ((kl, score, axes[0]), (spent, score, axes[1]), (spent, arm.smooth("objective"), axes[2])):
             axis.plot(x, y.mean(0), "--" if "," in arm.name else "-", color=color, label=arm.name, linewidth=1.4)
             order = np.argsort(x)
