@@ -71,6 +71,7 @@ def test_an_environment_trains_and_is_evaluated_from_yaml(material):
     settings = {"environment": "game.py:Nouns", "max_turns": 5, "stop_tokens": STOPS}
     assert cli.main([*command("ppo", **settings), "--dry_run"]) == 0
     assert cli.main(command("ppo", **settings)) == 0
+    assert "| rewards | the environment Nouns |" in (material / "out-ppo/README.md").read_text()
     words = command("eval", **settings)
     words[words.index("--model_name_or_path") + 1] = "out-ppo"
     assert cli.main(words) == 0
