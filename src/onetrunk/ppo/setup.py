@@ -178,9 +178,10 @@ def load_sampled_model(
     datasets = [prepare_dataset(dataset, tokenizer, args, episodes) for dataset in datasets]
     check_lengths(model, args, [known_rows(dataset) for dataset in datasets])
     functions = resolve_rewards(inputs, args.device, base_name(model, model_kwargs), tokenizer)
-    rewards = RewardSet(
-        functions, args.reward_weights, has_environment=episodes is not None and episodes.gives_rewards
-    )
+    gives_rewards = episodes is not None and episodes.gives_rewards
+    if not functions and not gives_rewards and episodes is not None:
+        raise ValueError("the tools or environments give no rewards; give reward_funcs, or an environment get_reward")
+    rewards = RewardSet(functions, args.reward_weights, has_environment=gives_rewards)
     added = ["environments"] if episodes is not None and episodes.has_environment else []
     for dataset in datasets:
         rewards.check_columns([*(n for n in dataset.column_names if n not in ("prompt", "prompt_ids")), *added])
