@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -52,9 +52,11 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.reward import PROCESS_MODEL, BuiltInReward, RewardFunction, names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
-from onetrunk.rollouts.environments import EpisodeLimits, Episodes, Factory
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.files import require_name, require_output_dir
+
+if TYPE_CHECKING:
+    from onetrunk.rollouts.environments import Episodes, Factory
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -243,6 +245,8 @@ def load_episodes(
         "episodes with tools or environments",
         "whose processes would each play the same episode; launch with accelerate_configs/ddp.yaml or fsdp2.yaml",
     )
+    from onetrunk.rollouts.environments import EpisodeLimits, Episodes  # Few runs have them.
+
     limits = EpisodeLimits(
         args.max_turns, args.tool_timeout, args.max_observation_characters, args.max_failed_episodes_fraction
     )
