@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from onetrunk.models.build import BaseShape, make_base
 
 SPECIAL = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
 PAD, END = 0, 1
@@ -32,3 +36,44 @@ def chat_tokenizer(template: str = "qwen3") -> PreTrainedTokenizerFast:
 def tool_call(name: str, **arguments: object) -> str:
     """Return how these families write a call."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def taught_base(
+    folder: Path, tools: list[Callable], conversations: list[list[dict]], template: str = "qwen2_5"
+) -> None:
+    """Write a tiny Llama that has learned conversations by heart, and calls tools as they do, with its tokenizer."""
+    names = ("<|im_start|>", "<|im_end|>")
+    chat_template = (Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text()
+    shape = BaseShape(vocab_size=900, hidden_size=64, max_positions=1024)
+
+    def rendered(tokenizer, **settings):
+        return [tokenizer.apply_chat_template(c, tools=tools, **settings) for c in conversations]
+
+    # A tokenizer of whole phrases keeps the rows short.
+    texts = rendered(chat_tokenizer(template), tokenize=False)
+    make_base(texts * 3, folder, shape=shape, chat_template=chat_template, special_tokens=names)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.eos_token = names[1]
+    tokenizer.save_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    rows = [torch.tensor([row]) for row in rendered(tokenizer, return_dict=True) for row in [row["input_ids"]]]
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(200):
+        loss = sum(model(input_ids=row, labels=row).loss for row in rows) / len(rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"taught: loss {loss.item():.4f} over rows of {[row.shape[1] for row in rows]} tokens")
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+
+
+def calling(question: str, call: tuple[str, dict], result: str, answer: str) -> list[dict]:
+    """Return a conversation in which one tool is called."""
+    function = {"name": call[0], "arguments": call[1]}
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "name": call[0], "content": result},
+        {"role": "assistant", "content": answer},
+    ]

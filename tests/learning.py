@@ -1,14 +1,16 @@
-"""Two tasks whose best attainable objective is known exactly, so that a trainer cannot pass by luck.
+"""Tasks whose best attainable objective is known exactly, so that a trainer cannot pass by luck.
 
 The policy that maximises J = E[score] - beta * KL(policy || reference) has probabilities proportional to
 reference * exp(score / beta), and its J is J* = beta * mean over prompts of log E_reference[exp(score / beta)]. So few
 completions exist here that all are added up under the real reference, which depends on the prompt and on the history.
 The reference is a random Qwen2 of 4 layers; EOS and PAD have bias -30, so every completion has the full length.
+In a `Chain` of turns an environment answers. It draws nothing, so an outcome is still what the policy sampled.
 The tasks import no trainer, because the environments of other libraries use them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
 
 if TYPE_CHECKING:
+    from onetrunk.ppo.config import PPOConfig
     from onetrunk.ppo.trainer import PPOTrainer
     from onetrunk.rollouts.base import RolloutBackend
 
@@ -33,6 +36,8 @@ PROMPT_LENGTH = 4
 NUM_PROMPTS = 256
 FORBIDDEN_BIAS = -30.0
 HEAD_STD = 0.3
+# Of a chain: the embedding in the dimension of a token's kind, and the head's weight on it.
+KIND_SIZE, KIND_WEIGHT = 0.1, 20.0
 MEASURED_ROLLOUTS = 10
 ROWS_AT_ONCE = 16_384
 
@@ -89,6 +94,85 @@ TASK_B = Task(num_tokens=8, num_good=2, length=4, beta=0.1)
 
 
 @dataclass(frozen=True)
+class Chain:
+    """Play `turns` turns. A turn is `length` actions and EOS; the answer is an observation that depends on both.
+
+    Observations and the actions of each place in a turn have `num` tokens each. The first observation is the last
+    token of the prompt. An action is good if its number added to that of the token before it is below `num_good`
+    modulo `num`, and earns 1 / (turns * length), so the score is the share of good actions.
+
+    Args:
+        turns: of an episode.
+        length: actions of a turn.
+        num: observations, and actions of each place.
+        num_good: good actions after each token.
+        beta: coefficient of the KL.
+    """
+
+    turns: int
+    length: int
+    num: int
+    num_good: int
+    beta: float
+
+    @property
+    def vocab_size(self) -> int:
+        return FIRST + self.num * (1 + self.length)
+
+    @property
+    def episode_length(self) -> int:
+        """The tokens of an episode after its prompt: there is no observation after the last turn."""
+        return self.turns * (self.length + 2) - 1
+
+    def names(self) -> dict[str, int]:
+        """Return the words of observations (o0, o1, ...) and actions (a0, ..., of the second place b0, ...)."""
+        kinds = "oab"[: 1 + self.length]
+        return {f"{kind}{i}": FIRST + k * self.num + i for k, kind in enumerate(kinds) for i in range(self.num)}
+
+    def rewards(self, observation: Any, actions: Any) -> Any:
+        """Return the reward of a turn; ints, or tensors of numbers with the actions in the last dimension."""
+        before = [observation, *actions[:-1]]
+        return sum((a + b) % self.num < self.num_good for a, b in zip(actions, before, strict=True)) / (
+            self.turns * self.length
+        )
+
+    def answer(self, observation: Any, actions: Any) -> Any:
+        """Return the number of the next observation."""
+        return (observation + 3 * sum(actions) + 1) % self.num
+
+
+TWO_TURNS = Chain(turns=2, length=2, num=4, num_good=1, beta=0.1)
+FOUR_TURNS = Chain(turns=4, length=1, num=6, num_good=1, beta=0.1)
+
+
+class ChainGame:
+    """A Gymnasium text environment that plays a Chain from the last token of the prompt.
+
+    Args:
+        chain: the rules.
+        pays: "turns", each turn's reward at once, or "end", their sum after the last one.
+    """
+
+    def __init__(self, chain: Chain, pays: str = "turns"):
+        self.chain, self.pays = chain, pays
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.observation, self.turn, self.earned = int(options["prompt"].split()[-1][1:]), 0, 0.0
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        actions = [int(word[1:]) for word in action.split()]
+        self.turn += 1
+        reward = self.chain.rewards(self.observation, actions)
+        self.earned += reward
+        self.observation = self.chain.answer(self.observation, actions)
+        is_over = self.turn == self.chain.turns
+        if self.pays == "end":
+            reward = self.earned if is_over else 0.0
+        return "" if is_over else f"o{self.observation}", reward, is_over, False, {}
+
+
+@dataclass(frozen=True)
 class Optimum:
     """The results of the best policy.
 
@@ -118,7 +202,7 @@ class Outcome:
     cpu_s: float
 
 
-def task_config(task: Task, hidden_size: int = 32, num_layers: int = 4, num_heads: int = 4) -> Qwen2Config:
+def task_config(task: Task | Chain, hidden_size: int = 32, num_layers: int = 4, num_heads: int = 4) -> Qwen2Config:
     """Return the config of a model of a task."""
     return Qwen2Config(
         vocab_size=task.vocab_size,
@@ -135,7 +219,7 @@ def task_config(task: Task, hidden_size: int = 32, num_layers: int = 4, num_head
     )
 
 
-def reference_model(task: Task, seed: int) -> PreTrainedModel:
+def reference_model(task: Task | Chain, seed: int) -> PreTrainedModel:
     """Return the random model: hidden 32, 4 layers, head of std .3 with a bias that rules out EOS and PAD."""
     config = task_config(task)
     with torch.random.fork_rng(devices=[]):
@@ -149,9 +233,31 @@ def reference_model(task: Task, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def task_tokenizer(task: Task) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of words t2, t3, ..., each named after its id."""
-    names = {"<pad>": PAD, "<eos>": EOS} | {f"t{i}": i for i in range(FIRST, task.vocab_size)}
+def chain_model(chain: Chain, seed: int) -> PreTrainedModel:
+    """Return a random model that writes actions after an observation, and EOS after the last action of a turn.
+
+    Each kind of token has a dimension of the residual stream, which no layer writes to and from which the head reads
+    what may follow. The margin is dozens of nats, so EOS costs no logprob and no KL.
+    """
+    model, kinds = reference_model(chain, seed), 1 + chain.length
+    embeddings, head = model.get_input_embeddings().weight, model.lm_head
+    with torch.no_grad():
+        head.bias.zero_()
+        embeddings[:, :kinds] = head.weight[:, :kinds] = 0
+        for kind in range(kinds):
+            start = FIRST + kind * chain.num
+            embeddings[start : start + chain.num, kind] = KIND_SIZE
+            follows = slice(start + chain.num, start + 2 * chain.num) if kind < chain.length else EOS
+            head.weight[follows, kind] = KIND_WEIGHT
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[:kinds] = layer.mlp.down_proj.weight[:kinds] = 0
+    return model
+
+
+def task_tokenizer(task: Task | Chain) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words t2, t3, ..., each named after its id, or of the words of a Chain."""
+    words = task.names() if isinstance(task, Chain) else {f"t{i}": i for i in range(FIRST, task.vocab_size)}
+    names = {"<pad>": PAD, "<eos>": EOS} | words
     backend = Tokenizer(models.WordLevel(names, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
@@ -163,9 +269,15 @@ def task_prompts(task: Task, seed: int, count: int = NUM_PROMPTS) -> Tensor:
     return torch.randint(FIRST + task.num_good, task.vocab_size, (count, PROMPT_LENGTH), generator=generator)
 
 
-def prompt_dataset(prompts: Tensor) -> Dataset:
+def chain_prompts(chain: Chain, seed: int, count: int = NUM_PROMPTS) -> Tensor:
+    """Return prompts [count, PROMPT_LENGTH] of random observations."""
+    generator = torch.Generator().manual_seed(seed)
+    return FIRST + torch.randint(chain.num, (count, PROMPT_LENGTH), generator=generator)
+
+
+def prompt_dataset(prompts: Tensor, letter: str = "t", first: int = 0) -> Dataset:
     """Return the prompts as text."""
-    return Dataset.from_dict({"prompt": [" ".join(f"t{i}" for i in row) for row in prompts.tolist()]})
+    return Dataset.from_dict({"prompt": [" ".join(f"{letter}{i - first}" for i in row) for row in prompts.tolist()]})
 
 
 def all_completions(task: Task) -> Tensor:
@@ -197,18 +309,64 @@ def all_scores(task: Task) -> Tensor:
     return torch.tensor([task.score(ids) for ids in all_completions(task).tolist()], dtype=torch.float64)
 
 
+def chain_episodes(chain: Chain, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return every episode after every prompt: ids [prompts, outcomes, tokens], last action fastest, and its score."""
+    plans = torch.tensor(list(product(range(chain.num), repeat=chain.turns * chain.length)))
+    shape = (len(prompts), len(plans))
+    observation = (prompts[:, -1:] - FIRST).expand(shape)
+    columns, scores = [], torch.zeros(shape, dtype=torch.float64)
+    for turn in plans.view(len(plans), chain.turns, chain.length).unbind(1):
+        actions = [action.expand(shape) for action in turn.unbind(1)]
+        scores += chain.rewards(observation, actions)
+        observation = chain.answer(observation, actions)
+        columns += [FIRST + (1 + place) * chain.num + action for place, action in enumerate(actions)]
+        columns += [torch.full(shape, EOS), FIRST + observation]
+    return torch.cat([prompts[:, None].expand(*shape, -1), torch.stack(columns[:-1], 2)], 2), scores
+
+
+@torch.no_grad()
+def chain_outcomes(model: nn.Module, chain: Chain, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logprobs and scores of every episode after every prompt, both [prompts, outcomes] in float64."""
+    parts = []
+    for few in prompts.split(max(1, ROWS_AT_ONCE // chain.num ** (chain.turns * chain.length - 1))):
+        ids, scores = chain_episodes(chain, few)
+        histories = ids[:, :: chain.num, :-2].flatten(0, 1)
+        logprobs = model(input_ids=histories).logits[:, PROMPT_LENGTH - 1 :].double().log_softmax(-1)
+        given = torch.arange(1, logprobs.shape[1]) % (chain.length + 2) == 0
+        taken = logprobs[:, :-1].gather(2, histories[:, PROMPT_LENGTH:, None])[:, :, 0].masked_fill(given, 0.0)
+        last = logprobs[:, -1, -chain.num :]
+        parts.append(((taken.sum(1)[:, None] + last).reshape(len(few), -1), scores))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def chain_objective(model: nn.Module, chain: Chain, seed: int) -> float:
+    """Return the exact J of a policy that was trained with a seed."""
+    prompts = chain_prompts(chain, seed)
+    ref_logprobs, scores = chain_outcomes(chain_model(chain, seed), chain, prompts)
+    logprobs, _ = chain_outcomes(model, chain, prompts)
+    return (logprobs.exp() * (scores - chain.beta * (logprobs - ref_logprobs))).sum(1).mean().item()
+
+
+def chain_optimum(chain: Chain, seed: int) -> Optimum:
+    """Return the optimum of a chain with the model and the prompts of a seed."""
+    return optimum(*chain_outcomes(chain_model(chain, seed), chain, chain_prompts(chain, seed)), chain.beta)
+
+
 def optimum(ref_logprobs: Tensor, scores: Tensor, beta: float) -> Optimum:
-    """Return the results of the best policy against a reference given as logprobs [prompts, outcomes]."""
+    """Return the results of the best policy against a reference given as logprobs [prompts, outcomes].
+
+    `scores` are [outcomes], or [prompts, outcomes] where they depend on the prompt.
+    """
     log_partition = (ref_logprobs + scores / beta).logsumexp(1)
     log_ratio = scores / beta - log_partition[:, None]
     best = (ref_logprobs + log_ratio).exp()
     kl = (best * log_ratio).sum(1).mean()
     return Optimum(
         objective=beta * log_partition.mean().item(),
-        score=(best @ scores).mean().item(),
+        score=(best * scores).sum(1).mean().item(),
         kl=kl.item(),
         kl_std=((best * log_ratio**2).sum(1).mean() - kl**2).sqrt().item(),
-        start=(ref_logprobs.exp() @ scores).mean().item(),
+        start=(ref_logprobs.exp() * scores).sum(1).mean().item(),
     )
 
 
@@ -232,6 +390,24 @@ def share_of_good_tokens(task: Task) -> Callable[..., list[float]]:
     return good_tokens
 
 
+def make_config(folder: str | Path, seed: int, length: int, settings: dict[str, Any]) -> PPOConfig:
+    """Return the settings of a run; `settings` replace entries of SETTINGS."""
+    from onetrunk.ppo.config import PPOConfig
+
+    chosen = {**SETTINGS, **settings}
+    return PPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        seed=seed,
+        max_completion_length=length,
+        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"],
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **chosen,
+    )
+
+
 def make_trainer(
     task: Task,
     seed: int,
@@ -244,31 +420,37 @@ def make_trainer(
 
     `rollout_backend` is a backend, or the setting of that name.
     """
-    from onetrunk.ppo.config import PPOConfig
     from onetrunk.ppo.trainer import PPOTrainer
 
     if isinstance(rollout_backend, str):
         settings["rollout_backend"], rollout_backend = rollout_backend, None
-    chosen = {**SETTINGS, "beta": task.beta, **settings}
-    config = PPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        seed=seed,
-        max_completion_length=task.length,
-        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"],
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **chosen,
-    )
     trainer = PPOTrainer(
         reference_model(task, seed),
         share_of_good_tokens(task),
-        config,
+        make_config(folder, seed, task.length, {"beta": task.beta, **settings}),
         prompt_dataset(task_prompts(task, seed)),
         processing_class=task_tokenizer(task),
         peft_config=LoraConfig(**{**LORA, **(lora or {})}),
         rollout_backend=rollout_backend,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def make_chain_trainer(
+    chain: Chain, seed: int, folder: str | Path, pays: str = "turns", **settings: Any
+) -> PPOTrainer:
+    """Return a trainer that plays a chain in ChainGame, whose rewards are the only ones."""
+    from onetrunk.ppo.trainer import PPOTrainer
+
+    trainer = PPOTrainer(
+        chain_model(chain, seed),
+        None,
+        make_config(folder, seed, chain.episode_length, {"beta": chain.beta, **settings}),
+        prompt_dataset(chain_prompts(chain, seed), "o", FIRST),
+        processing_class=task_tokenizer(chain),
+        peft_config=LoraConfig(**LORA),
+        environment_factory=functools.partial(ChainGame, chain, pays),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

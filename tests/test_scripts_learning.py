@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import learning
+
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
 
 
@@ -38,6 +40,21 @@ def test_the_taught_model_is_made_once_and_held_out_sums_are_in_no_prompt(tmp_pa
     assert task.held_out(task.model(seed=1))["held_out"] == held_out
     # 90 * 90 pairs, 600 of them held out; no pair comes twice.
     assert len({tuple(row) for row in task.prompts(0).tolist()}) == 8100 - 600
+
+
+def test_what_play_samples_is_what_the_environment_of_the_chain_answers_and_pays(bench):
+    task = bench("learning_tasks").FourTurns()
+    tokenizer, prompts = task.tokenizer(), task.prompts(0)[:8]
+    ids, turns, logprobs = task.play(task.model(0), prompts)
+    assert turns[0].tolist() == [0, 0, -1, 1, 1, -1, 2, 2, -1, 3, 3]
+    assert (logprobs[turns < 0] == 0).all() and (logprobs <= 0).all()
+    for prompt, row in zip(prompts.tolist(), ids.tolist(), strict=True):
+        words = tokenizer.convert_ids_to_tokens(row[len(prompt) :])
+        game = learning.ChainGame(task.chain)
+        game.reset(options={"prompt": task.text(prompt)})
+        steps = [game.step(action) for action in words[::3]]
+        assert [step[0] for step in steps] == [*words[2::3], ""] and words[1::3] == ["<eos>"] * 4
+        assert [step[1] for step in steps] == pytest.approx(task.turn_rewards(prompt, row[len(prompt) :]))
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@
     python scripts/bench/learning.py --task sums --arms shared top-1
 
 Value heads `shared` (the default) and `adapter` with adapters on all layers, the shared head with adapters on the top
-quarter, and with lam 1. Needs the repository's root in PYTHONPATH. Results: learning/README.md.
+quarter, and with lam 1. On `chain`, `turn-rewards` pays each turn when it ends, and `sum` pays everything at the end.
+Needs the repository's root in PYTHONPATH. Results: learning/README.md.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any
 import datasets
 from datasets import Dataset
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import TASKS
+from learning_tasks import TASKS, FourTurns
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 
-from onetrunk import PPOConfig, PPOTrainer
+from onetrunk import PPOTrainer
 from tests import learning
 
 RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TASKS}
@@ -39,7 +40,11 @@ WITH_ADAPTER = {
 }
 # The best rate of few layers is higher.
 HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in TASKS}
+CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in FOUR_RATES[1:]]}
+del RATES[FourTurns.name], HIGHER[FourTurns.name]
 ARMS = [
+    Arm("turn-rewards", {"pays": "turns"}, CHAIN),
+    Arm("sum", {"pays": "end"}, CHAIN),
     Arm("shared", {}, RATES),
     Arm("adapter", {"value_head": "adapter"}, WITH_ADAPTER),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
@@ -61,24 +66,18 @@ class Recorder(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "score/mean" in logs:
-            self.curve.add(self.rule.taken(), logs["kl/ref"], time.process_time() - self.start)
+            # An environment scores an episode itself.
+            score = self.rule.taken() if self.rule.scores else logs["score/mean"]
+            self.curve.add(score, logs["kl/ref"], time.process_time() - self.start)
             self.explained.append(logs["value/explained_variance"])
 
 
 def make_trainer(task: Any, rule: Rule, settings: dict[str, Any], seed: int, rollouts: int, folder: str) -> PPOTrainer:
     """Return our trainer of a task; settings that are not given are those of the learning tests."""
-    chosen = {**learning.SETTINGS, "beta": task.beta, **settings, "num_rollouts": rollouts}
-    config = PPOConfig(
-        output_dir=folder,
-        use_cpu=True,
-        seed=seed,
-        max_completion_length=task.length,
-        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"],
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **chosen,
-    )
+    settings = {**settings, "num_rollouts": rollouts}
+    if isinstance(task, FourTurns):
+        return learning.make_chain_trainer(task.chain, seed, folder, **settings)
+    config = learning.make_config(folder, seed, task.length, {"beta": task.beta, **settings})
     trainer = PPOTrainer(
         task.model(seed),
         rule.function(),

@@ -16,6 +16,11 @@ advantages are those of tokens, and `beta` is to weigh the KL against the score 
   same objective, and the same optimum, as ours.
 
 The critic learns at the actor's rate: ten times as much was no better on the preliminary seed.
+
+On `chain` the KL is paid as a reward by all arms. `agilerl-turns` and `agilerl-turn-means` have a turn as the action,
+whose value is that before its last token (AgileRL's default, which has seen the action here) or the mean over its
+tokens. In `agilerl-tokens` a token is an action; AgileRL's estimate then ends at every observation, which
+`agilerl-tokens-sum` shows, where everything is paid at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ import torch
 from agilerl.algorithms.ppo_llm import PPO
 from agilerl.utils.ppo_value_head import AutoModelForCausalLMWithValueHead
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import EOS, TASKS
+from learning_tasks import EOS, PAD, TASKS, FourTurns
 from peft import LoraConfig
 from torch import Tensor
 from transformers import set_seed
@@ -41,20 +46,31 @@ from transformers import set_seed
 from tests import learning
 
 RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TASKS}
-ARMS = [Arm("agilerl", {"pays_kl": False}, RATES), Arm("agilerl-kl-reward", {"pays_kl": True}, RATES)]
+CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in (1e-3, 2e-3, 4e-3)]}
+del RATES[FourTurns.name]
+ARMS = [
+    Arm("agilerl", {"pays_kl": False}, RATES),
+    Arm("agilerl-kl-reward", {"pays_kl": True}, RATES),
+    Arm("agilerl-turns", {"pays_kl": True, "unit": "turn"}, CHAIN),
+    Arm("agilerl-turn-means", {"pays_kl": True, "unit": "turn", "turn_value": "mean"}, CHAIN),
+    Arm("agilerl-tokens", {"pays_kl": True}, CHAIN),
+    Arm("agilerl-tokens-sum", {"pays_kl": True, "pays": "end"}, CHAIN),
+]
 
 
 def make_agent(task: Any, settings: dict[str, Any], seed: int) -> PPO:
     """Return AgileRL's agent of a task, with the settings of the learning tests under AgileRL's names."""
     given, rate, pays_kl = learning.SETTINGS, settings["learning_rate"], settings["pays_kl"]
+    # AgileRL takes the first padding for the end of a completion: it expects both to be the same token. It does not
+    # sample the episodes of a chain, in which EOS also ends a turn, and whose rows are all of one length.
+    pad = PAD if isinstance(task, FourTurns) else EOS
     core.HAS_LIGER_KERNEL = False  # Its kernels need a GPU.
     set_seed(seed)
     model = task.model(seed)
-    # AgileRL takes the first padding for the end of a completion: it expects both to be the same token.
-    model.generation_config.pad_token_id = model.generation_config.eos_token_id = EOS
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = pad, EOS
     agent = PPO(
-        pad_token_id=EOS,
-        pad_token="<eos>",
+        pad_token_id=pad,
+        pad_token="<pad>" if pad == PAD else "<eos>",
         actor_network=AutoModelForCausalLMWithValueHead(model),
         lora_config=LoraConfig(**learning.LORA, task_type="CAUSAL_LM"),
         batch_size=given["rollout_batch_size"],
@@ -64,8 +80,9 @@ def make_agent(task: Any, settings: dict[str, Any], seed: int) -> PPO:
         gamma=given["gamma"],
         gae_lambda=given["lam"],
         whiten_advantages=pays_kl,
-        advantage_granularity="token",
-        importance_sampling_level="token",
+        advantage_granularity=settings.get("unit", "token"),
+        importance_sampling_level="auto" if "unit" in settings else "token",
+        turn_value_reduction=settings.get("turn_value", "final_value"),
         lr_actor=rate,
         lr_critic=rate,
         max_grad_norm=given["max_grad_norm"],
@@ -116,6 +133,30 @@ def train_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float) -> float:
     return kl.sum(1).mean().item()
 
 
+def play_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float, settings: dict[str, Any]) -> float:
+    """Play an episode after every prompt and learn; return the mean KL of an episode."""
+    with agent.select_adapter("actor"):
+        ids, turns, _ = rule.task.play(agent.actor.pretrained_model, prompts)
+    completions = ids[:, prompts.shape[1] :].tolist()
+    rule.function()([rule.task.text(row) for row in prompts.tolist()], None, completions)
+    rewards = torch.tensor(list(map(rule.task.turn_rewards, prompts.tolist(), completions)))
+    if settings.get("pays") == "end":
+        rewards[:, -1], rewards[:, :-1] = rewards.sum(1), 0.0
+    turns = torch.cat([torch.full((len(ids), prompts.shape[1] - 1), -1), turns], 1)
+    mask = turns >= 0
+    scored = agent._fused_forward_no_grad(ids, batch_size=len(ids))
+    kl = (scored[1] - scored[0]).masked_fill(~mask, 0.0)
+    # A turn is an action and EOS.
+    kl_rewards = -beta * kl[mask].view(len(ids), -1, 2)
+    if settings.get("unit") == "turn":
+        rewards = rewards + kl_rewards.sum(2)
+    else:
+        kl_rewards[:, :, 1] += rewards
+        rewards, turns = kl_rewards.flatten(1), torch.where(mask, mask.cumsum(1) - 1, -1)
+    agent.learn(([ids], [mask], rewards), turn_ids=turns)
+    return kl.sum(1).mean().item()
+
+
 def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[Curve, dict[str, Any]]:
     """Train once, with a learning rate that falls linearly to 0."""
     warnings.simplefilter("ignore")
@@ -130,7 +171,11 @@ def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[
         chosen, order = order[:size], order[size:]
         agent.lr, agent.lr_critic = (peak * (1 - rollout / rollouts) for peak in peaks)
         agent.apply_lr()
-        kl = train_once(agent, rule, prompts[chosen], task.beta if settings["pays_kl"] else 0.0)
+        beta = task.beta if settings["pays_kl"] else 0.0
+        if isinstance(task, FourTurns):
+            kl = play_once(agent, rule, prompts[chosen], beta, settings)
+        else:
+            kl = train_once(agent, rule, prompts[chosen], beta)
         curve.add(rule.taken(), kl, time.process_time() - start)
     with agent.select_adapter("actor"):
         held_out = task.held_out(agent.actor.pretrained_model)

@@ -3,7 +3,8 @@
     python scripts/bench/learning_grpo.py --task four_tokens
 
 Needs no other environment: TRL 1.16 is a dependency. The advantages are not divided by a group's standard deviation
-(`scale_rewards`), so that `beta` weighs the KL against the score as it does in PPO.
+(`scale_rewards`), so that `beta` weighs the KL against the score as it does in PPO. On `chain` a `rollout_func` with
+`env_mask` samples, because TRL's tools and environments need a chat template; the reward is the sum.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import time
 from typing import Any
 
 import datasets
+import torch
 from datasets import Dataset
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import TASKS
+from learning_tasks import TASKS, FourTurns
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -29,6 +31,7 @@ from tests import learning
 GROUP = 8
 # The best rate is lower than that of PPO.
 RATES = {task: [{"learning_rate": rate} for rate in (1.25e-4, 2.5e-4, *FOUR_RATES)] for task in TASKS}
+RATES[FourTurns.name] = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
 ARMS = [Arm("grpo", {"scale_rewards": "none"}, RATES)]
 
 
@@ -51,6 +54,22 @@ class Recorder(TrainerCallback):
             self.score, self.kl = self.rule.taken(), logs["kl"] * logs["completions/mean_length"]
         if place == self.steps - 1:
             self.curve.add(self.score, self.kl, time.process_time() - self.start)
+
+
+def rollout_func(task: Any, tokenizer: Any) -> Any:
+    """Return TRL's rollout function for the episodes of a task."""
+
+    def play(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        prompt_ids = torch.tensor(tokenizer(prompts)["input_ids"])
+        ids, turns, logprobs = task.play(trainer.model, prompt_ids)
+        return {
+            "prompt_ids": prompt_ids.tolist(),
+            "completion_ids": ids[:, prompt_ids.shape[1] :].tolist(),
+            "logprobs": logprobs.tolist(),
+            "env_mask": (turns >= 0).long().tolist(),
+        }
+
+    return play
 
 
 def make_trainer(
@@ -90,6 +109,7 @@ def make_trainer(
         Dataset.from_dict({"prompt": [task.text(row) for row in task.prompts(seed).tolist()]}),
         processing_class=rule.tokenizer,
         peft_config=LoraConfig(**learning.LORA, task_type="CAUSAL_LM"),
+        rollout_func=rollout_func(task, rule.tokenizer) if isinstance(task, FourTurns) else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

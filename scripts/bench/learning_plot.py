@@ -22,6 +22,8 @@ from learning_tasks import make_task
 SMOOTHED = 5
 MEASURED = 10
 COLORS = {
+    "turn-rewards": "tab:blue",
+    "sum": "tab:cyan",
     "shared": "tab:blue",
     "linear": "tab:cyan",
     "adapter": "tab:green",
@@ -30,6 +32,10 @@ COLORS = {
     "grpo": "tab:purple",
     "agilerl": "tab:pink",
     "agilerl-kl-reward": "tab:brown",
+    "agilerl-turns": "tab:pink",
+    "agilerl-turn-means": "tab:red",
+    "agilerl-tokens": "tab:brown",
+    "agilerl-tokens-sum": "tab:olive",
     "trl-lora": "tab:gray",
     "trl-full": "black",
 }
@@ -61,8 +67,9 @@ class ArmRuns:
 
     def smooth(self, key: str) -> np.ndarray:
         """Return running means over SMOOTHED rollouts, [seeds, rollouts - SMOOTHED + 1]."""
-        kernel = np.ones(SMOOTHED) / SMOOTHED
-        return np.array([np.convolve(values, kernel, "valid") for values in self.curve(key)])
+        curves = self.curve(key)
+        width = min(SMOOTHED, curves.shape[1])
+        return np.array([np.convolve(values, np.ones(width) / width, "valid") for values in curves])
 
     def last(self, key: str) -> np.ndarray:
         """Return the mean over the last rollouts of every seed."""
@@ -74,8 +81,14 @@ class ArmRuns:
 
     def at(self, key: str, cpu_s: float) -> np.ndarray:
         """Return a smoothed curve of every seed where a budget was spent (its end where less was needed)."""
-        spent = self.cpu_s()[SMOOTHED - 1 :]
-        return self.smooth(key)[:, max(0, int(np.searchsorted(spent, cpu_s, "right")) - 1)]
+        smooth = self.smooth(key)
+        spent = self.cpu_s()[-smooth.shape[1] :]
+        return smooth[:, max(0, int(np.searchsorted(spent, cpu_s, "right")) - 1)]
+
+    def rollouts_to(self, share: float) -> str:
+        """Return for each seed after how many rollouts the smoothed J first is that share of J*; `-`: never."""
+        reached = [np.flatnonzero(values >= share) for values in self.smooth("objective")]
+        return " / ".join(str(places[0] + SMOOTHED) if len(places) else "-" for places in reached)
 
 
 def read_arms(path: Path) -> list[ArmRuns]:
@@ -118,6 +131,8 @@ def row(arm: ArmRuns, default: ArmRuns, budget_s: float) -> dict[str, str]:
         "CPU s": f"{arm.cpu_s()[-1]:.1f}",
         f"score at {budget_s:.1f} CPU s": spread(arm.at("score", budget_s)),
     }
+    if arm.optima:
+        cells["rollouts to 0.9 J*"] = arm.rollouts_to(0.9)
     if "held_out" in arm.runs[0]:
         cells["held out"] = spread(np.array([run["held_out"] for run in arm.runs]))
     return cells
@@ -141,7 +156,7 @@ def draw(arms: list[ArmRuns], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     for arm in arms:
         color, score, kl = COLORS[arm.runs[0]["arm"]], arm.smooth("score"), arm.smooth("kl").mean(0)
-        spent = arm.cpu_s()[SMOOTHED - 1 :]
+        spent = arm.cpu_s()[-score.shape[1] :]
         for x, y, axis in ((kl, score, axes[0]), (spent, score, axes[1]), (spent, arm.smooth("objective"), axes[2])):
             axis.plot(x, y.mean(0), "--" if "," in arm.name else "-", color=color, label=arm.name, linewidth=1.4)
             order = np.argsort(x)

@@ -132,7 +132,7 @@ def study(given: argparse.Namespace, arms: list[Arm], run: Run) -> None:
     """Tune every arm on the preliminary seed, then run all arms of a seed one after another."""
     torch.set_num_threads(1)
     task, results = make_task(given.task, given.work), Results(given.out / f"{given.task}.jsonl")
-    arms = [arm for arm in arms if arm.name in given.arms]
+    arms = [arm for arm in arms if arm.name in given.arms and task.name in arm.grid]
     for arm in arms:
         for rates in arm.grid[task.name]:
             _run_once(task, arm, rates, TUNING_SEED, given.tuning_rollouts, results, run)

@@ -1,9 +1,10 @@
 """The tasks on which learning is compared, the same for every implementation: model, tokenizer, prompts, score.
 
 `one_token` and `four_tokens` are tasks A and B of tests/learning.py, whose best attainable objectives are known.
-`noisy` adds noise to its reward. `early` scores the first four tokens of 128. `sums` is addition of two numbers of two
-digits by a small Qwen2, which plain cross-entropy has taught until it is right in 40%; in `sparse` it is right in 5%
-at the start. Nothing here imports a trainer by itself, because the environments of other libraries import it too.
+`noisy` adds noise to its reward. `chain` is a game of four turns with a reward each, whose best attainable
+objective is known too. `early` scores the first four tokens of 128. `sums` is addition of two numbers of two digits by
+a small Qwen2, which plain cross-entropy has taught until it is right in 40%; in `sparse` it is right in 5% at the
+start. Nothing here imports a trainer by itself, because the environments of other libraries import it too.
 """
 
 from __future__ import annotations
@@ -114,6 +115,68 @@ class Early(FourTokens):
     def score(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
         """Return the share of good tokens among the first four."""
         return self.rules.score(completion_ids[: self.rules.length])
+
+
+class FourTurns(FourTokens):
+    """Four turns of an action and EOS, each with its own reward; J* is enumerated."""
+
+    name = "chain"
+    chain = learning.FOUR_TURNS
+    length = chain.episode_length
+    beta = chain.beta
+
+    def model(self, seed: int) -> PreTrainedModel:
+        """Return the reference of a seed."""
+        return learning.chain_model(self.chain, seed)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer."""
+        return learning.task_tokenizer(self.chain)
+
+    def prompts(self, seed: int) -> Tensor:
+        """Return the prompts of a seed, [prompts, tokens]."""
+        return learning.chain_prompts(self.chain, seed)
+
+    def text(self, prompt_ids: list[int]) -> str:
+        """Return a prompt as text."""
+        return " ".join(f"o{i - learning.FIRST}" for i in prompt_ids)
+
+    def turn_rewards(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
+        """Return the reward of each turn of an episode, whose turns are an action, EOS and an observation."""
+        seen = [(i - learning.FIRST) % self.chain.num for i in [prompt_ids[-1], *completion_ids]]
+        return [self.chain.rewards(seen[at], [seen[at + 1]]) for at in range(0, len(completion_ids), 3)]
+
+    def score(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
+        """Return the share of good actions."""
+        return sum(self.turn_rewards(prompt_ids, completion_ids))
+
+    def known(self, seed: int) -> dict[str, float]:
+        """Return what the best policy of a seed attains."""
+        best = learning.chain_optimum(self.chain, seed)
+        return {"score": best.score, "kl": best.kl, "objective": best.objective}
+
+    @torch.no_grad()
+    def play(self, model: nn.Module, prompts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample an episode after every prompt, for trainers that have no text environments.
+
+        Returns:
+            Ids of prompt and episode [rows, tokens]; of the episode alone the turn of each token, -1 at observations,
+            [rows, length]; and the logprobs of its tokens, 0 at observations, [rows, length].
+        """
+        ids, logprobs, start = prompts, [], prompts.shape[1]
+        for place in range(self.length):
+            if place % 3 == 2:
+                observation, action = (ids[:, at] - learning.FIRST for at in (start + place - 3, start + place - 2))
+                answer = self.chain.answer(observation % self.chain.num, [action % self.chain.num])
+                drawn, taken = learning.FIRST + answer[:, None], torch.zeros(len(ids), 1)
+            else:
+                scores = model(input_ids=ids).logits[:, -1].float().log_softmax(-1)
+                drawn = torch.multinomial(scores.exp(), 1)
+                taken = scores.gather(1, drawn)
+            ids = torch.cat([ids, drawn], 1)
+            logprobs.append(taken)
+        turns = torch.tensor([-1 if place % 3 == 2 else place // 3 for place in range(self.length)])
+        return ids, turns.expand(len(ids), -1), torch.cat(logprobs, 1)
 
 
 @dataclass
@@ -230,12 +293,12 @@ def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
     return logprobs.masked_fill(ids == PAD, 0.0)
 
 
-TASKS = ("one_token", "four_tokens", "noisy", "early", "sums", "sparse")
+TASKS = ("one_token", "four_tokens", "noisy", "chain", "early", "sums", "sparse")
 
 
 def make_task(name: str, folder: str | Path) -> Any:
     """Return a task by name; a taught model is kept in `folder`."""
-    plain = {task.name: task for task in (OneToken, FourTokens, Noisy, Early)}
+    plain = {task.name: task for task in (OneToken, FourTokens, Noisy, FourTurns, Early)}
     if name in plain:
         return plain[name]()
     return Sums(Path(folder) / f"base-{name}", name=name, taught_enough=TAUGHT_ENOUGH if name == "sums" else 0.05)

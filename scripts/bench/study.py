@@ -24,6 +24,7 @@ SIZES = {
     "one_token": (80, 40),
     "four_tokens": (80, 40),
     "noisy": (80, 40),
+    "chain": (80, 30),
     "early": (40, 20),
     "sums": (50, 20),
     "sparse": (80, 40),

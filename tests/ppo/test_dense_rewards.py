@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 
 from onetrunk.ops import token_rewards
+from onetrunk.ppo.evaluation import score_text
 from onetrunk.report.blocks import sample_blocks
 from onetrunk.report.runs import Run
 from onetrunk.rewards import PerToken, PerTurn
@@ -127,6 +128,8 @@ def test_metrics_samples_report_and_tensorboard_show_where_the_reward_fell(tmp_p
         assert rows[-1]["turn_rewards"] == [5.5] and rows[-1]["token_rewards"] == [[0, 4.0], [2, 1.5]]
     texts = text(events_of(tmp_path), "rollout/completions")[1]
     assert "**score 3.000 = 1 + 2 (by turn)**" in texts and "**score 5.500 = 4 + 1.5 (as it arrived)**" in texts
+    many = {"turn_rewards": [1.5], "token_rewards": [[i, 0.1] for i in range(15)]}
+    assert score_text("1.500", many) == "1.500 at 15 tokens"
     run = Run(tmp_path, "ppo", "finished", before=rows, after=rows)
     titles = [title for _, sides in sample_blocks(run)[0].blocks[0].samples for title, _ in sides]
     assert "after, score 3 = 1 + 2 (by turn)" in titles

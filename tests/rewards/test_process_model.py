@@ -131,5 +131,9 @@ def test_what_is_no_process_reward_model_is_rejected_before_the_policy_loads(tmp
     ):
         with pytest.raises(error, match=message):
             make_trainer(tmp_path / "run", reward=f"prm:{tmp_path}/{spec}")
+    with pytest.raises(ValueError, match="'prm:' names no model"):
+        make_trainer(tmp_path / "run", reward="prm:")
+    with pytest.raises(ValueError, match="classifies tokens: as a process reward model it is 'prm:"):
+        make_trainer(tmp_path / "run", reward=f"{tmp_path}/prm")
     with pytest.raises(ValueError, match=r"needs the policy's tokenizer; give onetrunk.rewards.ProcessReward"):
         resolve_reward("prm:owner/model")

@@ -403,6 +403,8 @@ class Fragile(Counting):
         self.fault = options["fault"]
         if self.fault == "reset":
             raise OSError("no room")
+        if self.fault == "pair":
+            return ""
         return super().reset(seed=seed, options=options)
 
     def step(self, action):
@@ -415,11 +417,12 @@ class Fragile(Counting):
             "long": ("dog " * 2_500_000, *result[1:]),
             "form": result[:4],
             "nan": (result[0], math.nan, *result[2:]),
+            "reward": (result[0], "lots", *result[2:]),
         }.get(self.fault, result)
 
 
-FAULTS = ("", "reset", "raise", "hang", "long", "form", "nan")
-FAILS = ("reset", "hang", "form", "nan")
+FAULTS = ("", "reset", "pair", "raise", "hang", "long", "form", "nan", "reward")
+FAILS = ("reset", "pair", "hang", "form", "nan", "reward")
 
 
 def fragile_rollouts(number, driver=play_in_waves, rows=50):
@@ -437,7 +440,9 @@ def test_failures_end_no_run_and_each_is_counted(driver):
     for faults, rollout in fragile_rollouts(200, driver):
         counts = counts_of(rollout)
         assert counts.failed_episodes == sum(fault in FAILS for fault in faults)
-        assert counts.tool_errors == sum({"raise": 3, "reset": 0, "": 0, "long": 0}.get(f, 1) for f in faults)
+        assert counts.tool_errors == sum(
+            {"raise": 3, "reset": 0, "pair": 0, "": 0, "long": 0}.get(f, 1) for f in faults
+        )
         columns = rollout.completion_ids, rollout.turn_ids, rollout.turn_rewards, rollout.episodes
         for fault, ids, turns, rewards, episode in zip(faults, *columns, strict=True):
             failed = fault in FAILS
@@ -579,6 +584,22 @@ class Undocumented(NoTools):
     def guess(self, word: str): ...
 
 
+class OldReset(Counting):
+    def reset(self): ...
+
+
+class TwoActions(Counting):
+    def step(self, action, other): ...
+
+
+class NeedsLevel(Counting):
+    def __init__(self, level): ...
+
+
+class Fixed(Calculator):
+    def reset(self, hint): ...
+
+
 def undocumented(a: int):
     return a
 
@@ -589,11 +610,16 @@ def undocumented(a: int):
         ({"factory": NoReset}, "makes a NoReset, which has no reset"),
         ({"factory": NoTools}, "without public methods, which would be its tools, or step"),
         ({"factory": Undocumented}, "the tool 'guess' cannot be described.*no docstring"),
+        ({"factory": OldReset}, r"OldReset.reset\(\) cannot be.*'seed'; write it as reset\(self, \*, seed=None"),
+        ({"factory": TwoActions}, r"TwoActions.step\(action, other\) cannot be.*'other'; write it as step\(self"),
         ({"factory": {"x": 3}}, "environment 'x' is a int"),
         ({"factory": {}}, "empty mapping"),
         ({"factory": Counting, "tools": [add]}, "answers by step, so no tools go with it"),
         ({"tools": [undocumented]}, "the tool 'undocumented' cannot be described.*no docstring"),
         ({"tools": [add, add]}, "two tools have the same name"),
+        ({"tools": undocumented}, "the tool 'undocumented' cannot be described"),
+        ({"tools": [3]}, "tools holds 3; a tool is a function"),
+        ({"tools": [Counting]}, "Counting.*a tool is a function"),
         ({"tools": [add]}, "has no chat template"),
         ({"tools": [add], "tokenizer": "simple"}, "does not show tool calls"),
         ({"tools": [add], "tokenizer": "unknown"}, "none that TRL knows"),
@@ -616,5 +642,11 @@ def test_prompts_that_do_not_serve_are_rejected():
         episodes_of({"x": Counting}).check_prompts(["prompt"], conversational=False)
     with pytest.raises(ValueError, match="'y'.*has x"):
         episodes_of({"x": Counting}).kind_of({"environment": "y"})
+    with pytest.raises(RuntimeError, match="could not make an environment: TypeError.*'level'; it is called without"):
+        episodes_of(NeedsLevel)
+    calculators = episodes_of({"x": Calculator, "y": Fixed}, tokenizer=chat_tokenizer())
+    with pytest.raises(ValueError, match=r"Fixed.reset\(hint\) cannot be.*'prompt'; .* the row has prompt, hint$"):
+        calculators.check_prompts(["prompt", "hint", "environment"], conversational=True)
+    assert str(calculators).startswith("Calculator (")
     with pytest.raises(ValueError, match="tools are called in conversations"):
         episodes_of(tools=[add], tokenizer=chat_tokenizer()).check_prompts(["prompt"], conversational=False)

@@ -35,6 +35,14 @@ def add(a: int, b: int) -> int:
 
 def add_nothing(a):
     return a
+
+
+class Silent:
+    def reset(self, **row): ...
+
+    def look(self) -> str:
+        """Look."""
+        return ""
 '''
 
 
@@ -63,6 +71,7 @@ def test_an_environment_trains_and_is_evaluated_from_yaml(material):
     settings = {"environment": "game.py:Nouns", "max_turns": 5, "stop_tokens": STOPS}
     assert cli.main([*command("ppo", **settings), "--dry_run"]) == 0
     assert cli.main(command("ppo", **settings)) == 0
+    assert "| rewards | the environment Nouns |" in (material / "out-ppo/README.md").read_text()
     words = command("eval", **settings)
     words[words.index("--model_name_or_path") + 1] = "out-ppo"
     assert cli.main(words) == 0
@@ -76,13 +85,17 @@ def test_an_environment_trains_and_is_evaluated_from_yaml(material):
     assert all("score/Nouns" in row for row in samples)
 
 
-def test_tools_come_from_yaml(material):
+def test_tools_come_from_yaml(material, capsys):
     questions = [{"prompt": [{"role": "user", "content": f"{i}+1?"}]} for i in range(8)]
     write_rows(material / "prompts.jsonl", questions)
     model = tiny_model("llama", num_hidden_layers=1, vocab_size=CHAT_VOCAB, eos_token_id=END, bos_token_id=None)
     model.config.max_position_embeddings = 1200
     model.save_pretrained("base")
     chat_tokenizer().save_pretrained("base")
+    assert cli.main([*command("ppo", tools=["game.py:add"], reward_funcs=["reward.py:short"]), "--dry_run"]) == 0
+    assert "episodes: tools (add); max_turns is not set" in capsys.readouterr().out
+    assert cli.main(command("ppo", environment="game.py:Silent")) == 1
+    assert "give no rewards; give reward_funcs, or an environment get_reward" in error_of(capsys)
     assert run("ppo", "--tools", "game.py:add", "--max_tool_calling_iterations", 2) == 0
 
 

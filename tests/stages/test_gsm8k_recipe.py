@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tests.stages.recipes import load_recipe_module
+from onetrunk import cli
+from tests.stages.recipes import ROOT, load_recipe_module
 
 rewards = load_recipe_module("gsm8k-tiny", "rewards")
 prepare = load_recipe_module("gsm8k-tiny", "prepare")
@@ -56,3 +59,60 @@ def test_rows_become_prompts_and_the_last_ones_are_held_out(tmp_path, monkeypatc
         "answer": "<<100+100=200>>\n#### 200",
     }
     assert (tmp_path / "out/base/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("action", "observation", "is_over"),
+    [
+        ("In May <<48/2=", "24>>", False),
+        (" and <<1,000*2.5=", "2500>>", False),
+        ("<<10/3=", "3.3333>>", False),
+        ("<<.1+.2=", "0.3>>", False),
+        ("<<2-5=", "-3>>", False),
+        ("48/2 =", "", False),  # outside an annotation
+        ("<<a+b=", "", False),  # no arithmetic: the policy goes on by itself
+        ("<<9**9=", "", False),
+        ("<<1/0=", "", False),
+        ("<<999999999*9=", "", False),
+        ("<<" + "1+" * 60 + "1=", "", False),
+        ("24 clips.\n#### 72", "", True),
+        ("", "", True),
+        ("<<48/2", "", True),
+    ],
+)
+def test_the_calculator_completes_annotations(action, observation, is_over):
+    calculator = rewards.Calculator()
+    assert calculator.reset(seed=0, options={}) == ("", {})
+    assert calculator.step(action) == (observation, 0.0, is_over, False, {})
+    if observation:
+        annotation = f"<<{action.rpartition('<<')[2]}{observation}"
+        assert rewards.annotation_score(None, [annotation]) == [1]
+
+
+@pytest.mark.slow
+def test_the_chain_runs_with_the_calculator(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    write_problems(tmp_path / "train.jsonl")
+    monkeypatch.setattr("sys.argv", ["prepare.py", "train.jsonl"])
+    assert prepare.main() == 0
+    runs = tmp_path / "runs/gsm8k-tiny"
+    model, tokenizer = LlamaForCausalLM.from_pretrained(runs / "base"), AutoTokenizer.from_pretrained(runs / "base")
+    text = "What is 2 + 2?\nIt is <<2+2=4>>4.\n#### 4" + tokenizer.eos_token
+    row = tokenizer(text, return_tensors="pt").input_ids
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        model(input_ids=row, labels=row).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(runs / "sft")
+    tokenizer.save_pretrained(runs / "sft")
+    for name in ("train", "held_out"):
+        prompt = json.dumps({"prompt": "What is 2 + 2?\n", "answer": "<<2+2=4>>\n#### 4"})
+        (runs / f"{name}.jsonl").write_text(f"{prompt}\n" * 8)
+    ppo = "--num_rollouts 1 --rollout_batch_size 8 --eval_strategy no --report_to none --save_strategy no"
+    for verb, words in {"ppo": ppo, "eval": ""}.items():
+        assert cli.main([verb, "--config", f"recipes/gsm8k-tiny/{verb}_calculator.yaml", *words.split()]) == 0
+    metrics = json.loads((runs / "eval-calculator/metrics.json").read_text())["reference"]
+    # The tokens of "4>>", where the policy asks.
+    assert metrics["score/annotation_score"] > 0.5 and metrics["episode/observation_tokens"] > 1

@@ -147,6 +147,8 @@ def _load(kind: str, name: str, source: dict[str, Any], settings: dict[str, Any]
     config = read_config(kind, name, **source)
     if "ForSequenceClassification" in "".join(config.architectures or []):
         check_scorer(config, name)
+    if kind == "reward model" and "ForTokenClassification" in "".join(config.architectures or []):
+        raise ValueError(f"{kind} {name} classifies tokens: as a process reward model it is 'prm:{name}'")
     model, loading = load_weights(AutoModelForSequenceClassification, kind, name, num_labels=1, **source, **settings)
     return model, sorted(map(str, loading["missing_keys"]))
 

@@ -43,6 +43,8 @@ from onetrunk.utils.redaction import redact, table_console
 # Characters of a text in a table.
 LONGEST_CELL = 400
 LONGEST_SUM = 80
+# A dense score that arrives at more tokens is not shown as a sum.
+MOST_ARRIVALS = 12
 
 
 def evaluate_prompts(
@@ -201,6 +203,8 @@ def score_text(score: str, columns: Mapping[str, Any]) -> str:
     turns, tokens = columns.get("turn_rewards"), columns.get("token_rewards")
     if not turns:
         return score
+    if len(tokens or ()) > MOST_ARRIVALS:
+        return f"{score} at {len(tokens)} tokens"
     parts = " + ".join(f"{reward:.3g}" for reward in (turns if tokens is None else [r for _, r in tokens]))
     return f"{score} = {short_text(parts, LONGEST_SUM)} ({'by turn' if tokens is None else 'as it arrived'})"
 

@@ -156,13 +156,14 @@ def _tables(trainer: Trainer, model: TrunkModel) -> dict[str, dict[str, Any]]:
         bits = [f", {bits} bit" for bits in (4, 8) if settings.get(f"load_in_{bits}bit")]
         adapter["base weights"] = "".join([_plain(settings.get("quant_method")), *bits])
     weighted = [f"{n} x {w:g}" if w != 1 else n for n, w in zip(rewards.names, rewards.weights, strict=True)]
+    kinds = [] if trainer.sampler.episodes is None else trainer.sampler.episodes.kinds.values()
+    weighted += sorted({f"the environment {kind.class_name}" for kind in kinds if kind.has_reward})
     rollouts = trainer.state.global_step / args.slots_per_rollout
     training = {
         "rewards": ", ".join(weighted),
         "prompts": len(trainer.train_dataset),
         "rollouts": f"{rollouts:g} of {args.rollout_batch_size} prompts x {args.num_generations} completions",
     }
-    kinds = [] if trainer.sampler.episodes is None else trainer.sampler.episodes.kinds.values()
     environments = {kind.class_name for kind in kinds if kind.factory is not None}
     tools = {name for kind in kinds for name in kind.schemas}
     answers = {"environments": environments, "tools": tools}

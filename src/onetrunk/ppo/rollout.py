@@ -28,13 +28,13 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.dense import Arrival, arrivals
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
-from onetrunk.rollouts.environments import Episodes
 from onetrunk.rollouts.episodes import play_in_waves, play_row_by_row
 from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
 if TYPE_CHECKING:
     from onetrunk.ppo.config import PPOConfig
+    from onetrunk.rollouts.environments import Episodes
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ class EpisodeConfig:
         None, "With tools or an environment: most turns of an episode; None: max_completion_length decides."
     )
     tool_timeout: float = option(
-        60.0, "Seconds that a call of a tool or an environment may take; above 0. The policy then reads an error."
+        60.0, "Seconds that a call may take; above 0. The policy then reads the error of a tool; an environment fails."
     )
     max_observation_characters: int = option(
         2000, "Most characters of what a tool or an environment answers; the rest is cut off."

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -52,9 +52,11 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.reward import PROCESS_MODEL, BuiltInReward, RewardFunction, names_a_model
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
-from onetrunk.rollouts.environments import EpisodeLimits, Episodes, Factory
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.files import require_name, require_output_dir
+
+if TYPE_CHECKING:
+    from onetrunk.rollouts.environments import Episodes, Factory
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -178,9 +180,10 @@ def load_sampled_model(
     datasets = [prepare_dataset(dataset, tokenizer, args, episodes) for dataset in datasets]
     check_lengths(model, args, [known_rows(dataset) for dataset in datasets])
     functions = resolve_rewards(inputs, args.device, base_name(model, model_kwargs), tokenizer)
-    rewards = RewardSet(
-        functions, args.reward_weights, has_environment=episodes is not None and episodes.gives_rewards
-    )
+    gives_rewards = episodes is not None and episodes.gives_rewards
+    if not functions and not gives_rewards and episodes is not None:
+        raise ValueError("the tools or environments give no rewards; give reward_funcs, or an environment get_reward")
+    rewards = RewardSet(functions, args.reward_weights, has_environment=gives_rewards)
     added = ["environments"] if episodes is not None and episodes.has_environment else []
     for dataset in datasets:
         rewards.check_columns([*(n for n in dataset.column_names if n not in ("prompt", "prompt_ids")), *added])
@@ -242,6 +245,8 @@ def load_episodes(
         "episodes with tools or environments",
         "whose processes would each play the same episode; launch with accelerate_configs/ddp.yaml or fsdp2.yaml",
     )
+    from onetrunk.rollouts.environments import EpisodeLimits, Episodes  # Few runs have them.
+
     limits = EpisodeLimits(
         args.max_turns, args.tool_timeout, args.max_observation_characters, args.max_failed_episodes_fraction
     )

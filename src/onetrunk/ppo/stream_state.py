@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -30,10 +30,12 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import OWN_COLUMNS, RewardSet
 from onetrunk.rewards.reward import content_of, reward_name
 from onetrunk.rewards.shaping import RunningMoments
-from onetrunk.rollouts.environments import Episodes
 from onetrunk.types import Experience, Pack
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
 from onetrunk.utils.import_path import USER_MODULE
+
+if TYPE_CHECKING:
+    from onetrunk.rollouts.environments import Episodes
 
 STATE_FILE = "experience_stream.json"
 # A process's share of the rollout in use.

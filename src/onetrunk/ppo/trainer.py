@@ -43,11 +43,11 @@ from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, prepare_datas
 from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.rollouts.environments import Factory
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, to_device
 
 if TYPE_CHECKING:
     from onetrunk.ppo.monitoring.progress import PPOTensorBoard
+    from onetrunk.rollouts.environments import Factory
 
 
 class PPOTrainer(ResumableTrainer):

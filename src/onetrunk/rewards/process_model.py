@@ -76,6 +76,8 @@ class ProcessReward(BuiltInReward):
         key, _, value = option.partition("=")
         if option and key != "separator":
             raise ValueError(f"{spec} has an unknown option {key!r} after '#'; there is separator=TEXT")
+        if not path:
+            raise ValueError(f"{spec!r} names no model; write prm:FOLDER, or prm:OWNER/NAME of the Hub")
         return cls(path, policy_tokenizer, **settings, **({"separator": unquote(value)} if option else {}))
 
     def __call__(

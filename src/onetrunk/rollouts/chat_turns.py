@@ -43,12 +43,14 @@ class ChatTurns:
         if not tokenizer.chat_template:
             raise ValueError(
                 "tools and environments with tools answer conversations, and the tokenizer has no chat template; set"
-                " tokenizer.chat_template, or give an environment with step, which answers text"
+                " tokenizer.chat_template (in a folder: chat_template.jinja), or give an environment with step, and"
+                " prompts that are text"
             )
         if has_tools and not supports_tool_calling(tokenizer):
             raise ValueError(
                 "the chat template does not show tool calls and their results to the model; set one that does, such as"
-                " Qwen's, in tokenizer.chat_template, or give an environment with step, which needs no tools"
+                " Qwen's, in tokenizer.chat_template (in a folder: chat_template.jinja), or give an environment with"
+                " step, which needs no tools"
             )
         has_parser = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
         try:

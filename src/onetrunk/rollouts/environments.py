@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.chat_turns import ChatTurns
-from onetrunk.rollouts.playing import EpisodeLimits, Factory, Kind, Playing, Row
+from onetrunk.rollouts.playing import EpisodeLimits, Factory, Kind, Playing, Row, require_takes
 from onetrunk.rollouts.tool_calls import TimedCalls
 from onetrunk.types import Prompt, Rollout, RowKey
 
@@ -45,16 +45,21 @@ class Episodes:
         poll: Callable[[], None] = lambda: None,
     ):
         self.limits, self.poll = limits, poll
+        tools = [tools] if callable(tools) else tools or ()
         self.routes = isinstance(factory, Mapping)
         factories = dict(factory) if self.routes else {None: factory}
         if not factories:
             raise ValueError("environment_factory is an empty mapping; name at least one environment")
-        self.kinds = {name: Kind.of(make, tools or (), name) for name, make in factories.items()}
+        self.kinds = {name: Kind.of(make, tools, name) for name, make in factories.items()}
         self.turns = ChatTurns(tokenizer, dict(template_kwargs or {}))
         self.calls = TimedCalls(limits.tool_timeout)
         self.has_tools = any(kind.schemas for kind in self.kinds.values())
         if self.has_tools:
             self.turns.prepare(has_tools=True)
+
+    def __str__(self) -> str:
+        kinds = self.kinds.values()
+        return ", ".join(kind.class_name + f" ({', '.join(kind.schemas)})" * bool(kind.schemas) for kind in kinds)
 
     @property
     def has_environment(self) -> bool:
@@ -84,8 +89,7 @@ class Episodes:
         name = row.get("environment") if self.routes else None
         if name not in self.kinds:
             raise ValueError(
-                f"the column environment has {name!r}, and environment_factory has {', '.join(self.kinds)}; correct"
-                " the column"
+                f"the column environment has {name!r}, and environment_factory has {', '.join(self.kinds)}"
             )
         return self.kinds[name]
 
@@ -98,9 +102,14 @@ class Episodes:
             )
         if self.has_tools and not conversational:
             raise ValueError(
-                "tools are called in conversations, and the prompts are text; give prompts as lists of messages, or an"
-                " environment with step, which answers text"
+                "tools are called in conversations, and the prompts of a dataset (training or evaluation) are text;"
+                ' give prompts as lists of messages, [{"role": "user", "content": TEXT}], or an environment with step,'
+                " which answers text"
             )
+        given = dict.fromkeys(["prompt", *(name for name in columns if not (self.routes and name == "environment"))])
+        for kind in self.kinds.values():
+            if kind.factory is not None and not kind.steps:  # TRL's
+                require_takes(kind.example.reset, f"reset(self, **row); the row has {', '.join(given)}", **given)
         if conversational and not self.has_tools:
             self.turns.prepare(has_tools=False)
 

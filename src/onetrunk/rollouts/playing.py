@@ -81,6 +81,9 @@ class Kind:
     @classmethod
     def of(cls, factory: Factory | None, tools: Sequence[Callable[..., Any]], name: str | None) -> Kind:
         """Make one environment and look at it; ValueError says what it lacks. It is used again."""
+        for tool in tools:
+            if inspect.isclass(tool) or not callable(tool) or not hasattr(tool, "__name__"):
+                raise ValueError(f"tools holds {tool!r}; a tool is a function with a name, type hints and a docstring")
         functions = {tool.__name__: tool for tool in tools}
         if len(functions) < len(tools):
             raise ValueError(f"two tools have the same name ({', '.join(t.__name__ for t in tools)}); rename one")
@@ -90,7 +93,13 @@ class Kind:
         where = "environment_factory" if name is None else f"environment {name!r}"
         if not callable(factory):
             raise ValueError(f"{where} is a {type(factory).__name__}; give a class or a function that makes one")
-        environment = factory()
+        try:
+            environment = factory()
+        except Exception as error:
+            raise RuntimeError(
+                f"{where} could not make an environment: {type(error).__name__}: {error}; it is called without"
+                " arguments, so give a class or a function that needs none"
+            ) from error
         class_name, made = type(environment).__name__, {"example": environment, "free": [environment]}
         if not callable(getattr(environment, "reset", None)):
             raise ValueError(
@@ -100,6 +109,8 @@ class Kind:
         if callable(getattr(environment, "step", None)):
             if tools:
                 raise ValueError(f"{where} makes a {class_name}, which answers by step, so no tools go with it")
+            require_takes(environment.reset, "reset(self, *, seed=None, options=None)", seed=0, options={})
+            require_takes(environment.step, "step(self, action)", "")
             return cls(factory, class_name, {}, {}, steps=True, has_reward=True, **made)
         methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
         for method, _ in methods:
@@ -148,6 +159,19 @@ class Row:
         self.counts += EpisodeCounts(**more)
 
 
+def require_takes(method: Callable[..., Any], expected: str, *args: Any, **kwargs: Any) -> None:
+    """Raise ValueError if a method of an environment cannot be called so; `expected` is what it should be."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # Code in C has none.
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(method, "__qualname__", method)
+        raise ValueError(f"{name}{signature} cannot be called: {error}; write it as {expected}") from error
+
+
 class StepFault(Exception):
     """What `step` returned is not what an environment returns."""
 
@@ -186,8 +210,10 @@ class Playing:
         columns = {"prompt": row.prompt, **row.columns}
         if row.kind.steps:
             seed = derived_seed(*row.key, ENVIRONMENT_STREAM) % SEEDS
-            observation, _ = self.calls.call(row.environment.reset, seed=seed, options=columns)
-            return observation
+            result = self.calls.call(row.environment.reset, seed=seed, options=columns)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError("it must return (observation, info)")
+            return result[0]
         return self.calls.call(row.environment.reset, **columns)
 
     def _observe_reset(self, row: Row, observation: Any) -> None:
@@ -266,8 +292,12 @@ class Playing:
             raise StepFault("it must return (observation, reward, terminated, truncated, info)")
         if not isinstance(result[0], str) and not (result[2] or result[3]):
             raise StepFault(f"the observation is a {type(result[0]).__name__}; it must be a text")
-        if not math.isfinite(float(result[1])):
-            raise StepFault(f"the reward is {result[1]}; it must be a finite number")
+        try:
+            is_number = math.isfinite(float(result[1]))
+        except (TypeError, ValueError):
+            is_number = False
+        if not is_number:
+            raise StepFault(f"the reward is {result[1]!r}; it must be a finite number")
         return result
 
     def _call_tools(self, row: Row, token_ids: list[int], stopped: bool, before: list[int]) -> list[int] | None:

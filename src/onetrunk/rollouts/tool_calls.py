@@ -121,8 +121,9 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(tool)
     except Exception as error:
         raise ValueError(
-            f"the tool {getattr(tool, '__name__', tool)!r} cannot be described to the model: {error}. A tool has type"
-            " hints and a docstring in Google's style, with a line for each argument under 'Args:'"
+            f"the tool {getattr(tool, '__name__', tool)!r} cannot be described to the model:"
+            f" {str(error).rstrip('.!')}. A tool has type hints and a docstring in Google's style, with a line for"
+            " each argument under 'Args:'"
         ) from error
 
 

@@ -174,15 +174,15 @@ class EpisodeArguments:
     )
     environment: str | dict[str, str] | None = option(
         None,
-        "Class or function that makes an environment with TRL's or Gymnasium's methods: path/to/file.py:Class; or a"
-        " mapping of names, which the column environment chooses from, to such.",
+        "Class or function that makes an environment with TRL's or Gymnasium's methods: path/to/file.py:Class; or in"
+        " YAML a mapping of names, which the column environment chooses from, to such.",
     )
 
     def episode_parts(self) -> dict[str, Any]:
         """Return `tools` and `environment_factory` as PPOTrainer takes them; imports what they name."""
         tools, factory = [find_object(spec, "tool") for spec in self.tools or ()], self.environment
         if isinstance(factory, dict):
-            factory = {name: find_object(spec, "environment") for name, spec in factory.items()}
+            factory = {name: find_object(str(spec), "environment") for name, spec in factory.items()}
         elif factory is not None:
             factory = find_object(factory, "environment")
         return {"tools": tools or None, "environment_factory": factory}

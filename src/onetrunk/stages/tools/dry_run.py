@@ -55,6 +55,9 @@ def dry_run(data: PPODataArguments, args: PPOArguments, model_args: ModelArgumen
     longest = longest_prompt_of(prepared[0], args)
     print("dry run: nothing is trained or written")
     print(f"rows: {len(prepared[0]):,} prompts, of at most {longest} tokens")
+    if episodes is not None:
+        turns = f"at most {args.max_turns} turns" if args.max_turns else "max_turns is not set"
+        print(f"episodes: {episodes}; {turns}")
     print("\n".join(_batch_lines(args, len(prepared[0]))))
     print("weights, memory and time: onetrunk plan")
 
