@@ -223,6 +223,11 @@ async def later(text: str) -> str:
     return text
 
 
+class Unprintable:
+    def __str__(self):
+        raise ValueError("no text")
+
+
 def broken(kind: str) -> str:
     """Fail.
 
@@ -233,7 +238,7 @@ def broken(kind: str) -> str:
         time.sleep(3.0)
     if kind == "raise":
         raise KeyError("gone")
-    return "x" * 10_000_000
+    return Unprintable() if kind == "unprintable" else "x" * 10_000_000
 
 
 def turns_of(tokenizer, *texts):
@@ -282,6 +287,7 @@ def test_a_chat_model_calls_tools_and_reads_their_results(driver, template):
         (tool_call("add", a=2, b="x"), "the argument 'b' must be integer, not string"),
         (tool_call("add", a=2, b=3, c=4), "unknown argument 'c'; known: a, b"),
         (tool_call("broken", kind="raise"), "KeyError: 'gone'"),
+        (tool_call("broken", kind="unprintable"), "ValueError: no text"),
         (tool_call("broken", kind="hang"), "TimedOut: no answer within 0.2 seconds"),
     ],
 )

@@ -322,13 +322,13 @@ class Playing:
         if fault is None:
             tool = row.kind.functions.get(name) or getattr(row.environment, name)
             try:
-                result = self.calls.call(tool, **arguments)
+                result = str(self.calls.call(tool, **arguments))
             except TooManyHang:
                 raise
             except BaseException as error:
                 fault, row.hangs = error, row.hangs or isinstance(error, TimedOut)
         row.count(tool_errors=int(fault is not None))
-        content = str(result) if fault is None else error_text(fault)
+        content = result if fault is None else error_text(fault)
         return {"role": "tool", "name": name, "content": shortened(content, self.limits.observation_characters)}
 
     def finish(self, rollout: Rollout) -> Rollout:
