@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from onetrunk.models.build import build_trunk
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.setup import load_backend
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, RolloutBackend, SamplingParams, VersionedBackend
+from onetrunk.rollouts.episodes import play_in_waves
 from tests.ppo.support import base_model, logged, lora, make_trainer, prompts
 from tests.rollouts.small import PROMPTS
 from tests.rollouts.stub_engine import install
+from tests.rollouts.test_turns import Scripted
 from tests.rollouts.test_vllm import KEYS, PARAMS, assert_equal, assert_sampled_from, shaken
 from tests.rollouts.vllm_environment import vllm_python
 
@@ -102,6 +105,24 @@ def test_a_sleeping_engine_is_woken_for_sampling_alone(engine, base, tmp_path, m
     assert {level for kind, level in engine.made[0].events if kind == "sleep"} == {1}
     settings = engine.made[0].settings
     assert settings["enable_sleep_mode"] and settings["gpu_memory_utilization"] == 0.25
+    backend.close()
+
+
+def test_an_engine_is_awake_for_all_turns_of_a_call_and_rows_of_a_wave_have_limits_of_their_own(
+    engine, base, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("onetrunk.rollouts.colocate.has_gpu", lambda: True)
+    told = []
+    backend = ColocatedBackend(tmp_path, sleeps=True, progress=lambda *numbers: told.append(numbers))
+    backend.sync(policy(base), 0)
+    arguments = PROMPTS, replace(PARAMS, max_completion_length=24), KEYS
+    rollout = backend.generate_turns(*arguments, Scripted())
+    assert kinds(engine) == ["sleep", "wake", "load", "sleep"] and max(map(max, rollout.turn_ids)) >= 2
+    assert told == sorted(told) and told[-1] == (len(KEYS), len(KEYS), sum(map(len, rollout.completion_ids)))
+    # The same as calls with one limit each.
+    other = play_in_waves(backend.generate, *arguments, Scripted())
+    assert_equal(rollout, other)
+    assert rollout.turn_ids == other.turn_ids and kinds(engine).count("wake") > 4
     backend.close()
 
 
@@ -210,7 +231,7 @@ def run_real(python, folder, *options):
 
 
 @pytest.mark.slow
-def test_the_real_engine_samples_each_version_and_trains_on_a_cpu(tmp_path):
+def test_the_real_engine_samples_each_version_and_trains_and_plays_episodes_on_a_cpu(tmp_path):
     assert "sampled and trained" in run_real(vllm_python(), tmp_path)
 
 

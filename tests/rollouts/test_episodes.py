@@ -168,6 +168,15 @@ def test_neither_the_order_of_answers_nor_their_slowness_changes_an_episode(driv
     assert max(map(max, rollout.turn_ids)) == 1
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_progress_is_rows_that_are_over_of_all_rows(driver):
+    told, first = [], [*words("runs"), END]
+    script = Scripted([first, first], [first, [END]], [[END], [END]])
+    rollout = play(episodes_of(Slow), script, ["a"] * 6, driver, progress=lambda *numbers: told.append(numbers))
+    assert told == sorted(told) and {total for _, total, _ in told} == {6}
+    assert told[-1] == (6, 6, sum(map(len, rollout.completion_ids)))
+
+
 def test_a_slow_tool_delays_no_other_row():
     class Late(Counting):
         def step(self, action):

@@ -50,6 +50,9 @@ class Scripted:
             threading.Timer(self.delay(row, len(turns)), future.set_result, [ids]).start()
         return future
 
+    def poll(self):
+        pass
+
 
 def played(model, prompts=MANY, keys=KEYS, params=None, answers=None, **options):
     sampling = {name: options.pop(name) for name in ("keeps_states", "keeps_last_state") if name in options}

@@ -16,6 +16,7 @@ from onetrunk.servers.fleet import RetryPolicy
 from tests.ppo.support import base_model, lora, sft_model
 from tests.rollouts.small import PROMPTS, assert_same, logprobs_of
 from tests.rollouts.stub_vllm import StubVLLM, wait_until
+from tests.rollouts.test_turns import Scripted
 
 PARAMS = SamplingParams(max_completion_length=5, temperature=0.8, stop_token_ids=tuple(range(8, 14)))
 KEYS = [(3, 1, row) for row in range(len(PROMPTS))]
@@ -125,6 +126,10 @@ def test_progress_is_told_and_poll_can_end_a_rollout(stub, tmp_path):
     backend.sync(policy(), 0)
     rollout = backend.generate(PROMPTS, PARAMS, KEYS)
     assert [done for done, _, _ in told] == [1, 2, 3, 4, 5] and told[-1][2] == sum(map(len, rollout.completion_ids))
+
+    told.clear()
+    rollout = backend.generate_turns(PROMPTS, PARAMS, KEYS, Scripted(lambda row, turn: None), "policy", 0)
+    assert told[-1] == (5, 5, sum(map(len, rollout.completion_ids))) and {total for _, total, _ in told} == {5}
 
     def poll():
         raise Enough

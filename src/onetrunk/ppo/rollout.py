@@ -337,7 +337,7 @@ class Sampler:
             role, version: what a versioned backend samples from; any other samples from what it was last synced with.
         """
         if self.episodes is not None:
-            return self._play(batch, functools.partial(self._sample, role, version), options)
+            return self._play(batch, role, version, options)
         return self._sample(role, version, batch.prompt_ids, self.params, batch.keys, **options)
 
     def _sample(
@@ -359,16 +359,15 @@ class Sampler:
             self._require_version(rollout, version)
         return rollout
 
-    def _play(self, batch: PromptBatch, sample: Callable[..., Rollout], options: dict[str, Any]) -> Rollout:
+    def _play(self, batch: PromptBatch, role: SampledRole, version: int, options: dict[str, Any]) -> Rollout:
         """Return one episode per row, played turn by turn."""
         episodes = self.episodes
         if hasattr(self.backend, "generate_turns"):
-            play = functools.partial(self.backend.generate_turns, **options)
-        elif self.is_versioned:
-            play = functools.partial(play_row_by_row, sample, poll=episodes.poll)
+            of = {"role": role, "version": version} if self.is_versioned else options
+            play = functools.partial(self.backend.generate_turns, **of)
         else:
-            has_row_limits = getattr(self.backend, "has_row_limits", False)
-            play = functools.partial(play_in_waves, sample, poll=episodes.poll, has_row_limits=has_row_limits)
+            driver = play_row_by_row if self.is_versioned else play_in_waves
+            play = functools.partial(driver, functools.partial(self._sample, role, version))
         rows = [
             episodes.row(prompt, ids, {name: column[i] for name, column in batch.columns.items()}, key)
             for i, (prompt, ids, key) in enumerate(zip(batch.prompts, batch.prompt_ids, batch.keys, strict=True))

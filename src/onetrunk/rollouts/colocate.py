@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import nn
 
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, rollout_of
+from onetrunk.rollouts.episodes import Answers, Progress, play_in_waves
 from onetrunk.rollouts.publishing import (
     AdapterFolder,
     Published,
@@ -61,7 +62,7 @@ class ColocatedBackend:
     Args:
         folder: where adapters are written for the engine.
         gpu_memory_utilization: share of the GPU's memory that the engine takes, above 0, below 1; unused on a CPU.
-        sleeps: put the engine to sleep after each call; needs a GPU.
+        sleeps: put the engine to sleep after each call, of episodes after their last turns; needs a GPU.
         max_rows: most rows that it decodes at once; None: vLLM's own number.
         progress: called as `progress(done_rows, total_rows, done_tokens)` whenever a row finishes.
         poll: called before every token; may raise to stop sampling.
@@ -72,19 +73,17 @@ class ColocatedBackend:
     gpu_memory_utilization: float = 0.3
     sleeps: bool = False
     max_rows: int | None = None
-    progress: Callable[[int, int, int], None] | None = None
+    progress: Progress | None = None
     poll: Callable[[], None] | None = None
     policy_version: int = field(default=0, init=False)
     # vLLM rounds otherwise than the trainer.
     has_own_weights: bool = field(default=True, init=False)
-    # `generate` takes `limits`, the most tokens of each row.
-    has_row_limits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._files = AdapterFolder(self.folder)
         self._llm: Any = None
         self._num_calls = self._num_loads = 0
-        self._is_synced = self._has_process_group = False
+        self._is_synced = self._has_process_group = self._is_awake = False
         # What samples (None: the bare base), and what the engine has loaded under the id `_num_loads`.
         self._published: Published | None = None
         self._loaded: Published | None = None
@@ -115,7 +114,7 @@ class ColocatedBackend:
                 self._start(settings)
             requests = probe_requests(model, self._positions)
             self._vocab_size = requests[0].vocab_size
-            with self._awake():
+            with self._awake(), kept_generators():
                 completed = self._complete(requests, None)
             require_same_base(model, ENGINE, settings["model"], requests, completed)
         self._check_length(longest_row)
@@ -222,24 +221,31 @@ class ColocatedBackend:
             self._loaded = self._published
         return request
 
-    def generate(
+    def generate(self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> Rollout:
+        """Return one completion per prompt, from the role and version of the last `sync`."""
+        limits = [params.max_completion_length] * len(prompt_ids)
+        return self._generate(prompt_ids, params, keys, limits, self.progress)
+
+    def generate_turns(
+        self, prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey], answers: Answers
+    ) -> Rollout:
+        """Return one episode per prompt. The engine is awake until all are over: asleep it would lose its cache."""
+        with self._awake():
+            return play_in_waves(self._generate, prompt_ids, params, keys, answers, self.progress, has_row_limits=True)
+
+    def _generate(
         self,
         prompt_ids: Sequence[list[int]],
         params: SamplingParams,
         keys: Sequence[RowKey],
-        *,
-        limits: Sequence[int] | None = None,
+        limits: Sequence[int],
+        progress: Progress | None = None,
     ) -> Rollout:
-        """Return one completion per prompt, from the role and version of the last `sync`.
-
-        Args:
-            limits: max_completion_length of each row; None: that of `params`.
-        """
-        limits = [params.max_completion_length] * len(prompt_ids) if limits is None else limits
+        """`generate` with the most tokens of each row."""
         if not self._is_synced:
             raise RuntimeError("nothing is published yet; call sync(model, version) first")
         self._check_length(max((len(ids) + n for ids, n in zip(prompt_ids, limits, strict=True)), default=0))
-        with self._awake():
+        with self._awake(), kept_generators():
             adapter = self._load()
             name = None if adapter is None else adapter.lora_name
             requests = [
@@ -248,11 +254,11 @@ class ColocatedBackend:
                     requests_of(prompt_ids, params, keys, name, self._vocab_size), limits, strict=True
                 )
             ]
-            rows = self._complete(requests, adapter, self.progress)
+            rows = self._complete(requests, adapter, progress)
         return rollout_of(prompt_ids, rows, self.policy_version)
 
     def _complete(
-        self, requests: Sequence[Request], adapter: Any | None, progress: Callable[[int, int, int], None] | None = None
+        self, requests: Sequence[Request], adapter: Any | None, progress: Progress | None = None
     ) -> list[Completion]:
         engine, rows, num_tokens = self._llm.llm_engine, {}, 0
         self._num_calls += 1
@@ -281,19 +287,20 @@ class ColocatedBackend:
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
-        """Wake the engine for the block, and put it to sleep after it, if it sleeps at all."""
-        with kept_generators():
-            if not self.sleeps:
-                yield
-                return
-            torch.cuda.empty_cache()  # What the trainer has freed is still reserved.
-            if self._llm.llm_engine.is_sleeping():
-                self._llm.wake_up()
-            try:
-                yield
-            finally:
-                # Level 1 keeps the weights in memory; the base is never sent again, so level 2 would lose it.
-                self._llm.sleep(level=1)
+        """Wake the engine for the block, and put it to sleep after it, if it sleeps at all; blocks may be nested."""
+        if not self.sleeps or self._is_awake:
+            yield
+            return
+        torch.cuda.empty_cache()  # What the trainer has freed is still reserved.
+        if self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up()
+        self._is_awake = True
+        try:
+            yield
+        finally:
+            self._is_awake = False
+            # Level 1 keeps the weights in memory; the base is never sent again, so level 2 would lose it.
+            self._llm.sleep(level=1)
 
     def close(self) -> None:
         """End the engine and delete what was written for it."""

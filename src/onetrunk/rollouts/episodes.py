@@ -1,8 +1,8 @@
 """Episodes: a prompt, then turns that the policy samples and observations that it is given, in alternation.
 
 Token in, token out: the context of a turn is the exact ids so far and the ids of the observation; nothing that was
-sampled is decoded and encoded again. `Answers` says what follows a turn. A backend that keeps the cache of a row over
-its turns has `generate_turns`; for any other one, `play_in_waves` and `play_row_by_row` sample turn after turn.
+sampled is decoded and encoded again. `Answers` says what follows a turn. `play_in_waves` and `play_row_by_row` sample
+turn after turn: backends that play episodes in a way of their own have `generate_turns`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 # (prompt_ids, params, keys) -> one completion per prompt.
 Generate = Callable[..., Rollout]
+# (done_rows, total_rows, done_tokens), told whenever rows are over.
+Progress = Callable[[int, int, int], None]
 
 
 class Answers(Protocol):
@@ -43,6 +45,10 @@ class Answers(Protocol):
             A future with the ids of the observation that the row goes on from, or None if its episode is over. It
             never raises; other threads work on it.
         """
+        ...
+
+    def poll(self) -> None:
+        """Called now and then by the drivers of this file while rows are played; may raise to give up."""
         ...
 
 
@@ -174,7 +180,7 @@ def play_in_waves(
     params: SamplingParams,
     keys: Sequence[RowKey],
     answers: Answers,
-    poll: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
     has_row_limits: bool = False,
 ) -> Rollout:
     """Play episodes by a backend that samples many rows in one call: the rows whose turn may begin go together.
@@ -183,10 +189,9 @@ def play_in_waves(
     their own, because a call has one limit and a row may not go beyond its positions.
 
     Args:
-        poll: called while all rows wait; may raise to give up.
         has_row_limits: whether `generate` takes `limits`, one per row, so that a wave is one call.
     """
-    rows = rows_of(prompt_ids, params, keys)
+    rows, over = rows_of(prompt_ids, params, keys), []
     ready, waiting, version = list(range(len(rows))), {}, 0
     while ready or waiting:
         by_room: dict[int, list[int]] = {}
@@ -205,9 +210,12 @@ def play_in_waves(
         # Most answers come at once, and their rows belong into one wave.
         wait(waiting, GATHER_S)
         while waiting and not (done := wait(waiting, POLL_S, FIRST_COMPLETED).done):
-            poll()
+            answers.poll()
         answered = sorted((waiting.pop(future), future.result()) for future in (done if waiting else ()))
         ready = [index for index, token_ids in answered if rows[index].add_answer(token_ids)]
+        over += [rows[index] for index, _ in answered if index not in ready]
+        if len(ready) < len(answered):
+            tell(progress, over, len(rows))
     return rollout_of_episodes(rows, version)
 
 
@@ -217,12 +225,11 @@ def play_row_by_row(
     params: SamplingParams,
     keys: Sequence[RowKey],
     answers: Answers,
-    poll: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
 ) -> Rollout:
     """Play each episode in a thread of its own, by a backend that may be called in several threads at once.
 
-    Args:
-        poll: called while the rows are played; may raise to give up. They then stop at their next turn.
+    If `answers.poll` gives up, they stop at their next turn.
     """
     rows, mark, is_over = rows_of(prompt_ids, params, keys), marker(), threading.Event()
 
@@ -242,10 +249,13 @@ def play_row_by_row(
     try:
         left = playing
         while left:
-            poll()
+            answers.poll()
             done, left = wait(left, POLL_S, FIRST_EXCEPTION)
             for future in done:
                 future.result()
+            if done:
+                over = [row for row, future in zip(rows, playing, strict=True) if future not in left]
+                tell(progress, over, len(rows))
     finally:
         is_over.set()
     return rollout_of_episodes(rows, min(future.result() for future in playing) if playing else 0)
@@ -255,6 +265,12 @@ def rows_of(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Seque
     """Return the rows of a call before their first turns."""
     most = params.max_completion_length
     return [EpisodeRow(list(ids), key, most) for ids, key in zip(prompt_ids, keys, strict=True)]
+
+
+def tell(progress: Progress | None, over: Sequence[EpisodeRow], total: int) -> None:
+    """Tell how many rows of `total` are over."""
+    if progress is not None:
+        progress(len(over), total, sum(len(row.token_ids) for row in over))
 
 
 def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:

@@ -45,6 +45,8 @@ class _NoAnswers:
         over.set_result(None)
         return over
 
+    def poll(self) -> None: ...
+
 
 NO_ANSWERS = _NoAnswers()
 

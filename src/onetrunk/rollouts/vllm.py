@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from torch import nn
 from onetrunk.parallel.groups import is_first_process, on_first_process, once_per_group
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, rollout_of
+from onetrunk.rollouts.episodes import Answers, Progress, play_row_by_row
 from onetrunk.rollouts.publishing import (
     ADAPTERS_FOLDER,
     ROLES,
@@ -119,7 +121,7 @@ class VLLMBackend:
     wait_s: float = 600.0
     max_concurrency: int = 256
     api_key_env: str | None = None
-    progress: Callable[[int, int, int], None] | None = None
+    progress: Progress | None = None
     poll: Callable[[], None] | None = None
     policy_version: int = field(default=0, init=False)
 
@@ -179,10 +181,7 @@ class VLLMBackend:
         return dict(zip(self.servers, run_async(gathered(map(one, self.servers)), self._poll), strict=True))
 
     def _complete(
-        self,
-        servers: Sequence[Server],
-        requests: Sequence[Request],
-        progress: Callable[[int, int, int], None] | None = None,
+        self, servers: Sequence[Server], requests: Sequence[Request], progress: Progress | None = None
     ) -> list[Completion]:
         """Return the completions of requests; RuntimeError if a row gets no valid one."""
         rows: dict[int, Completion] = {}
@@ -374,12 +373,36 @@ class VLLMBackend:
 
         It depends on nothing that a later `sync` changes, so it may run in a thread while one publishes.
         """
+        return self._generate(role, version, self.progress, prompt_ids, params, keys)
+
+    def generate_turns(
+        self,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+        answers: Answers,
+        role: str,
+        version: int,
+    ) -> Rollout:
+        """Return one episode per prompt, each turn a request with the ids so far, which the server has cached."""
+        generate = partial(self._generate, role, version, None)
+        return play_row_by_row(generate, prompt_ids, params, keys, answers, self.progress)
+
+    def _generate(
+        self,
+        role: str,
+        version: int,
+        progress: Progress | None,
+        prompt_ids: Sequence[list[int]],
+        params: SamplingParams,
+        keys: Sequence[RowKey],
+    ) -> Rollout:
         adapter = self._adapter_of(role, version)
         name = None if adapter is None else adapter.name
         requests = requests_of(prompt_ids, params, keys, name, self._vocab_size)
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
         # Processes that share a divided model must get the same tokens.
-        rows = once_per_group(lambda: self._complete(self._servers_for(keys), requests, self.progress))
+        rows = once_per_group(lambda: self._complete(self._servers_for(keys), requests, progress))
         return rollout_of(prompt_ids, rows, version)
 
     def _servers_for(self, keys: Sequence[RowKey]) -> list[Server]:
