@@ -14,7 +14,9 @@ from onetrunk.models.build import build_trunk
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams
 from tests.ppo.support import logged, lora, make_trainer, trained_weights
 from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES
+from tests.rollouts.test_turns import Scripted
 from tests.rollouts.test_vllm import assert_sampled_from, shaken
+from tests.rollouts.vllm_episodes import cached_tokens, require_asked, story_trainer
 from tests.tiny import tiny_model
 
 STOPS = tuple(range(8, 14))
@@ -41,6 +43,12 @@ def sample(base: Path, folder: Path, sleeps: bool) -> None:
         ours = LocalBackend(model).generate(PROMPTS, greedy, KEYS)
         assert backend.generate(PROMPTS, greedy, KEYS).completion_ids == ours.completion_ids
         assert backend._llm.llm_engine.list_loras() == {backend._num_loads}
+        once = backend.generate_turns(PROMPTS, SamplingParams(12, 0.7, STOPS), KEYS, Scripted(lambda row, turn: None))
+        assert (once.completion_ids, once.stopped) == (rollout.completion_ids, rollout.stopped)
+        episodes = PROMPTS, SamplingParams(40, 0.0, STOPS), KEYS
+        ours = LocalBackend(model).generate_turns(*episodes, Scripted())
+        theirs = backend.generate_turns(*episodes, Scripted())
+        assert (theirs.completion_ids, theirs.turn_ids) == (ours.completion_ids, ours.turn_ids)
     with model.as_role("reference"):
         backend.sync(model, 3)
         assert_sampled_from(model, backend.generate(PROMPTS, SamplingParams(12, 1.0), KEYS), 1.0, TOLERANCE)
@@ -63,6 +71,63 @@ def train(base: Path, folder: Path, sleeps: bool) -> None:
     trainer.sampler.backend.close()
 
 
+def noting(function, note):
+    """Return a function that also calls `note` with its result."""
+
+    def noted(*args, **kwargs):
+        result = function(*args, **kwargs)
+        note(result)
+        return result
+
+    return noted
+
+
+class Recording(ColocatedBackend):
+    """Keeps the requests of each wave with their answers, the tokens that the engine had cached, and its sleep.
+
+    On a CPU the engine sleeps too: it takes no requests and forgets what it has cached, but frees no memory.
+    """
+
+    def check(self) -> None:
+        pass
+
+    def _start(self, settings):
+        super()._start(settings)
+        self.waves, self.cached, self.slept = [], [], []
+        llm, engine = self._llm, self._llm.llm_engine
+        llm.wake_up = noting(llm.wake_up, lambda _: self.slept.append("wake_up"))
+        llm.sleep = noting(llm.sleep, lambda _: self.slept.append("sleep"))
+        engine.step = noting(engine.step, lambda rows: self.cached.extend(row.num_cached_tokens for row in rows))
+
+    def _complete(self, requests, adapter, progress=None):
+        completed = super()._complete(requests, adapter, progress)
+        if adapter is not None:
+            self.waves.append(list(zip(requests, completed, strict=True)))
+        return completed
+
+
+def play(base: Path, folder: Path, sleeps: bool) -> None:
+    """Train on episodes of several turns, with exact ids, cached prefixes, and one sleep per rollout."""
+    backend, played, told = Recording(folder / "adapters", sleeps=sleeps, gpu_memory_utilization=0.2), [], []
+    settings = {"num_rollouts": 3, "temperature": 0.8, "use_cpu": not torch.cuda.is_available()}
+    trainer = story_trainer(folder, base, played, backend, **settings)
+    backend.progress = lambda *numbers: told.append(numbers)
+    backend.cached.clear()
+    backend.slept.clear()
+    trainer.train()
+    require_asked([(r.prompt_ids, c.token_ids) for wave in backend.waves for r, c in wave], played)
+    # Rows of one wave have limits of their own.
+    assert any(len({request.params.max_completion_length for request, _ in wave}) > 1 for wave in backend.waves)
+    assert max(logged(trainer, "sampling/logprob_gap_max")) < 10 * TOLERANCE
+    assert logged(trainer, "policy/ratio_max")[0] == 1.0
+    assert len(backend.waves) > 2 * 3 and backend.slept == ["wake_up", "sleep"] * 3 * sleeps
+    if not torch.cuda.is_available():  # On a GPU blocks are smaller.
+        assert sum(backend.cached) == sum(map(cached_tokens, played))
+    assert [done for done, _, _ in told].count(6) == 3 and {total for _, total, _ in told} == {6}
+    backend.close()
+    print("played", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -72,6 +137,8 @@ def main() -> None:
     tiny_model("llama", **SERVED_SIZES).save_pretrained(base)
     sample(base, args.folder / "adapters", args.sleeps)
     train(base, args.folder / "run", args.sleeps)
+    # On a CPU an engine sleeps in name only, which is enough to see when it is woken.
+    play(base, args.folder / "episodes", sleeps=args.sleeps or not torch.cuda.is_available())
     print("sampled and trained")
 
 

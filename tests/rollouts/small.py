@@ -9,8 +9,9 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 # 1 to 20 tokens: past the sliding windows of 8 already in the prompt, in the completion, and not at all
 PROMPTS = [[5, 9, 11], list(range(20, 40)), [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [60, 61, 62, 63, 12, 13]]
 KEYS = [(0, 0, row) for row in range(len(PROMPTS))]
-# Of a llama that vLLM serves: heads of 32 are the smallest that it computes on a CPU.
+# Of a llama that vLLM serves: heads of 32 are the smallest that it computes on a CPU, and blocks have 128 positions.
 SERVED_SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32, "initializer_range": 0.06}
+SERVED_SIZES["max_position_embeddings"] = 512
 MANY_KEYS = [(1, 0, row) for row in range(3 * len(PROMPTS))]
 
 

@@ -25,9 +25,13 @@ from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.vllm import VLLMBackend, loaded_adapters, vllm_policy
 from tests import learning
 from tests.learning import EOS, FORBIDDEN_BIAS, PAD, TASK_B
-from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES
+from tests.ppo.support import logged
+from tests.ppo.test_importance_correction import CLIPPED, ESS
+from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES, assert_same, logprobs_of
+from tests.rollouts.test_turns import Scripted
 from tests.rollouts.test_vllm import assert_sampled_from, shaken
 from tests.rollouts.vllm_environment import vllm_python
+from tests.rollouts.vllm_episodes import cached_tokens, require_asked, story_trainer
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -39,12 +43,12 @@ PATIENT = vllm_policy(300.0)
 class Serving:
     """`onetrunk serve` of a model, which can be killed with all that it has started."""
 
-    def __init__(self, model: Path, log: Path, *options: str):
+    def __init__(self, model: Path, log: Path, *options: str, positions: int = 128):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        command = f"serve {model} --port {port} --device cpu --python {vllm_python()} --max_model_len 128"
+        command = f"serve {model} --port {port} --device cpu --python {vllm_python()} --max_model_len {positions}"
         self.words = [sys.executable, "-m", "onetrunk.cli", *command.split(), *options]
         self.process: subprocess.Popen | None = None
 
@@ -87,7 +91,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(base, tmp_path_factory):
-    server = Serving(base, tmp_path_factory.mktemp("log") / "serve.log")
+    server = Serving(base, tmp_path_factory.mktemp("log") / "serve.log", positions=512)
     server.start()
     try:
         server.wait()
@@ -136,6 +140,84 @@ def test_it_samples_each_version_with_the_logprobs_of_our_forward(serving, tmp_p
     fresh.close()
 
 
+# --- episodes ------------------------------------------------------------------------------------------------------
+
+
+def recorded(backend):
+    """Return the list to which a backend adds what it asks of adapters with the answers, and the adapters' names."""
+    asked, names, complete = [], set(), backend._complete
+
+    def noting(servers, requests, progress=None):
+        completed = complete(servers, requests, progress)
+        asked.extend((r.prompt_ids, c.token_ids) for r, c in zip(requests, completed, strict=True) if r.model)
+        names.update(request.model for request in requests if request.model)
+        return completed
+
+    backend._complete = noting
+    return asked, names
+
+
+def cache_hits(serving):
+    """Return the tokens that the server has found in its cache of prefixes."""
+    with urllib.request.urlopen(f"{serving.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
+def test_turns_are_sampled_as_one_by_one_and_logprobs_are_those_of_one_forward_over_the_episode(serving, tmp_path):
+    model, told = policy(), []
+    backend = backend_of(serving, tmp_path, progress=lambda *numbers: told.append(numbers))
+    backend.sync(model, 4)
+    greedy = SamplingParams(40, 0.0, STOPS)
+    ours = LocalBackend(model).generate_turns(PROMPTS, greedy, KEYS, Scripted())
+    theirs = backend.generate_turns(PROMPTS, greedy, KEYS, Scripted(), "policy", 4)
+    assert (theirs.completion_ids, theirs.turn_ids) == (ours.completion_ids, ours.turn_ids)
+    assert theirs.stopped == ours.stopped and theirs.policy_version == 4 and max(map(max, ours.turn_ids)) >= 2
+    # Rows of the whole call, not of one request.
+    assert told == sorted(told) and told[-1] == (len(KEYS), len(KEYS), sum(map(len, theirs.completion_ids)))
+    assert {total for _, total, _ in told} == {len(KEYS)}
+    params = SamplingParams(40, 0.7, STOPS)
+    rollout = backend.generate_turns(PROMPTS, params, KEYS, Scripted(), "policy", 4)
+    columns = rollout.turn_ids, rollout.sampler_logprobs, logprobs_of(model, rollout, 0.7)
+    for turns, theirs, ours in zip(*columns, strict=True):
+        is_sampled = torch.tensor(turns) >= 0
+        torch.testing.assert_close(theirs, torch.where(is_sampled, ours, 0.0), atol=1e-5, rtol=0)
+    # An episode of one turn is a completion.
+    plain = backend.generate(PROMPTS, params, KEYS)
+    once = backend.generate_turns(PROMPTS, params, KEYS, Scripted(lambda row, turn: None), "policy", 4)
+    assert_same(once, plain)
+    assert once.turn_ids == [[0] * len(ids) for ids in plain.completion_ids]
+    backend.close()
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.8}, {"top_p": 0.7}, {"schedule": "one_step"}], ids=str)
+def test_ppo_on_episodes_asks_for_the_exact_ids_so_far_and_the_server_has_them_cached(
+    serving, base, tmp_path, settings
+):
+    played, before = [], cache_hits(serving)
+    served = {"use_vllm": True, "vllm_server_base_url": [serving.url]}
+    trainer = story_trainer(tmp_path, base, played, num_rollouts=3, **served, **settings)
+    asked, names = recorded(trainer.sampler.backend)
+    trainer.train()
+    require_asked(asked, played)
+    assert cache_hits(serving) - before == sum(map(cached_tokens, played))
+    assert logged(trainer, "policy/ratio_max")[0] == 1.0
+    gaps, shares = logged(trainer, "sampling/logprob_gap_max"), logged(trainer, ESS)
+    versions = sorted(name.rsplit("-", 1)[1] for name in names)
+    if "temperature" in settings:
+        # The policy itself has sampled, also after its updates.
+        assert versions == ["v0", "v1", "v2"] and max(gaps) < 1e-4 and min(shares) > 1 - 1e-6
+    elif "top_p" in settings:
+        # A token weighs what the nucleus has of the whole: never more than 1, so none is clipped.
+        assert logged(trainer, CLIPPED) == [0, 0, 0] and all(0.5 < share < 1 for share in shares) and min(gaps) > 0.1
+    else:
+        assert versions == ["v0", "v1"] and gaps[0] < 1e-4 < gaps[2]
+    trainer.sampler.backend.close()
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
 def test_a_server_that_is_killed_in_mid_batch_ends_the_rollout_and_a_new_start_goes_on(serving, tmp_path):
     model, params = policy(), SamplingParams(24, 1.0)
     prompts, keys = PROMPTS * 6, [(0, 0, row) for row in range(6 * len(PROMPTS))]
@@ -172,8 +254,8 @@ def test_what_it_cannot_serve_is_said_before_training(serving, tmp_path):
     other = TrunkModel(tiny_model("llama", seed=1, **SERVED_SIZES), LoraConfig(r=4, target_modules="all-linear"))
     with pytest.raises(RuntimeError, match="serves another base model: its logprobs of 64 tokens differ"):
         backend_of(serving, tmp_path / "base").check_policy(other)
-    with pytest.raises(RuntimeError, match="start it with --max-model-len 200"):
-        backend_of(serving, tmp_path / "length").check_policy(policy(), longest_row=200)
+    with pytest.raises(RuntimeError, match="start it with --max-model-len 600"):
+        backend_of(serving, tmp_path / "length").check_policy(policy(), longest_row=600)
     # None of this has harmed the server.
     model, backend = policy(), backend_of(serving, tmp_path / "last")
     backend.sync(model, 0)
