@@ -231,6 +231,7 @@ def run_real(python, folder, *options):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_real_engine_samples_each_version_and_trains_and_plays_episodes_on_a_cpu(tmp_path):
     assert "sampled and trained" in run_real(vllm_python(), tmp_path)
 

@@ -34,7 +34,8 @@ from tests.rollouts.vllm_environment import vllm_python
 from tests.rollouts.vllm_episodes import cached_tokens, require_asked, story_trainer
 from tests.tiny import tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.slow
+# A start takes minutes on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STOPS = tuple(range(8, 14))
 PATIENT = vllm_policy(300.0)
