@@ -168,7 +168,8 @@ class ScoredRollout(Sampled):
     @property
     def lengths(self) -> Tensor:
         """[n] tokens that the policy sampled."""
-        return torch.tensor([len(ids) for ids in self.rollout.sampled_ids])
+        marks = self.rollout.turn_ids or self.rollout.completion_ids  # -1 marks an observation; no token is -1.
+        return torch.tensor([len(row) - row.count(-1) for row in marks])
 
     def arrivals(self, row: int) -> list[Arrival]:
         """Return where the reward of a row fell."""
