@@ -452,6 +452,11 @@ class Sampler:
         scores = scores.of_rows(played, map(len, rollout.completion_ids))
         return ScoredRollout(batch, rollout, completions, scores, self._parts(rollout))
 
+    def close(self) -> None:
+        """Close the environments of episodes; later ones play in new environments."""
+        if self.episodes is not None:
+            self.episodes.close()
+
     def require_played(self, rollout: Rollout, metrics: Mapping[str, float]) -> None:
         """Raise RuntimeError on every process if, by the metrics of a rollout, too many of its episodes failed."""
         if self.episodes is not None:
