@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class Rollout:
             Without `turn_ids` the first stop token, if there is one, is the last id.
         sampler_logprobs: n float32 tensors [len(completion)]: logprob of each token after temperature, as sampled; 0
             at observations.
-        stopped: n booleans, True if the completion ended at a stop token rather than at the length limit.
+        stopped: n booleans, True if the completion ended at a stop token rather than at a limit (of an episode: any).
         policy_version: number of optimizer steps that the sampling policy had made; of the oldest row, if they differ.
         states: [n, T, H] input of the first adapted layer at prompt and completion tokens, 0 at padding and possibly
             at the last token, which is not always needed; None if the sampler keeps no states.
@@ -91,12 +93,13 @@ class Rollout:
         return len(self.completion_ids)
 
     @property
-    def sampled_ids(self) -> Sequence[list[int]]:
-        """The tokens of each completion that the policy sampled, without observations."""
+    def sampled_turns(self) -> list[tuple[int, list[int]]]:
+        """The number of a row and the tokens that the policy sampled, of every turn of every row."""
         if self.turn_ids is None:
-            return self.completion_ids
-        rows = zip(self.completion_ids, self.turn_ids, strict=True)
-        return [[token for token, turn in zip(*row, strict=True) if turn >= 0] for row in rows]
+            return list(enumerate(self.completion_ids))
+        both = zip(self.turn_ids, self.completion_ids, strict=True)
+        rows = [groupby(zip(*row, strict=True), itemgetter(0)) for row in both]
+        return [(row, [t for _, t in part]) for row, parts in enumerate(rows) for turn, part in parts if turn >= 0]
 
 
 @dataclass(frozen=True)

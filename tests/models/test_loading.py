@@ -1,8 +1,13 @@
 """Finite weights, the file to blame for an error, and how a base is recognised again."""
 
+import contextlib
 import json
 import shutil
+import socket
+import threading
+from functools import partial
 
+import huggingface_hub
 import pytest
 import torch
 from peft import get_peft_model
@@ -23,10 +28,30 @@ from onetrunk.models.loading import (
     reading,
     write_base_marks,
 )
-from onetrunk.models.reward_model import load_adapter_scorer, read_score_adapter
+from onetrunk.models.reward_model import load_adapter_scorer, load_scorer, read_score_adapter
+from onetrunk.rewards import ProcessReward
 from tests.models.branches import FEW, lora
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.mark.parametrize("load", [load_scorer, partial(ProcessReward, policy_tokenizer=tiny_tokenizer())])
+def test_a_missing_name_without_a_network_is_asked_for_once(monkeypatch, load):
+    asked = []
+
+    def hang_up(listening):
+        with contextlib.suppress(OSError):
+            while True:
+                asked.append(listening.accept()[0].close())
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=hang_up, args=[listening], daemon=True).start()
+        hub = f"http://127.0.0.1:{listening.getsockname()[1]}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        with pytest.raises(LoadError, match="there is no folder nofolder in .*, and the Hub cannot be reached"):
+            load("nofolder")
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

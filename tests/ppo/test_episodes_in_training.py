@@ -1,12 +1,16 @@
 """Training on episodes: the first ratio, what equals a run without them, schedules, resuming, chats, bad settings."""
 
+import contextlib
 import random
 import time
+from functools import partial
 
 import pytest
+import torch
 from datasets import Dataset
 
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.chat import CHAT_VOCAB, END, chat_tokenizer, tool_call
 from tests.fakes import CannedBackend, CopyBackend
@@ -39,7 +43,7 @@ class SlowWords(Words):
     pause_s = 0.1
 
 
-def words_trainer(folder, factory=Words, reward=None, backend=None, **settings):
+def words_trainer(folder, factory=Words, reward=None, backend=None, eval_dataset=None, **settings):
     """Return a trainer whose turns end at a few common words."""
     stops = [tiny_tokenizer().convert_ids_to_tokens(i) for i in range(40, 64)]
     return PPOTrainer(
@@ -47,7 +51,7 @@ def words_trainer(folder, factory=Words, reward=None, backend=None, **settings):
         reward,
         make_config(folder, stop_tokens=stops, **{**SETTINGS, **settings}),
         prompts(),
-        None,
+        eval_dataset,
         tiny_tokenizer(),
         peft_config=lora(),
         rollout_backend=backend,
@@ -68,6 +72,67 @@ def test_the_first_ratio_is_1_over_turns_and_slow_answers_change_no_weight(tmp_p
     first = next(entry for entry in quick.state.log_history if "policy/ratio_max" in entry)
     assert first["policy/ratio_max"] == 1.0 and first["kl/approx"] == 0.0
     assert logged(quick, "score/Words") == logged(quick, "score/mean")
+
+
+class Ending(Words):
+    ends = (True, False)
+
+    def step(self, action):
+        observation, reward, _, _, info = super().step(action)
+        return observation, reward, *self.ends, info
+
+
+class EndsAtLimit(ExperienceStream):
+    """Advantages of a policy whose values are 0, and 8 after the last token; keeps what the last one adds."""
+
+    def advantages(self, pack, output, rewards, stopped):
+        eights = torch.full_like(output.next_values, 8.0)
+        output = output._replace(values=torch.zeros_like(output.values), next_values=eights)
+        advantages, returns = super().advantages(pack, output, rewards, stopped)
+        last = pack.completion_mask.long().cumsum(1).argmax(1, keepdim=True)
+        self.trainer.added += (advantages - rewards).gather(1, last).flatten().tolist()
+        return advantages, returns
+
+
+@pytest.mark.parametrize("gae_unit", ["token", "turn"])
+@pytest.mark.parametrize(
+    ("ends", "added"), [((True, False), 0.0), ((False, True), 4.0), ((True, True), 0.0), ((False, False), 4.0)]
+)
+def test_an_episode_that_a_limit_ends_is_no_terminal_state(tmp_path, monkeypatch, ends, added, gae_unit):
+    # With gamma 1/2 the value after a cut adds 1/2 * 8 to the last action; (False, False) ends at max_turns.
+    monkeypatch.setattr(Ending, "ends", ends)
+    settings = {"truncated_completions": "bootstrap", "gamma": 0.5, "max_turns": 1, "max_completion_length": 100}
+    trainer = words_trainer(tmp_path, Ending, gae_unit=gae_unit, beta=0.0, **settings)
+    trainer.stream_class, trainer.added = EndsAtLimit, []
+    trainer.train()
+    assert trainer.added == pytest.approx([added] * 4)
+
+
+class Closing(Words):
+    def __init__(self, made):
+        made.append(self)
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_environments_are_closed_once_when_a_run_ends_and_after_an_evaluation(tmp_path, error):
+    made = []
+
+    def failing(completions, **kwargs):
+        if error is not None:
+            raise error("in a reward function")
+        return [0.0] * len(completions)
+
+    trainer = words_trainer(tmp_path, partial(Closing, made), failing, eval_dataset=prompts(3))
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        trainer.train()
+    assert len(made) >= 5 and {environment.closed for environment in made} == {1}
+    if error is None:
+        trainer.evaluate()
+        assert len(made) >= 8 and {environment.closed for environment in made} == {1}
 
 
 class Once(Words):
@@ -149,7 +214,20 @@ def test_a_failed_episode_trains_nothing_and_is_no_error_below_the_limit(tmp_pat
         run(tmp_path / "many", factory=Broken, **{**settings, "max_failed_episodes_fraction": 0.0})
 
 
-RUNS = Launches("two_process_episodes.py", {"alone": ALONE, "ddp": Launch("ddp")})
+NAMED = {"alone": ALONE, "ddp": Launch("ddp"), "fsdp2": Launch("fsdp2", cases=("several_turns",))}
+RUNS = Launches("two_process_episodes.py", NAMED)
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_two_processes_train_on_episodes_of_several_turns_as_one_does(how):
+    RUNS.require_weights_of_one(CPU, how, "several_turns")
+    alone, found = (RUNS.facts(CPU, launch, "several_turns") for launch in ("alone", how))
+    assert min(alone["metrics"]["episode/turns"]) > 2
+    assert ("DTensor" in found["kinds"]) == (how == "fsdp2")
+    for metric, values in alone["metrics"].items():
+        assert found["metrics"][metric] == pytest.approx(values, rel=2e-3, abs=2e-4), metric
 
 
 @pytest.mark.multi_process

@@ -1,18 +1,50 @@
-"""An environment behind a real OpenEnv server on the loopback, by a class in TRL's manner; needs the extra openenv."""
+"""Environments behind real OpenEnv servers on the loopback, by their addresses and by a class in TRL's manner.
 
+Needs the extra openenv.
+"""
+
+import json
 import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
-from onetrunk import PPOTrainer
-from tests.chat import calling, taught_base
+from onetrunk import PPOTrainer, cli
+from onetrunk.servers.openenv import open_environment
+from tests.chat import calling, chat_tokenizer, taught_base, tool_call
 from tests.ppo.support import logged, make_config
+from tests.rollouts.test_episodes import CHAT, Scripted, counts_of, episodes_of, play, turns_of
+from tests.stages.small_runs import error_of, make_material, metrics
+from tests.stages.test_episode_stages import STOPS, command
 
 openenv = pytest.importorskip("openenv.core")
+
+
+@contextmanager
+def served(app, folder):
+    """Serve an app; yield its address, and the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["uvicorn", app, "--host", "127.0.0.1", "--port", str(port)]
+    server = subprocess.Popen([sys.executable, "-m", *words], cwd=folder)
+    for _ in range(600):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        assert server.poll() is None, "the server ended"
+        time.sleep(0.1)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
 
 
 @pytest.fixture
@@ -21,20 +53,14 @@ def address(tmp_path):
     subprocess.run([sys.executable, "-m", "openenv.cli", "init", "echo_env"], cwd=tmp_path, check=True)
     app = tmp_path / "echo_env/server/app.py"
     app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=16,"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["uvicorn", "echo_env.server.app:app", "--host", "127.0.0.1", "--port", str(port)]
-    server = subprocess.Popen([sys.executable, "-m", *words], cwd=tmp_path)
-    for _ in range(600):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert server.poll() is None, "the server ended"
-        time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}"
-    server.terminate()
-    server.wait()
+    with served("echo_env.server.app:app", tmp_path) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def apps():
+    with served("openenv_apps:app", Path(__file__).parent) as address:
+        yield address
 
 
 class Echo:
@@ -82,3 +108,68 @@ def test_a_policy_trains_against_an_openenv_server(address, tmp_path, monkeypatc
     trainer.train()
     # "hello" has 5 letters.
     assert all(0 < score <= 0.5 for score in logged(trainer, "score/Echo")) and len(logged(trainer, "score/Echo")) == 2
+
+
+SLOW = pytest.mark.slow
+# What each takes as the policy's, byte by byte.
+BYTES = chat_tokenizer()
+
+
+def play_texts(address, *texts, **limits):
+    episodes = episodes_of(partial(open_environment, address), tokenizer=BYTES, **limits)
+    rows = {"prompts": ["a cat"], "columns": {"hint": ["be brief"]}, "length": 300}
+    return play(episodes, Scripted(turns_of(BYTES, *(f"{text}<|im_end|>" for text in texts))), **rows)
+
+
+def observed(rollout):
+    """Return the text of the prompt, and of the observations."""
+    row = zip(rollout.completion_ids[0], rollout.turn_ids[0], strict=True)
+    return BYTES.decode(rollout.prompt_ids[0]), BYTES.decode([token for token, turn in row if turn < 0])
+
+
+@SLOW
+def test_an_environment_of_one_text_answers_turn_by_turn(apps):
+    rollout = play_texts(f"{apps}/words", "hello", "hi")
+    prompt, answers = observed(rollout)
+    assert prompt[:-1].endswith("be brief ") and prompt[-1] in "0123456" and answers == "turn 1"
+    assert rollout.turn_rewards == [[0.5, 0.2]] and rollout.stopped == [True]
+    assert observed(play_texts(f"{apps}/words", "hello", "hi")) == (prompt, answers)
+
+
+@SLOW
+def test_what_a_server_rejects_is_an_observation_and_a_lost_session_fails_the_episode(apps):
+    rollout = play_texts(f"{apps}/words", "fail", "hello", max_turns=2)
+    assert "no such word" in observed(rollout)[1] and rollout.turn_rewards == [[0.0, 0.5]]
+    # In this order: the server ends at the last one.
+    with served("openenv_apps:app", Path(__file__).parent) as address:
+        lost = play_texts(f"{address}/words", "hello", "crash")
+    assert lost.episodes[0].failure.startswith(f"step: {address}/words") and counts_of(lost).failed_episodes == 1
+
+
+@SLOW
+def test_tools_of_a_server_are_called_and_each_turn_has_their_reward(apps):
+    episodes = episodes_of(partial(open_environment, f"{apps}/adding"), tokenizer=BYTES)
+    assert str(episodes) == "OpenEnvTools (add, fail)"
+    two = tool_call("add", a=2, b=3) + tool_call("fail", why="tired")
+    turns = (two, tool_call("add", a=1), tool_call("add", a=9, b=9), "never said")
+    rollout = play(episodes, Scripted(turns_of(BYTES, *(f"{t}<|im_end|>" for t in turns))), [CHAT], length=4000)
+    contents = [m["content"] for m in rollout.episodes[0].messages if m["role"] == "tool"]
+    # The sum of 18 ends the episode, so that the last result is not seen.
+    assert contents[0] == "5" and "tired" in contents[1] and "argument 'b' is missing" in contents[2]
+    assert len(contents) == 3 and rollout.turn_rewards == [[1.0, 0.0, 0.5]]
+    assert counts_of(rollout).tool_calls == 4 and counts_of(rollout).tool_errors == 2
+
+
+@SLOW
+def test_ppo_and_eval_take_an_address_from_yaml(apps, tmp_path, monkeypatch, capsys):
+    make_material(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    wrong = {"counting": "have the fields number, times", "nothing": "no OpenEnv server answers"}
+    for path, message in wrong.items():
+        assert cli.main(command("ppo", environment=f"{apps}/{path}")) == 1 and message in error_of(capsys)
+    settings = {"environment": f"{apps}/words", "stop_tokens": STOPS}
+    assert cli.main(command("ppo", **settings)) == 0
+    assert "| rewards | the environment OpenEnvText |" in Path("out-ppo/README.md").read_text()
+    assert cli.main(command("eval", **settings)) == 0
+    assert metrics("out-eval")["policy"]["score/OpenEnvText"] > 0
+    assert all("score/OpenEnvText" in json.loads(line) for line in open("out-eval/samples-policy.jsonl"))

@@ -66,6 +66,38 @@ def test_the_score_of_a_step_arrives_at_its_separator(tmp_path, num_labels):
     check(reward, "a fish", words("<eos>"), [0])
 
 
+# Separator, prompt, steps, then input_ids and labels as PRMTrainer.tokenize_row of TRL 1.9 made them (-100: no label).
+# Later versions of TRL have no PRMTrainer.
+TRL_ROWS = [
+    (" .", "a fish", ["the cat", "dog sings"], [2, 7, 12, 8, 9, 60, 10, 38, 60], {5: 1, 8: 0}),
+    (" .", "red", ["the", "small dog", "cat"], [2, 23, 8, 60, 29, 10, 60, 9, 60], {3: 0, 6: 1, 8: 1}),
+    ("\n", "p:", ["a\u00e9", "b", "cd"], [81, 27, 66, 129, 104, 200, 67, 200, 68, 69, 200], {5: 1, 7: 0, 10: 1}),
+    ("\n\n", "p:", ["a", "bc"], [81, 27, 66, 200, 200, 67, 68, 200, 200], {4: 0, 8: 1}),
+]
+
+
+@pytest.mark.parametrize("separator", [" .", "\n", "\n\n"])
+def test_a_model_that_learned_rows_of_trl_scores_their_steps_where_it_learned_them(tmp_path, separator):
+    tokenizer = WORDS if separator == " ." else bytes_tokenizer()
+    rows = [row[1:] for row in TRL_ROWS if row[0] == separator]
+    model = saved(tmp_path, tokenizer)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        for _, _, ids, labels in rows:
+            target = torch.tensor([[labels.get(place, -100) for place in range(len(ids))]])
+            model(input_ids=torch.tensor([ids]), labels=target).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.save_pretrained(tmp_path)
+    reward = ProcessReward(tmp_path, tokenizer, separator=separator)
+    for prompt, steps, ids, labels in rows:
+        start = min(labels) + 1 - len(tokenizer(steps[0] + separator)["input_ids"])
+        [found] = reward([prompt], ["-"], [ids[start:]], completion_stopped=[False])
+        expected = [labels.get(start + i, 0) for i in range(len(ids) - start)]
+        assert found.rewards == pytest.approx(expected, abs=0.05) and any(expected)
+        assert [place for place, r in enumerate(found.rewards) if r] == [place - start for place in labels]
+
+
 def test_a_model_with_another_tokenizer_reads_the_text_and_its_scores_arrive_at_the_policys_tokens(tmp_path):
     own, policy = bytes_tokenizer(), bytes_tokenizer("\nb", "\nc")
     model = saved(tmp_path, own)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import signal
 import threading
 import time
 from functools import partial
@@ -107,7 +108,7 @@ def test_an_episode_is_the_exact_ids_of_turns_and_observations(driver):
 @pytest.mark.parametrize(
     ("length", "limits", "turns", "stopped"),
     [
-        (20, {"max_turns": 1}, [0] * 3, True),
+        (20, {"max_turns": 1}, [0] * 3, False),
         (5, {}, [0] * 3, False),  # No room for the observation and one more token.
         (6, {}, [0] * 3 + [-1] * 2 + [1], False),
         (2, {}, [0] * 2, False),
@@ -119,6 +120,21 @@ def test_the_limits_of_turns_and_tokens_end_an_episode(driver, length, limits, t
     assert (rollout.turn_ids, rollout.stopped) == ([turns], [stopped])
     assert len(rollout.turn_rewards[0]) == max(turns) + 1
     assert counts_of(rollout).turns_at_limit == bool(limits)
+
+
+class Ending(Counting):
+    def step(self, action):
+        observation, reward, _, _, info = super().step(action)
+        return observation, reward, *self.options["ends"], info
+
+
+def test_an_episode_that_its_environment_truncates_is_cut_off_and_one_that_terminates_is_not():
+    # A row that does neither plays until max_turns.
+    ends = [(True, False), (False, True), (True, True), (False, False)]
+    script = Scripted([[*words("runs"), END]] * 2)
+    rollout = play(episodes_of(Ending, max_turns=2), script, ["a"] * 4, columns={"ends": ends})
+    assert rollout.stopped == [True, False, True, False]
+    assert rollout.turn_rewards == [[1.0], [1.0], [1.0], [1.0, 2.0]]
 
 
 def test_what_reset_says_belongs_to_the_prompt_and_each_row_has_its_own_environment_and_seed():
@@ -309,6 +325,64 @@ def test_what_goes_wrong_in_a_call_is_an_observation_and_the_episode_goes_on(cal
     assert (counts_of(rollout).tool_calls, counts_of(rollout).tool_errors) == (1, 1)
 
 
+def test_the_tools_of_a_turn_run_at_the_same_time_and_answer_in_its_order():
+    meeting, done = threading.Barrier(2), threading.Event()
+
+    def first(a: int) -> str:
+        """Wait for the second one.
+
+        Args:
+            a: anything
+        """
+        meeting.wait()
+        done.wait()
+        return f"first {a}"
+
+    def second(a: int) -> str:
+        """Wait for the first one.
+
+        Args:
+            a: anything
+        """
+        meeting.wait()
+        done.set()
+        return f"second {a}"
+
+    tokenizer = chat_tokenizer()
+    calls = "".join(tool_call(name, a=i) for i, name in enumerate(("first", "second", "third")))
+    episodes = episodes_of(tools=[first, second], tokenizer=tokenizer)
+    script = Scripted(turns_of(tokenizer, f"{calls}<|im_end|>", "ok<|im_end|>"))
+    rollout = play(episodes, script, [CHAT], length=4000)
+    results = [message["content"] for message in rollout.episodes[0].messages[1:-1]]
+    assert results[:2] == ["first 0", "second 1"] and "there is no tool 'third'" in results[2]
+    assert (counts_of(rollout).tool_calls, counts_of(rollout).tool_errors) == (3, 1)
+
+
+def rings(a: int) -> str:
+    """Bound itself, as TRL's example tool does.
+
+    Args:
+        a: anything
+    """
+    signal.signal(signal.SIGALRM, print)
+    signal.alarm(1)
+    return "never said"
+
+
+def test_a_tool_that_sets_an_alarm_fails_and_one_warning_says_what_to_change(caplog):
+    tokenizer = chat_tokenizer()
+    call = f"{tool_call('rings', a=1)}<|im_end|>"
+    rollout = play(
+        episodes_of(tools=[rings], tokenizer=tokenizer),
+        Scripted(turns_of(tokenizer, call, call, "ok<|im_end|>")),
+        [CHAT],
+        length=4000,
+    )
+    assert "main thread" in rollout.episodes[0].messages[1]["content"] and counts_of(rollout).tool_errors == 2
+    assert [r.message for r in caplog.records if "take them out, because tool_timeout bounds each call" in r.message]
+    assert len(caplog.records) == 1
+
+
 def test_a_long_result_is_cut_and_max_turns_calls_no_tool_in_the_last_turn():
     tokenizer = chat_tokenizer()
     call = f"{tool_call('broken', kind='long')}<|im_end|>"
@@ -316,7 +390,7 @@ def test_a_long_result_is_cut_and_max_turns_calls_no_tool_in_the_last_turn():
     rollout = play(episodes, Scripted(turns_of(tokenizer, call, call)), [CHAT], length=4000)
     _, answer, last = rollout.episodes[0].messages
     assert answer["content"] == "xxxxxxxxxx ... (9999990 more characters)" and last["tool_calls"]
-    assert (counts_of(rollout).tool_calls, counts_of(rollout).turns_at_limit, rollout.stopped) == (1, 1, [True])
+    assert (counts_of(rollout).tool_calls, counts_of(rollout).turns_at_limit, rollout.stopped) == (1, 1, [False])
 
 
 def test_arguments_are_compared_with_the_schema():
@@ -370,6 +444,41 @@ class AsyncCalculator(Calculator):
         """
         self.total -= number
         return str(self.total)
+
+
+class Alone(Calculator):
+    """Counts how many threads are inside of it; its async tools may meet."""
+
+    inside = 0
+
+    def plus(self, number: int) -> str:
+        """Add a number to the total.
+
+        Args:
+            number: what to add
+        """
+        self.inside += 1
+        time.sleep(0.02)
+        assert self.inside == 1
+        self.inside -= 1
+        return super().plus(number)
+
+    async def meet(self) -> str:
+        """Meet the others."""
+        self.there = getattr(self, "there", 0) + 1
+        while self.there < 2:
+            await asyncio.sleep(0.001)
+        return f"met after {self.total}"
+
+
+def test_the_methods_of_an_environment_run_one_after_another_unless_they_are_async():
+    tokenizer = chat_tokenizer()
+    calls = [tool_call("plus", number=i) for i in (1, 2, 3)] + [tool_call("meet")] * 2
+    script = Scripted(turns_of(tokenizer, "".join(calls) + "<|im_end|>", "ok<|im_end|>"))
+    rollout = play(episodes_of(Alone, tokenizer=tokenizer), script, [CHAT], length=4000)
+    results = [message["content"] for message in rollout.episodes[0].messages[1:-1]]
+    assert results[:3] == ["1", "3", "6"] and all(result.startswith("met after") for result in results[3:])
+    assert counts_of(rollout).tool_errors == 0
 
 
 def test_environments_of_trl_are_chosen_by_a_column_and_score_the_episode():
@@ -448,6 +557,39 @@ def fragile_rollouts(number, driver=play_in_waves, rows=50):
         rollout = play(episodes, script, ["a"] * rows, driver, 40, {"fault": faults})
         yield faults, rollout
         episodes.release(rollout)
+
+
+class Closing(Fragile):
+    """Knows how often it was closed; the second one cannot be."""
+
+    def __init__(self, made):
+        made.append(self)
+        self.closed, self.is_closed, self.fails = 0, threading.Event(), len(made) == 2
+
+    def close(self):
+        self.closed += 1
+        self.is_closed.set()
+        if self.fails:
+            raise OSError("still in use")
+
+
+def test_every_environment_is_closed_once_and_one_that_broke_when_its_rollout_is_scored(caplog):
+    made = []
+    episodes = episodes_of(partial(Closing, made), tool_timeout=0.05, failed_fraction=1.0)
+    script = Scripted([[*words("runs"), END]] * 3)
+    rollout = play(episodes, script, ["a"] * 3, columns={"fault": ["", "", "hang"]})
+    [broken] = [episode.environment for episode in rollout.episodes if episode.failure is not None]
+    assert len(made) == 3 and not broken.closed
+    episodes.release(rollout)
+    broken.is_closed.wait()
+    assert [environment.closed for environment in made if environment is not broken] == [0, 0]
+    episodes.close()
+    episodes.close()
+    assert [environment.closed for environment in made] == [1, 1, 1]
+    assert "close of Closing failed: OSError: still in use" in caplog.text
+    # Those that were closed are not played in again.
+    play(episodes, script, ["a"], columns={"fault": [""]})
+    assert len(made) == 4
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -22,6 +22,17 @@ class Nouns:
         self.turn += 1
         return " the", float("cat" in action), self.turn == 3, False, {}
 
+    def __init__(self):
+        note("made")
+
+    def close(self):
+        note("closed")
+
+
+def note(word):
+    with open("notes.txt", "a") as file:
+        file.write(word + "\\n")
+
 
 def add(a: int, b: int) -> int:
     """Add two numbers.
@@ -70,6 +81,7 @@ STOPS = ["cat", "dog", "the", "runs", "a", "sees", "not", "on", "small"]
 def test_an_environment_trains_and_is_evaluated_from_yaml(material):
     settings = {"environment": "game.py:Nouns", "max_turns": 5, "stop_tokens": STOPS}
     assert cli.main([*command("ppo", **settings), "--dry_run"]) == 0
+    (material / "notes.txt").unlink()
     assert cli.main(command("ppo", **settings)) == 0
     assert "| rewards | the environment Nouns |" in (material / "out-ppo/README.md").read_text()
     words = command("eval", **settings)
@@ -83,6 +95,8 @@ def test_an_environment_trains_and_is_evaluated_from_yaml(material):
         low, high = found[side]["score/interval"]
         assert low <= found[side]["score/mean"] <= high
     assert all("score/Nouns" in row for row in samples)
+    notes = (material / "notes.txt").read_text().split()
+    assert notes.count("closed") == notes.count("made") >= 8
 
 
 def test_tools_come_from_yaml(material, capsys):
@@ -103,7 +117,8 @@ def test_tools_come_from_yaml(material, capsys):
     ("settings", "message"),
     [
         ({"environment": "game.py:Verbs"}, "environment 'game.py:Verbs': game.py has no 'Verbs'; it has Nouns"),
-        ({"environment": {"a": "game.py:Nouns"}}, "the dataset has no column 'environment'"),
+        ({"environment": {"a": "game.py:Nouns"}}, "(environment in YAML) names several environments, and the dataset"),
+        ({"environment": "http://127.0.0.1:9"}, "ImportError: http://127.0.0.1:9 needs OpenEnv's client; pip install"),
         ({"tools": ["game.py:add"]}, "reward_funcs is not set"),
         ({"tools": ["game.py:add_nothing"], "reward_funcs": ["reward.py:short"]}, "the tool 'add_nothing' cannot be"),
         ({"environment": "game.py:Nouns", "tool_timeout": 0}, "tool_timeout is 0"),

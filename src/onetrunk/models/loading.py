@@ -18,8 +18,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig, PeftModel, load_peft_weights
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
@@ -184,6 +188,15 @@ def check_source(name: str, kind: str = "model") -> None:
         inside = sorted(config.parent.name for pattern in CONFIGS for config in path.glob(f"*/{pattern}"))
         hint = f", but its folder {inside[-1]} does: name that" if inside else ""
         raise not_loadable(kind, name, f"the folder holds neither {' nor '.join(CONFIGS)}{hint}")
+    if not path.is_dir() and not (Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).is_dir():
+        # Without a network the loaders would ask for each file six times, within two minutes.
+        try:
+            get_hf_file_metadata(hf_hub_url(name, CONFIG))
+        except httpx2.TransportError as error:
+            reason = f"there is no folder {name} in {Path.cwd()}, and the Hub cannot be reached ({error})"
+            raise not_loadable(kind, name, reason) from error
+        except OSError:
+            pass  # What the Hub says of the name, the loader reports.
 
 
 def source_file(name: str, file: str, revision: str | None = None) -> Path | None:

@@ -168,7 +168,8 @@ class ScoredRollout(Sampled):
     @property
     def lengths(self) -> Tensor:
         """[n] tokens that the policy sampled."""
-        return torch.tensor([len(ids) for ids in self.rollout.sampled_ids])
+        marks = self.rollout.turn_ids or self.rollout.completion_ids  # -1 marks an observation; no token is -1.
+        return torch.tensor([len(row) - row.count(-1) for row in marks])
 
     def arrivals(self, row: int) -> list[Arrival]:
         """Return where the reward of a row fell."""
@@ -449,6 +450,11 @@ class Sampler:
             self.episodes.release(rollout)
         scores = scores.of_rows(played, map(len, rollout.completion_ids))
         return ScoredRollout(batch, rollout, completions, scores, self._parts(rollout))
+
+    def close(self) -> None:
+        """Close the environments of episodes; later ones play in new environments."""
+        if self.episodes is not None:
+            self.episodes.close()
 
     def require_played(self, rollout: Rollout, metrics: Mapping[str, float]) -> None:
         """Raise RuntimeError on every process if, by the metrics of a rollout, too many of its episodes failed."""

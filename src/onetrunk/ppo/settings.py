@@ -285,9 +285,10 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     length_penalty: float = option(0.0, "Subtracted from the score at max_completion_length; in proportion below.")
     truncated_completions: str | None = option(
         None,
-        "What happens to a completion cut off at max_completion_length: 'terminal' (as if it had ended), 'bootstrap'"
-        " (the value of its last state stands for the rest), 'penalize' (missing_eos_penalty) or 'mask' (left out of"
-        " the update). None: 'penalize' if there is a penalty, else 'terminal'.",
+        "What happens to a completion cut off at max_completion_length, at max_turns or by its environment: 'terminal'"
+        " (as if it had ended), 'bootstrap' (the value of its last state stands for the rest), 'penalize'"
+        " (missing_eos_penalty) or 'mask' (left out of the update). None: 'penalize' if there is a penalty, else"
+        " 'terminal'.",
     )
     normalize_scores: bool = option(False, "Shift and scale scores by their running mean and standard deviation.")
     score_clip: float | None = option(None, "Largest |score| after normalisation; None: no bound.")

@@ -205,9 +205,10 @@ class PPOTrainer(ResumableTrainer):
         return stream
 
     def end_training(self) -> None:
-        """Stop sampling ahead."""
+        """Stop sampling ahead, and close the environments."""
         if self._stream is not None:
             self._stream.close()
+        self.sampler.close()
 
     def _show_sampling(self, *done: int) -> None:
         if not samples_ahead():  # Of a rollout ahead only the wait for it is shown.
@@ -507,7 +508,8 @@ class PPOTrainer(ResumableTrainer):
     ) -> tuple[dict[str, float], ScoredRollout]:
         """Return metrics and completions of tokenized prompts; `phase` labels the progress bar."""
         is_shown = is_shown and not self.args.disable_tqdm and self.is_world_process_zero()
-        with self.progress.phase(phase, is_shown), self.watch.phase("evaluate"):
+        closes = contextlib.nullcontext() if self.is_in_train else contextlib.closing(self.sampler)
+        with self.progress.phase(phase, is_shown), self.watch.phase("evaluate"), closes:
             return evaluate_prompts(
                 self.model,
                 self.sampler,

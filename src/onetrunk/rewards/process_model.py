@@ -1,7 +1,7 @@
 """A process reward model as a reward function: a score for each step of a completion, which arrives where it ends.
 
-The model classifies tokens. It reads rows as TRL's PRMTrainer writes them: the prompt, then each step followed by the
-step separator, tokenized piece by piece. The label of a step stands at the last token of its separator.
+The model classifies tokens. It reads rows as the PRMTrainer of TRL up to 1.9 writes them: the prompt, then each step
+followed by the step separator, tokenized piece by piece. The label of a step stands at the separator's last token.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ observation or a failed episode; only too many of them end the run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -15,9 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.chat_turns import ChatTurns
-from onetrunk.rollouts.playing import EpisodeLimits, Factory, Kind, Playing, Row, require_takes
+from onetrunk.rollouts.playing import IN_BOTH, EpisodeLimits, Factory, Kind, Playing, Row, require_takes
 from onetrunk.rollouts.tool_calls import TimedCalls
 from onetrunk.types import Prompt, Rollout, RowKey
+
+logger = logging.getLogger(__name__)
+
+# Seconds that the environments of a run have to close.
+CLOSE_S = 10.0
 
 
 class Episodes:
@@ -49,7 +56,7 @@ class Episodes:
         self.routes = isinstance(factory, Mapping)
         factories = dict(factory) if self.routes else {None: factory}
         if not factories:
-            raise ValueError("environment_factory is an empty mapping; name at least one environment")
+            raise ValueError(f"{IN_BOTH} is an empty mapping; name at least one environment")
         self.kinds = {name: Kind.of(make, tools, name) for name, make in factories.items()}
         self.turns = ChatTurns(tokenizer, dict(template_kwargs or {}))
         self.calls = TimedCalls(limits.tool_timeout)
@@ -88,16 +95,14 @@ class Episodes:
         """Return the kind of a row of the dataset; ValueError if its column `environment` names none."""
         name = row.get("environment") if self.routes else None
         if name not in self.kinds:
-            raise ValueError(
-                f"the column environment has {name!r}, and environment_factory has {', '.join(self.kinds)}"
-            )
+            raise ValueError(f"the column environment has {name!r}, and {IN_BOTH} has {', '.join(self.kinds)}")
         return self.kinds[name]
 
     def check_prompts(self, columns: Sequence[str], conversational: bool) -> None:
         """Raise ValueError for a dataset whose prompts or columns do not serve these episodes."""
         if self.routes and "environment" not in columns:
             raise ValueError(
-                "environment_factory names several environments, and the dataset has no column 'environment' that"
+                f"{IN_BOTH} names several environments, and the dataset has no column 'environment' that"
                 f" chooses one ({', '.join(self.kinds)}); add it, or give a single environment"
             )
         if self.has_tools and not conversational:
@@ -108,7 +113,7 @@ class Episodes:
             )
         given = dict.fromkeys(["prompt", *(name for name in columns if not (self.routes and name == "environment"))])
         for kind in self.kinds.values():
-            if kind.factory is not None and not kind.steps:  # TRL's
+            if kind.factory is not None and not (kind.steps or kind.offers):  # TRL's
                 require_takes(kind.example.reset, f"reset(self, **row); the row has {', '.join(given)}", **given)
         if conversational and not self.has_tools:
             self.turns.prepare(has_tools=False)
@@ -130,10 +135,18 @@ class Episodes:
         return Row(self.kind_of(columns), prompt, list(prompt_ids), own, key)
 
     def release(self, rollout: Rollout) -> None:
-        """Let later episodes play in the environments of a rollout that is scored."""
+        """Let later episodes play in the environments of a rollout that is scored; close those that broke."""
         for episode in rollout.episodes or ():
-            if episode.pool is not None:
-                episode.pool.append(episode.environment)
+            episode.leave(episode.environment)
+
+    def close(self) -> None:
+        """Close every environment that is left, each once. Later episodes play in new ones."""
+        closing = []
+        for kind in self.kinds.values():
+            kind.free.clear()
+            closing += [closed for made in list(kind.made.values()) for closed in kind.close(self.calls, made)]
+        if wait(closing, CLOSE_S).not_done:
+            logger.warning("environments did not close within %g seconds and are left as they are", CLOSE_S)
 
     def require_played(self, rollout: Rollout, share: float) -> None:
         """Raise RuntimeError if the `share` of failed episodes, over all processes, is too large; all of them call."""

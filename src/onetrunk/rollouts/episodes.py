@@ -90,7 +90,7 @@ class PlayedEpisode:
         environment: what the row was played in; None if tools alone answer.
         counts: what happened in it.
         failure: why it could not be played; None if it was. It has no score.
-        pool: takes `environment` for later episodes; None: something in it hangs or broke.
+        leave: takes `environment` once the episode is scored: for later ones, or, if something broke, to close it.
     """
 
     prompt: Prompt
@@ -98,7 +98,7 @@ class PlayedEpisode:
     environment: Any
     counts: EpisodeCounts
     failure: str | None = None
-    pool: list[Any] | None = None
+    leave: Callable[[Any], Any] = lambda environment: None
 
 
 @dataclass

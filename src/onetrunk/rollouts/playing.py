@@ -6,12 +6,14 @@ Failures are observations or failed episodes; the call ends for an error of ours
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from onetrunk.rollouts.async_sampler import POLL_S
@@ -27,12 +29,19 @@ from onetrunk.rollouts.tool_calls import (
     schema_of,
     shortened,
 )
+from onetrunk.servers.openenv import LostSession
 from onetrunk.types import Message, Prompt, Rollout, RowKey
 from onetrunk.utils.randomness import ENVIRONMENT_STREAM, derived_seed
+
+logger = logging.getLogger(__name__)
 
 Factory = Callable[[], Any]
 # Gymnasium's environments take seeds of 31 bits.
 SEEDS = 2**31
+# The argument of PPOTrainer, and its key in YAML.
+IN_BOTH = "environment_factory (environment in YAML)"
+# Calls of tools that one turn may begin at the same time.
+CALLS_AT_ONCE = 16
 NOT_TOOLS = ("reset", "get_reward", "close")
 
 
@@ -64,9 +73,9 @@ class Kind:
         class_name: of the environments.
         functions: the tools that belong to no environment.
         schemas: of all tools, by their names.
-        steps: whether the environments are Gymnasium's.
+        steps: whether the environments are Gymnasium's; offers: whether they are an OpenEnv server's, with tools.
         has_reward: whether they give rewards.
-        example: one of them; `free`: those in which nobody plays.
+        example: one of them; `free`: those in which nobody plays; `made`: all that are not closed.
     """
 
     factory: Factory | None
@@ -74,9 +83,11 @@ class Kind:
     functions: dict[str, Callable[..., Any]]
     schemas: dict[str, dict[str, Any]]
     steps: bool = False
+    offers: bool = False
     has_reward: bool = False
     example: Any = None
     free: list[Any] = field(default_factory=list)
+    made: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, factory: Factory | None, tools: Sequence[Callable[..., Any]], name: str | None) -> Kind:
@@ -90,17 +101,17 @@ class Kind:
         schemas = {tool: schema_of(function) for tool, function in functions.items()}
         if factory is None:
             return cls(None, "tools", functions, schemas)
-        where = "environment_factory" if name is None else f"environment {name!r}"
+        where = IN_BOTH if name is None else f"environment {name!r}"
         if not callable(factory):
             raise ValueError(f"{where} is a {type(factory).__name__}; give a class or a function that makes one")
         try:
             environment = factory()
         except Exception as error:
-            raise RuntimeError(
-                f"{where} could not make an environment: {type(error).__name__}: {error}; it is called without"
-                " arguments, so give a class or a function that needs none"
-            ) from error
-        class_name, made = type(environment).__name__, {"example": environment, "free": [environment]}
+            hint = "; it is called without arguments" if isinstance(error, TypeError) else ""
+            reason = f"{type(error).__name__}: {error}{hint}"
+            raise RuntimeError(f"{where} could not make an environment: {reason}") from error
+        class_name = type(environment).__name__
+        made = {"example": environment, "free": [environment], "made": {id(environment): environment}}
         if not callable(getattr(environment, "reset", None)):
             raise ValueError(
                 f"{where} makes a {class_name}, which has no reset; an environment has reset and, as in TRL, methods"
@@ -112,16 +123,17 @@ class Kind:
             require_takes(environment.reset, "reset(self, *, seed=None, options=None)", seed=0, options={})
             require_takes(environment.step, "step(self, action)", "")
             return cls(factory, class_name, {}, {}, steps=True, has_reward=True, **made)
-        methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-        for method, _ in methods:
-            if method in schemas:
-                raise ValueError(f"{class_name} has a method {method}, and so has tools; rename one")
-            if not method.startswith("_") and method not in NOT_TOOLS:
-                schemas[method] = schema_of(getattr(environment, method))
+        offers = hasattr(environment, "tool_schemas")  # An OpenEnv server's tools.
+        methods = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
+        public = [name for name in methods if not name.startswith("_") and name not in NOT_TOOLS]
+        own = environment.tool_schemas if offers else {tool: schema_of(getattr(environment, tool)) for tool in public}
+        if not schemas.keys().isdisjoint(own):
+            raise ValueError(f"{class_name} has {', '.join(own)}, and so has tools; rename one")
+        schemas |= own
         if not schemas:
             raise ValueError(f"{where} makes a {class_name} without public methods, which would be its tools, or step")
-        has_reward = callable(getattr(environment, "get_reward", None))
-        return cls(factory, class_name, functions, schemas, has_reward=has_reward, **made)
+        has_reward = offers or callable(getattr(environment, "get_reward", None))
+        return cls(factory, class_name, functions, schemas, offers=offers, has_reward=has_reward, **made)
 
     def take(self) -> Any:
         """Return an environment that nobody plays in; None for tools alone."""
@@ -130,7 +142,20 @@ class Kind:
         try:
             return self.free.pop()
         except IndexError:
-            return self.factory()
+            environment = self.factory()
+            return self.made.setdefault(id(environment), environment)
+
+    def close(self, calls: TimedCalls, environment: Any) -> list[Future[None]]:
+        """Begin to close an environment in a thread, if it has `close` and was not closed before."""
+        known = self.made.pop(id(environment), None)
+
+        def close() -> None:
+            try:
+                calls.call(environment.close)
+            except BaseException as error:
+                logger.warning("close of %s failed: %s: %s", self.class_name, type(error).__name__, error)
+
+        return [in_thread(close)] if callable(getattr(known, "close", None)) else []
 
 
 @dataclass(eq=False)
@@ -150,6 +175,7 @@ class Row:
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
     failure: str | None = None
     hangs: bool = False
+    is_cut: bool = False  # By a limit of turns or by the environment's own, in no terminal state.
 
     @property
     def is_chat(self) -> bool:
@@ -208,7 +234,7 @@ class Playing:
 
     def _call_reset(self, row: Row) -> Any:
         columns = {"prompt": row.prompt, **row.columns}
-        if row.kind.steps:
+        if row.kind.steps or row.kind.offers:
             seed = derived_seed(*row.key, ENVIRONMENT_STREAM) % SEEDS
             result = self.calls.call(row.environment.reset, seed=seed, options=columns)
             if not isinstance(result, tuple) or len(result) != 2:
@@ -244,6 +270,7 @@ class Playing:
         try:
             row.context = [*before, *token_ids]
             row.count(turns=1)
+            row.rewards.append(0.0)
             if row.failure is None and self._error is None:
                 answer = self._step if row.kind.steps else self._call_tools
                 observation = answer(row, token_ids, stopped, before)
@@ -256,23 +283,23 @@ class Playing:
         return observation
 
     def _is_last(self, row: Row) -> bool:
-        """Return whether a row has all its turns, and count it."""
-        is_last = row.counts.turns == self.limits.max_turns
-        row.count(turns_at_limit=int(is_last))
-        return is_last
+        """Return whether a row that would go on has all its turns, and count it."""
+        row.is_cut = row.counts.turns == self.limits.max_turns
+        row.count(turns_at_limit=int(row.is_cut))
+        return row.is_cut
 
     def _step(self, row: Row, token_ids: list[int], stopped: bool, _before: list[int]) -> list[int] | None:
         """Let a Gymnasium environment answer."""
         action, is_over = self.turns.text_of(token_ids, stopped), False
         row.messages.append({"role": "assistant", "content": action})
         row.count(tool_calls=1)
-        row.rewards.append(0.0)
         try:
             text, reward, terminated, truncated, _ = self._checked(self.calls.call(row.environment.step, action))
             row.rewards[-1], is_over = float(reward), bool(terminated or truncated)
+            row.is_cut = bool(truncated and not terminated)
         except TooManyHang:
             raise
-        except (TimedOut, StepFault) as error:
+        except (TimedOut, StepFault, LostSession) as error:
             # Nobody knows in which state the environment is.
             row.count(tool_errors=1)
             row.failure = f"step: {error}"
@@ -308,27 +335,44 @@ class Playing:
         # A call in a turn that was cut off may be cut off too.
         if not calls or not stopped or self._is_last(row):
             return None
-        results = [self._call_tool(row, call) for call in calls]
-        row.messages += results
-        return self.turns.ids_of(results, self.stop_ids)
+        for first in range(0, len(calls), CALLS_AT_ONCE):
+            # Of an environment that is not async, one call at a time; all others at the same time.
+            tools = [self._tool_of(row, call.get("function") or call) for call in calls[first : first + CALLS_AT_ONCE]]
+            begun = [(name, self.calls.begin(tool) if is_free else tool) for name, tool, is_free in tools]
+            row.messages += [self._result(row, *call) for call in begun]
+        is_over = row.failure is not None
+        if row.kind.offers:
+            row.rewards[-1], row.environment.reward = row.environment.reward, 0.0
+            is_over |= row.environment.is_over
+        return None if is_over else self.turns.ids_of(row.messages[-len(calls) :], self.stop_ids)
 
-    def _call_tool(self, row: Row, call: dict[str, Any]) -> Message:
-        function = call.get("function") or call
-        name, arguments = str(function.get("name")), function.get("arguments")
-        row.count(tool_calls=1)
-        schema, result = row.kind.schemas.get(name), None
+    def _tool_of(self, row: Row, call: dict[str, Any]) -> tuple[str, Callable[[], Any] | str, bool]:
+        """Return the name of a tool, what calls it (or what is wrong), and whether it may run beside others."""
+        name, arguments = str(call.get("name")), call.get("arguments")
+        schema = row.kind.schemas.get(name)
         unknown = f"there is no tool {name[:100]!r}; tools: {', '.join(row.kind.schemas)}"
         fault = unknown if schema is None else argument_fault(arguments, schema)
-        if fault is None:
-            tool = row.kind.functions.get(name) or getattr(row.environment, name)
-            try:
-                result = str(self.calls.call(tool, **arguments))
-            except TooManyHang:
-                raise
-            except BaseException as error:
-                fault, row.hangs = error, row.hangs or isinstance(error, TimedOut)
-        row.count(tool_errors=int(fault is not None))
-        content = result if fault is None else error_text(fault)
+        if fault is not None:
+            return name, fault, False
+        if name in row.kind.functions:
+            return name, partial(row.kind.functions[name], **arguments), True
+        if row.kind.offers:
+            return name, partial(self.calls.call, row.environment.call_tool, name, arguments), False
+        tool = partial(getattr(row.environment, name), **arguments)
+        is_free = inspect.iscoroutinefunction(tool)
+        return name, tool if is_free else partial(self.calls.call, tool), is_free
+
+    def _result(self, row: Row, name: str, call: Callable[[], Any] | str) -> Message:
+        fault: BaseException | str | None = call if isinstance(call, str) else None
+        try:
+            content = "" if isinstance(call, str) else str(call())
+        except TooManyHang:
+            raise
+        except BaseException as error:
+            fault, row.hangs = error, row.hangs or isinstance(error, TimedOut)
+            row.failure = f"{name}: {error}" if isinstance(error, LostSession) else row.failure
+        row.count(tool_calls=1, tool_errors=int(fault is not None))
+        content = content if fault is None else error_text(fault)
         return {"role": "tool", "name": name, "content": shortened(content, self.limits.observation_characters)}
 
     def finish(self, rollout: Rollout) -> Rollout:
@@ -340,6 +384,7 @@ class Playing:
         for i, row in enumerate(self.rows):
             row.count(episodes=1, failed_episodes=int(row.failure is not None), observation_tokens=turns[i].count(-1))
             row.count(waited_seconds=self._waited_s / len(self.rows))
+            stopped[i] = stopped[i] and not row.is_cut
             if row.failure is not None:  # A failed episode has no score: one token stands for it.
                 stopped[i] = stopped[i] and len(completions[i]) == 1
                 completions[i], logprobs[i], turns[i] = completions[i][:1], logprobs[i][:1], turns[i][:1]
@@ -361,15 +406,15 @@ class Playing:
             row.messages.pop()
         messages = row.messages if row.is_chat else None
         may_return = row.environment is not None and row.failure is None and not row.hangs
-        pool = row.kind.free if may_return else None
-        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, pool)
+        leave = row.kind.free.append if may_return else partial(row.kind.close, self.calls)
+        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, leave)
 
     def _read_reward(self, row: Row) -> None:
         """Ask a TRL environment for the score of its episode, which arrives with the last turn."""
-        if row.kind.steps or not row.kind.has_reward or row.failure is not None:
+        if row.kind.steps or row.kind.offers or not row.kind.has_reward or row.failure is not None:
             return
         score = self.calls.call(row.environment.get_reward)
-        row.rewards = [0.0] * (row.counts.turns - 1) + [math.nan if score is None else float(score)]
+        row.rewards[-1] = math.nan if score is None else float(score)
 
     def _wait(self, change: int, is_over: bool = False) -> None:
         """Keep time while all rows that are not over wait for answers."""

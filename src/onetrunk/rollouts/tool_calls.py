@@ -9,7 +9,9 @@ import asyncio
 import functools
 import inspect
 import json
+import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,10 +21,16 @@ from transformers.utils import get_json_schema
 
 from onetrunk.rollouts.episodes import in_thread
 
+warn_once = functools.cache(logging.getLogger(__name__).warning)
+
 # Calls that were given up and still run; with more of them the run ends.
 MOST_ABANDONED = 256
 # Seconds in which an event loop that is not blocked answers.
 LOOP_S = 1.0
+ABOUT_SIGNALS = (
+    "a tool or an environment needs the main thread, and calls run in others: signal.alarm and signal.signal do not"
+    " work there; take them out, because tool_timeout bounds each call"
+)
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -66,13 +74,24 @@ class TimedCalls:
             TooManyHang: so did more than MOST_ABANDONED others that still run.
             BaseException: what it raises.
         """
+        return self.begin(function, *args, **kwargs)()
+
+    def begin(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """Begin a call; return what waits for its result, as `call` does."""
         loop = self._running_loop() if inspect.iscoroutinefunction(function) else None
         if loop is None:
             future = in_thread(function, *args, **kwargs)
         else:
-            future = asyncio.run_coroutine_threadsafe(function(*args, **kwargs), loop)
+
+            async def run() -> Any:  # Where `function` raises before it is awaited, the future has the error too.
+                return await function(*args, **kwargs)
+
+            future = asyncio.run_coroutine_threadsafe(run(), loop)
+        return functools.partial(self._result, future, loop, time.monotonic() + self.timeout_s)
+
+    def _result(self, future: Future[Any], loop: asyncio.AbstractEventLoop | None, deadline: float) -> Any:
         try:
-            return future.result(self.timeout_s)
+            return future.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             if future.done():  # Its own error, or just in time.
                 return future.result()
@@ -173,6 +192,8 @@ def _json_type(value: Any) -> str:
 
 def error_text(error: BaseException | str) -> str:
     """Return the observation for a call that failed."""
+    if "main thread" in str(error):
+        warn_once(ABOUT_SIGNALS)
     if isinstance(error, BaseException):
         error = f"{type(error).__name__}: {error}"
     return json.dumps({"error": error}, ensure_ascii=False)

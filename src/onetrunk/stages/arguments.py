@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +23,7 @@ from onetrunk.data.files import looks_like_path
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.ppo.settings import VLLMServerConfig
+from onetrunk.servers.openenv import open_environment
 from onetrunk.stages.options.reading import UsageError, read
 from onetrunk.stages.options.table import WITHOUT_MEANING
 from onetrunk.utils.files import require_name
@@ -174,18 +176,25 @@ class EpisodeArguments:
     )
     environment: str | dict[str, str] | None = option(
         None,
-        "Class or function that makes an environment with TRL's or Gymnasium's methods: path/to/file.py:Class; or in"
-        " YAML a mapping of names, which the column environment chooses from, to such.",
+        "Class or function that makes an environment with TRL's or Gymnasium's methods: path/to/file.py:Class; or the"
+        " address of an OpenEnv server, http://HOST:PORT; or in YAML a mapping of names, which the column environment"
+        " chooses from, to such.",
     )
 
     def episode_parts(self) -> dict[str, Any]:
         """Return `tools` and `environment_factory` as PPOTrainer takes them; imports what they name."""
         tools, factory = [find_object(spec, "tool") for spec in self.tools or ()], self.environment
         if isinstance(factory, dict):
-            factory = {name: find_object(str(spec), "environment") for name, spec in factory.items()}
+            factory = {name: _environment(str(spec)) for name, spec in factory.items()}
         elif factory is not None:
-            factory = find_object(factory, "environment")
+            factory = _environment(factory)
         return {"tools": tools or None, "environment_factory": factory}
+
+
+def _environment(spec: str) -> Callable[[], Any]:
+    if spec.startswith(("http://", "https://")):
+        return partial(open_environment, spec)
+    return find_object(spec, "environment", ", nor the address of an OpenEnv server")
 
 
 @dataclass

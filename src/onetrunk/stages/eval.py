@@ -236,7 +236,8 @@ def sample_sides(
                 longest_prompt = longest_prompt_of(parts.datasets[0], config)
                 backend.check_policy(parts.model, longest_prompt + config.max_completion_length)
             for side, role in roles.items():
-                with progress.phase(side, is_shown=accelerator.is_main_process):
+                closing = contextlib.closing(parts.sampler)
+                with closing, progress.phase(side, is_shown=accelerator.is_main_process):
                     sides[side] = Side(*measure_side(parts, args, accelerator, role), backend.description)
         # A branch of this trunk is built again from its name.
         loaded = zip(parts.sampler.rewards.functions, rewards, strict=True)

@@ -224,8 +224,10 @@ def rollout_metrics(
     for item in packs if has_policy else ():
         sampled = item.sampler_logprobs(scored.rollout)
         policy_columns[:, torch.tensor(item.rows, device=device)] = _policy_columns(item, sampled)
-    ids = pad_sequence([torch.tensor(ids) for ids in scored.rollout.sampled_ids], batch_first=True)
-    ngrams = [count.float() for count in repeated_ngrams(ids, scored.lengths)]
+    rows, turns = zip(*scored.rollout.sampled_turns, strict=True)
+    ids, sizes = pad_sequence([torch.tensor(ids) for ids in turns], True), torch.tensor([len(ids) for ids in turns])
+    # A tool is called by the same words in turn after turn.
+    ngrams = [torch.bincount(torch.tensor(rows), count).float() for count in repeated_ngrams(ids, sizes)]
     columns = [counts, total, lengths, stopped, *policy_columns, *ngrams, *_turn_columns(scored)]
     columns += scored.scores.by_function.values()
     rows = DataParallel(accelerator).gather(torch.stack([column.to(device) for column in columns], dim=1))
