@@ -1,20 +1,32 @@
 """What one decoded token of the local sampler costs: seconds, operations, and kernels on a GPU.
 
-Every number is the difference of two calls of `generate` that differ in their number of tokens, divided by that
+    python scripts/bench/decode_profile.py
+
+prints the operations of a decoded token and of a pack by model: on a GPU each is a launch, so their number bounds the
+seconds from below. They do not depend on widths, so the models are narrow.
+
+What a token costs is the difference of two calls of `generate` that differ in their number of tokens, divided by that
 difference: the prompts' forward and everything else that happens once cancels out.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from workload import BOS, EOS, PAD, SHAPES, Workload
 
+from onetrunk import PPOConfig, PPOTrainer
 from onetrunk.rollouts.base import SamplingParams
+from onetrunk.types import to_device
 
 FEW = 4
 # Repetitions of the timing, of which the fastest counts.
@@ -29,6 +41,9 @@ IDLE = frozenset(
     " result_type promote_types empty empty_like empty_strided new_empty set_ resize_ contiguous to _to_copy item"
     " is_nonzero".split()
 )
+
+# Of these, what reaches a device without a kernel, and does not say itself that it is a view.
+FREE = (IDLE - {"_to_copy", "contiguous"}) | {"_local_scalar_dense", "new_empty_strided"}
 
 
 def work_of(run: Callable[[], Any]) -> Iterator[Any]:
@@ -50,9 +65,27 @@ def work_of(run: Callable[[], Any]) -> Iterator[Any]:
             yield from innermost(event)
 
 
+class Operations(TorchDispatchMode):
+    """Counts the operations of this thread that launch at least one kernel on a GPU, backward included.
+
+    Views, allocations and reads of a number launch none. Attention is one, as with the fused kernels of a GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        library, _, name = function._schema.name.rpartition("::")
+        self.counts[name] += library != "profiler" and not function.is_view and name not in FREE
+        return function(*args, **(kwargs or {}))
+
+
 def count_operations(run: Callable[[], Any]) -> Counter[str]:
-    """Return how often `run` starts each piece of work (`work_of`)."""
-    return Counter(event.name for event in work_of(run))
+    """Return how often `run` calls each operation that launches a kernel."""
+    with Operations() as operations:
+        run()
+    return operations.counts
 
 
 def operation_seconds(run: Callable[[], Any]) -> Counter[str]:
@@ -141,3 +174,79 @@ def decode_profile(
     if next(backend.model.parameters()).is_cuda:
         costs["kernels"] = per_token(count_kernels)
     return costs
+
+
+# --- operations of a token and of a pack, by model ---
+
+# Family and layers; the rest of a shape changes no number.
+MODELS = {
+    "Qwen2.5-0.5B": ("qwen2", 24),
+    "Qwen2.5-1.5B": ("qwen2", 28),
+    "Llama-3.1-8B": ("llama", 32),
+    "Qwen3-8B": ("qwen3", 36),
+}
+PACK_ROLES = ("policy", "value", "reference")
+
+
+class CountingTrainer(PPOTrainer):
+    """Counts the operations of a step, which has one pack: of scoring it, and of its forward and backward."""
+
+    counted: dict[str, int]
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any) -> Any:
+        """Score the pack and train on it."""
+        experience = to_device(inputs["minibatch"].experiences[0], self.accelerator.device)
+        roles = (*PACK_ROLES, "trunk") if self.model.cut else PACK_ROLES
+        with torch.no_grad(), Operations() as score:
+            model(pack=experience.pack, roles=roles)
+        with Operations() as update:
+            loss = super().training_step(model, inputs, *rest)
+        self.counted = {"score": score.counts.total(), "update": update.counts.total()}
+        return loss
+
+
+def launches(
+    family: str, layers: int, adapter_layers: str = "all", dtype: str = "bfloat16", **settings: Any
+) -> dict[str, int]:
+    """Return the operations of a decoded token ("decode") and of a pack ("score", "update") of a narrow model.
+
+    Args:
+        family: llama, qwen2 or qwen3.
+        layers: of the model.
+        adapter_layers: all, or top-k.
+        dtype: of the base; bfloat16 runs under autocast.
+        settings: of PPOConfig.
+    """
+    shape = {**SHAPES["tiny"], "num_hidden_layers": layers, "head_dim": 8}
+    config = AutoConfig.for_model(family, **shape, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=BOS)
+    settings |= {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    settings |= {"rollout_batch_size": 2, "num_rollouts": 1, "num_ppo_epochs": 1, "max_completion_length": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = CountingTrainer(
+            AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)),
+            lambda completions, **_: [float(len(text)) for text in completions],
+            PPOConfig(folder, bf16=dtype == "bfloat16", adapter_layers=adapter_layers, **settings),
+            Dataset.from_dict({"prompt": ["w4 w5", "w6 w7 w8"]}),
+            processing_class=Workload(shape="tiny").tokenizer(),
+        )
+        trainer.train()
+    sample = sampler(trainer.sampler.backend, [[4, 5], [6, 7, 8]])
+    few, many = (count_operations(lambda length=length: sample(length)).total() for length in (FEW, FEW + 4))
+    return {"decode": (many - few) // 4, **trainer.counted}
+
+
+def table() -> str:
+    """Return the operations by model, with all layers adapted and with a quarter of them."""
+    lines = [
+        "| model, layers | adapters | dtype | decoded token | scored pack | trained pack |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, (family, layers) in MODELS.items():
+        for adapters, dtype in (("all", "bfloat16"), (f"top-{layers // 4}", "bfloat16"), ("all", "float32")):
+            cells = (f"{name}, {layers}", adapters, dtype, *launches(family, layers, adapters, dtype).values())
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
