@@ -206,8 +206,6 @@ def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_
     monkeypatch, family, dtype, settings
 ):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    for name in ("bitsandbytes", "scipy", "triton"):
-        monkeypatch.setitem(sys.modules, name, None)
     from decode_profile import launches
 
     layers, adapted = 6, 2 if "adapter_layers" in settings else 6
