@@ -206,7 +206,7 @@ def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_
     monkeypatch, family, dtype, settings
 ):
     monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    from decode_profile import launches
+    from launches import launches
 
     layers, adapted = 6, 2 if "adapter_layers" in settings else 6
     branches, known = 2 if "value_head" in settings else 1, operations_of(getattr(torch, dtype).itemsize)

@@ -369,7 +369,7 @@ class Operations:
 
 
 def operations_of(itemsize: float) -> Operations:
-    """Return the counts of Llama and Qwen2 (scripts/bench/decode_profile.py), which most families exceed.
+    """Return the counts of Llama and Qwen2 (scripts/bench/launches.py), which most families exceed.
 
     In half precision autocast casts whatever an adapter multiplies; in float32 the policy samples from merged weights.
     """

@@ -45,7 +45,9 @@ def test_the_kernels_are_their_naive_twins_on_a_gpu():
 @needs_triton
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus_without_one_and_keep_all_registers(tmp_path):
-    done = run("-W", "ignore", "scripts/bench/kernels.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    done = run(
+        "-W", "ignore", "scripts/bench/kernel_registers.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     rows = [line.split(" | ") for line in done.stdout.splitlines()[4:]]
     assert len(rows) == 3 and {row[4] for row in rows} == {"0"}

@@ -2,7 +2,7 @@
 
 One program per token: two reads of the token's row (the second from the cache) and one write in place, instead of the
 ten elementwise passes of its naive twin, `Chunk._absorb` in logprob_tiles.py. Tested in Triton's interpreter, compiled
-for NVIDIA GPUs (scripts/bench/kernels.py), and run on an H200, then with 4 warps.
+for NVIDIA GPUs (scripts/bench/kernel_registers.py), and run on an H200, then with 4 warps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of the Triton kernels on NVIDIA GPUs, compiled without one.
 
-    python scripts/bench/kernels.py
+    python scripts/bench/kernel_registers.py
 
 prints a table, and fails if a kernel keeps registers in memory (spills): every program of it would write and read them
 again. Compiled are the tiles that the fused logprobs make of public vocabularies, with and without alignment.
