@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Qwen2Config
+
+from onetrunk.costs import operations_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
@@ -182,6 +185,55 @@ def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(mon
     assert decode_seconds(SMALL, 3, 0.5, slow_memory) == 0.5 * 2 * 576 + 2 * 80
     assert decode_seconds(SMALL, 3, 4, slow_memory) == 4 * (2 * 576 + 80)
     assert decode_seconds(SMALL, 3, 2, slow_products) == 3 * 2 * (2 * 576 + 80)
+
+
+SLOW = pytest.mark.slow
+TOP, VALUE, CHECKPOINTED = {"adapter_layers": "top-2"}, {"value_head": "adapter"}, {"activation_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "settings"),
+    [
+        ("llama", "bfloat16", {}),
+        pytest.param("qwen2", "bfloat16", TOP, marks=SLOW),
+        pytest.param("llama", "bfloat16", CHECKPOINTED, marks=SLOW),
+        pytest.param("llama", "float32", VALUE | CHECKPOINTED, marks=SLOW),
+        pytest.param("qwen2", "float32", {}, marks=SLOW),
+        pytest.param("qwen3", "bfloat16", {}, marks=SLOW),
+    ],
+)
+def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_the_seconds(
+    monkeypatch, family, dtype, settings
+):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    from launches import launches
+
+    layers, adapted = 6, 2 if "adapter_layers" in settings else 6
+    branches, known = 2 if "value_head" in settings else 1, operations_of(getattr(torch, dtype).itemsize)
+    expected = {
+        "decode": known.of_token(layers, adapted),
+        # Every branch, the reference, and the frozen layers once.
+        "score": known.of_score((branches + 1) * adapted + layers - adapted, branches * adapted),
+        "update": known.of_update(branches * adapted, 0, "activation_checkpointing" in settings),
+    }
+    counted = launches(family, layers, dtype=dtype, **settings)
+    for phase, number in expected.items():
+        # The two norms more of Qwen3 are left out.
+        lowest = 0.75 if family == "qwen3" else 0.95
+        assert lowest <= number / counted[phase] <= 1.05, (phase, number, counted[phase])
+
+
+def test_views_and_allocations_are_no_operations(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    from decode_profile import count_operations
+
+    def run() -> None:
+        x = torch.empty(4, 6).view(6, 4).T[1:]
+        x.zero_()
+        torch.nn.functional.linear(x, torch.ones(3, 6)).float().half()
+
+    # float() of a float32 tensor does nothing.
+    assert dict(+count_operations(run)) == {"zero_": 1, "ones": 1, "mm": 1, "_to_copy": 1}
 
 
 @pytest.mark.multi_process

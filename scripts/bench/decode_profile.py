@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onetrunk.rollouts.base import SamplingParams
 
@@ -29,6 +30,9 @@ IDLE = frozenset(
     " result_type promote_types empty empty_like empty_strided new_empty set_ resize_ contiguous to _to_copy item"
     " is_nonzero".split()
 )
+
+# Of these, what reaches a device without a kernel, and does not say itself that it is a view.
+FREE = (IDLE - {"_to_copy", "contiguous"}) | {"_local_scalar_dense", "new_empty_strided"}
 
 
 def work_of(run: Callable[[], Any]) -> Iterator[Any]:
@@ -50,9 +54,27 @@ def work_of(run: Callable[[], Any]) -> Iterator[Any]:
             yield from innermost(event)
 
 
+class Operations(TorchDispatchMode):
+    """Counts the operations of this thread that launch at least one kernel on a GPU, backward included.
+
+    Views, allocations and reads of a number launch none. Attention is one, as with the fused kernels of a GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        library, _, name = function._schema.name.rpartition("::")
+        self.counts[name] += library != "profiler" and not function.is_view and name not in FREE
+        return function(*args, **(kwargs or {}))
+
+
 def count_operations(run: Callable[[], Any]) -> Counter[str]:
-    """Return how often `run` starts each piece of work (`work_of`)."""
-    return Counter(event.name for event in work_of(run))
+    """Return how often `run` calls each operation that launches a kernel."""
+    with Operations() as operations:
+        run()
+    return operations.counts
 
 
 def operation_seconds(run: Callable[[], Any]) -> Counter[str]:

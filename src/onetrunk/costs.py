@@ -335,6 +335,47 @@ def head_flops(shape: ModelShape, tokens: int) -> float:
     return 2.0 * tokens * shape.head_parameters
 
 
+@dataclass(frozen=True)
+class Operations:
+    """Operations of torch in eager mode, for any number of tokens. On a GPU each is at least one launch.
+
+    Args:
+        layer: of a layer's forward; two more where it decodes, for the cache.
+        adapter, decoded_adapter: of the adapters of a layer in a pack, and where it decodes.
+        backward: of a layer with adapters.
+        token, score, update: of everything else in a decoded token, a scored pack and a trained pack.
+    """
+
+    layer: int
+    adapter: int
+    decoded_adapter: int
+    backward: int
+    token: int
+    score: int
+    update: int
+
+    def of_token(self, layers: int, adapted: int) -> int:
+        """Return those of one decoded token of all rows."""
+        return layers * (self.layer + 2) + adapted * self.decoded_adapter + self.token
+
+    def of_score(self, layers: int, adapted: int) -> int:
+        """Return those of scoring a pack; a layer counts once for every role that runs it."""
+        return layers * self.layer + adapted * self.adapter + self.score
+
+    def of_update(self, adapted: int, frozen: int, is_checkpointed: bool) -> int:
+        """Return those of a pack's forward and backward; `frozen` layers run forward only."""
+        forward = self.layer + self.adapter
+        return adapted * (self.backward + forward * (1 + is_checkpointed)) + frozen * self.layer + self.update
+
+
+def operations_of(itemsize: float) -> Operations:
+    """Return the counts of Llama and Qwen2 (scripts/bench/launches.py), which most families exceed.
+
+    In half precision autocast casts whatever an adapter multiplies; in float32 the policy samples from merged weights.
+    """
+    return Operations(37, 14, 0, 102, 68, 208, 193) if itemsize > 2 else Operations(41, 56, 56, 134, 73, 221, 193)
+
+
 def balanced_split(
     layer_costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:

@@ -42,37 +42,18 @@ def test_the_kernels_are_their_naive_twins_on_a_gpu():
     theorems(TRITON_INTERPRET="0")
 
 
-COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from onetrunk.ops.kernels import logprob as logprob_kernel
-
-def build(kernel, capability, pointers, arguments):
-    kinds = {name: pointers.get(name, "*fp32") for name in kernel.arg_names}
-    kinds |= {name: "constexpr" for name in arguments}
-    constants = {(kernel.arg_names.index(name),): value for name, value in arguments.items()}
-    source = ASTSource(kernel, kinds, constexprs=constants)
-    built = triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False})
-    assert built.asm["cubin"], kernel
-
-tile = dict(LOGIT_SCALE=1.0, SOFTCAP=30.0, TEMPERATURE=0.9, HAS_WEIGHTS=True, HAS_SPREAD=True, IS_DOUBLE=False,
-            BLOCK=4096, NUM_BLOCKS=3)
-scored = tile | dict(SOFTCAP=0.0, HAS_WEIGHTS=False, HAS_SPREAD=False, BLOCK=64, NUM_BLOCKS=1)
-for capability in (80, 90):
-    for logits in ("*bf16", "*fp32"):
-        pointers = {"logits_ptr": logits, "spread_weights_ptr": logits, "targets_ptr": "*i64", "width": "i32"}
-        for arguments in (tile, scored):
-            build(logprob_kernel._absorb_row, capability, pointers, arguments)
-"""
-
-
 @needs_triton
 @pytest.mark.slow
-def test_the_kernels_compile_for_gpus_without_one(tmp_path):
-    done = run("-W", "ignore", "-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr[-4000:]
+def test_the_kernels_compile_for_gpus_without_one_and_keep_all_registers(tmp_path):
+    done = run(
+        "-W", "ignore", "scripts/bench/kernel_registers.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[4:]]
+    assert len(rows) == 3 and {row[4] for row in rows} == {"0"}
+    for row in rows:
+        # Of bfloat16 and float32 logits on three kinds of GPU.
+        assert all(0 < int(number) < 255 for pair in row[1:4] for number in pair.split(", "))
 
 
 def test_kernels_run_where_the_switch_says_and_otherwise_on_a_gpu(monkeypatch):

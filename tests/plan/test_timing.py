@@ -34,7 +34,7 @@ from tests.plan.support import SMALL, device, job, job_7b
 # Every share of a peak is 1, and nothing costs time but products and bandwidth.
 IDEAL = Rates(
     matmul=1.0, decode_matmul=1.0, attention=1e30, hidden_half=0.0, tokens_half=0.0, layer_s=0.0, adapter_layer_s=0.0,
-    decode_layer_s=0.0, served_layer_s=0.0, served_step_s=0.0, served_row_s=0.0, bandwidth=1.0, link=1.0,
+    decode_layer_s=0.0, launch_s=0.0, served_layer_s=0.0, served_step_s=0.0, served_row_s=0.0, bandwidth=1.0, link=1.0,
 )  # fmt: skip
 EVEN = Lengths(100, 100, 100, 100, 0.0)
 
@@ -189,6 +189,29 @@ def test_a_gpu_hides_launches_behind_its_products_and_a_cpu_does_not():
         )
         expected = launched + computed if is_cpu else max(launched, computed)
         assert both == pytest.approx(expected, rel=1e-3)
+
+
+def test_no_phase_is_faster_than_the_launches_of_its_operations_by_hand():
+    own = device(rates=replace(IDEAL, launch_s=1e-5), bandwidth_gb_s=1e9)
+    one = job(lengths=EVEN, is_padding_free=True)
+    # A decoded token of 4 layers in bfloat16: 43 operations of a layer and 56 of its adapters, and 73 besides.
+    generate = generate_time(one, SampleLayout(own, LOCAL, 1))
+    assert generate.launched == pytest.approx(100 * (4 * (43 + 56) + 73) * 1e-5)
+    # 16 rows of 200 tokens in 2 minibatches: 2 packs. Policy and reference score; forward and backward, 4 epochs.
+    score, update = (time(one, TrainLayout(own, 1)) for time in (score_time, update_time))
+    assert score.launched == pytest.approx(2 * (4 * (41 + 56) + 4 * 41 + 221) * 1e-5)
+    assert update.launched == pytest.approx(4 * 2 * (4 * (41 + 56 + 134) + 193) * 1e-5)
+    for phase in (generate, score, update):
+        assert phase.seconds == pytest.approx(phase.launched) and phase.bottleneck == "launches"
+    # With one adapted layer the three below run once for both roles, and not in the update, which keeps their states.
+    top = replace(one, adapted_layers=1)
+    assert score_time(top, TrainLayout(own, 1)).launched == pytest.approx(2 * (3 * 41 + 41 + 56 + 41 + 221) * 1e-5)
+    assert update_time(top, TrainLayout(own, 1)).launched == pytest.approx(8 * (41 + 56 + 134 + 193) * 1e-5)
+    # A slow device hides the launches; an engine replays them as a graph, and a CPU has none.
+    slow = replace(own, tflops=1e-6)
+    assert update_time(one, TrainLayout(slow, 1)).parts["launches"] == 0
+    assert generate_time(one, SampleLayout(own, SERVER, 1)).launched == 0
+    assert generate_time(one, SampleLayout(replace(own, is_cpu=True), LOCAL, 1)).launched == 0
 
 
 def test_fewer_adapted_layers_save_their_share_of_the_update():

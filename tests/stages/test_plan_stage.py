@@ -55,6 +55,17 @@ def test_a_plan_of_a_recipe_names_memory_time_and_cost(capsys):
         assert part in out, part
 
 
+def test_launches_are_named_where_they_decide(capsys):
+    words = ("--model", "Qwen/Qwen2.5-0.5B", "--hardware", "1xH100", "--rollout_batch_size", 16, "--engines")
+    # 24 layers with adapters: 2,449 operations a token, 5 microseconds each; 128 tokens on average, at most 256.
+    least = 24 * (43 + 56) + 73
+    assert plan(*words, "local", "--length_spread", 0) == 0
+    text = "generate: decoding of 16 rows at once is bound by launches, which take"
+    assert f"{text} {128 * least * 5e-6:.2f} s at least: use_vllm" in capsys.readouterr().out
+    assert plan(*words, "colocate") == 0
+    assert "generate: decoding" not in capsys.readouterr().out
+
+
 def test_json_has_the_same_numbers_and_they_add_up(capsys):
     assert plan(*MODEL, "--hardware", "2xH100", "--schedules", "sync", "--engines", "local", "--json") == 0
     content = json.loads(capsys.readouterr().out)

@@ -36,6 +36,7 @@ class Rates:
         matmul: share of the peak that large products reach.
         attention: share that the products of attention reach.
         hidden_half, tokens_half: width and tokens of a forward at which half of `matmul` is reached; 0: always all.
+        launch_s: least seconds in which the host launches an operation of torch; a lower bound of every phase.
         layer_s: seconds of launches per layer of a checkpointed forward with its backward; a forward alone: a third.
         adapter_layer_s: the same of the adapters of a layer, on all of its matrices.
         unpack_bytes: bytes of memory traffic that the unpacking of one quantised weight takes as long as.
@@ -56,6 +57,7 @@ class Rates:
     attention: float = 0.478
     hidden_half: float = 0.0
     tokens_half: float = 0.0
+    launch_s: float = 0.000005
     layer_s: float = 0.00413
     adapter_layer_s: float = 0.00516
     unpack_bytes: float = 23.9

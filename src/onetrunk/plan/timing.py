@@ -21,6 +21,7 @@ from onetrunk.costs import (
     head_flops,
     kv_cache_bytes,
     layers_above,
+    operations_of,
     slowest_stage,
     stage_streams,
 )
@@ -149,10 +150,12 @@ class PhaseTime:
     Args:
         tail: seconds of them that go to the last, longest completions: what the same tokens would not take, had all
             rows of a batch ended together.
+        launched: seconds in which a GPU's host launches its operations at least.
     """
 
     parts: dict[str, float] = field(default_factory=dict)
     tail: float = 0.0
+    launched: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -200,6 +203,13 @@ def unpack_seconds(device: Device, weights: float, base_bytes: float) -> float:
 def exposed_seconds(device: Device, launches: float, computed: float) -> float:
     """Return the part of `launches` that the work on a device does not hide; on a CPU nothing is hidden."""
     return launches if device.is_cpu else max(0.0, launches - computed)
+
+
+def launched_phase(device: Device, parts: dict[str, float], operations: float, tail: float = 0.0) -> PhaseTime:
+    """Return a phase of so many operations, which takes at least as long as their launches."""
+    launched = 0.0 if device.is_cpu else operations * device.rates.launch_s
+    rest = max(0.0, launched - sum(parts.values()))
+    return PhaseTime(parts | {"launches": parts.get("launches", 0.0) + rest}, tail, launched)
 
 
 def link_seconds(device: Device, num_bytes: float, is_inside: bool) -> float:
@@ -310,7 +320,8 @@ def generate_time(job: Job, layout: SampleLayout) -> PhaseTime:
     def step(alive: float, context: float) -> dict[str, float]:
         return {name: value * factor for name, value in step_parts(job, layout, alive, context).items()}
 
-    decoding = decode_seconds(step, mine / stages, max(1.0, most_rows_of(job, layout) / stages), job.lengths)
+    most_rows = max(1.0, most_rows_of(job, layout) / stages)
+    decoding = decode_seconds(step, mine / stages, most_rows, job.lengths)
     # A prompt with several completions runs once in this process.
     prompts = mine / (job.num_generations if layout.engine in OWN_LOOP else 1) * job.lengths.prompt
     prefill = product_seconds(
@@ -321,7 +332,11 @@ def generate_time(job: Job, layout: SampleLayout) -> PhaseTime:
         attention_flops=4 * prompts * job.lengths.prompt / 2 * shape.num_layers * shape.num_heads * shape.head_dim,
         tokens=prompts,
     )
-    return PhaseTime(decoding.parts | {"prompts": prefill / layout.tensor / stages}, decoding.tail)
+    parts, operations = decoding.parts | {"prompts": prefill / layout.tensor / stages}, 0.0
+    if layout.engine in OWN_LOOP:  # An engine replays its launches as a CUDA graph.
+        operations = operations_of(job.itemsize).of_token(shape.num_layers, job.adapted_layers)
+        operations *= decode_seconds(lambda *_: {"steps": 1.0}, mine / stages, most_rows, job.lengths).seconds
+    return launched_phase(device, parts, operations, decoding.tail)
 
 
 @dataclass(frozen=True)
@@ -402,7 +417,10 @@ def score_time(job: Job, layout: TrainLayout) -> PhaseTime:
         reward = _reward_seconds(job, layout)
         # A reward server works at the same time as the model.
         parts["reward"] = max(0.0, reward - sum(parts.values())) if layout.serves_reward else reward
-    return PhaseTime(parts)
+    below = 0 if job.captures_states and not layout.is_staged else job.shape.num_layers - job.adapted_layers
+    branches, reference = job.trained_copies * job.adapted_layers, job.has_reference * job.adapted_layers
+    operations = packs.number * operations_of(job.itemsize).of_score(branches + reference + below, branches)
+    return launched_phase(layout.device, parts, operations / layout.stages)
 
 
 def _score_parts(job: Job, layout: TrainLayout, packs: Packs, share: Share) -> dict[str, float]:
@@ -431,7 +449,11 @@ def update_time(job: Job, layout: TrainLayout) -> PhaseTime:
     link = _reduce_seconds(job, layout) * steps + parts.pop("link", 0.0)
     if layout.shards > 1:
         link += _gather_seconds(job, layout, packs, "update", parts["compute"])
-    return PhaseTime(parts | ({"link": link} if link else {}))
+    frozen = job.shape.num_layers - job.adapted_layers if layout.is_staged or not job.keeps_states else 0
+    branches = job.trained_copies * job.adapted_layers
+    operations = operations_of(job.itemsize).of_update(branches, frozen, layout.is_checkpointed)
+    parts |= {"link": link} if link else {}
+    return launched_phase(layout.device, parts, epochs * packs.number * operations / layout.stages)
 
 
 def _update_parts(job: Job, layout: TrainLayout, packs: Packs, share: Share) -> dict[str, float]:

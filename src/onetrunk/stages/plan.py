@@ -59,6 +59,7 @@ from onetrunk.plan.timing import (
     distillation_time,
     label_time,
     most_rows_of,
+    packs_of,
     reward_training_time,
     split_of,
 )
@@ -394,6 +395,7 @@ def plan_parts(
         f"\nbest plan ({own['objective']})",
         *best_lines(job, best, sum(pool.count for pool in pools)),
         phase_table(best),
+        *launch_lines(job, best),
         memory_table(best),
         *([MARGIN_NOTE] if best.margin > MARGIN else []),
         "\nthe run",
@@ -466,6 +468,22 @@ def phase_table(plan: Plan) -> Table:
         rows.append(row(name, phase.seconds, phase.bottleneck + tail))
     rows += [row("publish", plan.publish_s), row("iteration", plan.iteration_s)]
     return table_of("seconds", ("phase", "seconds", "between", "bound by"), rows, ("bound by",))
+
+
+def launch_lines(job: Job, plan: Plan) -> list[str]:
+    """Return the long phases in which a GPU waits for the launches of its host, and what helps."""
+    rows = min(most_rows_of(job, plan.sample), -(-job.rows // plan.sample.replicas))
+    packs = (f"packs of {packs_of(job, plan.train).tokens:.0f} tokens are", "larger ones, by more microbatch_tokens")
+    words = {
+        "generate": (f"decoding of {rows} rows at once is", "use_vllm, whose engine has CUDA graphs, or more rows"),
+        "score": packs,
+        "update": packs,
+    }
+    return [
+        f"{name}: {words[name][0]} bound by launches, which take {phase.launched:.2f} s at least: {words[name][1]}"
+        for name, phase in plan.phases.items()
+        if phase.launched and phase.bottleneck == "launches" and phase.seconds > 0.1 * plan.iteration_s
+    ]
 
 
 def memory_table(plan: Plan) -> Table:
@@ -547,6 +565,7 @@ def json_text(
             "memory_parts_gib": parts,
             "idle": best.idle(),
             "bottlenecks": {name: phase.bottleneck for name, phase in best.phases.items()},
+            "launched_s": {name: phase.launched for name, phase in best.phases.items()},
             "host_gib": host_gib(job, best),
         },
         "cost": {

@@ -1,8 +1,8 @@
 """The Triton kernel that adds a tile of logits to the running sums and turns the tile into weights.
 
 One program per token: two reads of the token's row (the second from the cache) and one write in place, instead of the
-ten elementwise passes of its naive twin, `Chunk._absorb` in logprob_tiles.py. Tested in Triton's interpreter and
-compiled for NVIDIA GPUs; not yet run on hardware.
+ten elementwise passes of its naive twin, `Chunk._absorb` in logprob_tiles.py. Tested in Triton's interpreter, compiled
+for NVIDIA GPUs (scripts/bench/kernel_registers.py), and run on an H200, then with 4 warps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ from torch import Tensor
 from onetrunk.ops.running_softmax import Head, RunningSums
 
 BLOCK = 4096
+# Fused multiply-adds would round differently with and without the weights: logprobs are bitwise the same. With 4 warps
+# a thread needs more than its 255 registers.
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 8}
+
+
+def block_of(width: int) -> int:
+    """Return the columns that a program reads at once of a tile of `width` columns."""
+    return min(BLOCK, triton.next_power_of_2(width))
 
 
 def absorb(
@@ -35,7 +43,6 @@ def absorb(
     """
     decay, shift = torch.empty_like(sums.highest), torch.empty_like(sums.highest)
     n, width = logits.shape
-    block = min(BLOCK, triton.next_power_of_2(width))
     _absorb_row[(n,)](
         logits,
         logits if spread_weights is None else spread_weights,
@@ -53,10 +60,8 @@ def absorb(
         HAS_WEIGHTS=wants_weights,
         HAS_SPREAD=spread_weights is not None,
         IS_DOUBLE=sums.highest.dtype == torch.float64,
-        BLOCK=block,
-        NUM_BLOCKS=triton.cdiv(width, block),
-        # Fused multiply-adds would round differently with and without the weights: logprobs are bitwise the same.
-        enable_fp_fusion=False,
+        BLOCK=block_of(width),
+        **OPTIONS,
     )
     return decay, shift
 
@@ -80,7 +85,7 @@ def _transformed(x, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATUR
 def _absorb_row(
     logits_ptr, spread_weights_ptr, targets_ptr, highest_ptr, others_ptr, spread_ptr, target_ptr, decay_ptr, shift_ptr,
     width, LOGIT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    HAS_SPREAD: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    HAS_SPREAD: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if IS_DOUBLE else tl.float32
     row = tl.program_id(0)
@@ -89,8 +94,8 @@ def _absorb_row(
     before = tl.load(highest_ptr + row)
 
     highest = before
-    for block in range(NUM_BLOCKS):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + base + columns, mask=columns < width, other=0.0).to(dtype)
         z, _ = _transformed(x, LOGIT_SCALE, SOFTCAP, TEMPERATURE)
         highest = tl.maximum(highest, tl.max(tl.where(columns < width, z, -float("inf")), 0))
@@ -98,8 +103,8 @@ def _absorb_row(
     others = before * 0.0
     spread = before * 0.0
     target_logit = before * 0.0
-    for block in range(NUM_BLOCKS):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + base + columns, mask=columns < width, other=0.0).to(dtype)
         z, damping = _transformed(x, LOGIT_SCALE, SOFTCAP, TEMPERATURE)
         target_logit += tl.sum(tl.where(columns == target, z, 0.0), 0)
