@@ -59,6 +59,8 @@ class Block:
     blocks: Sequence[Block] = ()
     # A reader unfolds it.
     is_folded: bool = False
+    # The block is a verdict: good, mixed or bad.
+    level: str = ""
 
 
 def rendered(name: str, title: str, blocks: Sequence[Block]) -> str:
