@@ -11,6 +11,7 @@ from onetrunk.utils.startup import imported_when_used
 if TYPE_CHECKING:
     from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
     from onetrunk.models.trunk import TrunkModel
+    from onetrunk.models.value_model import ValueModel, load_value_model
     from onetrunk.ppo.config import PPOConfig
     from onetrunk.ppo.experience import ExperienceStream
     from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
@@ -34,7 +35,9 @@ __all__ = [
     "RewardModelConfig",
     "RewardModelTrainer",
     "TrunkModel",
+    "ValueModel",
     "__version__",
+    "load_value_model",
 ]
 
 _HOMES = {
@@ -48,6 +51,8 @@ _HOMES = {
     "RewardModelConfig": "reward_models.training",
     "RewardModelTrainer": "reward_models.training",
     "TrunkModel": "models.trunk",
+    "ValueModel": "models.value_model",
+    "load_value_model": "models.value_model",
 }
 
 

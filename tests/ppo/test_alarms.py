@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
-from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, find_breach
+from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, find_breach, patience_of
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
 from tests.ppo.support import StopAt, assert_same, logged, make_trainer, trained, trained_weights, without_wall_clock
@@ -15,8 +15,8 @@ from tests.ppo.support import StopAt, assert_same, logged, make_trainer, trained
 LOGGER = "onetrunk.ppo.monitoring.alarms"
 LONG, SHORT, CUT, REPEATS = [5, 6, 7, 8, 9, 1], [5, 1], [5, 6, 7, 8, 9, 10], [5, 5, 5, 5, 5, 1]
 # Steps too small to change what the policy says. REPEATS has the windows 5555, 5555, 5551: a third occurred before.
-# Completions that are given are not those of the policy, and their logprobs are 0.
-LIMITS = {"repeated_ngrams": 0.3, "logprob_gap": None}
+# Completions that are given are not those of the policy, their logprobs are 0, and all of a rollout are the same.
+LIMITS = {"repeated_ngrams": 0.3, "logprob_gap": None, "equal_scores": None, "cut_off": None}
 STILL = {"learning_rate": 1e-6, "num_ppo_epochs": 2, "alarm_limits": LIMITS}
 
 
@@ -76,6 +76,19 @@ def test_a_figure_of_the_update_beyond_its_limit_raises_its_alarm(tmp_path, capl
     assert 1.0 in logged(trainer, f"alarm/{name}")
     sentences = [sentence for sentence in said(caplog) if sentence.startswith(f"alarm {name} at step ")]
     assert sentences and "in 2 rollouts in a row" in sentences[0]
+
+
+@pytest.mark.parametrize(("name", "said_by_all"), [("equal_scores", LONG), ("cut_off", CUT)])
+def test_a_rollout_that_teaches_nothing_raises_its_alarm_after_the_patience(tmp_path, name, said_by_all):
+    limits = {other: None for other in RULES if other != name}
+    backend = turning(said_by_all, said_by_all)
+    trainer = trained(tmp_path, rollout_backend=backend, num_rollouts=4, **{**STILL, "alarm_limits": limits})
+    assert logged(trainer, f"alarm/{name}") == [0.0] * 2 + [1.0] * 2
+
+
+def test_a_useless_value_head_is_given_five_times_as_long(tmp_path):
+    config = make_trainer(tmp_path, alarm_patience=2).args
+    assert patience_of("useless_values", config) == 10 and patience_of("kl", config) == 2
 
 
 def test_a_negative_kl_within_chance_is_no_alarm():

@@ -82,7 +82,7 @@ def prepare_prompts(
 
     def encode(row: dict[str, Any]) -> list[int]:
         settings = (chat_template_kwargs or {}) if template_of is None else template_of(row)
-        ids = _prompt_ids(row["prompt"], tokenizer, conversational, settings)
+        ids = encode_prompt(row["prompt"], tokenizer, conversational, settings)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             if overlong_prompts == "error":
                 raise ValueError(f"prompt has {len(ids)} tokens where max_prompt_length is {max_prompt_length}")
@@ -138,7 +138,7 @@ def _all_overlong(what: str, longest: int | None) -> ValueError:
     )
 
 
-def _prompt_ids(
+def encode_prompt(
     prompt: Any, tokenizer: PreTrainedTokenizerBase, conversational: bool, template_kwargs: dict[str, Any]
 ) -> list[int]:
     """Return the token ids of a prompt; ValueError says what is wrong with it."""

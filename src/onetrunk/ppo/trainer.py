@@ -43,7 +43,7 @@ from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, prepare_datas
 from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
-from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, to_device
+from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, Prompt, to_device
 
 if TYPE_CHECKING:
     from onetrunk.ppo.monitoring.progress import PPOTensorBoard
@@ -479,6 +479,14 @@ class PPOTrainer(ResumableTrainer):
         if is_own:
             self._last_evaluation = {"step": self.state.global_step, "metrics": metrics}
         return metrics
+
+    def values(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Tensor]:
+        """Return what the value function says before each token of some completions (`ValueModel.values`)."""
+        from onetrunk.models.value_model import ValueModel
+
+        scorer = ValueModel(self.model, self.processing_class, self.args.chat_template_kwargs)
+        with self.accelerator.autocast():
+            return scorer.values(prompts, completions)
 
     def final_evaluation(self) -> dict[str, float]:
         """Evaluate the trained policy. Reuses the last evaluation if it was made at the final step."""

@@ -59,6 +59,8 @@ class Block:
     blocks: Sequence[Block] = ()
     # A reader unfolds it.
     is_folded: bool = False
+    # The block is a verdict: good, mixed or bad.
+    level: str = ""
 
 
 def rendered(name: str, title: str, blocks: Sequence[Block]) -> str:
@@ -115,7 +117,7 @@ def all_measured(values: dict[str, Any], title: str) -> Block:
     return Block(title, columns=["", "value"], rows=rows, is_folded=True)
 
 
-def win_rates(rate: dict[str, Any], title: str = "Win rate") -> Block:
+def win_rates(rate: dict[str, Any]) -> Block:
     """Return the win rates with their intervals."""
     rows = []
     for name in ("win_rate", "discrete_win_rate", "length_controlled_win_rate"):
@@ -127,7 +129,7 @@ def win_rates(rate: dict[str, Any], title: str = "Win rate") -> Block:
     rows += [[f"by the principle: {name}", share(value), ""] for name, value in rate.get("principles", {}).items()]
     against = f"against {rate.get('opponent', 'the opponent')}"
     findings = [("the judge", text) for text in contest_findings(rate)]
-    return Block(title, columns=[against, "value", "95% interval"], rows=rows, alarms=findings)
+    return Block("Win rate", columns=[against, "value", "95% interval"], rows=rows, alarms=findings)
 
 
 def contest_findings(rate: dict[str, Any]) -> list[str]:

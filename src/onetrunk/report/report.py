@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -26,10 +25,10 @@ from onetrunk.report.blocks import (
     result_blocks,
     sample_blocks,
     share,
-    win_rates,
 )
 from onetrunk.report.plots import draw, figures_block, plots_of
-from onetrunk.report.runs import FOLDER, PAIRS, Run, read_lines, read_run
+from onetrunk.report.runs import FOLDER, PAIRS, Run, read_lines, read_run, stage_runs
+from onetrunk.report.verdict import verdict_of
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.redaction import address_of, redact
 
@@ -70,17 +69,24 @@ def write_report_of(folder: str | Path) -> Path | None:
 
 
 def run_blocks(run: Run, target: Path) -> list[Block]:
-    """Return the page of one run."""
+    """Return the page of one run: the verdict and samples first."""
     return [
+        *verdict_blocks(run),
+        *sample_blocks(run),
         facts_of([run]),
         *alarm_blocks(run),
         *result_blocks(run),
         *cost_blocks(read_costs(run.folder)),
         *plot_blocks([run], target),
-        *sample_blocks(run),
         *lost_blocks(run),
         *setting_blocks([run]),
     ]
+
+
+def verdict_blocks(run: Run) -> list[Block]:
+    """Return the verdict on a run or a pipeline as the head of its page."""
+    verdict = verdict_of(run)
+    return [] if verdict is None else [Block(text=str(verdict), level=verdict.level)]
 
 
 def comparison_blocks(runs: Sequence[Run], target: Path) -> list[Block]:
@@ -98,10 +104,10 @@ def comparison_blocks(runs: Sequence[Run], target: Path) -> list[Block]:
 
 def pipeline_blocks(pipeline: Run, target: Path) -> list[Block]:
     """Return what every stage of a pipeline reached, and the win rates, alarms and samples of its stages."""
-    rows, links, blocks, total = [], {}, [], 0.0
+    rows, links, blocks, runs, total = [], {}, [], stage_runs(pipeline), 0.0
     for name, record in pipeline.results.get("stages", {}).items():
         output, verb = record["settings"].get("output_dir"), record["settings"].get("verb", "script")
-        run = _run_in(output)
+        run = runs.get(name)
         seconds = record.get("seconds")
         total += seconds or 0
         result = "" if run is None else headline(run)
@@ -111,22 +117,11 @@ def pipeline_blocks(pipeline: Run, target: Path) -> list[Block]:
         page = run.folder / FOLDER / PAGE
         if page.is_file():
             links[name] = address_of(page, target)
-        rate = run.results.get("win_rate")
-        blocks += [win_rates(rate, f"Win rate ({name})")] if rate else []
         blocks += alarm_blocks(run, f"Alarms of {name}")
         blocks += sample_blocks(run) if verb == "eval" else []
     columns = ["stage", "verb", "status", "seconds", "result", "output"]
     summary = Block(text=f"{pipeline.status}; {total / 60:.1f} minutes in all stages.")
-    return [summary, Block("Stages", columns=columns, rows=rows, links=links), *blocks]
-
-
-def _run_in(folder: str | None) -> Run | None:
-    """Return the run in the output folder of a stage; None if the stage has not written any."""
-    if folder is None or not Path(folder).is_dir():
-        return None
-    with contextlib.suppress(ValueError):
-        return read_run(folder)
-    return None
+    return [*verdict_blocks(pipeline), summary, Block("Stages", columns=columns, rows=rows, links=links), *blocks]
 
 
 def headline(run: Run) -> str:

@@ -127,6 +127,16 @@ def read_run(folder: str | Path) -> Run:
     return run
 
 
+def stage_runs(pipeline: Run) -> dict[str, Run]:
+    """Return the runs of a pipeline's stages that have written something, by the names of the stages."""
+    runs = {}
+    for name, record in pipeline.results.get("stages", {}).items():
+        folder = record["settings"].get("output_dir")
+        with contextlib.suppress(ValueError):
+            runs |= {name: read_run(folder)} if folder is not None and Path(folder).is_dir() else {}
+    return runs
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the mappings in a file of JSON lines, none without the file; a line that a kill cut short is left out."""
     values = []

@@ -43,7 +43,6 @@ from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.settings import EpisodeConfig
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launch, load_sampled_model, policy_tokenizer
 from onetrunk.report.blocks import contest_findings
-from onetrunk.report.report import write_report_of
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
 from onetrunk.rollouts.local import LocalBackend
@@ -51,7 +50,7 @@ from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelArguments, SamplingArguments, parse
 from onetrunk.stages.results import compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
-from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
+from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
 from onetrunk.types import Prompt
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import option
@@ -168,7 +167,7 @@ def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArgum
         path = write_evaluation(Path(args.output_dir), about, sides, pairs, contest)
         show_evaluation(model_args.model_name_or_path, sides, contest)
         print(f"eval: wrote {path}, and the samples next to it")
-        say_where(write_report_of(args.output_dir), "eval")
+        say_how(args.output_dir, "eval")
     accelerator.end_training()
 
 

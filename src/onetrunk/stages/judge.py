@@ -35,12 +35,12 @@ from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
 from onetrunk.judges.win_rate import CONFIDENCE
-from onetrunk.report.report import PAIRS, write_report_of
+from onetrunk.report.report import PAIRS
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
 from onetrunk.stages.arguments import AskingArguments, parse, require_set
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
-from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
+from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names
 from onetrunk.utils.redaction import printable, redact
 
@@ -117,7 +117,7 @@ def run(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> Non
     plot_reliability(folder, {name: entry["all"]["reliability"] for name, entry in values["judges"].items()})
     show_results(values)
     print(f"judge: {len(groups)} rows; metrics in {path}, all labels in {folder / PAIRS}")
-    say_where(write_report_of(folder), "judge")
+    say_how(folder, "judge")
 
 
 def measure(

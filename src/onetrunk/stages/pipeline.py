@@ -40,7 +40,6 @@ from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.data.files import BUILDERS
 from onetrunk.feedback.ledger import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
-from onetrunk.report.report import write_report_of
 from onetrunk.stages.arguments import PushArguments
 from onetrunk.stages.options.reading import UsageError, read_mapping, secret_in_words
 from onetrunk.stages.options.table import SETTINGS_MODULES
@@ -54,7 +53,7 @@ from onetrunk.stages.run_context import (
     has_result,
     last_finished_checkpoint,
     run_stage,
-    say_where,
+    say_how,
 )
 from onetrunk.utils.files import atomic_write_json, read_json, require_name, require_output_dir, write_lock
 from onetrunk.utils.redaction import redact, redact_all, table_console
@@ -506,7 +505,7 @@ def run_stages(args: Namespace, state: PipelineState, stages: Sequence[Stage]) -
         results[stage.name] = ("done", "")
     rest = state.plans(args, [stage for stage in stages if stage.name not in results])
     show(state, results | {plan.stage.name: (plan.action, plan.reason) for plan in rest})
-    say_where(write_report_of(state.pipeline.output_dir), "run")
+    say_how(state.pipeline.output_dir, "run")
     if code:
         say_how_to_resume(args, stage, f"ended with exit code {code}")
         raise SystemExit(code)

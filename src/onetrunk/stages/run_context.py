@@ -39,6 +39,7 @@ from onetrunk.parallel.heartbeat import Heartbeat
 from onetrunk.parallel.sharding import launch_layout
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
+from onetrunk.report.verdict import verdict_of
 from onetrunk.stages.options.reading import UsageError, say
 from onetrunk.utils.files import atomic_write_json, delete_temporaries, held_folder, read_json, require_output_dir
 from onetrunk.utils.redaction import add_stored_token, print_any_text, printable, shown
@@ -323,17 +324,20 @@ def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
         folder = Path(trainer.args.output_dir)
         run = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, "ended": trainer.ended}
         atomic_write_json(folder / FINISHED, run)
-        page = write_report_of(folder) if trainer.args.write_report else None
         alarms = read_run(folder).alarms()
         print(f"{verb}: saved {what} in {folder}; alarms: {len(alarms) or 'none'}")
         for alarm in alarms:  # The worst first.
             print(printable(f"  {alarm.text}"))
-        say_where(page, verb)
+        say_how(folder, verb, trainer.args.write_report)
     trainer.accelerator.end_training()
 
 
-def say_where(page: Path | None, verb: str) -> None:
-    """Print where the report of a stage is; nothing if none was written."""
+def say_how(folder: str | Path, verb: str, with_report: bool = True) -> None:
+    """Print the verdict on a run that has ended; write its report and print where it is."""
+    page = write_report_of(folder) if with_report else None
+    verdict = verdict_of(read_run(folder))
+    if verdict is not None:
+        print(printable(f"{verb}: {verdict.level.upper()}: {verdict}"))
     if page is not None:
         print(f"{verb}: how it went: {page}")
 

@@ -24,6 +24,7 @@ class Rule:
         is_upper: True if the limit is the largest good value, False if it is the smallest.
         range: least and greatest value of the limit, and both in words.
         is_relative: the limit is a share of the metric's mean over the first rollouts.
+        periods: how many times `alarm_patience` rollouts the condition must hold.
     """
 
     limit: float
@@ -34,6 +35,7 @@ class Rule:
     is_upper: bool = False
     range: tuple[float, float, str] = SHARE
     is_relative: bool = False
+    periods: int = 1
 
 
 RULES = {
@@ -120,6 +122,31 @@ RULES = {
         "values that are worse than a constant: rollouts of too few tokens, or scores whose scale jumps",
         "raise rollout_batch_size, lower value_learning_rate or value_steps, or set normalize_scores",
         range=AT_MOST_0,
+    ),
+    "useless_values": Rule(
+        0.0,
+        "value/explained_variance",
+        "the explained variance of the value head",
+        "a value head that does no better than a constant: rewards that no state foretells, or too few rollouts yet",
+        "raise rollout_batch_size or value_steps, set value_head to adapter, or use lam 1, which needs no values",
+        range=AT_MOST_0,
+        periods=5,
+    ),
+    "equal_scores": Rule(
+        1e-6,
+        "score/std",
+        "the standard deviation of the scores of a rollout",
+        "a reward that is the same for every completion, because its condition is never or always met, or it reads"
+        " another column than you think",
+        "score a few completions by hand, make the reward graded, or start from a model that sometimes succeeds",
+        range=AT_LEAST_0,
+    ),
+    "cut_off": Rule(
+        0.01,
+        "completion/stopped_fraction",
+        "the share of completions that end by themselves",
+        "too small a max_completion_length, or a model that never writes its EOS token",
+        "raise max_completion_length, check eos_token and the chat template, or add stop_tokens",
     ),
     "tool_errors": Rule(
         0.5,

@@ -1,8 +1,8 @@
 """Alarms: the metrics of every rollout are compared with limits; a warning names the usual cause and what to change.
 
-An alarm is raised when its condition has held for `alarm_patience` rollouts in a row. It is over with the first
-rollout in which the condition does not hold. The alarms and their limits are in `alarm_rules.py`. StepGuard skips
-single steps whose gradient is not finite.
+An alarm is raised when its condition has held for `alarm_patience` rollouts in a row, some after a multiple of them.
+It is over with the first rollout in which the condition does not hold. The alarms and their limits are in
+`alarm_rules.py`. StepGuard skips single steps whose gradient is not finite.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ def find_breach(
     return value, bound
 
 
+def patience_of(name: str, config: PPOConfig) -> int:
+    """Return the number of rollouts in a row after which an alarm is raised."""
+    return config.alarm_patience * RULES[name].periods
+
+
 class Alarms(EndingCallback):
     """Logs `alarm/<name>`, 1 while an alarm lasts and otherwise 0, at the last step of every rollout.
 
@@ -98,7 +103,7 @@ class Alarms(EndingCallback):
         self._in_a_row |= state["in_a_row"]
         self._first_sums, self._num_first = dict(state["first_sums"]), state["num_first"]
         for name in config.stop_on_alarm or ():
-            if self._in_a_row[name] >= config.alarm_patience:
+            if self._in_a_row[name] >= patience_of(name, config):
                 self._in_a_row[name] = 0
 
     def needed_checkpoints(self, step: int, config: PPOConfig) -> set[Path]:
@@ -134,10 +139,11 @@ class Alarms(EndingCallback):
                 self._in_a_row[name] = 0
                 continue
             breach = find_breach(name, limit, metrics, first, num_rows)
-            was_on = self._in_a_row[name] >= args.alarm_patience
+            patience = patience_of(name, args)
+            was_on = self._in_a_row[name] >= patience
             self._in_a_row[name] = self._in_a_row[name] + 1 if breach else 0
-            is_on[f"alarm/{name}"] = float(self._in_a_row[name] >= args.alarm_patience)
-            if self._in_a_row[name] == args.alarm_patience:
+            is_on[f"alarm/{name}"] = float(self._in_a_row[name] >= patience)
+            if self._in_a_row[name] == patience:
                 self._raise_alarm(name, breach, args, state)
             elif was_on and not breach:
                 logger.info(f"alarm {name} is over")
@@ -147,7 +153,7 @@ class Alarms(EndingCallback):
             self._first_sums = {name: total + metrics[name] for name, total in self._first_sums.items()}
 
     def _raise_alarm(self, name: str, breach: tuple[float, float], args: PPOConfig, state: TrainerState) -> None:
-        rule, num_rollouts = RULES[name], args.alarm_patience
+        rule, num_rollouts = RULES[name], patience_of(name, args)
         # The first bad rollout was sampled by the weights at this step, the one before it by good ones.
         begin = state.global_step - num_rollouts * args.slots_per_rollout
         good = last_checkpoint(args.output_dir, begin - args.slots_per_rollout)

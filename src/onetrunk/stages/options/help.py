@@ -45,6 +45,7 @@ NEEDED = {
     "eval": {**_MODEL_AND_ROWS, "reward_funcs": ["rewards.py:score"]},
     "serve": {"model": "path/or/hub-name"},
     "merge": {"adapter": "runs/new", "output_dir": "runs/merged"},
+    "chat": {"model": "runs/new"},
 }
 
 

@@ -24,7 +24,7 @@ RESUME = "resume_from_checkpoint"
 # Of ppo; not an option, because a YAML file cannot have it.
 DRY_RUN = ("--dry_run", "--dry-run")
 # Verbs whose first word may be the value of an option -> that option.
-FIRST_WORDS = {"serve": "model", "merge": "adapter"}
+FIRST_WORDS = {"serve": "model", "merge": "adapter", "chat": "model"}
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 

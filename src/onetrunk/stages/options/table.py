@@ -31,6 +31,7 @@ VERBS = {
     "plan": "memory, time and cost of a PPO run, and the best plan for some hardware, before it is paid for",
     "report": "write a page about how a run, several runs or a pipeline went",
     "merge": "add an adapter to its base: one model, for tools that do not load adapters",
+    "chat": "talk to a model or an adapter, also next to the model before training",
     "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
     "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
     "config": "print a YAML file with every option of a stage, its default and what it does",
@@ -47,6 +48,7 @@ SETTINGS_MODULES = {
     "eval": "onetrunk.stages.eval",
     "serve": "onetrunk.stages.tools.serve",
     "merge": "onetrunk.stages.tools.merge",
+    "chat": "onetrunk.stages.tools.chat",
 }
 # Verbs whose command line is parsed by `options/words.py`.
 WORD_MODULES = {"run": "onetrunk.stages.pipeline", "report": "onetrunk.stages.tools.report"}

@@ -29,7 +29,6 @@ from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.judge import Judge
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
-from onetrunk.report.report import write_report_of
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.output import (
@@ -49,7 +48,7 @@ from onetrunk.stages.prefs.sampling import (
     open_source,
     sampling_servers,
 )
-from onetrunk.stages.run_context import Terminated, run_stage, say, say_where
+from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
 from onetrunk.utils.files import delete_temporaries, held_folder, read_json, require_output_dir
 
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
@@ -90,7 +89,8 @@ def run(
     for warning in warnings_of(result.statistics):
         print(f"prefs: {warning}")
     print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
-    say_where(write_report_of(folder) if args.part.count == 1 else None, "prefs")
+    if args.part.count == 1:
+        say_how(folder, "prefs")
     if args.push_to_hub:
         where = push_folder(folder, args, "the rows are", repo_type="dataset", patterns=pushed_files(args.mode))
         print(f"prefs: pushed the rows to {where}")

@@ -1,0 +1,150 @@
+"""`onetrunk chat FOLDER`: talk to a model or an adapter, also next to what its training started from.
+
+Lines are read from the terminal or from a pipe. A tokenizer with a chat template keeps the conversation; without one
+each line is a prompt of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import TextStreamer
+
+from onetrunk.data.prompts import encode_prompt
+from onetrunk.models.build import build_trunk
+from onetrunk.models.loading import is_adapter, source_file
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.models.value_head import VALUE_HEAD_FILE
+from onetrunk.models.value_model import load_value_model
+from onetrunk.ppo.setup import ModelInputs, base_name, policy_tokenizer, resolve_rewards, tokens_of
+from onetrunk.rewards.combine import RewardSet
+from onetrunk.stages.arguments import DTYPES, parse
+from onetrunk.stages.eval import restore_reference
+from onetrunk.stages.run_context import run_stage
+from onetrunk.types import Prompt
+from onetrunk.utils.options import option
+from onetrunk.utils.redaction import printable
+
+RESET = "/reset"
+
+
+@dataclass
+class ChatArguments:
+    """The options of `onetrunk chat`."""
+
+    model: str | None = option(None, "Folder or Hub name of a model or an adapter.")
+    compare: bool = option(False, "Let the model before training answer every prompt too.")
+    reward_funcs: list[str] | None = option(None, "Score every answer, as in ppo; functions see no further columns.")
+    max_completion_length: int = option(256, "Most tokens of an answer.")
+    temperature: float = option(1.0, "Of sampling; 0: the most likely token.")
+    stop_tokens: list[str] | None = option(None, "Tokens that end an answer besides EOS.")
+    revision: str | None = option(None, "Branch, tag or commit on the Hub.")
+    dtype: str = option("auto", "Precision of the weights; auto: that of the files.", DTYPES)
+    seed: int = option(0, "Of sampling.")
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("no model is named; write onetrunk chat FOLDER")
+        if self.temperature < 0 or self.max_completion_length < 1:
+            raise ValueError("temperature must be 0 or more, and max_completion_length 1 or more")
+        if self.compare and not is_adapter(self.model, self.revision):
+            raise ValueError(f"compare is set and {self.model} is no adapter: there is no base to compare it with")
+
+
+class Chat:
+    """A conversation with the policy and, if that is asked for, with the model before training."""
+
+    def __init__(self, args: ChatArguments):
+        self.args = args
+        source = {"revision": args.revision} if args.revision else {}
+        self.tokenizer = policy_tokenizer(args.model, None, source)
+        self.is_chat = bool(self.tokenizer.chat_template)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        base = base_name(args.model, source)
+        # Rewards first: a wrong name is said before the model loads.
+        functions = resolve_rewards(ModelInputs(args.model, args.reward_funcs), device, base, self.tokenizer)
+        self.rewards = RewardSet(functions) if functions else None
+        if self.rewards is not None and self.rewards.trunk_reward is not None:
+            raise ValueError("a reward adapter scores on the trunk of a run; onetrunk eval scores with it")
+        has_values = is_adapter(args.model, args.revision) and source_file(args.model, VALUE_HEAD_FILE, args.revision)
+        kwargs = source | ({} if args.dtype == "auto" else {"dtype": args.dtype})
+        self.values = load_value_model(args.model, **kwargs) if has_values else None
+        model = self.values.model if self.values else build_trunk(args.model, model_init_kwargs=kwargs)
+        self.model: TrunkModel = model.to(device).eval()
+        self.stops = [self.tokenizer.eos_token_id, *tokens_of(args.stop_tokens or [], self.tokenizer)]
+        self.messages: list[dict[str, str]] = []
+        if args.compare:
+            restore_reference(self.model, args.model, args.revision or "main")
+        torch.manual_seed(args.seed)
+
+    def answer(self, text: str) -> None:
+        """Print the answers to a line, and remember that of the policy."""
+        self.messages.append({"role": "user", "content": text})
+        prompt: Prompt = list(self.messages) if self.is_chat else text
+        sides = {"policy": "policy", "before": "reference"} if self.args.compare else {"": "policy"}
+        answers = {title: self._sample(title, role, prompt) for title, role in sides.items()}
+        self.messages.append({"role": "assistant", "content": next(iter(answers.values()))})
+
+    @torch.no_grad()
+    def _sample(self, title: str, role: str, prompt: Prompt) -> str:
+        ids = torch.tensor([encode_prompt(prompt, self.tokenizer, self.is_chat, {})], device=self.model.device)
+        print(f"[{title}] " * bool(title), end="", flush=True)
+        temperature = self.args.temperature
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        with self.model.as_role(role):
+            output = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                streamer=streamer,
+                max_new_tokens=self.args.max_completion_length,
+                eos_token_id=self.stops,
+                pad_token_id=self.tokenizer.pad_token_id,
+                **sampling,
+            )
+        completion_ids = output[0, ids.shape[1] :].tolist()
+        text = self.tokenizer.decode(completion_ids, skip_special_tokens=True)
+        numbers = list(self._numbers(prompt, text, completion_ids))
+        if numbers:
+            print(f"  ({', '.join(numbers)})")
+        return text
+
+    def _numbers(self, prompt: Prompt, text: str, completion_ids: list[int]) -> Iterator[str]:
+        if self.rewards is not None:
+            completion = [{"role": "assistant", "content": text}] if self.is_chat else text
+            scores = self.rewards.score([prompt], [completion], [completion_ids], {}).by_function
+            yield from (f"{name} {float(values[0]):.3g}" for name, values in scores.items())
+        if self.values is not None:
+            yield f"value {self.values.values([prompt], [text])[0][-1].item():.3g}"
+
+
+def lines() -> Iterator[str]:
+    """Return what the user writes, line by line, until the end."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def chat(args: ChatArguments) -> None:
+    """Answer lines until there are no more."""
+    talk = Chat(args)
+    if sys.stdin.isatty():
+        print(printable(f"{args.model}; {RESET} begins anew, Ctrl-D ends"))
+    for line in lines():
+        if line == RESET:
+            talk.messages.clear()
+        else:
+            talk.answer(line)
+
+
+parse_chat = partial(parse, verb="chat", dataclass_types=(ChatArguments,))
+main = partial(run_stage, "chat", parse_chat, chat)

@@ -1,0 +1,82 @@
+"""The verdict on runs of which it is known how they went, and its arithmetic by hand."""
+
+import json
+import math
+from statistics import NormalDist
+
+import pytest
+
+from onetrunk.report.report import write_report
+from onetrunk.report.runs import read_run
+from onetrunk.report.verdict import Change, verdict_of
+from tests.report.made_runs import write_lines, write_pipeline, write_ppo_run
+
+RESUME = "the same command with --resume auto continues it"
+
+
+def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, parts=()):
+    """Write a PPO run of 20 held-out prompts whose scores are `before` and `after`, give or take 0.1."""
+    write_ppo_run(folder, finished)
+    log = [{"step": step, "kl/ref": 3.0, **({f"alarm/{alarm}": 1.0} if alarm else {})} for step in range(1, 9)]
+    events = [{"event": "alarm", "name": alarm, "text": alarm, "step": 6}] if alarm else []
+    write_lines(folder / "_report" / "log.jsonl", [*log, *events])
+    for side, mean, shift in (("before", before, 0), ("after", after, 1)):
+        rows = [{"prompt": f"p{i}", "score": mean + (0.1, -0.1)[i % 2]} for i in range(20)]
+        for name, change in dict(parts).items():
+            rows = [row | {f"score/{name}": 0.5 + shift * change + 0.01 * (i % 2)} for i, row in enumerate(rows)]
+        write_lines(folder / "_report" / f"completions-{side}.jsonl", rows)
+    if finished:
+        state = {"step": 8, "epoch": 1.0, "ended": ended and f"alarm {ended} at step 6", "files": []}
+        (folder / "_finished.json").write_text(json.dumps(state))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "finding", "advice"),
+    [
+        ({}, "good", "rose from 0.2 to 0.8", "onetrunk chat "),
+        ({"after": 0.2}, "mixed", "did not change beyond its noise, from 0.2 to 0.2", "read the samples"),
+        ({"after": 0.05}, "bad", "fell from 0.2 to 0.05", "lower learning_rate"),
+        ({"parts": {"on_task": -0.2, "polite": 0.1}}, "mixed", "on_task fell from 0.5", "if on_task matters"),
+        ({"alarm": "kl"}, "mixed", "alarm kl", "raise beta or set kl_target"),
+        ({"alarm": "length_explosion"}, "mixed", "alarm length_explosion", "set missing_eos_penalty"),
+        ({"alarm": "length_collapse"}, "mixed", "alarm length_collapse", "lower length_penalty"),
+        ({"alarm": "useless_values"}, "mixed", "alarm useless_values", "raise rollout_batch_size"),
+        ({"alarm": "equal_scores", "after": 0.2}, "mixed", "alarm equal_scores", "score a few completions by hand"),
+        ({"alarm": "cut_off", "after": 0.2}, "mixed", "alarm cut_off", "raise max_completion_length"),
+        ({"alarm": "entropy", "ended": "entropy"}, "bad", "alarm entropy", "set entropy_coef"),
+        ({"finished": False}, "mixed", "trained up to step 8; not running now", RESUME),
+    ],
+)
+def test_the_verdict_says_what_happened_and_what_to_do(tmp_path, settings, level, finding, advice):
+    folder = made(tmp_path / "run", **settings)
+    verdict = verdict_of(read_run(folder))
+    assert verdict.level == level and any(finding in clause for clause in verdict.findings)
+    assert verdict.advice.startswith(advice)
+    page = write_report([folder]).read_text()
+    assert page.index(f'class="verdict {level}"') < page.index("The same prompts before and after")
+
+
+def test_the_interval_of_a_change_is_that_of_the_mean_difference_of_the_pairs():
+    # Differences 1, 2, 3: mean 2, standard deviation 1, standard error 1 / sqrt(3).
+    change = Change.of([0, 0, 0], [1, 2, 3])
+    half = NormalDist().inv_cdf(0.975) / math.sqrt(3)
+    assert (change.low, change.high) == pytest.approx((2 - half, 2 + half), abs=1e-3)
+    assert change.sign == 1 and Change.of([0, 0], [1, -1]).sign == 0 and Change.of([1, 1], [0, 0]).sign == -1
+
+
+def test_an_evaluation_that_lost_is_bad_and_so_is_its_pipeline_which_quotes_one_win_rate(tmp_path):
+    chain = write_pipeline(tmp_path)
+    path = tmp_path / "eval" / "metrics.json"
+    rate = json.loads(path.read_text())["win_rate"] | {"discrete_win_rate_interval": [0.3, 0.45], "judge": "rubric"}
+    path.write_text(json.dumps({"win_rate": rate | {"unjudged": 3}}))
+    verdict = verdict_of(read_run(chain))
+    assert verdict.level == "bad" and verdict.findings[0] == (
+        "it wins 40.0% of the pairs against reference (30.0% to 45.0%) by the judge rubric"
+    )
+    assert "3 pairs have no verdict" in verdict.findings[1] and str(verdict).count("% of the pairs") == 1
+
+
+def test_a_stage_without_a_policy_has_no_verdict(tmp_path):
+    (tmp_path / "all_results.json").write_text(json.dumps({"loss": 1.0}))
+    assert verdict_of(read_run(tmp_path)) is None

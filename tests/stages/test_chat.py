@@ -1,0 +1,61 @@
+"""`onetrunk chat` on a small adapter: answers to piped lines, with numbers, next to the model before training."""
+
+import io
+
+import pytest
+import torch
+
+from onetrunk import cli
+from onetrunk.models.build import build_trunk
+from tests.ppo.support import base_model, lora
+from tests.tiny import tiny_tokenizer
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """Return a working folder with a base, and a trunk's adapter on it that always says "yes" twice and stops."""
+    monkeypatch.chdir(tmp_path)
+    base_model().save_pretrained("base")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained("base")
+    trunk = build_trunk("base", lora())
+    torch.nn.init.constant_(trunk.value_head.linear.bias, 0.25)
+    trunk.save_pretrained("adapter")
+    (tmp_path / "rewards.py").write_text(
+        "def words(prompts, completions, **kwargs):\n    return [float(len(text.split())) for text in completions]\n"
+    )
+    return tmp_path
+
+
+def chat(monkeypatch, capsys, text, *words):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    code = cli.main(["chat", *words])
+    captured = capsys.readouterr()
+    return code, captured.out.splitlines(), captured.err
+
+
+def test_every_line_is_answered_with_score_and_value_by_the_policy_and_by_the_model_before(there, monkeypatch, capsys):
+    words = ["adapter", "--compare", "--reward_funcs", "rewards.py:words", "--max_completion_length", "3"]
+    code, lines, err = chat(monkeypatch, capsys, "a dog\n\nthe sun\n", *words, "--temperature", "0")
+    assert code == 0, err
+    answers = [line for line in lines if line.startswith(("[policy] ", "[before] "))]
+    assert [line[:8] for line in answers] == ["[policy]", "[before]"] * 2
+    # The new adapter is 0, so both sides are the same model, and greedy.
+    assert answers[0][9:] == answers[1][9:] and answers[2][9:] == answers[3][9:]
+    numbers = [line.strip() for line in lines if line.strip().startswith("(")]
+    assert numbers[0] == f"(words {len(answers[0][9:].split())}, value 0.25)" and len(numbers) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no model is named; write onetrunk chat FOLDER"),
+        (["base", "--compare"], "compare is set and base is no adapter"),
+        (["absent"], "absent"),
+        (["adapter", "--temperature", "-1"], "temperature must be 0 or more"),
+        (["adapter", "--reward_funcs", "nothing.py:f"], "nothing.py"),
+    ],
+)
+def test_what_cannot_be_talked_to_says_why(there, monkeypatch, capsys, words, message):
+    code, _, err = chat(monkeypatch, capsys, "a\n", *words)
+    assert code in (1, 2) and message in err and "Traceback" not in err
