@@ -21,7 +21,7 @@ from typing import Any
 import datasets
 from datasets import Dataset
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import TASKS, FourTurns, Solutions
+from learning_tasks import TASKS, FourTurns
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 
@@ -41,9 +41,7 @@ WITH_ADAPTER = {
 # The best rate of few layers is higher.
 HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in TASKS}
 CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in FOUR_RATES[1:]]}
-del RATES[FourTurns.name], HIGHER[FourTurns.name], WITH_ADAPTER[Solutions.name]
-for rates in (RATES, HIGHER):
-    rates[Solutions.name] = rates[Solutions.name][:3]
+del RATES[FourTurns.name], HIGHER[FourTurns.name]
 ARMS = [
     Arm("turn-rewards", {"pays": "turns"}, CHAIN),
     Arm("sum", {"pays": "end"}, CHAIN),
@@ -51,7 +49,7 @@ ARMS = [
     Arm("adapter", {"value_head": "adapter"}, WITH_ADAPTER),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
     # GAE without decay: the whole return after a token, less its value.
-    Arm("lam-1", {"lam": 1.0}, {task: rates for task, rates in RATES.items() if task != Solutions.name}),
+    Arm("lam-1", {"lam": 1.0}, RATES),
 ]
 
 

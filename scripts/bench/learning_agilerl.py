@@ -38,21 +38,19 @@ import torch
 from agilerl.algorithms.ppo_llm import PPO
 from agilerl.utils.ppo_value_head import AutoModelForCausalLMWithValueHead
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import EOS, PAD, TASKS, FourTurns, Solutions
+from learning_tasks import EOS, PAD, TASKS, FourTurns
 from peft import LoraConfig
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import set_seed
 
 from tests import learning
 
 RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TASKS}
 CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in (1e-3, 2e-3, 4e-3)]}
-KL_IN_REWARD = {**RATES, Solutions.name: RATES[Solutions.name][:3]}
-del RATES[FourTurns.name], KL_IN_REWARD[FourTurns.name], RATES[Solutions.name]
+del RATES[FourTurns.name]
 ARMS = [
     Arm("agilerl", {"pays_kl": False}, RATES),
-    Arm("agilerl-kl-reward", {"pays_kl": True}, KL_IN_REWARD),
+    Arm("agilerl-kl-reward", {"pays_kl": True}, RATES),
     Arm("agilerl-turns", {"pays_kl": True, "unit": "turn"}, CHAIN),
     Arm("agilerl-turn-means", {"pays_kl": True, "unit": "turn", "turn_value": "mean"}, CHAIN),
     Arm("agilerl-tokens", {"pays_kl": True}, CHAIN),
@@ -118,19 +116,10 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor, beta: float) -> tupl
     return rewards, turns
 
 
-def stacked(parts: list[Tensor], padding: int | bool) -> Tensor:
-    """Return matrices of different widths as one, padded on the right."""
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([F.pad(part, (0, width - part.shape[1]), value=padding) for part in parts])
-
-
 def train_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float) -> float:
     """Sample a completion of every prompt, score and learn; return the mean KL of a completion."""
-    # Its learning masks no padding on the left, so questions of several lengths are sampled one by one.
-    lengths = (prompts != PAD).sum(1)
-    rows = [row[None, :length] for row, length in zip(prompts, lengths, strict=True)]
-    sampled = agent.get_action([{"input_ids": ids} for ids in ([prompts] if lengths.unique().numel() == 1 else rows)])
-    ids, mask = (stacked(parts, padding) for parts, padding in zip(sampled[:2], (EOS, False), strict=True))
+    sampled = agent.get_action([{"input_ids": prompts}])
+    ids, mask = sampled[0][0], sampled[1][0]
     completions = [row[1:][kept].tolist() for row, kept in zip(ids, mask, strict=True)]
     texts = [rule.task.text(row) for row in prompts.tolist()]
     scores = torch.tensor(rule.function()(texts, None, completions))

@@ -21,7 +21,7 @@ import datasets
 import torch
 from datasets import Dataset
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import TASKS, FourTurns, Solutions
+from learning_tasks import TASKS, FourTurns
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -31,7 +31,7 @@ from tests import learning
 GROUP = 8
 # The best rate is lower than that of PPO.
 RATES = {task: [{"learning_rate": rate} for rate in (1.25e-4, 2.5e-4, *FOUR_RATES)] for task in TASKS}
-RATES[FourTurns.name] = RATES[Solutions.name] = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
+RATES[FourTurns.name] = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
 ARMS = [Arm("grpo", {"scale_rewards": "none"}, RATES)]
 
 

@@ -4,17 +4,13 @@
 `noisy` adds noise to its reward. `chain` is a game of four turns with a reward each, whose best attainable
 objective is known too. `early` scores the first four tokens of 128. `sums` is addition of two numbers of two digits by
 a small Qwen2, which plain cross-entropy has taught until it is right in 40%; in `sparse` it is right in 5% at the
-start. `gsm8k-tiny` scores the annotations that the recipe's model writes. Nothing here imports a trainer by itself,
-because the environments of other libraries import it too.
+start. Nothing here imports a trainer by itself, because the environments of other libraries import it too.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import runpy
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +18,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tests import learning
 
@@ -45,9 +34,6 @@ TAUGHT_ENOUGH = 0.4
 LONGEST_TEACHING = 6000
 LONG = 128
 NOISE = 0.5
-ROOT = Path(__file__).parents[2]
-LONGEST_QUESTION = 64
-HELD_OUT_QUESTIONS = 256
 
 
 class FourTokens:
@@ -287,81 +273,6 @@ class Sums:
         )
 
 
-@dataclass
-class Solutions:
-    """The first 64 tokens of solutions by the model of recipes/gsm8k-tiny: the score is `annotation_score`.
-
-    Args:
-        folder: what the recipe's `prepare.py` and `onetrunk sft` wrote.
-        beta: coefficient of the KL.
-    """
-
-    folder: Path = Path("runs/gsm8k-tiny")
-    beta: float = 0.02
-    name: str = "gsm8k-tiny"
-    length: int = 64
-
-    def __post_init__(self) -> None:
-        rewards = runpy.run_path(str(ROOT / "recipes" / "gsm8k-tiny" / "rewards.py"))
-        self._annotation_score = rewards["annotation_score"]
-
-    def model(self, seed: int) -> PreTrainedModel:
-        """Return the model after SFT, the same for every seed."""
-        return AutoModelForCausalLM.from_pretrained(self.folder / "sft").eval()
-
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Return the recipe's tokenizer."""
-        return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        return AutoTokenizer.from_pretrained(self.folder / "sft")
-
-    def prompts(self, seed: int) -> Tensor:
-        """Return the training questions of at most LONGEST_QUESTION tokens, padded on the right."""
-        return self._questions("train.jsonl")
-
-    def text(self, prompt_ids: list[int]) -> str:
-        """Return a question as text."""
-        return self._tokenizer.decode([i for i in prompt_ids if i != PAD])
-
-    def score(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
-        """Return the share of the annotations that are right."""
-        return self._annotation_score(None, [self._tokenizer.decode(completion_ids, skip_special_tokens=True)])[0]
-
-    def known(self, seed: int) -> dict[str, float]:
-        """Return nothing: what the best policy attains is not known."""
-        return {}
-
-    reward = score
-
-    @torch.no_grad()
-    def held_out(self, model: nn.Module) -> dict[str, float]:
-        """Return the mean score of a sampled completion of each held-out question."""
-        rows = self._questions("held_out.jsonl")[:HELD_OUT_QUESTIONS]
-        # Padding goes to the left of what is sampled.
-        rows = torch.stack([row.roll(int((row == PAD).sum())) for row in rows])
-        torch.manual_seed(SPLIT_SEED)
-        ids = model.eval().generate(
-            input_ids=rows,
-            attention_mask=(rows != PAD).long(),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=self.length,
-            pad_token_id=PAD,
-            eos_token_id=EOS,
-        )
-        texts = self._tokenizer.batch_decode(ids[:, rows.shape[1] :], skip_special_tokens=True)
-        scores = self._annotation_score(None, texts)
-        return {"held_out": sum(scores) / len(scores)}
-
-    def _questions(self, name: str) -> Tensor:
-        with (self.folder / name).open(encoding="utf-8") as lines:
-            rows = [json.loads(line)["prompt"] for line in lines]
-        ids = [row for row in self._tokenizer(rows)["input_ids"] if len(row) <= LONGEST_QUESTION]
-        return torch.tensor([row + [PAD] * (LONGEST_QUESTION - len(row)) for row in ids])
-
-
 def sum_prompts(pairs: Tensor) -> Tensor:
     """Return prompts [pairs, 6] of pairs of operands."""
     return torch.tensor([[ID[c] for c in f"{a}+{b}="] for a, b in pairs.tolist()])
@@ -382,12 +293,12 @@ def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
     return logprobs.masked_fill(ids == PAD, 0.0)
 
 
-TASKS = ("one_token", "four_tokens", "noisy", "chain", "early", "sums", "sparse", "gsm8k-tiny")
+TASKS = ("one_token", "four_tokens", "noisy", "chain", "early", "sums", "sparse")
 
 
 def make_task(name: str, folder: str | Path) -> Any:
     """Return a task by name; a taught model is kept in `folder`."""
-    plain = {task.name: task for task in (OneToken, FourTokens, Noisy, FourTurns, Early, Solutions)}
+    plain = {task.name: task for task in (OneToken, FourTokens, Noisy, FourTurns, Early)}
     if name in plain:
         return plain[name]()
     return Sums(Path(folder) / f"base-{name}", name=name, taught_enough=TAUGHT_ENOUGH if name == "sums" else 0.05)

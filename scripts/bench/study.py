@@ -28,7 +28,6 @@ SIZES = {
     "early": (40, 20),
     "sums": (50, 20),
     "sparse": (80, 40),
-    "gsm8k-tiny": (12, 5),
 }
 SEEDS = ("0", "1", "2", "3", "4")
 SCRIPTS = {
