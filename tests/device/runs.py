@@ -33,6 +33,8 @@ SHAPE: dict[str, Any] = {
     "use_cpu": False, "num_minibatches": 2, "per_device_train_batch_size": 1, "max_completion_length": 4,
 }  # fmt: skip
 AHEAD = {"num_rollouts": 3, "check_memory": False}
+# A pack of every kind: states that are kept, an adapter of values, no padding, a reference.
+ALL_ROLES = {"adapter_layers": "top-1", "value_head": "adapter", "padding_free": True}
 PPO: dict[str, dict[str, Any]] = {
     "shared head": {},
     "float32": {"bf16": False},
@@ -132,6 +134,15 @@ def judged(folder: Path) -> None:
     judge.rate([Single("Say hello.", "Hello!")], principle)
 
 
+def measured(folder: Path, **settings: Any) -> None:
+    """Train on 3 rollouts of 16 rows, 12 steps of two packs or more; only the training counts."""
+    shape = {"num_rollouts": 3, "rollout_batch_size": 16, "num_ppo_epochs": 2, "num_minibatches": 2}
+    settings = {"use_cpu": False, "per_device_train_batch_size": 4, **shape, **settings}
+    trainer = make_trainer(folder, dataset=prompts(16), **settings)
+    simulated.WAITS.clear()
+    trainer.train()
+
+
 RUNS: dict[str, Callable[[Path], Any]] = {
     **{name: (lambda folder, s=settings: ppo(folder, **s)) for name, settings in PPO.items()},
     "continued adapter": lambda folder: ppo(folder, model=sft_model()),
@@ -151,6 +162,9 @@ RUNS: dict[str, Callable[[Path], Any]] = {
     "reward training": trained("reward"),
     "distillation": trained("distill"),
     "causal judge": judged,
+    "measured": measured,
+    "small packs": lambda folder: measured(folder, num_rollouts=1, per_device_train_batch_size=1, **ALL_ROLES),
+    "large packs": lambda folder: measured(folder, num_rollouts=1, per_device_train_batch_size=8, **ALL_ROLES),
     "careless": lambda folder: ppo(folder, trainer_class=Careless),
 }
 

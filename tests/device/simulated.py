@@ -18,6 +18,7 @@ import collections
 import contextlib
 import gc
 import os
+import runpy
 import sys
 import traceback
 import types
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -326,12 +328,19 @@ def _answers_of_cuda() -> dict[str, Any]:
     }
 
 
+def _device_of_block() -> torch.device | None:
+    """Return the device of a block `with torch.device(...)`."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
+
+
 def _made_on_cpu(name: str) -> None:
     """Let a factory make its tensor on the CPU and hand it over: without a wait, unless it takes values."""
     real = getattr(torch, name)
 
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        out = real(*args, **kwargs) if device is None or _is_sim(device) else real(*args, device=device, **kwargs)
+        device = _device_of_block() if device is None else device
+        out = real(*args, device="cpu" if _is_sim(device) else device, **kwargs)
         out._says_pinned = pin_memory
         return SimTensor(out) if _is_sim(device) else out
 
@@ -343,11 +352,14 @@ def _patch_values() -> None:
     tensor, as_tensor, empty, empty_like = torch.tensor, torch.as_tensor, torch.empty, torch.empty_like
 
     def given(data: Any, *, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+        device = _device_of_block() if device is None else device
         if not _is_sim(device):
             kwargs |= {} if device is None else {"device": device}
             return tensor(data, requires_grad=requires_grad, **kwargs)
-        _wait("from cpu")
-        return SimTensor(tensor(data, **kwargs)).requires_grad_(requires_grad)
+        made = tensor(data, device="cpu", **kwargs)
+        if made.numel():
+            _wait("from cpu")
+        return SimTensor(made).requires_grad_(requires_grad)
 
     def converted(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
         if not _is_sim(device):
@@ -409,6 +421,27 @@ def _meant(real: Any) -> Any:
     )
 
 
+class _Trace:
+    """A profile of the device alone: one event for each operation."""
+
+    def __enter__(self) -> _Trace:
+        self._before = OPERATIONS.total()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._count = OPERATIONS.total() - self._before
+
+    def events(self) -> list[Any]:
+        return [types.SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA)] * self._count
+
+
+def _profile_operations() -> None:
+    real, on_gpu = torch.profiler.profile, {torch.profiler.ProfilerActivity.CUDA}
+    torch.profiler.profile = lambda activities=(), **kwargs: (
+        _Trace() if set(activities) == on_gpu else real(activities=activities, **kwargs)
+    )
+
+
 def _lowered(op: Any) -> Any:
     """Return the kernel of an operation that runs in half precision under autocast."""
 
@@ -425,7 +458,10 @@ _LIBRARIES_KEPT: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Make the device the accelerator of this process."""
+    """Make the device the accelerator of this process.
+
+    Call it after torch._dynamo has been imported, which looks at functions that are replaced here.
+    """
     _setup_privateuseone_for_python_backend("sim", backend_module=_Backend())
     every, autocast = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
@@ -434,8 +470,10 @@ def install() -> None:
         autocast.impl(name, _lowered(getattr(torch.ops.aten, name).default), "AutocastPrivateUse1")
     _LIBRARIES_KEPT.extend((every, autocast))
     torch.serialization.add_safe_globals([_loaded])
+    _device_constructors()  # Kept from now on: a block `with torch.device(...)` knows the originals.
     _patch_values()
     _keep_unpacked()
+    _profile_operations()
     for name in _FACTORIES:
         _made_on_cpu(name)
     for name, answer in _answers_of_cuda().items():
@@ -457,9 +495,13 @@ def install() -> None:
     TrainingArguments.device = property(lambda self: torch.device(SIM if self._setup_devices.type != "cpu" else "cpu"))
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[None]:
-    """Count waits and operations of the block alone."""
-    WAITS.clear()
-    OPERATIONS.clear()
-    yield
+if __name__ == "__main__":
+    # python -m tests.device.simulated SCRIPT ARGUMENTS: run a script that names the device sim:0.
+    import transformers.masking_utils  # noqa: F401
+
+    from tests.device import simulated
+
+    simulated.install()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -21,6 +21,7 @@ class Processes:
 
     def __init__(self, count=1):
         self.barrier, self.parts, self.num_sums = threading.Barrier(count), {}, 0
+        self.num_processes = count
 
     def sum(self, tensor):
         self.parts[threading.get_ident()] = tensor.clone()
