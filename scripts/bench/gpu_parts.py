@@ -115,7 +115,7 @@ def all_parts(machine: Machine) -> list[Part]:
     """Return the parts in the order in which they run: the most important first, should the time run out."""
     rows = [iteration(machine, shape, is_nf4) for is_nf4 in (False, True) for shape in SHAPES]
     others = [against(machine, baseline) for baseline in BASELINES.values()]
-    return [theorems(machine), tests(), twins(machine), *rows, *others, several(machine)]
+    return [tests(), theorems(machine), twins(machine), *rows, *others, several(machine)]
 
 
 def tests_with_a_gpu() -> list[str]:
