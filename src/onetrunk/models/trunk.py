@@ -51,8 +51,14 @@ from onetrunk.models.frozen_layers import only_between, verify_cut
 from onetrunk.models.loading import write_base_marks
 from onetrunk.models.reward_model import ScoreBranch
 from onetrunk.models.speedups.fused_lora import fuse_lora
-from onetrunk.models.speedups.known_masks import known_masks
-from onetrunk.models.speedups.token_grid import Positions, TokenGrid, narrow_blocks, packing_obstacle, token_grid
+from onetrunk.models.speedups.token_grid import (
+    Positions,
+    TokenGrid,
+    known_masks,
+    narrow_blocks,
+    packing_obstacle,
+    token_grid,
+)
 from onetrunk.models.value_head import HEAD_WIDTH, ValueHead
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.types import Pack, PackOutput

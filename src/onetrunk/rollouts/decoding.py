@@ -30,8 +30,7 @@ from transformers.cache_utils import (
 )
 
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.models.speedups.known_masks import known_masks
-from onetrunk.models.speedups.token_grid import Positions
+from onetrunk.models.speedups.token_grid import Positions, known_masks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.episodes import EpisodeRow

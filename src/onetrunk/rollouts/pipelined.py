@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.models.speedups.known_masks import known_masks
 from onetrunk.models.speedups.memory_use import used_gib
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
+from onetrunk.models.speedups.token_grid import known_masks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded, world_size
