@@ -53,7 +53,7 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     results = json.loads((tmp_path / "out" / "check.json").read_text())
     assert results["is_dry"] and results["verdict"] == f"{len(results['parts']) - 1} passed, 1 skipped"
     found = results["parts"]
-    assert [*found] == ["kernels", "tests", "twins", *ITERATIONS, "trl", "agilerl", "several"]
+    assert [*found] == ["tests", "kernels", "twins", *ITERATIONS, "trl", "agilerl", "several"]
     assert found["kernels"]["result"]["passed"] > 20 and found["kernels"]["result"]["skipped"] == 0
     # What only a GPU can show is skipped, but collected.
     for name, fewest in (("tests", 3), ("several", 20)):

@@ -44,7 +44,7 @@ def to_device(item: T, device: torch.device | str) -> T:
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device, non_blocking=True)
-        if isinstance(value, (Pack, Experience)):
+        if isinstance(value, (Pack, Places, Experience)):
             return to_device(value, device)
         if isinstance(value, tuple):
             return tuple(move(entry) for entry in value)
@@ -116,6 +116,30 @@ class SampledText:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where the tokens of a pack are, as indices into its R * T tokens; N real ones, K of them sampled.
+
+    They are found once, where the pack is formed, because a GPU would have to be waited for.
+
+    Args:
+        real: [N] tokens that are not padding.
+        read: [M] tokens that predict a completion token, and each row's last token.
+        sampled: [K] completion tokens that the policy sampled, as indices into the R * C completion tokens.
+    """
+
+    real: Tensor
+    read: Tensor
+    sampled: Tensor
+
+    @classmethod
+    def of(cls, pack: Pack) -> Places:
+        """Return the places of a pack."""
+        counted = pack.attention_mask.cumsum(1) * pack.attention_mask
+        masks = (pack.attention_mask, counted >= pack.prompt_lengths[:, None], pack.completion_mask)
+        return cls(*(mask.flatten().nonzero().squeeze(1) for mask in masks))
+
+
+@dataclass(frozen=True)
 class Pack:
     """The rows of one forward pass: the unit of scoring, of the trunk cache and of training.
 
@@ -130,6 +154,7 @@ class Pack:
         completion_mask: [R, C] bool, True at completion tokens that the policy sampled, stop tokens included.
         minibatch: index of the minibatch of the rollout that all its rows belong to.
         turn_ids: [R, C] int64, number of the turn of each sampled token, -1 elsewhere; None: each row is one turn.
+        places: where the tokens are; found if left out.
     """
 
     input_ids: Tensor
@@ -139,6 +164,11 @@ class Pack:
     completion_mask: Tensor
     minibatch: int = 0
     turn_ids: Tensor | None = None
+    places: Places = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.places is None:
+            object.__setattr__(self, "places", Places.of(self))
 
     @property
     def num_rows(self) -> int:

@@ -14,7 +14,7 @@ from onetrunk.models.base_model import backbone, decoder_layers, load_base
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.speedups.merged import can_merge
-from onetrunk.models.speedups.token_grid import TokenGrid, narrow_blocks, packing_obstacle
+from onetrunk.models.speedups.token_grid import TokenGrid, known_masks, narrow_blocks, packing_obstacle
 from onetrunk.ops.packing import make_pack
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from tests.models.branches import ALL_ROLES, COMPLETIONS, FEW, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
@@ -320,3 +320,26 @@ def test_a_block_that_mixes_positions_is_found_out_and_runs_everywhere():
     layer.mlp = Mixing(layer.mlp)
     assert not narrow_blocks(model).handles
     assert not torch.equal(model(a_pack().input_ids).logits, whole)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.no_grad()
+def test_masks_that_are_known_are_those_that_transformers_finds(family):
+    ids, ones = torch.arange(5, 29).view(2, 12), torch.ones(2, 12).long()
+    model = functools.partial(tiny_model(family), input_ids=ids, use_cache=False)
+    padded = ones.clone()
+    padded[1, :4] = 0
+    packed = torch.cat([torch.arange(7), torch.arange(5)]).expand(2, -1)
+    cases = (
+        ("is_packed", True, {"position_ids": packed}),
+        ("is_packed", False, {}),
+        ("is_padded", True, {"attention_mask": padded}),
+        ("is_padded", False, {"attention_mask": ones}),
+    )
+    for name, is_so, inputs in cases:
+        expected = model(**inputs).logits
+        with known_masks(**{name: is_so}):
+            assert model(**inputs).logits.equal(expected)
+        if inputs:  # What is said is not looked at.
+            with known_masks(**{name: False}):
+                assert model(**inputs).logits.equal(expected) != is_so

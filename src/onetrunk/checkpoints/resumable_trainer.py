@@ -179,8 +179,9 @@ class ResumableTrainer(Trainer):
     def prepare_push(self, checkpoint: str) -> None:
         """Copy to output_dir what a push must contain and Trainer does not copy; called before a checkpoint's push."""
 
-    def on_grad_norm(self, norm: float | Tensor) -> None:
-        """Receive the norm of a step's gradient, before clipping."""
+    def on_grad_norm(self, norm: float | Tensor) -> float | Tensor:
+        """Receive the norm of a step's gradient, before clipping; return it as it is logged."""
+        return norm
 
     def end_training(self) -> None:
         """Release what training holds; called when it ends, is stopped, or fails."""
@@ -366,9 +367,7 @@ class ResumableTrainer(Trainer):
         self.load_extra_loop_state(state["own"])
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.on_grad_norm(norm)
-        return norm
+        return self.on_grad_norm(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: nn.Module, *args: Any, **kw: Any) -> None:
         # At the end of a pass Trainer calls this twice. A checkpoint of the first call would lack what the second one

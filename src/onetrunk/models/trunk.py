@@ -51,7 +51,14 @@ from onetrunk.models.frozen_layers import only_between, verify_cut
 from onetrunk.models.loading import write_base_marks
 from onetrunk.models.reward_model import ScoreBranch
 from onetrunk.models.speedups.fused_lora import fuse_lora
-from onetrunk.models.speedups.token_grid import Positions, TokenGrid, narrow_blocks, packing_obstacle, token_grid
+from onetrunk.models.speedups.token_grid import (
+    Positions,
+    TokenGrid,
+    known_masks,
+    narrow_blocks,
+    packing_obstacle,
+    token_grid,
+)
 from onetrunk.models.value_head import HEAD_WIDTH, ValueHead
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.types import Pack, PackOutput
@@ -274,7 +281,7 @@ class TrunkModel(PeftModelForCausalLM):
         They are valid at the indices `read`; None: at those of `grid.read`.
         """
         body = backbone(self.get_base_model())
-        with self.narrow.at(grid.positions(read)):
+        with self.narrow.at(grid.positions(read)), known_masks(is_packed=grid.is_packed):
             output = body(input_ids=grid.input_ids, use_cache=False, **grid.arguments)
         return output.last_hidden_state.flatten(0, 1)
 
@@ -295,7 +302,7 @@ class TrunkModel(PeftModelForCausalLM):
         self, hidden: Tensor, grid: TokenGrid, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         pack = grid.pack
-        rows, columns = pack.completion_mask.nonzero(as_tuple=True)
+        rows, columns = _rows_and_columns(pack)
         head = replace(output_head(self.get_base_model()), temperature=temperature).local()
         predicting = hidden[grid.first[rows] + pack.prompt_lengths[rows] - 1 + columns]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -313,7 +320,7 @@ class TrunkModel(PeftModelForCausalLM):
     def _head_values(self, hidden: Tensor, grid: TokenGrid) -> dict[str, Tensor]:
         is_fitted, mask = self.value_head_kind == "shared", grid.pack.completion_mask
         hidden = hidden.detach() if is_fitted else hidden
-        rows, columns = mask.nonzero(as_tuple=True)
+        rows, columns = _rows_and_columns(grid.pack)
         predicting = grid.first + grid.pack.prompt_lengths - 1
         value_states = hidden[predicting[rows] + columns]
         values = _spread(self.value_head(value_states), rows, columns, mask)
@@ -361,7 +368,8 @@ class TrunkModel(PeftModelForCausalLM):
         received = None if states is None else grid.with_padding(states)
         # Later stages have no embedding; the stand-in for the layer before theirs hands in the states.
         inputs = {"input_ids": grid.input_ids} if received is None else {"inputs_embeds": received}
-        with self.narrow.at(grid.positions()), only_between(every, layers.start, layers.stop, received) as run:
+        modes = self.narrow.at(grid.positions()), known_masks(is_packed=grid.is_packed)
+        with modes[0], modes[1], only_between(every, layers.start, layers.stop, received) as run:
             output = body(**inputs, use_cache=False, **grid.arguments)
             if layers.stop == len(every):
                 return output.last_hidden_state.flatten(0, 1)
@@ -441,6 +449,12 @@ class TrunkModel(PeftModelForCausalLM):
         self.value_head.load(folder)
         for adapter, tensors in weights.items():
             set_adapter_weights(self, tensors, adapter, folder)
+
+
+def _rows_and_columns(pack: Pack) -> tuple[Tensor, Tensor]:
+    """Return the row and the column [K] of every sampled token in the [R, C] tensors of a pack."""
+    width = pack.completion_mask.shape[1]
+    return pack.places.sampled // width, pack.places.sampled % width
 
 
 def _spread(flat: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:

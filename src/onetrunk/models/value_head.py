@@ -52,10 +52,11 @@ class ValueHead(nn.Module):
 
         Source: PopArt (van Hasselt et al. 2016, 1602.07714).
         """
-        before, now = self.moments.clone(), self.moments.new_tensor([mean, std])
-        if self.linear.weight.any():
-            self.linear.weight.mul_(before[1] / now[1])
-            self.linear.bias.mul_(before[1] / now[1]).add_((before[0] - now[0]) / now[1])
+        before = self.moments.clone()
+        now = torch.tensor([mean, std], dtype=before.dtype).to(before.device, non_blocking=True)
+        bias = self.linear.bias * (before[1] / now[1]) + (before[0] - now[0]) / now[1]
+        self.linear.bias.copy_(torch.where(self.linear.weight.any(), bias, self.linear.bias))
+        self.linear.weight.mul_(before[1] / now[1])
         self.moments.copy_(now)
 
     def save(self, folder: str | Path) -> None:

@@ -116,7 +116,8 @@ def gae(
         torch.zeros_like(in_order).scatter_(1, places, rewards) + F.pad(gamma * in_order[:, 1:], (0, 1)) - in_order
     )
     deltas = torch.where(torch.arange(width + 1, device=mask.device) < lengths, deltas, 0.0)
-    decay = gamma * torch.as_tensor(lam, dtype=work, device=values.device).reshape(-1, 1)
+    lam = lam.to(values.device, work) if isinstance(lam, Tensor) else values.new_full((1,), lam)
+    decay = gamma * lam.reshape(-1, 1)
     advantages = _discounted_sums(deltas, decay).gather(1, places)
     return advantages.to(dtype), (advantages + values).to(dtype)
 

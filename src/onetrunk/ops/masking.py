@@ -27,6 +27,12 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of one dtype on the CPU, in one copy from the device."""
+    flat = torch.cat([x.flatten() for x in tensors]).cpu().split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(flat, tensors, strict=True)]
+
+
 def length_mask(lengths: Tensor, width: int) -> Tensor:
     """Return the mask [R, width] that is True at the first lengths[i] entries of row i, for lengths [R] int64."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]

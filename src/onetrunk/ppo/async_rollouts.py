@@ -150,7 +150,7 @@ def staleness_metrics(rollout: Rollout, iteration: int, config: PPOConfig, ranks
     if rollout.policy_versions is None:
         return {}
     ages = iteration - torch.tensor(rollout.policy_versions) / config.slots_per_rollout
-    ages = ranks.gather(ages.to(ranks.accelerator.device))
+    ages = ranks.gather(ages.to(ranks.accelerator.device, non_blocking=True)).cpu()
     return {"sampling/staleness": ages.mean().item(), "sampling/staleness_max": ages.max().item()}
 
 

@@ -181,7 +181,7 @@ class ExperienceStream:
             scores = length_penalty(scores, scored.lengths, config.max_completion_length, config.length_penalty)
         if config.normalize_scores:
             moments = global_moments([(scores.nan_to_num(), scores.isfinite())], self.accelerator)
-            self.score_moments.update(*(float(m) for m in moments))
+            self.score_moments.update(*torch.stack(moments).tolist())
             scores = self.score_moments.normalize(scores)
         return scores if config.score_clip is None else scores.clamp(-config.score_clip, config.score_clip)
 
@@ -231,11 +231,11 @@ class ExperienceStream:
         rewarded = []
         for item in packs:
             mask, output = item.pack.completion_mask, item.output
-            row_scores = scores.nan_to_num()[item.rows].to(device)
+            row_scores = scores.nan_to_num()[item.rows].to(device, non_blocking=True)
             dense = item.dense_rewards(scored.scores, scale)
             logprobs = (output.logprobs, output.ref_logprobs)
             rewards = token_rewards(row_scores, *logprobs, mask, beta, config.kl_estimator, dense)
-            loss_mask = mask & trains[item.rows].to(device)[:, None]
+            loss_mask = mask & trains[item.rows].to(device, non_blocking=True)[:, None]
             rewarded.append(replace(item, loss_mask=loss_mask, rewards=rewards))
         if not config.whiten_rewards:
             return rewarded
@@ -257,7 +257,8 @@ class ExperienceStream:
         """Return the experience of each pack: with advantages and returns."""
         stopped, experiences, by_turn = sampled.stopped, [], self.config.gae_unit == "turn"
         for item in packs:
-            output, row_stopped = item.output, stopped[item.rows].to(self.accelerator.device)
+            output = item.output
+            row_stopped = stopped[item.rows].to(self.accelerator.device, non_blocking=True)
             advantages, returns = self.advantages(item.pack, output, item.rewards, row_stopped)
             experience = Experience(
                 pack=item.pack,
@@ -354,7 +355,7 @@ class ExperienceStream:
         self.trainer.metric_log.add_rollout(metrics)
 
     def _unscored_fraction(self, scores: Tensor) -> float:
-        has_score = scores.isfinite().float().to(self.accelerator.device)
+        has_score = scores.isfinite().float().to(self.accelerator.device, non_blocking=True)
         unscored = 1 - self.accelerator.gather(has_score).mean().item()
         if unscored > self.config.max_unscored_fraction:
             raise RuntimeError(
@@ -379,22 +380,29 @@ class ExperienceStream:
         per_pass = self.order.rollouts_per_pass
         end = (self.state.iteration // per_pass + 1) * per_pass
         if self._experiences is not None:
-            self._experiences = self.forward.from_checkpoint(self._experiences)
+            self._use(self.forward.from_checkpoint(self._experiences))
         self.source.start()
         while self.state.iteration < end:
             if self._experiences is None:
-                self._experiences = self.make_rollout()
+                self._use(self.make_rollout())
             minibatch = self._minibatch(self.state.slot)
             self._advance()
             # Code after a yield has not run when a checkpoint is saved: the state is already that of the next step.
             yield {"minibatch": minibatch}
 
+    def _use(self, experiences: list[Experience]) -> None:
+        """Train on these; count the tokens of their minibatches, in one copy from the device."""
+        self._experiences = experiences
+        counts = torch.zeros(self.config.num_minibatches, 2, device=self.accelerator.device)
+        for e in experiences:
+            counts[e.pack.minibatch] += torch.stack([e.loss_mask.sum(), e.value_tokens.sum()])
+        self._token_counts = self.data_parallel.sum(counts).tolist()
+
     def _minibatch(self, slot: int) -> Minibatch:
         # The rows of a minibatch stay together for a rollout, as their packs do.
         number = self.order.minibatch(self.state.iteration, slot)
         experiences = tuple(e for e in self._experiences if e.pack.minibatch == number)
-        local = [torch.stack([e.loss_mask.sum(), e.value_tokens.sum()]) for e in experiences]
-        num_tokens, num_values = self.data_parallel.sum(torch.stack(local).sum(0).float()).tolist()
+        num_tokens, num_values = self._token_counts[number]
         trains_policy = self.state.iteration >= self.config.value_pretraining_rollouts
         trains_value = self.value_fit is None
         return Minibatch(

@@ -97,8 +97,8 @@ class Forward:
                 trunk_states = item.states if self._were_captured else self._in_trunk_dtype(output.states)
                 output = output._replace(states=self.cache.keep(trunk_states))
             if output.value_states is not None:
-                # On the CPU: a rollout of long completions has gigabytes of them.
-                output = output._replace(value_states=output.value_states.cpu())
+                # On the CPU: a rollout of long completions has gigabytes of them. They are there after the wait below.
+                output = output._replace(value_states=TrunkCache("cpu").keep(output.value_states))
             scored.append(replace(item, states=None, output=output))
         reshard(model)
         # A score that is not finite leaves out its row only.

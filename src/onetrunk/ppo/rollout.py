@@ -21,7 +21,7 @@ from onetrunk.data.prompts import decode_completion
 from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.importance import ImportanceWeights, importance_weights
-from onetrunk.ops.masking import turn_starts
+from onetrunk.ops.masking import on_cpu, turn_starts
 from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
 from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.rewards.combine import RewardSet
@@ -202,25 +202,25 @@ class RolloutPack:
     def sampler_logprobs(self, rollout: Rollout) -> Tensor:
         """Return the sampler's logprobs [R, C] of the pack's rows in float64, on its device, 0 at padding."""
         rows = [rollout.sampler_logprobs[row].double().cpu() for row in self.rows]
-        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
+        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device, non_blocking=True)
 
     def dense_rewards(self, scores: Scores, scale: float) -> Tensor | None:
         """Return what arrives at each token [R, C], divided by `scale`, on its device; None: nothing inside."""
         if scores.by_token is None:
             return None
         rows = [scores.by_token[row] / scale for row in self.rows]
-        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device)
+        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device, non_blocking=True)
 
 
 def with_turn_values(scored: ScoredRollout, packs: Sequence[RolloutPack]) -> ScoredRollout:
     """Return a rollout with the values of its turns, from the outputs of its packs, if it has episodes."""
     if scored.parts is None:
         return scored
+    starts = [turn_starts(item.pack.completion_mask, item.pack.turns) for item in packs]
+    values = [torch.where(at, item.output.values, torch.nan) for item, at in zip(packs, starts, strict=True)]
     found = {}
-    for item in packs:
-        starts = turn_starts(item.pack.completion_mask, item.pack.turns)
-        rows = zip(item.rows, item.output.values, starts, strict=True)
-        found |= {row: values[is_start].tolist() for row, values, is_start in rows}
+    for item, of_pack in zip(packs, on_cpu(values), strict=True):
+        found |= {row: own[~own.isnan()].tolist() for row, own in zip(item.rows, of_pack, strict=True)}
     return replace(scored, turn_values=[found[row] for row in range(len(scored.rollout))])
 
 
@@ -270,10 +270,11 @@ def rollout_packs(
             rows = [members[place] for place in places]
             turns = None if rollout.turn_ids is None else [rollout.turn_ids[i] for i in rows]
             pack = make_pack([prompts[i] for i in rows], [completions[i] for i in rows], pad_id, number, turns)
-            pack, captured = to_device(pack, device), None
+            captured, width = None, pack.input_ids.shape[1]
             if states is not None:
-                is_real = pack.attention_mask.bool().to(states.device)
-                captured = states[torch.tensor(rows, device=states.device), : is_real.shape[1]][is_real]
+                own, real = (x.to(states.device, non_blocking=True) for x in (torch.tensor(rows), pack.places.real))
+                captured = states.index_select(0, own)[:, :width].flatten(0, 1).index_select(0, real)
+            pack = to_device(pack, device)
             packs.append(RolloutPack(pack, rows, captured))
     return packs
 

@@ -205,7 +205,9 @@ def _read_buffer(folder: str | Path, rank: int) -> list[Experience]:
 
 
 def _tensors(experience: Experience) -> dict[str, Tensor]:
-    values: dict[str, Any] = {f"pack.{f.name}": getattr(experience.pack, f.name) for f in fields(Pack)}
+    values: dict[str, Any] = {
+        f"pack.{f.name}": getattr(experience.pack, f.name) for f in fields(Pack) if f.name != "places"
+    }
     values |= {f.name: getattr(experience, f.name) for f in fields(Experience) if f.name != "pack"}
     return {name: torch.as_tensor(value) for name, value in values.items() if value is not None}
 

@@ -301,9 +301,11 @@ class PPOTrainer(ResumableTrainer):
             self.guard.begin_step(is_empty=True)
             self._stream.skip_rest_of_rollout()
 
-    def on_grad_norm(self, norm: float | Tensor) -> None:
-        """Pass the norm of the step's gradient to the guard."""
-        self.guard.on_grad_norm(float(norm))
+    def on_grad_norm(self, norm: float | Tensor) -> float:
+        """Pass the norm of the step's gradient to the guard; the only wait for the device in a step."""
+        norm = float(norm)
+        self.guard.on_grad_norm(norm)
+        return norm
 
     def _metrics_of_rollout(self) -> dict[str, float]:
         """Return the metrics of the rollout that has just ended, and forget them; the alarms watch them."""

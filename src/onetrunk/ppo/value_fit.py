@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onetrunk.models.value_head import ValueHead
-from onetrunk.ops.masking import widest_dtype
+from onetrunk.ops.masking import on_cpu, widest_dtype
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.rollout import RolloutPack
@@ -58,18 +58,21 @@ class ValueFit:
             iteration: number of the rollout.
         """
         rows = [torch.tensor([numbers[row] for row in item.rows]) for item in packs]
-        masks = [experience.value_tokens.cpu() for experience in experiences]
+        masks = on_cpu([*(e.value_tokens for e in experiences), *(item.pack.completion_mask for item in packs)])
+        masks, sampled = masks[: len(packs)], masks[len(packs) :]
         counts = torch.zeros(self.num_rows, dtype=torch.long)
         for own, mask in zip(rows, masks, strict=True):
             counts.index_add_(0, own, mask.sum(1))
-        counts = self.data_parallel.sum(counts.to(self._device)).cpu()
+        if self.data_parallel.num_processes > 1:
+            counts = self.data_parallel.sum(counts.to(self._device, non_blocking=True)).cpu()
         num_tokens, first = int(counts.sum()), counts.cumsum(0) - counts
         if not num_tokens:
             return 0.0
         states, returns, tokens = [], [], []
-        for item, experience, own, mask in zip(packs, experiences, rows, masks, strict=True):
-            states.append(item.output.value_states[mask[item.pack.completion_mask.cpu()]])
-            returns.append(experience.returns[experience.value_tokens])
+        for item, experience, own, mask, has_state in zip(packs, experiences, rows, masks, sampled, strict=True):
+            states.append(item.output.value_states[mask[has_state]])
+            place = mask.flatten().nonzero().squeeze(1).to(self._device, non_blocking=True)
+            returns.append(experience.returns.flatten().index_select(0, place))
             row, _ = mask.nonzero(as_tuple=True)
             tokens.append(first[own[row]] + (mask.cumsum(1) - 1)[mask])
         places = torch.full((num_tokens,), -1)
@@ -80,8 +83,8 @@ class ValueFit:
     def _rescale(self, returns: Tensor, iteration: int) -> None:
         wide = returns.to(widest_dtype(returns.device))
         sums = torch.stack([torch.ones_like(wide).sum(), wide.sum(), wide.square().sum()])
-        count, total, squares = self.data_parallel.sum(sums).tolist()
-        mean, std = self.head.moments.tolist()
+        moments = self.head.moments.to(sums.dtype)
+        count, total, squares, mean, std = torch.cat([self.data_parallel.sum(sums), moments]).tolist()
         weight = max(NEW_WEIGHT, 1 / (iteration + 1))
         new_mean = (1 - weight) * mean + weight * total / count
         new_square = (1 - weight) * (mean**2 + std**2) + weight * squares / count
@@ -99,8 +102,9 @@ class ValueFit:
             for drawn in torch.randint(len(places), (num_steps, BATCH_SIZE), generator=generator):
                 own = places[drawn]
                 own = own[own >= 0]
+                inputs, own = (x.to(self._device, non_blocking=True) for x in (states[own], own))
                 with torch.enable_grad():
-                    error = self.head(states[own].to(self._device)) - returns[own.to(self._device)]
+                    error = self.head(inputs) - returns[own]
                     loss = (error / std).square().sum() / (2 * BATCH_SIZE)
                     gradients = torch.autograd.grad(loss, parameters)
                 flat = self.data_parallel.sum(torch.cat([loss.detach()[None], *(g.flatten() for g in gradients)]))

@@ -189,7 +189,7 @@ class PairCollator:
     @staticmethod
     def label_counts(batch: dict[str, Tensor]) -> Tensor:
         """Return float32 [2]: how many scores and how many labelled pairs a batch has."""
-        num_pairs = batch["input_ids"].new_tensor(len(batch["first"]))
+        num_pairs = batch["input_ids"].new_full((), len(batch["first"]))
         num_scores = torch.isfinite(batch["scores"]).sum() if "scores" in batch else torch.zeros_like(num_pairs)
         return torch.stack([num_scores, num_pairs]).float()
 
@@ -428,13 +428,14 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         pair_sums = self.pair_sums["train" if self.model.training else "eval"]
         pair_sums["pairs/accuracy"].append(torch.stack([((signs + 1) / 2 * prefers.abs()).sum(), prefers.abs().sum()]))
         for name, values in (("pairs/lead", chosen - rejected), ("score/mean", scores)):
-            pair_sums[name].append(torch.stack([values.sum(), values.new_tensor(len(values))]))
+            pair_sums[name].append(torch.stack([values.sum(), values.new_full((), len(values))]))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics of all processes since the last log; a metric without rows is left out."""
         mode = "train" if self.model.training else "eval"
-        for name, sums in self.pair_sums[mode].items():
-            total, count = self.accelerator.reduce(torch.stack(sums).sum(0), "sum").tolist()
+        sums = [torch.stack(parts).sum(0) for parts in self.pair_sums[mode].values()]
+        totals = self.accelerator.reduce(torch.stack(sums), "sum").tolist() if sums else []
+        for name, (total, count) in zip(self.pair_sums[mode], totals, strict=True):
             if count:
                 logs[name if mode == "train" else f"eval_{name}"] = total / count
         self.pair_sums[mode].clear()

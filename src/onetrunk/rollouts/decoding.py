@@ -30,7 +30,7 @@ from transformers.cache_utils import (
 )
 
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.models.speedups.token_grid import Positions
+from onetrunk.models.speedups.token_grid import Positions, known_masks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.episodes import EpisodeRow
@@ -180,11 +180,13 @@ class DecodeState:
         attention_mask: [b, W] int64, 0 at padding; read up to `width`.
         position_ids: [b, W] int64.
         uniforms: [b, C] float64.
-        logprobs: [b, C] float32, filled where the turn is.
         places: [b] int64, `counts` on the device.
         cache: keys and values of the first `seen` columns.
         seen: columns that went through the model.
         width: columns that are filled.
+        pads: padding columns of each row among those that are filled.
+        given: [b, t] bool on the CPU, False at padding, of the columns not seen yet; None: one token of every row.
+        drawn: tokens and logprobs that each row has drawn in its turn.
     """
 
     rows: list[int]
@@ -193,41 +195,53 @@ class DecodeState:
     attention_mask: Tensor
     position_ids: Tensor
     uniforms: Tensor
-    logprobs: Tensor
     places: Tensor
     cache: DynamicCache
     seen: int
     width: int
+    pads: list[int]
+    given: Tensor | None
+    drawn: list[list[tuple[int, float]]]
 
-    def next_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows [b], positions [b, t] and bool [b, t], False at padding, of the columns not seen yet."""
-        new = slice(self.seen, self.width)
-        rows = torch.tensor(self.rows, device=self.token_ids.device)
-        return rows, self.position_ids[:, new], self.attention_mask[:, new].bool()
+    @property
+    def device(self) -> torch.device:
+        return self.token_ids.device
+
+    def next_tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return rows and positions [b * t] of the columns not seen yet, and the indices that are not padding.
+
+        None instead of the indices: there is no padding.
+        """
+        positions = self.position_ids[:, self.seen : self.width]
+        rows = on_device(self.rows, self.device)[:, None].expand_as(positions)
+        real = None if self.given is None else self.prompt_positions().real
+        return rows.flatten(), positions.flatten(), real
 
     def prompt_positions(self) -> Positions:
         """Return the positions of the tokens that are given and not seen yet; only the last column is read."""
-        mask = self.attention_mask[:, self.seen : self.width].bool()
-        last = torch.arange(1, len(mask) + 1, device=mask.device) * mask.shape[1] - 1
-        return Positions.at(mask, last)
+        num_rows, width = self.given.shape
+        return Positions.at(self.given, torch.arange(1, num_rows + 1, device=self.device) * width - 1)
 
     def begin_turn(self, call: SamplingCall) -> None:
         """Let the rows draw their next turns, after all that they have so far."""
         self.counts = [len(call.episodes[row].token_ids) for row in self.rows]
-        self.places = torch.tensor(self.counts, device=self.token_ids.device)
-        self.uniforms = call.uniforms(self.rows).to(self.token_ids.device)
+        self.places = on_device(self.counts, self.device)
+        self.uniforms = call.uniforms(self.rows).to(self.device, non_blocking=True)
+        self.drawn = [[] for _ in self.rows]
 
     def extend(self, tokens: Sequence[list[int]], pad_token_id: int) -> None:
         """Add given tokens to every row, b lists of one or more, padded on the left."""
-        new, count = max(map(len, tokens)), self.logprobs.shape[1]
+        new, count = max(map(len, tokens)), self.uniforms.shape[1]
         token_ids = torch.full((len(tokens), new + count), pad_token_id)
         mask = torch.ones_like(token_ids)
         for i, ids in enumerate(tokens):
             token_ids[i, new - len(ids) : new] = torch.tensor(ids)
             mask[i, : new - len(ids)] = 0
-        device = self.token_ids.device
-        self.token_ids = torch.cat([self.token_ids[:, : self.width], token_ids.to(device)], dim=1)
-        self.attention_mask = torch.cat([self.attention_mask[:, : self.width], mask.to(device)], dim=1)
+            self.pads[i] += new - len(ids)
+        self.given = mask[:, :new].bool() if new > 1 else None
+        token_ids, mask = (x.to(self.device, non_blocking=True) for x in (token_ids, mask))
+        self.token_ids = torch.cat([self.token_ids[:, : self.width], token_ids], dim=1)
+        self.attention_mask = torch.cat([self.attention_mask[:, : self.width], mask], dim=1)
         self.position_ids = positions_of(self.attention_mask)
         self.width += new
 
@@ -244,16 +258,17 @@ class DecodeState:
                     old = getattr(layer, name)
                     setattr(layer, name, old.gather(-2, order[:, None, :, None].expand(old.shape)))
 
-    def append(self, tokens: Tensor, logprobs: Tensor) -> None:
+    def append(self, tokens: Tensor) -> None:
         """Add the next completion token of every row."""
         self.token_ids[:, self.width] = tokens
-        self.logprobs.scatter_(1, self.places[:, None], logprobs[:, None])
         self.places = self.places + 1
         self.counts = [count + 1 for count in self.counts]
         self.width += 1
 
-    def draw(self, logits: Tensor, params: SamplingParams, scores: Tensor | None = None) -> Tensor:
-        """Add the next token of every row; return it and its status (`status_of`), [2, b].
+    def draw(
+        self, logits: Tensor, params: SamplingParams, scores: Tensor | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Add the next token of every row; return the b tokens and their status (`status_of`).
 
         Args:
             logits: [b, V] float32.
@@ -263,9 +278,14 @@ class DecodeState:
             scores = logits / params.temperature if params.temperature > 0 else logits
         uniforms = self.uniforms.gather(1, self.places[:, None])[:, 0] if params.temperature > 0 else None
         tokens, logprobs = draw(scores, uniforms, truncation(params))
-        self.append(tokens, logprobs)
-        stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=tokens.device)
-        return torch.stack([tokens, status_of(tokens, logprobs, logits, stop_ids)])
+        self.append(tokens)
+        status = status_of(tokens, logprobs, logits, on_device(params.stop_token_ids, self.device))
+        # The only wait for the device in a step; float64 holds token ids exactly.
+        numbers = torch.stack([x.double() for x in (tokens, status, logprobs)]).tolist()
+        tokens, status = ([int(x) for x in row] for row in numbers[:2])
+        for own, *drawn in zip(self.drawn, tokens, numbers[2], strict=True):
+            own.append(tuple(drawn))
+        return tokens, status
 
     def fault(self, status: Sequence[int], version: int) -> str | None:
         """Return the message for the first row whose logits are wrong; None if all are well."""
@@ -279,9 +299,9 @@ class DecodeState:
         return [code == STOPPED or n == longest for code, n in zip(status, self.counts, strict=True)]
 
     def completion(self, i: int, stopped: bool) -> Completion:
-        """Return row i with its completion tokens so far."""
-        token_ids = self.token_ids[i, self.width - self.counts[i] : self.width].tolist()
-        return Completion(token_ids, self.logprobs[i, : self.counts[i]].cpu(), stopped)
+        """Return what row i has drawn in its turn."""
+        token_ids, logprobs = zip(*self.drawn[i], strict=True)
+        return Completion(list(token_ids), torch.tensor(logprobs), stopped)
 
     @property
     def can_be_joined(self) -> bool:
@@ -307,9 +327,10 @@ class DecodeState:
 
     def select(self, indices: list[int]) -> None:
         """Replace the rows by those at `indices`, in their order; one may come several times."""
-        index = torch.tensor(indices, device=self.token_ids.device)
-        self.rows, self.counts = ([old[i] for i in indices] for old in (self.rows, self.counts))
-        for name in ("token_ids", "attention_mask", "position_ids", "uniforms", "logprobs", "places"):
+        index = on_device(indices, self.device)
+        self.rows, self.counts, self.pads = ([x[i] for i in indices] for x in (self.rows, self.counts, self.pads))
+        self.drawn = [list(self.drawn[i]) for i in indices]
+        for name in ("token_ids", "attention_mask", "position_ids", "uniforms", "places"):
             setattr(self, name, getattr(self, name).index_select(0, index))
         # Unlike batch_select_indices, reorder_cache also exists for the states of linear-attention layers.
         self.cache.reorder_cache(index)
@@ -320,10 +341,11 @@ class DecodeState:
         Columns that are padding in every row are dropped, so fewer than the longest prompt and 2 C are ever filled.
         """
         states = (self, *others)
-        width, count = max(state.width for state in states), self.logprobs.shape[1]
+        width, count = max(state.width for state in states), self.uniforms.shape[1]
         masks = [F.pad(state.attention_mask[:, : state.width], (width - state.width, 0)) for state in states]
         mask = torch.cat(masks)
-        unused = int(mask.any(0).byte().argmax())
+        pads = [pad + width - state.width for state in states for pad in state.pads]
+        unused = min(pads)
         tokens = [
             F.pad(state.token_ids[:, : state.width], (width - state.width, count), value=pad_token_id)
             for state in states
@@ -331,11 +353,18 @@ class DecodeState:
         self.token_ids = torch.cat(tokens)[:, unused:].contiguous()
         self.attention_mask = F.pad(mask[:, unused:], (0, count), value=1)
         self.position_ids = positions_of(self.attention_mask)
-        for name in ("uniforms", "logprobs", "places"):
+        for name in ("uniforms", "places"):
             setattr(self, name, torch.cat([getattr(state, name) for state in states]))
         join_caches([state.cache for state in states], unused)
-        self.rows, self.counts = ([x for state in states for x in getattr(state, name)] for name in ("rows", "counts"))
+        for name in ("rows", "counts", "drawn"):
+            setattr(self, name, [x for state in states for x in getattr(state, name)])
+        self.pads = [pad - unused for pad in pads]
         self.seen = self.width = width - unused
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return whole numbers as a tensor on a device, which is not waited for."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:
@@ -384,7 +413,7 @@ def prefill(call: SamplingCall, rows: Sequence[int]) -> tuple[DecodeState, Tenso
     logits = next_logits(call, state)
     if len(first) < len(rows):
         state.select(copies)
-        logits = logits.index_select(0, torch.tensor(copies, device=logits.device))
+        logits = logits.index_select(0, on_device(copies, logits.device))
         if call.capture is not None:
             call.capture.copy([first[place] for place in copies], rows)
     state.rows = list(rows)
@@ -447,15 +476,17 @@ def left_padded(rows: list[int], call: SamplingCall) -> DecodeState:
     return DecodeState(
         rows=rows,
         counts=[0] * len(rows),
-        token_ids=token_ids.to(device),
-        attention_mask=attention_mask.to(device),
-        position_ids=positions_of(attention_mask).to(device),
+        token_ids=token_ids.to(device, non_blocking=True),
+        attention_mask=attention_mask.to(device, non_blocking=True),
+        position_ids=positions_of(attention_mask).to(device, non_blocking=True),
         uniforms=torch.zeros(len(rows), 0, dtype=torch.float64, device=device),
-        logprobs=torch.zeros(len(rows), count, device=device),
         places=torch.zeros(len(rows), dtype=torch.int64, device=device),
         cache=DynamicCache(config=call.model.config) if call.new_cache is None else call.new_cache(),
         seen=0,
         width=prompt_width,
+        pads=[prompt_width - len(prompt) for prompt in prompts],
+        given=attention_mask[:, :prompt_width].bool(),
+        drawn=[[] for _ in rows],
     )
 
 
@@ -466,8 +497,9 @@ def next_logits(call: SamplingCall, state: DecodeState) -> Tensor:
     new = slice(state.seen, state.width)
     model = call.model
     # Given tokens are padded, and of the last layer only the last column is read.
-    is_given = (state.seen == 0 or state.width - state.seen > 1) and isinstance(model, TrunkModel)
-    with model.narrow.at(state.prompt_positions()) if is_given else nullcontext():
+    is_given = state.given is not None and isinstance(model, TrunkModel)
+    is_narrow = model.narrow.at(state.prompt_positions()) if is_given else nullcontext()
+    with is_narrow, known_masks(is_padded=any(state.pads)):
         outputs = model(
             input_ids=state.token_ids[:, new],
             attention_mask=state.attention_mask[:, : state.width],
@@ -476,7 +508,7 @@ def next_logits(call: SamplingCall, state: DecodeState) -> Tensor:
             use_cache=True,  # Trainer sets config.use_cache to False
             **call.last_only,
         )
-    state.seen = state.width
+    state.seen, state.given = state.width, None
     cached = state.cache.get_seq_length()
     if cached != state.seen:
         raise RuntimeError(
@@ -499,7 +531,7 @@ class StateCapture:
 
     shape: tuple[int, int]
     keeps_last: bool
-    expected: tuple[Tensor, Tensor, Tensor] | None = None
+    expected: tuple[Tensor, Tensor, Tensor | None] | None = None
     states: Tensor | None = None
 
     def take(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -507,14 +539,16 @@ class StateCapture:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if self.states is None:
             self.states = hidden.new_zeros(*self.shape, hidden.shape[-1])
-        rows, positions, is_token = self.expected
-        rows = rows[:, None].expand_as(positions)[is_token]
-        self.states.index_put_((rows, positions[is_token]), hidden[is_token])
+        rows, positions, real = self.expected
+        hidden = hidden.flatten(0, 1)
+        if real is not None:
+            rows, positions, hidden = (x.index_select(0, real) for x in (rows, positions, hidden))
+        self.states.index_put_((rows, positions), hidden)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Give each row of `targets` the states of the row of `sources` at its place: their prompts are the same."""
         pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
-        source, target = torch.tensor(pairs, device=self.states.device).T
+        source, target = (on_device(numbers, self.states.device) for numbers in zip(*pairs, strict=True))
         self.states[target] = self.states[source]
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.memory_use import used_gib
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
+from onetrunk.models.speedups.token_grid import known_masks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded, world_size
@@ -37,6 +38,7 @@ from onetrunk.rollouts.decoding import (
     distinct_prompts,
     free_places,
     left_padded,
+    on_device,
     rollout_of,
 )
 from onetrunk.rollouts.local import eval_mode, last_logits_only, require_inputs
@@ -262,7 +264,7 @@ class _StageRun:
             batch = flight.popleft()
             state = self.states[batch]
             tokens, status = self.links.next_tokens(len(state.rows))
-            _append(state, tokens.to(self.device))
+            state.append(tokens.to(self.device, non_blocking=True))
             status = status.tolist()
             error = error or state.fault(status, self.backend.policy_version)
             ended = state.ended(status, self.call.params.max_completion_length)
@@ -304,7 +306,7 @@ class _StageRun:
                 self.links.send_back(self._draw(state, result))
             else:
                 self.links.send_on(message, result)
-                _append(state, torch.zeros(len(state.rows), dtype=torch.int64, device=self.device))
+                state.append(torch.zeros(len(state.rows), dtype=torch.int64, device=self.device))
 
     def _forward(self, turn: _Turn, dtype: torch.dtype | None) -> Tensor:
         """Apply a turn to its batch and run it; return its states, flat, or of the last stage its logits [b, V].
@@ -326,9 +328,9 @@ class _StageRun:
         if new is not None:
             if len(first) < len(turn.new):  # Rows with the same prompt share what it computed.
                 new.select(copies)
-                index = torch.tensor(copies, device=self.device)
-                outputs[-1] = outputs[-1].index_select(0, index)
-            new.rows, new.uniforms = list(turn.new), self.call.uniforms(turn.new).to(self.device)
+                outputs[-1] = outputs[-1].index_select(0, on_device(copies, self.device))
+            new.rows = list(turn.new)
+            new.uniforms = self.call.uniforms(turn.new).to(self.device, non_blocking=True)
             if state is None:
                 state = new
             else:
@@ -353,7 +355,8 @@ class _StageRun:
         model, new = self.call.model, slice(state.seen, state.width)
         # Prompts are padded, and of the last layer only the last column is read.
         is_prefill = state.seen == 0 and isinstance(model, TrunkModel)
-        with model.narrow.at(state.prompt_positions()) if is_prefill else nullcontext():
+        narrow = model.narrow.at(state.prompt_positions()) if is_prefill else nullcontext()
+        with narrow, known_masks(is_padded=any(state.pads)):
             output = self.stage(
                 state.token_ids[:, new],
                 received,
@@ -361,21 +364,14 @@ class _StageRun:
                 position_ids=state.position_ids[:, new],
                 past_key_values=state.cache,
             )
-        state.seen = state.width
+        state.seen, state.given = state.width, None
         return output
 
     def _draw(self, state: DecodeState, logits: Tensor) -> Tensor:
         """Add a token to every row of the last stage; return tokens and status [2, b] on the CPU."""
-        drawn = state.draw(logits, self.call.params)
+        tokens, status = state.draw(logits, self.call.params)
         self.most_gib = max(self.most_gib, used_gib(self.device))
-        drawn = drawn.cpu()
-        status = drawn[1].tolist()
         for place, has_ended in enumerate(state.ended(status, self.call.params.max_completion_length)):
             if has_ended:
                 self.completions[state.rows[place]] = state.completion(place, status[place] == STOPPED)
-        return drawn
-
-
-def _append(state: DecodeState, tokens: Tensor) -> None:
-    """Add the next tokens to a state whose logprobs another stage has."""
-    state.append(tokens, torch.zeros(len(state.rows), device=tokens.device))
+        return torch.tensor([tokens, status])

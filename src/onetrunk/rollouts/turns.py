@@ -24,6 +24,7 @@ from onetrunk.rollouts.decoding import (
     free_places,
     left_padded,
     next_logits,
+    on_device,
     prefill,
 )
 from onetrunk.rollouts.episodes import Answers
@@ -137,7 +138,8 @@ class DecodeLoop:
                 logits = next_logits(self.call, self.state)
                 if self.call.keeps_last:
                     # Rows that ended a step ago stayed for this forward, which computed the state of their last token.
-                    self.state, logits = self.state.kept(self.staying), logits[self.staying]
+                    places = on_device(self.staying, logits.device)
+                    self.state, logits = self.state.kept(self.staying), logits.index_select(0, places)
             logits = self._refill(logits)
             if self.state is None:
                 continue
@@ -151,7 +153,7 @@ class DecodeLoop:
         if self.logits_processor is not None:
             scores = logits / params.temperature if params.temperature > 0 else logits
             scores = self.logits_processor(state.token_ids[:, : state.width], scores)
-        status = state.draw(logits, params, scores)[1].tolist()  # The only wait for the device in a step.
+        _, status = state.draw(logits, params, scores)
         fault = state.fault(status, self.version)
         if fault is not None:
             raise RuntimeError(fault)
@@ -173,9 +175,8 @@ class DecodeLoop:
         """Add the turn at index i to its row's episode, and begin to answer it."""
         row, completion = self.state.rows[i], self.state.completion(i, stopped)
         episode = self.call.episodes[row]
-        turn = slice(len(episode.token_ids), None)
-        episode.add_turn(completion.token_ids[turn], completion.logprobs[turn], stopped)
-        self.asking[row] = self.answers.begin(row, completion.token_ids[turn], stopped)
+        episode.add_turn(completion.token_ids, completion.logprobs, stopped)
+        self.asking[row] = self.answers.begin(row, completion.token_ids, stopped)
 
     def _take_answers(self, rows: Iterable[int]) -> list[int]:
         """Take the answers that are there; return the rows that are over."""
@@ -234,7 +235,7 @@ class DecodeLoop:
             return logits
         going_on = [i for i, row in enumerate(self.state.rows) if row not in self.closing]
         self.state = self.state.kept(going_on)
-        return logits[going_on]
+        return logits.index_select(0, on_device(going_on, logits.device))
 
     def _next_rows(self) -> list[int]:
         """Return the rows that get a place now, and take them off the lists."""

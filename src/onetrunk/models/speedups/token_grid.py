@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import masking_utils
 from transformers.utils.generic import is_flash_attention_requested
 
 from onetrunk.models.base_model import backbone, computes, decoder_layers
@@ -54,7 +56,8 @@ class Positions:
     def at(cls, is_real: Tensor, read: Tensor) -> Positions:
         """Return the positions for a mask [R, T] of real tokens and the indices [M] of the tokens that are read."""
         real = is_real.flatten().nonzero().squeeze(1)
-        return cls(tuple(is_real.shape), None if len(real) == is_real.numel() else real, read)
+        shape = tuple(is_real.shape)
+        return cls(shape, None if len(real) == is_real.numel() else real.to(read.device, non_blocking=True), read)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class TokenGrid:
         input_ids: [B, L], where (B, L) is (R, T) with padding and (1, N) without.
         first: [R] index of each row's first token among the B * L tokens.
         real: [N] indices of the tokens that are not padding; None if there is no padding.
+        is_packed: whether several rows share a sequence.
         arguments: further keywords for the decoder.
     """
 
@@ -73,6 +77,7 @@ class TokenGrid:
     input_ids: Tensor
     first: Tensor
     real: Tensor | None
+    is_packed: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -84,22 +89,21 @@ class TokenGrid:
         """
         num_rows, width = pack.input_ids.shape
         first = torch.arange(num_rows, device=pack.input_ids.device) * width
-        real = pack.attention_mask.flatten().nonzero().squeeze(1)
+        real = pack.places.real
         return cls(pack, pack.input_ids, first, None if len(real) == num_rows * width else real)
 
     @classmethod
     def in_one_sequence(cls, pack: Pack, is_flash: bool) -> TokenGrid:
         """Return the rows in one sequence; `is_flash` if the attention takes the borders of the rows as arguments."""
-        rows, columns = pack.attention_mask.nonzero(as_tuple=True)
+        real, (num_rows, width) = pack.places.real, pack.input_ids.shape
         lengths = pack.attention_mask.sum(dim=1)
         borders = F.pad(lengths.cumsum(0), (1, 0))
-        arguments: dict[str, Any] = {"position_ids": columns[None]}
+        arguments: dict[str, Any] = {"position_ids": (real % width)[None]}
         if is_flash:
             # Otherwise each layer would find them in the positions, and wait for the device.
             ends = borders.to(torch.int32)
-            width = pack.input_ids.shape[1]
             arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": width, "max_length_k": width}
-        return cls(pack, pack.input_ids[rows, columns][None], borders[:-1], None, arguments)
+        return cls(pack, pack.input_ids.flatten()[real][None], borders[:-1], None, num_rows > 1, arguments)
 
     @property
     def num_tokens(self) -> int:
@@ -109,11 +113,8 @@ class TokenGrid:
     @functools.cached_property
     def read(self) -> Tensor:
         """[M] indices of the tokens that predict a completion token, and of each row's last token."""
-        pack = self.pack
-        columns = torch.arange(pack.input_ids.shape[1], device=pack.input_ids.device)
-        is_read = pack.attention_mask.bool() & (columns >= pack.prompt_lengths[:, None] - 1)
-        rows, columns = is_read.nonzero(as_tuple=True)
-        return self.first[rows] + columns
+        read, width = self.pack.places.read, self.pack.input_ids.shape[1]
+        return self.first[read // width] + read % width
 
     def positions(self, read: Tensor | None = None) -> Positions:
         """Return where the feed-forward blocks run; `read` are the tokens whose last state is needed."""
@@ -249,3 +250,48 @@ def narrow_blocks(model: nn.Module) -> NarrowBlocks:
     if not computes(lambda: states_at(positions), expected=states_at(None)):
         narrow.detach()
     return narrow
+
+
+# --- masks ----------------------------------------------------------------------------------------------------------
+
+# transformers looks at masks in every forward, and on a GPU each look is a wait. Without an attention mask it asks the
+# positions whether several rows share a sequence; with one, whether anything is masked. Who calls the model knows.
+_IS_PACKED: ContextVar[bool | None] = ContextVar("is_packed", default=None)
+_IS_PADDED: ContextVar[bool | None] = ContextVar("is_padded", default=None)
+
+
+@contextlib.contextmanager
+def known_masks(is_packed: bool | None = None, is_padded: bool | None = None) -> Iterator[None]:
+    """Run the model's forwards in the block without a look at its masks, as far as the answers are given.
+
+    Args:
+        is_packed: whether several rows share a sequence.
+        is_padded: whether the attention mask hides any token.
+    """
+    tokens = _IS_PACKED.set(is_packed), _IS_PADDED.set(is_padded)
+    try:
+        yield
+    finally:
+        _IS_PACKED.reset(tokens[0])
+        _IS_PADDED.reset(tokens[1])
+
+
+def _find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+    is_packed = _IS_PACKED.get()
+    if is_packed is None:
+        return _find(position_ids)
+    if not is_packed:
+        return None
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _ignore_causal_mask_sdpa(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
+    is_padded = _IS_PADDED.get()
+    if padding_mask is None or is_padded is None:
+        return _ignore(padding_mask, *args, **kwargs)
+    return not is_padded and _ignore(None, *args, **kwargs)
+
+
+_find, _ignore = masking_utils.find_packed_sequence_indices, masking_utils._ignore_causal_mask_sdpa
+masking_utils.find_packed_sequence_indices = _find_packed_sequence_indices
+masking_utils._ignore_causal_mask_sdpa = _ignore_causal_mask_sdpa

@@ -130,10 +130,9 @@ class MetricLog:
             for name, values in local.items():
                 own[name] += values
         metrics |= {name: sum(values) / len(values) for name, values in own.items()}
-        stats = _step_means(self._sums, self._num_steps, self.accelerator)
-        metrics |= {public: stats[n].item() for n, public in STEP_NAMES.items() if n in stats}
-        for name in sorted(self._maxima):
-            metrics[name] = self.accelerator.gather(self._maxima[name].reshape(1)).max().item()
+        stats = self._step_numbers()
+        metrics |= {public: stats[n] for n, public in STEP_NAMES.items() if n in stats}
+        metrics |= {name: stats[name] for name in sorted(self._maxima)}
         if self._num_skipped:
             metrics["policy/skipped_steps"] = float(self._num_skipped)
         metrics |= {f"time/{phase}_s": s for phase, s in self._seconds.items() if s}
@@ -142,6 +141,17 @@ class MetricLog:
         metrics["memory/peak_gib"] = peak_gib()
         self._clear()
         return metrics
+
+    def _step_numbers(self) -> dict[str, float]:
+        """Return the means and the maxima over the steps, of all processes; one copy from the device."""
+        names, parts = [*sorted(self._sums), *sorted(self._maxima)], []
+        if self._sums:
+            sums = torch.stack([self._sums[name] for name in sorted(self._sums)])
+            parts.append(DataParallel(self.accelerator).sum(sums) / max(1, self._num_steps))
+        if self._maxima:
+            maxima = torch.stack([self._maxima[name] for name in sorted(self._maxima)])
+            parts.append(self.accelerator.gather(maxima[None]).amax(dim=0))
+        return dict(zip(names, torch.cat(parts).tolist(), strict=True)) if parts else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured since the last flush, as JSON values; call it between two steps."""
@@ -183,15 +193,6 @@ def _tensors(numbers: dict[str, float], device: torch.device) -> dict[str, Tenso
     return {name: torch.tensor(value, device=device, dtype=wide) for name, value in numbers.items()}
 
 
-def _step_means(sums: dict[str, Tensor], num_steps: int, accelerator: Accelerator) -> dict[str, Tensor]:
-    """Return the stats on the CPU, summed over the processes and averaged over the steps."""
-    if not sums:
-        return {}
-    names = sorted(sums)
-    totals = DataParallel(accelerator).sum(torch.stack([sums[name] for name in names])).cpu()
-    return dict(zip(names, totals / max(1, num_steps), strict=True))
-
-
 def peak_gib() -> float:
     """Return the peak memory of this process so far in GiB: on the accelerator if there is one, else resident."""
     if torch.cuda.is_available():
@@ -222,17 +223,18 @@ def rollout_metrics(
     has_policy = bool(packs) and packs[0].output.logprobs is not None
     policy_columns = torch.zeros(4, len(lengths), device=device)
     for item in packs if has_policy else ():
-        sampled = item.sampler_logprobs(scored.rollout)
-        policy_columns[:, torch.tensor(item.rows, device=device)] = _policy_columns(item, sampled)
+        sampled, places = item.sampler_logprobs(scored.rollout), torch.tensor(item.rows)
+        policy_columns[:, places.to(device, non_blocking=True)] = _policy_columns(item, sampled)
     rows, turns = zip(*scored.rollout.sampled_turns, strict=True)
     ids, sizes = pad_sequence([torch.tensor(ids) for ids in turns], True), torch.tensor([len(ids) for ids in turns])
     # A tool is called by the same words in turn after turn.
     ngrams = [torch.bincount(torch.tensor(rows), count).float() for count in repeated_ngrams(ids, sizes)]
-    columns = [counts, total, lengths, stopped, *policy_columns, *ngrams, *_turn_columns(scored)]
-    columns += scored.scores.by_function.values()
-    rows = DataParallel(accelerator).gather(torch.stack([column.to(device) for column in columns], dim=1))
-    columns = rows[rows[:, 0] > 0].unbind(dim=1)
-    _, total, lengths, stopped, kl, gap_sums, gap_maxima, gap_k3, repeated, windows, is_dense, *rest = columns
+    columns = [counts, total, lengths, stopped, *ngrams, *_turn_columns(scored), *scored.scores.by_function.values()]
+    columns = torch.stack(columns).to(device, non_blocking=True)
+    # One copy from the device: all that follows is computed on the CPU.
+    rows = DataParallel(accelerator).gather(torch.cat([policy_columns, columns]).T.contiguous()).cpu()
+    columns = rows[rows[:, 4] > 0].unbind(dim=1)
+    kl, gap_sums, gap_maxima, gap_k3, _, total, lengths, stopped, repeated, windows, is_dense, *rest = columns
     by_turn, by_function = rest[:NUM_TURNS], rest[NUM_TURNS:]
     finite = total[total.isfinite()]
     metrics = {
@@ -312,9 +314,8 @@ def value_metrics(
         errors = experience.returns.to(wide) - experience.old_values
         pair = [(x.to(wide), of_values) for x in (experience.returns, errors)]
         pairs.append([*pair, *((x.to(wide), mask) for x in (experience.advantages, plain))])
-    returns, errors, advantages, plain = (
-        global_moments(list(column), accelerator)[2].item() for column in zip(*pairs, strict=True)
-    )
+    variances = [global_moments(list(column), accelerator)[2] for column in zip(*pairs, strict=True)]
+    returns, errors, advantages, plain = torch.stack(variances).tolist()
     return {
         "value/explained_variance": 1 - errors / returns if returns else 0.0,
         "value/variance_ratio": advantages / plain if plain else 1.0,
@@ -325,10 +326,9 @@ def importance_metrics(packs: Sequence[RolloutPack], accelerator: Accelerator) -
     """Return the effective sample size and the clipped weights as shares of the tokens that train, all processes."""
     local = torch.stack([importance_sums(item.importance, item.loss_mask).sum(1) for item in packs]).sum(0)
     weights, squares, clipped, num_tokens = DataParallel(accelerator).sum(local).unbind()
-    return {
-        "sampling/effective_sample_size": effective_share(weights, squares, num_tokens).item(),
-        "sampling/clipped_weights": (clipped / num_tokens.clamp(min=1)).item(),
-    }
+    shares = effective_share(weights, squares, num_tokens), clipped / num_tokens.clamp(min=1)
+    names = "sampling/effective_sample_size", "sampling/clipped_weights"
+    return dict(zip(names, torch.stack(shares).tolist(), strict=True))
 
 
 def _policy_columns(item: RolloutPack, sampler_logprobs: Tensor) -> Tensor:
