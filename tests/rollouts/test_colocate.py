@@ -5,7 +5,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -216,8 +215,8 @@ def test_settings_alone_train_on_samples_of_the_engine(engine, base, tmp_path):
 
 
 def run_real(python, folder, *options):
-    """Run the script on the real engine of an environment; our packages come first, vLLM from its own."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), sysconfig.get_path("purelib")])}
+    """Run the script on the real engine of an environment with onetrunk's packages and vLLM."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     words = [str(python), "-m", "tests.rollouts.colocated_vllm", str(folder), *options]
     done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -160,7 +160,7 @@ def check_adapter_config(config: PeftConfig) -> None:
             " changes the base itself, so that adapters off would be no reference; set it to True or 'gaussian'"
         )
     for option, reason in UNSUPPORTED_OPTIONS.items():
-        if getattr(config, option, None):  # An older PEFT does not have all of them.
+        if getattr(config, option):
             raise ValueError(f"peft_config.{option} {reason}; leave it unset")
 
 
