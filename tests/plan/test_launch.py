@@ -14,7 +14,7 @@ from onetrunk.plan.hardware import GIB, Pool, load_catalog
 from onetrunk.plan.job import read_model
 from onetrunk.plan.launch import PORT, Launch, launch_files, settings_of, write_files
 from onetrunk.plan.memory import engine_parts
-from onetrunk.plan.search import Space, evaluate, search
+from onetrunk.plan.search import Space, evaluate, host_gib, search
 from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, SampleLayout, TrainLayout
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.tools.serve import parse_serve
@@ -162,6 +162,20 @@ def test_the_share_of_a_colocated_engine_is_one_that_vllm_takes(model):
     total, engine = DEVICE.memory_gib * GIB, sum(engine_parts(one, best.sample).values())
     free = total - (best.peaks()["generate"] - engine)
     assert engine <= share * total <= free
+
+
+def test_a_colocated_engine_has_the_base_a_second_time_only_if_the_base_is_quantised():
+    base, sleeping = {}, {}
+    for kind, num_bytes in (("bf16", 2.0), ("nf4", 0.516)):
+        train, sample = (
+            TrainLayout(DEVICE, 1, rows=512, base_bytes=num_bytes),
+            SampleLayout(DEVICE, COLOCATED, 1, rows=64),
+        )
+        one = replace(job_7b(), base_bytes=num_bytes)
+        plan = evaluate(one, train, sample, "sync")
+        base[kind] = plan.memory["generate"]["weights"] / plan.memory["update"]["weights"]
+        sleeping[kind] = "sleeping engine" in host_gib(one, plan)
+    assert base == {"bf16": 1.0, "nf4": 2.0} and sleeping == {"bf16": False, "nf4": True}
 
 
 @pytest.mark.parametrize("name", ["one", "apart", "servers"])

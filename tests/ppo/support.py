@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
@@ -66,7 +67,7 @@ def make_config(output_dir: str | Path, **settings: Any) -> PPOConfig:
     merged = {**SETTINGS, **settings}
     if "num_train_epochs" in settings or "max_steps" in settings:
         merged.pop("num_rollouts")
-    return PPOConfig(output_dir=str(output_dir), **merged)
+    return PPOConfig(output_dir=str(output_dir), **{RENAMED.get(name, name): value for name, value in merged.items()})
 
 
 def make_trainer(

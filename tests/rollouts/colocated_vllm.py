@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from onetrunk.models.build import build_trunk
+from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams
 from tests.ppo.support import logged, lora, make_trainer, trained_weights
 from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES
@@ -56,18 +57,36 @@ def sample(base: Path, folder: Path, sleeps: bool) -> None:
     print("sampled", flush=True)
 
 
+def keep_weights_as_they_are() -> None:
+    """Switch vLLM's packed kernels for CPUs off. They drop the weights that the trainer could read."""
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
 def train(base: Path, folder: Path, sleeps: bool) -> None:
-    """Train three rollouts of PPO whose samples are the engine's."""
+    """Train three rollouts of PPO whose samples are the engine's, on one copy of the base."""
     settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2}
     model = AutoModelForCausalLM.from_pretrained(base)
     sleep = {"vllm_enable_sleep_mode": sleeps, "use_cpu": not torch.cuda.is_available()}
     trainer = make_trainer(folder, model=model, num_rollouts=3, temperature=0.8, **settings, **sleep)
     before = trained_weights(trainer.model)
+    (engine,) = trainer.sampler.backend._llm.apply_model(lambda model: model)
+    theirs = {name: p for name, p in engine.named_parameters() if "lora_" not in name}
+    ours = [p for name, p in trainer.model.get_base_model().named_parameters() if "lora_" not in name]
+    spans = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in theirs.values()]
+    assert all(any(a <= p.data_ptr() and p.data_ptr() + p.nbytes <= b for a, b in spans) for p in ours)
+    copies = {name: weight.clone() for name, weight in theirs.items()}
     trainer.train()
+    assert all(weight.equal(copies[name]) for name, weight in theirs.items())
     gaps = logged(trainer, "sampling/logprob_gap_max")
     assert len(gaps) == 3 and max(gaps) < 10 * TOLERANCE, gaps
     after = trained_weights(trainer.model)
     assert any(not after[name].equal(weight) for name, weight in before.items() if "lora_B.default" in name)
+    check_gap(trainer)
     trainer.sampler.backend.close()
 
 
@@ -128,6 +147,16 @@ def play(base: Path, folder: Path, sleeps: bool) -> None:
     print("played", flush=True)
 
 
+def check_gap(trainer: PPOTrainer) -> None:
+    """Check that both roles have the same logprobs in the trainer and in the engine, after training."""
+    model, backend = trainer.model, trainer.sampler.backend
+    for version, role in enumerate(("policy", "reference"), 100):
+        with model.as_role(role):
+            backend.sync(model, version)
+            rollout = backend.generate([ids[:4] for ids in PROMPTS], SamplingParams(6, 1.0), KEYS)
+            assert_sampled_from(model, rollout, 1.0, TOLERANCE)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -136,6 +165,8 @@ def main() -> None:
     base = args.folder / "base"
     tiny_model("llama", **SERVED_SIZES).save_pretrained(base)
     sample(base, args.folder / "adapters", args.sleeps)
+    if not torch.cuda.is_available():
+        keep_weights_as_they_are()
     train(base, args.folder / "run", args.sleeps)
     # On a CPU an engine sleeps in name only, which is enough to see when it is woken.
     play(base, args.folder / "episodes", sleeps=args.sleeps or not torch.cuda.is_available())

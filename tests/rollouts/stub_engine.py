@@ -17,6 +17,13 @@ from onetrunk.rollouts.colocate import CPU_ENVIRONMENT, ENVIRONMENT
 from tests.rollouts.stub_vllm import BASE, StubVLLM
 
 
+class StubWorker:
+    """Stands for vLLM's worker on a GPU."""
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> str:
+        return f"pool of {tag}"
+
+
 class StubEngine:
     """Stands for `vllm.LLM` and its `llm_engine`; completes one row per step."""
 
@@ -39,6 +46,7 @@ class StubEngine:
         self.requests: dict[str, tuple[Any, Any, Any]] = {}
         self.loaded: dict[int, str] = {}
         self.sleeping = False
+        self.pools = {tag: StubWorker()._maybe_get_memory_pool_context(tag) for tag in ("weights", "kv_cache")}
         # As vLLM does.
         torch.manual_seed(0)
         StubEngine.made.append(self)
@@ -85,6 +93,10 @@ class StubEngine:
         row = {"request_id": name, "finished": True, "prompt_token_ids": prompt_ids, "lora_request": lora}
         return [SimpleNamespace(outputs=[choice], **row)]
 
+    def apply_model(self, function: Any) -> list[Any]:
+        self._require_awake()
+        return [function(self.stub.base)]
+
     def is_sleeping(self) -> bool:
         return self.sleeping
 
@@ -117,6 +129,9 @@ def install(monkeypatch: Any) -> type[StubEngine]:
         "vllm": {"LLM": StubEngine, "SamplingParams": record},
         "vllm.lora": {},
         "vllm.lora.request": {"LoRARequest": adapter},
+        "vllm.v1": {},
+        "vllm.v1.worker": {},
+        "vllm.v1.worker.gpu_worker": {"Worker": StubWorker},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2)},
     }
     for name, members in contents.items():

@@ -1,10 +1,10 @@
 """ColocatedBackend: on a fake engine with a real model, and on the real one of vLLM in an environment with it."""
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
-import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +99,9 @@ def test_a_sleeping_engine_is_woken_for_sampling_alone(engine, base, tmp_path, m
         backend.sync(shaken(model, version), version)
         assert engine.made[0].sleeping
         assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
+    # The trainer reads the weights while the engine sleeps, so they are in none of the pools that sleep frees.
+    pools = engine.made[0].pools
+    assert isinstance(pools["weights"], contextlib.nullcontext) and pools["kv_cache"] == "pool of kv_cache"
     # The check before training; then each rollout loads its adapter between waking and sleeping.
     rollouts = ["wake", "load", "sleep", "wake", "remove", "load", "sleep"]
     assert kinds(engine) == ["sleep", *rollouts]
@@ -198,9 +201,20 @@ def test_what_cannot_be_served_is_one_message_before_training(engine, base, tmp_
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_the_policy_and_the_engine_read_one_base(engine, base, tmp_path, caplog):
+    caplog.set_level("INFO")
+    model, backend = policy(base), ColocatedBackend(tmp_path)
+    backend.check_policy(model)
+    theirs = dict(engine.made[0].stub.base.named_parameters())
+    ours = {name.replace(".base_layer", ""): p for name, p in model.get_base_model().named_parameters()}
+    assert theirs and all(weight.data_ptr() == ours[name].data_ptr() for name, weight in theirs.items())
+    assert "share 0.00 GiB of the base" in caplog.text and "a second time" not in caplog.text
+    backend.close()
+
+
 def test_without_vllm_the_extra_is_named_before_a_model_loads(tmp_path):
     settings = {"use_vllm": True, "vllm_mode": "colocate"}
-    with pytest.raises(ValueError, match=r"vLLM is not installed here.*rollouts/README.md.*'server'"):
+    with pytest.raises(ValueError, match=r"vLLM is not installed here.*onetrunk\[vllm\].*'server'"):
         make_trainer(tmp_path, **settings)
 
 
@@ -222,8 +236,8 @@ def test_settings_alone_train_on_samples_of_the_engine(engine, base, tmp_path):
 
 
 def run_real(python, folder, *options):
-    """Run the script on the real engine of an environment; our packages come first, vLLM from its own."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), sysconfig.get_path("purelib")])}
+    """Run the script on the real engine of an environment with onetrunk's packages and vLLM."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     words = [str(python), "-m", "tests.rollouts.colocated_vllm", str(folder), *options]
     done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]

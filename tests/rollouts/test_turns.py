@@ -137,7 +137,9 @@ def test_a_model_that_forgets_its_cache_when_several_tokens_come_is_found_out():
     model = tiny("hybrid")
 
     def forget(module, args, kwargs):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        # Its name since transformers 5.24, and before.
+        cache = kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
+        layer = cache.layers[module.layer_idx]
         if args and args[0].shape[1] > 1 or kwargs.get("hidden_states", torch.zeros(1, 1)).shape[1] > 1:
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, False)
 

@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from onetrunk import PPOConfig, cli
 from onetrunk.ppo.foreign_names import RENAMED
@@ -95,23 +96,28 @@ def test_help_explains_an_option_or_all_with_a_word_in_their_names(capsys):
 
 
 @pytest.mark.parametrize(("verb", "value"), [("sft", "true"), ("ppo", "false")])
-def test_gradient_checkpointing_means_the_same_in_every_stage(tmp_path, verb, value):
+def test_both_names_of_checkpointing_mean_the_same_in_every_stage(tmp_path, verb, value):
+    (old, new), (old_kwargs, new_kwargs) = RENAMED.items()
     config = tmp_path / "run.yaml"
-    config.write_text(f"gradient_checkpointing: {value}\ngradient_checkpointing_kwargs: {{use_reentrant: false}}\n")
+    config.write_text(f"{old}: {value}\n{old_kwargs}: {{use_reentrant: false}}\n")
     words = [*NEEDED, *MORE.get(verb, [])]
     by_file = PARSERS[verb]([*words, "--config", str(config)])[1]
-    by_word = PARSERS[verb]([*words, "--gradient-checkpointing", value])[1]
+    by_word = PARSERS[verb]([*words, f"--{old.replace('_', '-')}", value])[1]
     for args in (by_file, by_word):
-        assert args.activation_checkpointing is (value == "true")
-    assert by_file.activation_checkpointing_kwargs == {"use_reentrant": False}
+        assert getattr(args, new) is (value == "true")
+    assert getattr(by_file, new_kwargs) == {"use_reentrant": False}
 
 
-def test_an_old_and_a_new_name_of_one_setting_are_not_both_taken(tmp_path, capsys):
+def test_two_names_of_one_setting_are_not_both_taken(tmp_path, capsys):
     config = tmp_path / "run.yaml"
-    config.write_text("gradient_checkpointing: true\nactivation_checkpointing: false\n")
+    (old, new), (old_kwargs, new_kwargs) = RENAMED.items()
+    config.write_text(f"{old}: true\n{new}: false\n")
     assert cli.main(["ppo", *NEEDED, *MORE["ppo"], "--config", str(config)]) == 2
-    assert "are the same setting; keep activation_checkpointing" in capsys.readouterr().err
-    assert set(RENAMED) == {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
+    assert f"are the same setting; keep {new}" in capsys.readouterr().err
+    names = {f"{word}_checkpointing" for word in ("activation", "gradient")}
+    assert {old, new} == names and {old_kwargs, new_kwargs} == {f"{name}_kwargs" for name in names}
+    # Those of the installed transformers.
+    assert {new, new_kwargs} <= TrainingArguments.__dataclass_fields__.keys()
 
 
 def test_ppo_config_takes_the_old_name_and_has_a_signature_and_a_line_per_field():

@@ -146,7 +146,7 @@ class TrunkModel(PeftModelForCausalLM):
             verify_cut(base, self.cut)
         self.narrow = narrow_blocks(base)
         self.padding_free = False
-        if base.is_activation_checkpointing:
+        if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
             self.activation_checkpointing_enable()
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -416,16 +416,22 @@ class TrunkModel(PeftModelForCausalLM):
             return contextlib.nullcontext(), self._as_in_forward(self._role, self.narrow.positions)
 
         settings |= {"use_reentrant": False, "context_fn": context_fn}
-        self.get_base_model().activation_checkpointing_enable(activation_checkpointing_kwargs=settings, **kwargs)
+        base = self.get_base_model()
+        # Its name was another before transformers 5.23.
+        is_renamed = hasattr(base, "activation_checkpointing_enable")
+        enable = base.activation_checkpointing_enable if is_renamed else base.gradient_checkpointing_enable
+        enable(settings, **kwargs)
 
     @contextlib.contextmanager
     def _as_in_forward(self, adapter: str | None, positions: Positions | None) -> Iterator[None]:
         with role(self, adapter), self.narrow.at(positions):
             yield
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """Do the same under transformers' older name, which PEFT would otherwise forward to the base model."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
         """Write the trained branches and the reference into a folder; the policy at the root, for PEFT and vLLM."""

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from peft import PeftModel
 from peft.tuners import lora
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -28,8 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers import PreTrainedModel
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from onetrunk.models.adapters import find_tuner_layers
 from onetrunk.models.base_model import active_dropout, backbone, output_head
@@ -69,6 +69,11 @@ def distribute_frozen(model: PeftModel, layout: Layout | None, device: torch.dev
 
 def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str:
     """Divide the frozen weights of a model in place, as `share_frozen`; return a line for the user."""
+    if Version(transformers.__version__) < Version("5.23"):
+        raise ValueError(
+            f"tensor parallelism needs transformers 5.23 or newer, and {transformers.__version__} is installed; update"
+            " it, or launch with accelerate_configs/fsdp2.yaml"
+        )
     require_adapters(model, "tensor parallelism divides")
     base, size = model.get_base_model(), layout.tensor
     plan = _plan_of(base)
@@ -90,6 +95,8 @@ def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str
 
 def _divide(base: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
     """Divide a base by a plan, layer by layer, so that one layer at a time is whole in its precision."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
     modules = {name for name, _ in base.named_modules()}
     parts: dict[str, dict[str, str]] = {}
     for name, style in plan.items():
@@ -114,12 +121,17 @@ def _plan_of(base: PreTrainedModel) -> dict[str, str]:
         # PEFT moves a layer that it adapts to `base_layer`.
         if hasattr(module, "base_layer"):
             continue
-        style = patterns.get(replace_layer_number_by_wildcard(name.removesuffix(".base_layer")))
+        style = patterns.get(_pattern(name.removesuffix(".base_layer")))
         if style is not None:
             names = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
             plan |= {weight: style for weight in names if weight in weights}
             plan[name] = style
     return plan
+
+
+def _pattern(name: str) -> str:
+    """Return the name of a module as the plans of transformers have it: with `*` for the number of a layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _lora_layers(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -156,7 +168,7 @@ def _check_replicated(base: PreTrainedModel, plan: dict[str, str], advice: str) 
     """Raise ValueError for what the processes of a group would not have, or not compute, alike."""
     trained = [name for name, p in base.named_parameters() if p.requires_grad and plan.get(name)]
     copied = [name for name, module in base.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
-    wrapped = [name for name in copied if replace_layer_number_by_wildcard(name) in base.tp_plan]
+    wrapped = [name for name in copied if _pattern(name) in base.tp_plan]
     if trained or wrapped:
         raise ValueError(
             f"tensor parallelism divides {(trained + wrapped)[0]}, and it trains; train adapters only (no"

@@ -313,7 +313,7 @@ def job_of(
         reward_bytes=4.0 if on_cpu else min(2.0, reward.itemsize if reward else 2.0),
         num_rollouts=_rollouts(values, assumed),
         microbatch_rows=values["per_device_train_batch_size"],
-        is_checkpointed=bool(values["activation_checkpointing"] or values.get("gradient_checkpointing")),
+        is_checkpointed=any(values.get(f"{name}_checkpointing") for name in ("activation", "gradient")),
         is_offloaded=bool(values["activation_offloading"]),
         optimizer_bytes=ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
         keeps_states=values["trunk_cache"] in ("auto", "device"),

@@ -32,6 +32,7 @@ from onetrunk.plan.timing import (
     TrainLayout,
     most_rows_of,
     packs_of,
+    shares_base,
     split_of,
     streams_of,
 )
@@ -197,8 +198,9 @@ def sample_memory(
         return {"server": dict(engine_parts(job, sample))}
     stages = [engine_parts(job, sample)] if sample.engine == COLOCATED else stage_parts(job, train, sample)
     added = max(stages, key=lambda parts: sum(parts.values()))
-    # Weights of training stages are those of the stage that samples.
-    kept = {name: trainer[name] for name in KEPT if name in trainer and not (name == "weights" and train.is_staged)}
+    # Weights of training stages are those of the stage that samples; an engine and its trainer can have one copy.
+    is_one = train.is_staged or shares_base(job, train, sample)
+    kept = {name: trainer[name] for name in KEPT if name in trainer and not (name == "weights" and is_one)}
     return {"generate": kept | {name: kept.get(name, 0.0) + value for name, value in added.items()}}
 
 

@@ -29,6 +29,7 @@ from onetrunk.plan.timing import (
     packs_of,
     publish_seconds,
     score_time,
+    shares_base,
     update_time,
 )
 
@@ -180,7 +181,7 @@ def host_gib(job: Job, plan: Plan) -> dict[str, float]:
     if plan.train.is_offloaded:
         stored = packs_of(job, plan.train).tokens * job.shape.hidden_size * job.itemsize * job.adapted_layers
         parts["offloaded activations"] = stored / GIB
-    if plan.sample.engine == COLOCATED:
+    if plan.sample.engine == COLOCATED and not shares_base(job, plan.train, plan.sample):
         parts["sleeping engine"] = 2.0 * job.shape.parameters / plan.sample.tensor / GIB
     return parts
 

@@ -549,6 +549,11 @@ def _reduce_seconds(job: Job, layout: TrainLayout) -> float:
     return link_seconds(layout.device, moved, layout.count <= layout.per_node) + LATENCY_S * layout.count
 
 
+def shares_base(job: Job, train: TrainLayout, sample: SampleLayout) -> bool:
+    """Return whether a trainer and the engine in its process hold one copy of the base (`models/shared_base.py`)."""
+    return sample.engine == COLOCATED and train.base_bytes >= HALF_BYTES and not job.shape.num_experts
+
+
 def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float:
     """Return the seconds between an update and the next rollout: adapters to servers, weights that are reloaded."""
     if sample.engine in OWN_LOOP:
@@ -558,6 +563,8 @@ def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float
         return link_seconds(train.device, whole, train.shards <= train.per_node)
     if sample.engine == SERVER:
         return PUBLISH_S + 2.0 * job.adapter_weights / (sample.device.network_gb_s * 1e9) * sample.replicas
+    if shares_base(job, train, sample):
+        return PUBLISH_S
     # The engine wakes up: its weights come back from host memory.
     return PUBLISH_S + 2.0 * job.shape.parameters / sample.tensor / RELOAD
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
-# Old names that are read as the new ones, in every stage: their names since transformers 5.23.
+# Names that every stage reads as those of the installed transformers: 5.23 has new ones.
 RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
+if [int(number) for number in version("transformers").split(".")[:2]] < [5, 23]:
+    RENAMED = {new: old for old, new in RENAMED.items()}
 # Keys of other trainers, and what to write here.
 _RENAMES = {
     theirs: ours

@@ -410,8 +410,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     )
     vllm_enable_sleep_mode: bool = option(
         False,
-        "colocate: between two rollouts the engine's weights are in the machine's memory and its cache is freed, so"
-        " the update has the whole GPU; waking takes time. Needs a GPU.",
+        "colocate: between two rollouts the engine's cache is freed, so the update has the whole GPU; a quantised"
+        " base's second copy is in the machine's memory then. Needs a GPU.",
     )
     vllm_importance_sampling_correction: bool | None = option(
         None,

@@ -1,9 +1,10 @@
 """Rollouts sampled by a vLLM engine in the training process, on the GPU of the trainer.
 
 As with a server, only the adapter travels: each version is written to a folder of its own and loaded under a new name
-and id (`publishing.py` says why). The engine has the base once more. With sleep mode its weights are in the machine's
-memory between rollouts and its cache is freed; the adapter's place belongs to its weights, so an adapter is loaded
-only while it is awake. It cannot sample during an update, so it has one adapter at a time, from the last `sync`.
+and id (`publishing.py` says why). The trainer reads the base where the engine has it (`models/shared_base.py`); only
+a quantised base, or one that vLLM keeps in another layout, is there twice. With sleep mode the engine's cache is freed
+between rollouts. An adapter is loaded only while it is awake. It cannot sample during an update, so it has one adapter
+at a time, from the last `sync`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import atexit
 import contextlib
 import gc
 import importlib.util
+import logging
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from peft import PeftModel
 from torch import distributed as dist
 from torch import nn
 
+from onetrunk.models.shared_base import share_base
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, rollout_of
 from onetrunk.rollouts.episodes import Answers, Progress, play_in_waves
@@ -43,6 +47,9 @@ from onetrunk.rollouts.vllm_requests import Request, checked_completion, probe_r
 from onetrunk.servers.errors import CallError
 from onetrunk.types import Rollout, RowKey
 
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
 # On a CPU: torch.compile of the sampler alone takes minutes on a busy machine.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 # The engine runs in this process, and without telemetry.
@@ -92,9 +99,9 @@ class ColocatedBackend:
         """Check what needs no model: vLLM is installed, one process trains, and sleep mode has a GPU."""
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
-                "vllm_mode is 'colocate', and vLLM is not installed here. It asks for another transformers than"
-                " onetrunk: src/onetrunk/rollouts/README.md says how it was installed beside it. Or set vllm_mode to"
-                " 'server' and start a server in an environment of its own (onetrunk serve MODEL --python ...)"
+                "vllm_mode is 'colocate', and vLLM is not installed here; pip install 'onetrunk[vllm]', or set"
+                " vllm_mode to 'server' and start a server in an environment of its own (onetrunk serve MODEL"
+                " --python ...)"
             )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
@@ -112,6 +119,7 @@ class ColocatedBackend:
             settings = self._engine_settings(model, longest_row, ranks)
             with eager_on_cpu(), kept_generators():
                 self._start(settings)
+            self._share(model, is_quantised="quantization" in settings)
             requests = probe_requests(model, self._positions)
             self._vocab_size = requests[0].vocab_size
             with self._awake(), kept_generators():
@@ -164,7 +172,8 @@ class ColocatedBackend:
         from vllm import LLM
 
         try:
-            self._llm = LLM(**settings)
+            with weights_that_stay() if self.sleeps and "quantization" not in settings else contextlib.nullcontext():
+                self._llm = LLM(**settings)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(
@@ -173,6 +182,21 @@ class ColocatedBackend:
             ) from error
         torch.set_num_threads(num_threads)
         atexit.register(self.close)
+
+    def _share(self, model: nn.Module, is_quantised: bool) -> None:
+        """Let the trainer read the base where the engine has it, and say what both hold."""
+        if is_quantised:
+            shared, apart = 0, sum(weight.nbytes for weight in model.parameters())
+        else:
+            ((shared, apart),) = self._llm.apply_model(partial(share_base, model))
+        logger.info("%s and the trainer share %.2f GiB of the base", ENGINE, shared / GIB)
+        if apart:
+            logger.warning(
+                "%s holds %.2f GiB of the base a second time: %s",
+                ENGINE,
+                apart / GIB,
+                "a quantised base is not shared" if is_quantised else "it keeps these weights in another layout",
+            )
 
     @property
     def _positions(self) -> int:
@@ -321,6 +345,26 @@ class ColocatedBackend:
 def has_gpu() -> bool:
     """Return whether the engine runs on a GPU."""
     return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def weights_that_stay() -> Iterator[None]:
+    """Start an engine in the block whose weights stay on the GPU while it sleeps, because the trainer reads them.
+
+    Sleep frees the memory pools of the engine; so the weights are loaded outside of its pools.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    pool_of = Worker._maybe_get_memory_pool_context
+
+    def pool_without_weights(worker: Any, tag: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if tag == "weights" else pool_of(worker, tag)
+
+    Worker._maybe_get_memory_pool_context = pool_without_weights
+    try:
+        yield
+    finally:
+        Worker._maybe_get_memory_pool_context = pool_of
 
 
 def eager_on_cpu() -> contextlib.AbstractContextManager[None]:

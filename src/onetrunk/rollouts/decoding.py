@@ -18,9 +18,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, LogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from transformers import DynamicCache, LogitsProcessor, TopKLogitsWarper, TopPLogitsWarper, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -37,6 +36,8 @@ from onetrunk.rollouts.episodes import EpisodeRow
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.randomness import generator_of
 
+# Layers that keep nothing. Before transformers 5.23 their places in a cache were filled otherwise.
+EMPTY_LAYERS = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 # Layers whose rows can be put together; models with others decode one batch after another.
 JOINABLE_LAYERS = (
     DynamicLayer,
@@ -44,7 +45,7 @@ JOINABLE_LAYERS = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    DummyLayer,
+    *EMPTY_LAYERS,
 )
 # Rows that wait join when one in so many places is free, so that several prompts run together.
 REFILL_SHARE = 4

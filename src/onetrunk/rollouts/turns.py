@@ -15,9 +15,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.cache_utils import DummyLayer, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from onetrunk.rollouts.decoding import (
+    EMPTY_LAYERS,
     STOPPED,
     DecodeState,
     SamplingCall,
@@ -35,7 +36,7 @@ PATIENCE = 8
 POLL_SECONDS = 0.1
 # Layers that keep every column, so that padding between tokens can be hidden by the mask and moved away afterwards.
 # A sliding window counts it, and linear attention runs through it.
-LAYERS_OF_ALL_COLUMNS = (DynamicLayer, DummyLayer)
+LAYERS_OF_ALL_COLUMNS = (DynamicLayer, *EMPTY_LAYERS)
 
 
 class _NoAnswers:

@@ -64,9 +64,7 @@ class ServeArguments:
         None,
         "Environment variable with the key that calls must bring; for ppo, eval and prefs it is vllm_api_key_env.",
     )
-    python: str | None = option(
-        None, "Interpreter of the environment that has vLLM; it may need another transformers than onetrunk has."
-    )
+    python: str | None = option(None, "Interpreter of the environment that has vLLM, if it is not this one.")
     print: bool = option(False, "Print the command of the server instead of starting it.")
 
     def __post_init__(self) -> None:
@@ -135,8 +133,8 @@ def _require_vllm(python: str | None) -> None:
     if python is None:
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
-                "vLLM is not installed here. It asks for another transformers than onetrunk, so install it in an"
-                " environment of its own (python -m venv vllm; vllm/bin/pip install vllm) and give its interpreter"
+                "vLLM is not installed here; pip install 'onetrunk[vllm]', or install it in another environment"
+                " (python -m venv vllm; vllm/bin/pip install vllm) and give its interpreter"
                 " (--python vllm/bin/python); --print shows the command for another machine"
             )
     elif shutil.which(python) is None:

@@ -1,0 +1,32 @@
+"""The range of versions in pyproject.toml: what resolves, and what passes with the lowest versions."""
+
+import os
+import subprocess
+
+import pytest
+
+from tests.environments import ROOT, lowest_python, requirements, resolved
+
+# Of every room that uses members of transformers, TRL, PEFT or accelerate.
+THEOREMS = """
+tests/checkpoints/test_private_members.py tests/checkpoints/test_exact_resume.py tests/models/test_trunk.py
+tests/models/test_checkpointing.py tests/models/test_adapters.py tests/rollouts/test_local.py
+tests/rollouts/test_turns.py tests/ppo/test_steps.py tests/ppo/test_spike.py tests/stages/test_stages.py
+tests/stages/test_options.py::test_both_names_of_checkpointing_mean_the_same_in_every_stage
+tests/stages/test_options.py::test_two_names_of_one_setting_are_not_both_taken tests/stages/test_reward_stage.py
+""".split()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_core_theorems_hold_with_the_lowest_versions():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    words = [str(lowest_python()), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", *THEOREMS]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_onetrunk_and_vllm_can_be_installed_in_one_environment():
+    versions = dict(line.split("==") for line in resolved(lowest_python(), requirements("vllm")))
+    assert versions.keys() >= {"vllm", "transformers", "trl", "peft"}
