@@ -64,9 +64,7 @@ class ServeArguments:
         None,
         "Environment variable with the key that calls must bring; for ppo, eval and prefs it is vllm_api_key_env.",
     )
-    python: str | None = option(
-        None, "Interpreter of the environment that has vLLM, if it is not this one."
-    )
+    python: str | None = option(None, "Interpreter of the environment that has vLLM, if it is not this one.")
     print: bool = option(False, "Print the command of the server instead of starting it.")
 
     def __post_init__(self) -> None:
