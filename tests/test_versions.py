@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from onetrunk.parallel.tensor import divide_frozen
 from tests.environments import ROOT, lowest_python, requirements, resolved
 
 # Of every room that uses members of transformers, TRL, PEFT or accelerate.
@@ -30,3 +31,9 @@ def test_the_core_theorems_hold_with_the_lowest_versions():
 def test_onetrunk_and_vllm_can_be_installed_in_one_environment():
     versions = dict(line.split("==") for line in resolved(lowest_python(), requirements("vllm")))
     assert versions.keys() >= {"vllm", "transformers", "trl", "peft"}
+
+
+def test_tensor_parallelism_says_which_transformers_it_needs(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.19.0")
+    with pytest.raises(ValueError, match="needs transformers 5.23 or newer, and 5.19.0 is installed"):
+        divide_frozen(None, None, None)
