@@ -6,6 +6,7 @@ import pytest
 from transformers import TrainingArguments
 
 from onetrunk.ppo.config import PPOConfig, plan_batches
+from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, RANGES
 
 USE = {"use_vllm": True}
@@ -154,7 +155,7 @@ def test_limits_of_alarms_by_what_samples():
     assert (
         ahead.limits["kl"] == 5.0 and config(top_k=3, alarm_limits={"logprob_gap": 1.0}).limits["logprob_gap"] == 1.0
     )
-    for word, number in (("all", 12), (["kl", "entropy"], 2), ("entropy", 1), (None, 0), ("null", 0)):
+    for word, number in (("all", len(RULES)), (["kl", "entropy"], 2), ("entropy", 1), (None, 0), ("null", 0)):
         assert len(config(stop_on_alarm=word).stop_on_alarm or []) == number
 
 

@@ -7,6 +7,7 @@ from onetrunk.ppo.monitoring.progress import COUNT
 from tests.ppo.support import logged, make_trainer, prompts
 
 SETTINGS = {
+    "alarm_limits": {"entropy": 10.0, "cut_off": None},
     "report_to": "tensorboard",
     "lr_scheduler_type": "constant",
     "num_ppo_epochs": 2,
@@ -35,7 +36,7 @@ def text(events, tag):
 def board(tmp_path_factory):
     """Return the events and the trainer of a run with held-out prompts and an alarm."""
     folder = tmp_path_factory.mktemp("board")
-    settings = {"eval_strategy": "steps", "eval_steps": 4, "alarm_limits": {"entropy": 10.0}, "alarm_patience": 2}
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "alarm_patience": 2}
     trainer = make_trainer(folder, eval_dataset=prompts(3), num_rollouts=3, **settings, **SETTINGS)
     reference = trainer.evaluate_reference()
     trainer.train()

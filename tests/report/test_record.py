@@ -51,7 +51,7 @@ def test_the_completions_before_and_after_are_of_the_same_prompts(tmp_path):
 
 
 def test_an_alarm_is_recorded_with_its_explanation(tmp_path):
-    run = recorded(tmp_path, num_rollouts=3, alarm_limits={"entropy": 10.0}, alarm_patience=2)
+    run = recorded(tmp_path, num_rollouts=3, alarm_limits={"entropy": 10.0, "cut_off": None}, alarm_patience=2)
     (alarm,) = run.alarms()
     assert (alarm.name, alarm.step) == ("entropy", 4) and "the policy's entropy" in alarm.text
 

@@ -12,7 +12,7 @@ from onetrunk.stages.tools.report import parse_report
 from tests.stages.recipes import DOCUMENTS, PARSERS, RECIPES, ROOT, SCRIPTS, commands_of
 
 COMMANDS = PARSERS | {"report": parse_report, "run": parse_run, "recipes": parse_recipes, "plan": parse_plan}
-SCRIPT_VERBS = set(COMMANDS) - {"report", "run", "serve", "merge", "recipes"}
+SCRIPT_VERBS = set(COMMANDS) - {"report", "run", "serve", "merge", "chat", "recipes"}
 VERB_OF_SCRIPT = {verb: verb for verb in SCRIPT_VERBS - {"eval"}} | {"evaluate": "eval"}
 # Files that are no recipe of one verb.
 OTHERS = ("constitution", "pipeline")

@@ -51,15 +51,15 @@ class ChatArguments:
             raise ValueError("no model is named; write onetrunk chat FOLDER")
         if self.temperature < 0 or self.max_completion_length < 1:
             raise ValueError("temperature must be 0 or more, and max_completion_length 1 or more")
-        if self.compare and not is_adapter(self.model, self.revision):
-            raise ValueError(f"compare is set and {self.model} is no adapter: there is no base to compare it with")
 
 
 class Chat:
     """A conversation with the policy and, if that is asked for, with the model before training."""
 
     def __init__(self, args: ChatArguments):
-        self.args = args
+        self.args, is_adapted = args, is_adapter(args.model, args.revision)
+        if args.compare and not is_adapted:
+            raise ValueError(f"compare is set and {args.model} is no adapter: there is no base to compare it with")
         source = {"revision": args.revision} if args.revision else {}
         self.tokenizer = policy_tokenizer(args.model, None, source)
         self.is_chat = bool(self.tokenizer.chat_template)
@@ -70,7 +70,7 @@ class Chat:
         self.rewards = RewardSet(functions) if functions else None
         if self.rewards is not None and self.rewards.trunk_reward is not None:
             raise ValueError("a reward adapter scores on the trunk of a run; onetrunk eval scores with it")
-        has_values = is_adapter(args.model, args.revision) and source_file(args.model, VALUE_HEAD_FILE, args.revision)
+        has_values = is_adapted and source_file(args.model, VALUE_HEAD_FILE, args.revision)
         kwargs = source | ({} if args.dtype == "auto" else {"dtype": args.dtype})
         self.values = load_value_model(args.model, **kwargs) if has_values else None
         model = self.values.model if self.values else build_trunk(args.model, model_init_kwargs=kwargs)
