@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train a tiny model by PPO on this machine's CPU and show what it learned
 	$(QUIET_ENV) $(BIN)/python recipes/tiny/demo.py
 
-test: setup ## run the tests (about 3 minutes on 2 cores)
+test: setup ## run the tests (about 4 minutes on 2 cores)
 	$(PYTEST)
 
 test-slow: setup ## run the slow tests: real servers, kills, fresh environments (about 25 minutes on 2 cores)

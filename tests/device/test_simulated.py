@@ -8,9 +8,9 @@ from tests.device import runs
 
 CAREFUL = [name for name in runs.RUNS if name not in ("measured", "small packs", "large packs", "careless")]
 FAST = [
-    ["shared head", "top layer, states on the CPU", "checkpointing", "evaluation", "reward adapter"],
+    ["shared head", "top layer, states on the CPU", "checkpointing", "reward adapter"],
     ["value adapter", "top layer, padding free", "resumed", "turns"],
-    ["one step ahead", "reward model", "sft", "reward training", "distillation", "causal judge"],
+    ["one step ahead", "sft", "reward training", "distillation", "causal judge"],
 ]
 REST = [name for name in CAREFUL if name not in sum(FAST, [])]
 SLOW = [pytest.param(REST[i::3], marks=pytest.mark.slow) for i in range(3)]
