@@ -19,6 +19,7 @@ tests/stages/test_options.py::test_two_names_of_one_setting_are_not_both_taken t
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_the_core_theorems_hold_with_the_lowest_versions():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}

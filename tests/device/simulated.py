@@ -476,6 +476,8 @@ def install() -> None:
     _profile_operations()
     for name in _FACTORIES:
         _made_on_cpu(name)
+    if not hasattr(torch._C, "_cuda_getCurrentRawStream"):  # A build for the CPU; bitsandbytes reads it on import.
+        torch._C._cuda_getCurrentRawStream = lambda index: 0
     for name, answer in _answers_of_cuda().items():
         setattr(torch.cuda, name, answer)
         if hasattr(torch.cuda.random, name):

@@ -15,7 +15,8 @@ CLOCK = ("time", "memory/", "throughput/", "train_", "eval_runtime")
 
 
 def recorded(folder, resume=None, **settings):
-    trainer = make_trainer(folder, eval_dataset=prompts(3), **{**SAVING, **settings})
+    quiet = {"alarm_limits": {"cut_off": None}}
+    trainer = make_trainer(folder, eval_dataset=prompts(3), **{**SAVING, **quiet, **settings})
     trainer.evaluate_reference()
     trainer.add_callback(RunRecord(trainer, "ppo"))
     trainer.train(resume_from_checkpoint=resume)

@@ -14,8 +14,8 @@ from onetrunk.models.build import build_trunk
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams
 from tests.ppo.support import logged, lora, make_trainer, trained_weights
+from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES
-from tests.rollouts.test_turns import Scripted
 from tests.rollouts.test_vllm import assert_sampled_from, shaken
 from tests.rollouts.vllm_episodes import cached_tokens, require_asked, story_trainer
 from tests.tiny import tiny_model

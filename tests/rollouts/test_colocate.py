@@ -19,9 +19,9 @@ from onetrunk.ppo.setup import load_backend
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, RolloutBackend, SamplingParams, VersionedBackend
 from onetrunk.rollouts.episodes import play_in_waves
 from tests.ppo.support import base_model, logged, lora, make_trainer, prompts
+from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import PROMPTS
 from tests.rollouts.stub_engine import install
-from tests.rollouts.test_turns import Scripted
 from tests.rollouts.test_vllm import KEYS, PARAMS, assert_equal, assert_sampled_from, shaken
 from tests.rollouts.vllm_environment import vllm_python
 

@@ -1,7 +1,5 @@
 """Episodes of the local backend against turns that are sampled one by one, without a cache that is kept."""
 
-import random
-import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -16,6 +14,7 @@ from onetrunk.rollouts.decoding import SamplingCall
 from onetrunk.rollouts.local import last_logits_only
 from onetrunk.rollouts.turns import NO_ANSWERS, Continuation
 from tests.models.branches import a_trunk
+from tests.rollouts.scripted import Scripted, observation
 from tests.rollouts.small import MANY_KEYS, PROMPTS, mixed_params, tiny
 
 MANY = PROMPTS * 2
@@ -26,32 +25,6 @@ FAMILIES = ["llama", "gpt2", "gemma3", "qwen2", "hybrid"]
 
 def params_of(longest=40, **changes):
     return replace(mixed_params(temperature=1.3), max_completion_length=longest, **changes)
-
-
-def observation(row, turn, turns=4):
-    """The ids that follow a turn: of other lengths, and other numbers of turns, from row to row."""
-    draw = random.Random(100 * row + turn)
-    return None if turn >= draw.randint(0, turns) else draw.choices(range(14, 60), k=draw.randint(0, 9))
-
-
-class Scripted:
-    """Answers with `observation`: at once, or from another thread after a while, the later rows first."""
-
-    def __init__(self, observation=observation, delay=None):
-        self.observation, self.delay, self.turns = observation, delay, {}
-
-    def begin(self, row, token_ids, stopped):
-        turns = self.turns.setdefault(row, [])
-        ids, future = self.observation(row, len(turns)), Future()
-        turns.append((token_ids, stopped))
-        if self.delay is None:
-            future.set_result(ids)
-        else:
-            threading.Timer(self.delay(row, len(turns)), future.set_result, [ids]).start()
-        return future
-
-    def poll(self):
-        pass
 
 
 def played(model, prompts=MANY, keys=KEYS, params=None, answers=None, **options):

@@ -88,7 +88,8 @@ def test_a_finished_run_without_checkpoints_is_finished_too(there, capsys):
 @pytest.mark.slow
 def test_an_alarm_of_the_yaml_file_ends_a_run_for_good_and_is_its_last_word(there, capsys):
     # No policy over fewer than 22,026 words has 10 nats of entropy: the alarm comes with the second rollout.
-    limits = "alarm_limits: {entropy: 10.0, kl: null}\nalarm_patience: 2\nstop_on_alarm: [entropy, negative_kl]\n"
+    limits = "alarm_limits: {entropy: 10.0, kl: null, cut_off: null}\nalarm_patience: 2\n"
+    limits += "stop_on_alarm: [entropy, negative_kl]\n"
     (there / "ppo.yaml").write_text(limits)
     assert run("ppo", "--config", "ppo.yaml", "--num_rollouts", 3) == 0
     (folder,) = checkpoint_folders("out-ppo")

@@ -30,7 +30,7 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import OWN_COLUMNS, RewardSet
 from onetrunk.rewards.reward import content_of, reward_name
 from onetrunk.rewards.shaping import RunningMoments
-from onetrunk.types import Experience, Pack
+from onetrunk.types import Experience, Pack, Places
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
 from onetrunk.utils.import_path import USER_MODULE
 
@@ -184,7 +184,9 @@ def _rows(record: Any, rows: slice) -> Any:
     changes = {}
     for field in fields(record):
         value = getattr(record, field.name)
-        if is_dataclass(value):
+        if isinstance(value, Places):
+            changes[field.name] = None  # Found anew among these rows.
+        elif is_dataclass(value):
             changes[field.name] = _rows(value, rows)
         elif isinstance(value, Tensor):
             changes[field.name] = value[rows]
