@@ -14,9 +14,9 @@ from onetrunk.rollouts.vllm_requests import Request, checked_completion
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import RetryPolicy
 from tests.ppo.support import base_model, lora, sft_model
+from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import PROMPTS, assert_same, logprobs_of
 from tests.rollouts.stub_vllm import StubVLLM, wait_until
-from tests.rollouts.test_turns import Scripted
 
 PARAMS = SamplingParams(max_completion_length=5, temperature=0.8, stop_token_ids=tuple(range(8, 14)))
 KEYS = [(3, 1, row) for row in range(len(PROMPTS))]

@@ -27,8 +27,8 @@ from tests import learning
 from tests.learning import EOS, FORBIDDEN_BIAS, PAD, TASK_B
 from tests.ppo.support import logged
 from tests.ppo.test_importance_correction import CLIPPED, ESS
+from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES, assert_same, logprobs_of
-from tests.rollouts.test_turns import Scripted
 from tests.rollouts.test_vllm import assert_sampled_from, shaken
 from tests.rollouts.vllm_environment import vllm_python
 from tests.rollouts.vllm_episodes import cached_tokens, require_asked, story_trainer
