@@ -29,6 +29,7 @@ def test_the_core_theorems_hold_with_the_lowest_versions():
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_onetrunk_and_vllm_can_be_installed_in_one_environment():
     versions = dict(line.split("==") for line in resolved(lowest_python(), requirements("vllm")))
     assert versions.keys() >= {"vllm", "transformers", "trl", "peft"}
