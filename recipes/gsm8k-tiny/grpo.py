@@ -1,7 +1,6 @@
 """TRL's GRPOTrainer on what ppo.yaml trains: the same model, prompts, rewards, samples, steps and KL coefficient.
 
-    python recipes/gsm8k-tiny/grpo.py
-    onetrunk eval --config recipes/gsm8k-tiny/eval.yaml --model_name_or_path runs/gsm8k-tiny/grpo --output_dir runs/gsm8k-tiny/eval-grpo
+python recipes/gsm8k-tiny/grpo.py
 """
 
 import argparse
