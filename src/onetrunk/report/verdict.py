@@ -109,7 +109,7 @@ class Facts:
     def findings(self) -> list[str]:
         """The clauses of the verdict."""
         clauses = [] if self.is_over else [self.run.status]
-        clauses += contest_findings(self.run)
+        clauses += contest_clauses(self.run)
         if self.score is not None:
             where = "the score of held-out prompts" if self.score.num_prompts else "the score"
             clauses.append(f"{where} {self.score}{cost_text(self.run)}")
@@ -136,7 +136,8 @@ class Facts:
                 "read the samples; raise learning_rate or num_rollouts, or use a reward that tells completions apart"
             )
         folder = self.run.results.get("model") if self.run.verb == "eval" else self.run.folder
-        return f"onetrunk chat {folder} --compare"
+        is_adapter = self.run.verb == "ppo" or "reference" in self.run.results
+        return f"onetrunk chat {folder}" + " --compare" * is_adapter
 
 
 def verdict_of(run: Run) -> Verdict | None:
@@ -144,7 +145,7 @@ def verdict_of(run: Run) -> Verdict | None:
     if run.verb == "run":
         return pipeline_verdict(stage_runs(run))
     facts = Facts(run, score_change(run), fallen_parts(run), lasting_alarms(run))
-    has_facts = facts.score is not None or facts.lasting or contest_findings(run)
+    has_facts = facts.score is not None or facts.lasting or contest_clauses(run)
     return Verdict(facts.level, facts.findings, facts.advice) if run.verb in TRAINED and has_facts else None
 
 
@@ -187,7 +188,7 @@ def fallen_parts(run: Run) -> dict[str, Change]:
     return {name: change for name, change in changes.items() if change.sign < 0}
 
 
-def contest_findings(run: Run) -> list[str]:
+def contest_clauses(run: Run) -> list[str]:
     """Return who won the comparison of an evaluation, and how many pairs have no verdict."""
     rate = run.results.get("win_rate")
     if not isinstance(rate, dict) or rate.get("discrete_win_rate") is None:

@@ -128,7 +128,7 @@ RULES = {
         "value/explained_variance",
         "the explained variance of the value head",
         "a value head that does no better than a constant: rewards that no state foretells, or too few rollouts yet",
-        "raise rollout_batch_size or value_steps, set value_head to adapter, or use lam 1, which needs no values",
+        "raise rollout_batch_size or value_steps, set value_head to adapter, or use lam 1, whose returns need none",
         range=AT_MOST_0,
         periods=5,
     ),

@@ -15,6 +15,7 @@ import torch
 from transformers import TextStreamer
 
 from onetrunk.data.prompts import encode_prompt
+from onetrunk.models.base_model import stop_token_ids
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import is_adapter, source_file
 from onetrunk.models.trunk import TrunkModel
@@ -53,6 +54,14 @@ class ChatArguments:
             raise ValueError("temperature must be 0 or more, and max_completion_length 1 or more")
 
 
+class PrintableStreamer(TextStreamer):
+    """Prints what a model writes without its control characters."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print a part of an answer."""
+        super().on_finalized_text(printable(text), stream_end)
+
+
 class Chat:
     """A conversation with the policy and, if that is asked for, with the model before training."""
 
@@ -75,7 +84,8 @@ class Chat:
         self.values = load_value_model(args.model, **kwargs) if has_values else None
         model = self.values.model if self.values else build_trunk(args.model, model_init_kwargs=kwargs)
         self.model: TrunkModel = model.to(device).eval()
-        self.stops = [self.tokenizer.eos_token_id, *tokens_of(args.stop_tokens or [], self.tokenizer)]
+        ends = stop_token_ids(self.tokenizer, self.model.get_base_model().generation_config)
+        self.stops = [*ends, *tokens_of(args.stop_tokens or [], self.tokenizer)]
         self.messages: list[dict[str, str]] = []
         if args.compare:
             restore_reference(self.model, args.model, args.revision or "main")
@@ -94,8 +104,8 @@ class Chat:
         ids = torch.tensor([encode_prompt(prompt, self.tokenizer, self.is_chat, {})], device=self.model.device)
         print(f"[{title}] " * bool(title), end="", flush=True)
         temperature = self.args.temperature
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        streamer = PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with self.model.as_role(role):
             output = self.model.generate(
                 input_ids=ids,
@@ -104,6 +114,10 @@ class Chat:
                 max_new_tokens=self.args.max_completion_length,
                 eos_token_id=self.stops,
                 pad_token_id=self.tokenizer.pad_token_id,
+                # As in training: nothing of the base's own generation config.
+                top_k=0,
+                top_p=1.0,
+                repetition_penalty=1.0,
                 **sampling,
             )
         completion_ids = output[0, ids.shape[1] :].tolist()
