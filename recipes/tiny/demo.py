@@ -1,7 +1,7 @@
 """What `make demo` runs: the whole pipeline of this recipe, then what it reached, in one table.
 
-Exit code: 0 if the policy wins clearly over the fine-tuned model and the student agrees with its teacher, 1 if not or
-where a stage failed.
+Exit code: 0 if the policy wins clearly over the fine-tuned model, no part of the rubric fell beyond its noise and the
+student agrees with its teacher, 1 if not or where a stage failed.
 """
 
 import json
@@ -14,12 +14,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from onetrunk.report.verdict import Change
+
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = Path("runs/tiny")
 PIPELINE = "recipes/tiny/pipeline.yaml"
 # The lower end of the interval of the win rate, the student's agreement with its teacher, and the KL in nats.
 LEAST_WIN_RATE, LEAST_AGREEMENT, MOST_KL = 0.5, 0.9, 15.0
 NUM_SAMPLES = 4
+RUBRIC = ("on_task", "polite", "concise", "finished")
 
 
 def read_metrics(stage: str) -> dict:
@@ -47,10 +50,21 @@ def show_samples() -> None:
     Console().print(table)
 
 
+def rubric_changes() -> dict[str, Change]:
+    """Return how each part of the rubric changed, on the same requests."""
+    before, after = read_samples("reference"), read_samples("policy")
+    return {part: Change.of(*([row[f"score/{part}"] for row in rows] for rows in (before, after))) for part in RUBRIC}
+
+
+def text(change: Change) -> str:
+    """Return a change with its interval as a cell."""
+    return f"{change.before:.3f} -> {change.after:.3f}, {change.low:+.3f} to {change.high:+.3f}"
+
+
 def results() -> tuple[Table, list[str]]:
     """Return what every stage reached, and what falls short."""
     reward, distill, evaluation = (read_metrics(stage) for stage in ("reward", "student", "eval"))
-    fidelity, cost = distill["fidelity"], distill["cost"]["teacher_over_student"]
+    fidelity, changes = distill["fidelity"], rubric_changes()
     policy, reference = evaluation["policy"], evaluation["reference"]
     wins = evaluation["win_rate"]
     low, high = wins["discrete_win_rate_interval"]
@@ -58,8 +72,8 @@ def results() -> tuple[Table, list[str]]:
     rows = [
         ("reward model", "held-out pairs ordered as the judge does", f"{reward['held_out']['accuracy']:.1%}"),
         ("student", "held-out pairs ordered as its teacher does", f"{fidelity['agreement']:.1%}"),
-        ("student", "times faster than its teacher", f"{cost['speed']:.1f}x"),
         ("policy", "rubric score before -> after", f"{reference['score/mean']:.3f} -> {policy['score/mean']:.3f}"),
+        *(("policy", f"{part} before -> after, 95% interval of the change", text(c)) for part, c in changes.items()),
         ("policy", "KL to the fine-tuned model, nats per reply", f"{policy['kl/ref']:.1f}"),
         ("policy", "pairs won against it by the judge, 95% interval", won),
         ("policy", "win rate: mean probability of being better", f"{wins['win_rate']:.1%}"),
@@ -70,7 +84,7 @@ def results() -> tuple[Table, list[str]]:
         table.add_column(column)
     for row in rows:
         table.add_row(*row)
-    short = []
+    short = [f"{part} {change}" for part, change in changes.items() if change.sign < 0]
     if low <= LEAST_WIN_RATE:
         short.append(f"the interval of the share of pairs won begins at {low:.1%}, not above {LEAST_WIN_RATE:.0%}")
     if fidelity["agreement"] < LEAST_AGREEMENT:

@@ -35,10 +35,12 @@ REQUESTS = (
 COURTEOUS = ("Certainly", "Of course", "Gladly", "With pleasure")
 PLAIN = ("Yes", "Fine", "Right")
 RUDE = ("Not again", "If I must", "Why me", "What a bore")
-# The chance that a reply of the training data does a thing right.
-RIGHT_WORD, COURTESY, PLAINNESS, FULL_STOP, RAMBLING = 0.6, 0.35, 0.3, 0.5, 0.35
+# The chances of a reply of the training data: of being careful, and what a careful and a careless one do right.
+CARE, RIGHT_WORD = 0.5, {True: 0.95, False: 0.3}
+COURTESY, PLAINNESS, FULL_STOP, RAMBLING = 0.35, 0.3, 0.5, 0.35
 HELD_OUT_SHARE = 0.1
-SHAPE = BaseShape(vocab_size=400, hidden_size=64, num_layers=2, num_heads=4, max_positions=160)
+# Every word is one token and the weights start small, to make it easier to compare a reply with its request.
+SHAPE = BaseShape(vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, max_positions=160, init_scale=0.5)
 ROLES = ("<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -54,17 +56,18 @@ def request(rng: random.Random, task: tuple[str, str, str]) -> str:
 
 
 def reply(rng: random.Random, task: tuple[str, str, str]) -> str:
-    """Return a reply of mixed quality: often on task, courteous, short and finished, and as often not."""
+    """Return a reply of mixed quality: careful, courteous, short and finished, each of them or not."""
     opening = rng.choices((COURTEOUS, PLAIN, RUDE), (COURTESY, PLAINNESS, 1 - COURTESY - PLAINNESS))[0]
-    text = f"{rng.choice(opening)}, {_promise(rng, task)}"
-    while rng.random() < RAMBLING:
-        text += f" and then {_promise(rng, task)}"
+    right_word = RIGHT_WORD[rng.random() < CARE]
+    text = f"{rng.choice(opening)}, {_promise(rng, task, right_word)}"
+    if rng.random() < RAMBLING:
+        text += f" and then {_promise(rng, task, right_word)}"
     return text + ("." if rng.random() < FULL_STOP else "")
 
 
-def _promise(rng: random.Random, task: tuple[str, str, str]) -> str:
+def _promise(rng: random.Random, task: tuple[str, str, str], right_word: float) -> str:
     said = (
-        right if rng.random() < RIGHT_WORD else rng.choice(words)
+        right if rng.random() < right_word else rng.choice(words)
         for right, words in zip(task, (ACTIONS, THINGS, PLACES), strict=True)
     )
     return "I will {} the {} in the {}".format(*said)

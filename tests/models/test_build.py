@@ -1,5 +1,7 @@
 """From what a user hands over to a trunk, from a trunk to files and back; and bases made out of nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import PeftModel, PromptTuningConfig, get_peft_model
@@ -225,6 +227,13 @@ def test_what_was_made_loads_and_fits_together(tmp_path):
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "the lamp"}])["input_ids"]
     assert ids[0] == tokenizer.convert_tokens_to_ids("<|user|>") and ids[-1] == 1
     assert model(torch.tensor([ids])).logits.shape == (1, len(ids), len(tokenizer))
+
+
+def test_a_scale_of_the_start_scales_every_weight(tmp_path):
+    """The draws of a seed are the same, times the spread; norms start at 1."""
+    one, half = (load_base(str(made(tmp_path / str(s), shape=replace(SHAPE, init_scale=s)))) for s in (1.0, 0.5))
+    for before, after in zip(one.parameters(), half.parameters(), strict=True):
+        torch.testing.assert_close(after, before * (0.5 if before.dim() == 2 else 1.0))
 
 
 @pytest.mark.parametrize("text", ["the lamp", " two  spaces\n", "Größe 漢字 🙂", "never-seen: [42]"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.stages.recipes import ROOT, load_recipe_module
 
@@ -44,6 +45,12 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path):
     read = {name: [(tmp_path / name / file).read_bytes() for file in files] for name in "abc"}
     assert read["a"] == read["b"]
     assert all(a != c for a, c in zip(read["a"], read["c"], strict=True))
+
+
+def test_every_word_is_one_token_so_that_reply_and_request_can_be_compared(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(grammar.make_all(tmp_path, num_sft_rows=500) / "base")
+    words = (*grammar.ACTIONS, *grammar.THINGS, *grammar.PLACES)
+    assert {word: len(tokenizer(f" {word}")["input_ids"]) for word in words} == dict.fromkeys(words, 1)
 
 
 def test_held_out_requests_share_no_task_with_the_training_prompts(tmp_path):

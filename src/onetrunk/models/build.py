@@ -230,6 +230,7 @@ class BaseShape:
         vocab_size: most tokens: 256 bytes, the special tokens, and the merges learned from the texts.
         hidden_size: width; an even multiple of num_heads.
         max_positions: most tokens of a prompt with its completion.
+        init_scale: times the spread that keeps the logits of a narrow, untrained model near unit variance.
     """
 
     vocab_size: int = 512
@@ -237,6 +238,7 @@ class BaseShape:
     num_layers: int = 2
     num_heads: int = 4
     max_positions: int = 128
+    init_scale: float = 1.0
 
 
 def make_base(
@@ -269,8 +271,7 @@ def make_base(
         num_key_value_heads=shape.num_heads,
         max_position_embeddings=shape.max_positions,
         tie_word_embeddings=True,
-        # Keeps the logits of a narrow, untrained model near unit variance.
-        initializer_range=shape.hidden_size**-0.5,
+        initializer_range=shape.init_scale * shape.hidden_size**-0.5,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
