@@ -14,7 +14,7 @@ from tests.report.made_runs import write_lines, write_pipeline, write_ppo_run
 RESUME = "the same command with --resume auto continues it"
 
 
-def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, parts=()):
+def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, parts=(), kl=3.0, length=20):
     """Write a PPO run of 20 held-out prompts whose scores are `before` and `after`, give or take 0.1."""
     write_ppo_run(folder, finished)
     log = [{"step": step, "kl/ref": 3.0, **({f"alarm/{alarm}": 1.0} if alarm else {})} for step in range(1, 9)]
@@ -28,6 +28,8 @@ def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, p
     if finished:
         state = {"step": 8, "epoch": 1.0, "ended": ended and f"alarm {ended} at step 6", "files": []}
         (folder / "_finished.json").write_text(json.dumps(state))
+        after = {"score/mean": after, "kl/ref": kl, "completion/length": length}
+        (folder / "metrics.json").write_text(json.dumps({"policy": after}))
     return folder
 
 
@@ -35,6 +37,9 @@ def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, p
     ("settings", "level", "finding", "advice"),
     [
         ({}, "good", "rose from 0.2 to 0.8", "onetrunk chat "),
+        ({"kl": 40.0, "length": 30}, "mixed", "that is far from the reference", "raise beta"),
+        ({"kl": 20.0, "length": 30}, "good", "at a KL of 20.0 nats", "onetrunk chat "),
+        ({"kl": 2.7, "length": 1}, "good", "at a KL of 2.7 nats", "onetrunk chat "),
         ({"after": 0.2}, "mixed", "did not change beyond its noise, from 0.2 to 0.2", "read the samples"),
         ({"after": 0.05}, "bad", "fell from 0.2 to 0.05", "lower learning_rate"),
         ({"parts": {"on_task": -0.2, "polite": 0.1}}, "mixed", "on_task fell from 0.5", "if on_task matters"),

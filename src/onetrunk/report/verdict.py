@@ -19,6 +19,8 @@ GOOD, MIXED, BAD = LEVELS = ("good", "mixed", "bad")
 Z = 1.96
 # The stages whose result is a policy; of several, a pipeline is judged by the last kind.
 TRAINED = ("ppo", "eval")
+# A policy is far from its reference from so many nats per completion and per token on.
+FAR, FAR_PER_TOKEN = 10.0, 1.0
 # Of a reward model: a correlation of scores with lengths, and an agreement with the teacher, that are worth a word.
 LENGTH_BOUND, FAITHFUL = 0.7, 0.9
 # A held-out loss so many times the last training loss means that rows were learnt by heart.
@@ -102,6 +104,13 @@ class Facts:
         return self.run.verb != "ppo" or self.run.status.startswith("finished")
 
     @property
+    def is_far(self) -> bool:
+        """Whether the policy speaks another language than the reference; without beta no alarm sees it."""
+        after = self.run.results.get("policy") or {}
+        kl, length = after.get("kl/ref") or 0.0, after.get("completion/length") or 1.0
+        return kl > max(FAR, FAR_PER_TOKEN * length)
+
+    @property
     def level(self) -> str:
         """One of LEVELS."""
         low, high = _win_interval(self.run)
@@ -109,7 +118,8 @@ class Facts:
         if sign < 0 or high < 0.5 or any(alarm.ended_run for alarm in self.run.alarms()):
             return BAD
         is_won = sign > 0 or low > 0.5
-        return GOOD if is_won and self.is_over and not (self.fallen or self.lasting or _unjudged(self.run)) else MIXED
+        doubts = self.is_far or self.fallen or self.lasting or _unjudged(self.run)
+        return GOOD if is_won and self.is_over and not doubts else MIXED
 
     @property
     def findings(self) -> list[str]:
@@ -119,6 +129,7 @@ class Facts:
         if self.score is not None:
             where = "the score of held-out prompts" if self.score.num_prompts else "the score"
             clauses.append(f"{where} {self.score}{cost_text(self.run)}")
+        clauses += ["that is far from the reference"] if self.is_far else []
         clauses += [f"{name} {change}" for name, change in self.fallen.items()]
         return clauses + [f"alarm {name}" for name in self.lasting]
 
@@ -131,9 +142,11 @@ class Facts:
         if self.lasting:
             rule = RULES.get(self.lasting[0])
             return rule.change if rule else "read the largest gains, and raise beta or correct the reward"
+        if self.is_far and self.level != BAD:
+            return "raise beta or lower learning_rate, and read the samples"
         if _unjudged(self.run):
             return "the same command asks the judge for the missing pairs again"
-        if self.fallen:
+        if self.fallen and self.level != BAD:
             return f"if {next(iter(self.fallen))} matters, give it a weight in reward_weights, or raise beta"
         if self.level == BAD:
             return "lower learning_rate, and read the largest losses"
@@ -153,7 +166,7 @@ def verdict_of(run: Run) -> Verdict | None:
     if run.verb not in TRAINED:
         return groundwork_verdict(run)
     facts = Facts(run, score_change(run), fallen_parts(run), lasting_alarms(run))
-    has_facts = facts.score is not None or facts.lasting or contest_clauses(run)
+    has_facts = facts.score is not None or facts.lasting or contest_clauses(run) or not facts.is_over
     return Verdict(facts.level, facts.findings, facts.advice) if has_facts else None
 
 
@@ -237,8 +250,10 @@ def score_change(run: Run) -> Change | None:
 
 
 def fallen_parts(run: Run) -> dict[str, Change]:
-    """Return the reward functions whose scores fell beyond their noise, by name."""
+    """Return which of several reward functions fell beyond their noise, by name."""
     names = dict.fromkeys(name for row in run.after for name in row if name.startswith("score/"))
+    if len(names) == 1:  # It is the score itself.
+        return {}
     changes = {name.removeprefix("score/"): Change.of(*pairs) for name in names if (pairs := _scored_pairs(run, name))}
     return {name: change for name, change in changes.items() if change.sign < 0}
 
