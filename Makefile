@@ -76,5 +76,5 @@ format: setup ## put imports and formatting in order
 	$(BIN)/ruff format .
 
 docs: setup ## build the documentation as a site, in site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f .mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f .mkdocs.yml
 	@echo "docs: open site/index.html"

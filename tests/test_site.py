@@ -15,18 +15,22 @@ from onetrunk.stages.options.table import SETTINGS_MODULES, VERBS, shown_options
 from tests.stages.recipes import DOCUMENTS
 
 ROOT = Path(__file__).parents[1]
-NO_PAGES = {"src/onetrunk/report/templates/report.md"}
+# A template, and what pytest writes.
+NO_PAGES = {"src/onetrunk/report/templates/report.md", ".pytest_cache/README.md"}
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Return the folder of the built site. A link to no page or to no heading is a warning, and a warning an error."""
+    """Return the folder of the built site.
+
+    A link to no page or to no heading is a warning, and --strict makes it an error, but not together with --quiet.
+    """
     pytest.importorskip("mkdocs", reason="mkdocs is not installed; `make setup` installs it")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", ".mkdocs.yml", "-d", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "-d", str(folder)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -75,6 +75,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         for name in (path, f"{path}/README.md"):
             if files.get_file_from_path(name):
                 return posixpath.relpath(name, folder or ".") + hash_ + anchor
+        if not (ROOT / path).exists():  # MkDocs warns.
+            return link
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"{repository}/{kind}/main/{path}{hash_}{anchor}"
 

@@ -1,4 +1,4 @@
-"""recipes/notebook.ipynb: it is committed without outputs, and in a real kernel it learns and shows one progress bar."""
+"""recipes/notebook.ipynb: committed without outputs; in a real kernel it learns and shows one progress bar."""
 
 import re
 from pathlib import Path
