@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from tqdm import tqdm
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.utils import is_in_notebook
 
 from onetrunk.checkpoints.resume_point import RunTensorBoard
 from onetrunk.ppo.config import PPOConfig
@@ -27,7 +30,25 @@ def _shown(logs: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _line(text: str) -> None:
-    tqdm.write(text, file=sys.stderr)
+    # A notebook shows stderr on red.
+    tqdm.write(text, file=sys.stdout if is_in_notebook() else sys.stderr)
+
+
+class NotebookBar(tqdm):
+    """The bar of a terminal as one display of a notebook; tqdm.notebook needs ipywidgets, or prints every frame."""
+
+    monitor_interval = 0  # No thread may write into the notebook.
+
+    def __init__(self, **settings: Any) -> None:
+        from IPython.display import DisplayHandle
+
+        self.shown = DisplayHandle()
+        self.shown.display({"text/plain": ""}, raw=True)
+        super().__init__(**settings, ascii=False, file=io.StringIO())
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Replace the text of the display."""
+        self.shown.update({"text/plain": str(self)}, raw=True)
 
 
 class RolloutProgress(TrainerCallback):
@@ -36,7 +57,7 @@ class RolloutProgress(TrainerCallback):
     def __init__(self, opening: str | None = None) -> None:
         self.opening = opening
         # Frames of a bar would fill a file.
-        self.has_bar = sys.stderr.isatty() or "ipykernel" in sys.modules
+        self.has_bar = sys.stderr.isatty() or is_in_notebook()
         # Over the optimizer steps of a training.
         self.bar: tqdm | None = None
         self._is_training = False
@@ -47,7 +68,7 @@ class RolloutProgress(TrainerCallback):
 
     def add_to(self, trainer: Trainer) -> None:
         """Replace transformers' own progress bar by this one."""
-        for callback in (ProgressCallback, PrinterCallback):
+        for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(self)
 
@@ -89,7 +110,8 @@ class RolloutProgress(TrainerCallback):
         if self.has_bar:
             # The first step of a rollout takes far longer than the others: only the mean over all predicts the end.
             settings = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, **settings)
+            bar = NotebookBar if is_in_notebook() else tqdm
+            self.bar = bar(total=state.max_steps, initial=state.global_step, **settings)
             self._describe(self._phase)
 
     def on_step_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -121,6 +143,7 @@ class RolloutProgress(TrainerCallback):
     def on_train_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_training = False
         if self.bar is not None:
+            self._describe("over")
             self.bar.close()
             self.bar = None
 
@@ -135,12 +158,15 @@ def _listed(metrics: dict[str, str]) -> str:
 ALARM = "alarm/"
 # Logged in place of one metric per alarm.
 COUNT = "alarm/count"
+# Curves that training and held-out prompts share. TensorBoard gives a colour to each run, so held-out ones are a run
+# of their own, in a folder of this name inside the run's.
+SHARED, HELD_OUT = ("score/mean", "kl/ref", "completion/length"), "held-out"
 # The tab Custom Scalars.
 LAYOUT = {
     "PPO at a glance": {
-        "score": ["Multiline", ["train/score/mean", "eval/score/mean"]],
-        "KL to the reference": ["Multiline", ["train/kl/ref", "eval/kl/ref"]],
-        "completion length": ["Multiline", ["train/completion/length", "eval/completion/length"]],
+        "score": ["Multiline", ["train/score/mean"]],
+        "KL to the reference": ["Multiline", ["train/kl/ref"]],
+        "completion length": ["Multiline", ["train/completion/length"]],
         "seconds per phase": ["Multiline", ["train/time/generate_s", "train/time/score_s", "train/time/update_s"]],
         "alarms that last": ["Multiline", [f"train/{COUNT}"]],
     }
@@ -156,6 +182,7 @@ class PPOTensorBoard(RunTensorBoard):
     def __init__(self, trainer: Trainer):
         super().__init__()
         self.trainer = trainer
+        self.held_out_writer: Any | None = None
         self._num_alarms = 0
 
     def show_rollout(self, scored: ScoredRollout, step: int) -> None:
@@ -189,6 +216,18 @@ class PPOTensorBoard(RunTensorBoard):
         if lasting:
             logs[COUNT] = float(sum(lasting))
         super().on_log(args, state, control, logs=logs, **kwargs)
+        held_out = {name: logs[f"eval_{name}"] for name in SHARED if f"eval_{name}" in logs}
+        if self.tb_writer is not None and held_out:
+            self._show_held_out(held_out, state.global_step)
+
+    def _show_held_out(self, metrics: dict[str, float], step: int) -> None:
+        if self.held_out_writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.held_out_writer = SummaryWriter(log_dir=f"{self.logging_dir}/{HELD_OUT}", purge_step=step)
+        for name, value in metrics.items():
+            self.held_out_writer.add_scalar(f"train/{name}", value, step)
+        self.held_out_writer.flush()
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         raised = self.trainer.alarms.raised
