@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onetrunk.ppo.foreign_names import RENAMED, explain_key
-from onetrunk.stages.options.table import SETTINGS_MODULES, Option, load_options
+from onetrunk.stages.options.table import SETTINGS_MODULES, Option, load_options, shown_options
 from onetrunk.utils.files import parse_json, read_yaml
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, shown
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
@@ -134,7 +134,7 @@ def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _explained(key: str, verb: str) -> str:
-    known = [name for name in load_options(verb) if name not in RENAMED]
+    known = [option.name for option in shown_options(verb)]
     return explain_key(key, known, [other for other in SETTINGS_MODULES if key in load_options(other)])
 
 
