@@ -70,6 +70,7 @@ def test_names_of_trl_are_read_as_ours_also_by_its_parser_and_a_line_says_so(tmp
         "use_vllm": True, "vllm_server_host": "gpu1", "loss_type": "grpo", "use_liger_kernel": True,
     }  # fmt: skip
     if as_words:
+        theirs |= {"output_dir": tmp_path, "use_cpu": True}
         words = [word for name, value in theirs.items() for word in (f"--{name}", str(value))]
         (read,) = TrlParser((PPOConfig,)).parse_args_and_config(
             ["--output_dir", str(tmp_path), "--use_cpu", "true", *words]

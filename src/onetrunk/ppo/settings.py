@@ -446,8 +446,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         " completions; entropy: 0.01 nats per token; repeated_ngrams: 0.5 of the 4-grams; clip_fraction: 0.5 of the"
         " tokens; skipped_steps: 0.8 of the steps; explained_variance: -0.5; useless_values: 0, the same"
         " metric for five times as long; equal_scores: 1e-6, the standard deviation of scores; cut_off: 0.01 of the"
-        " completions end; one_token: 1.5 tokens; no_gradient: 1e-7, its norm; tool_errors: 0.5 of the calls; turn_limit: 0.5 of the episodes. With truncated sampling"
-        " negative_kl and logprob_gap are off, and where rollouts are sampled ahead negative_kl is.",
+        " completions end; one_token: 1.5 tokens; no_gradient: 1e-7, its norm; tool_errors: 0.5 of the calls;"
+        " turn_limit: 0.5 of the episodes. With truncated sampling negative_kl and logprob_gap are off, and where"
+        " rollouts are sampled ahead negative_kl is.",
     )
     alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
     stop_on_alarm: list[str] | None = option(
