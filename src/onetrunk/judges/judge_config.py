@@ -123,8 +123,17 @@ def _judge(specs: Sequence[str], settings: JudgeConfig) -> Judge:
 
         return load_reward_judge(spec.removeprefix(REWARD), device=device, batch_size=settings.judge_batch_size)
     from onetrunk.judges.local import load_causal_judge
+    from onetrunk.models.loading import LoadError
 
-    return load_causal_judge(spec, device=device, batch_size=settings.judge_batch_size)
+    try:
+        return load_causal_judge(spec, device=device, batch_size=settings.judge_batch_size)
+    except LoadError as error:
+        if Path(spec).expanduser().exists():
+            raise
+        raise LoadError(
+            f"the judge {spec} is no model that can be loaded, nor the address of a server, such as"
+            f" http://127.0.0.1:8000/v1#model={Path(spec).name}, whose key judge_api_key_env names ({error})"
+        ) from error
 
 
 def names_a_judge(spec: str) -> bool:

@@ -55,6 +55,7 @@ _RENAMES = {
 _SAMPLER = "sampling here follows the policy itself, or its top_p or top_k; leave it out"
 # Keys without a counterpart, or with one of another meaning.
 REASONS = {
+    "stages": "the file is a pipeline, which onetrunk run FILE runs",
     "min_p": _SAMPLER,
     "repetition_penalty": _SAMPLER,
     "warmup_ratio": "here warmup_steps: a number below 1 is a share of all steps",
