@@ -104,7 +104,7 @@ def test_all_unknown_keys_of_a_file_and_of_the_command_line_are_named_at_once(in
     err = capsys.readouterr().err
     for part in ("line 5: lr: here learning_rate", "line 6: unknown key 'zzz'", "line 7: beta is True (bool)"):
         assert part in err
-    assert "lora_rank: here lora_r" in err and "did you mean 'learning_rate'?" in err
+    assert "unknown key 'lora_rank': did you mean 'lora_r'?" in err and "did you mean 'learning_rate'?" in err
     assert len(err.splitlines()) == 6, "one fault a line"
 
 

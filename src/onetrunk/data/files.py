@@ -17,8 +17,7 @@ from datasets import Dataset, DatasetDict
 
 logger = logging.getLogger(__name__)
 
-# ShareGPT's roles.
-ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "function_call": "assistant", "observation": "tool"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 # Suffix of a file -> the builder of `datasets` that reads it.
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -74,10 +73,10 @@ def _from_sharegpt(rows: Dataset) -> Dataset:
     if not names:
         return rows
 
-    def converted(row: dict[str, Any]) -> dict[str, Any]:
-        return {n: [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in row[n]] for n in names}
+    def message(theirs: dict[str, str]) -> dict[str, str]:
+        return {"role": SHAREGPT_ROLES.get(theirs["from"], theirs["from"]), "content": theirs["value"]}
 
-    rows = rows.map(converted, desc="ShareGPT")
+    rows = rows.map(lambda row: {n: [message(m) for m in row[n]] for n in names}, desc="ShareGPT")
     if "conversations" in names and "messages" not in rows.column_names:
         rows = rows.rename_column("conversations", "messages")
     logger.warning("%d rows in ShareGPT's form (%s): from, value read as role, content", len(rows), ", ".join(names))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -22,33 +22,25 @@ if [int(number) for number in version("transformers").split(".")[:2]] < [5, 23]:
 _RENAMES = {
     theirs: ours
     for ours, names in {
-        "model_name_or_path": "base_model model model_name sft_model_path pretrain",
-        "dtype": "torch_dtype",
-        "lora_r": "r lora_rank",
-        "lora_target_modules": "target_modules",
+        "model_name_or_path": "base_model model pretrain",
+        "lora_r": "r",
         "dataset_name": "dataset data_path",
         "resume_from_checkpoint": "resume",
-        "reward_funcs": "reward_model reward_model_path reward_pretrain reward_fn",
+        "reward_funcs": "reward_model reward_model_path reward_pretrain",
         "learning_rate": "lr",
         "value_learning_rate": "critic_learning_rate",
-        "per_device_train_batch_size": "micro_train_batch_size micro_batch_size",
+        "per_device_train_batch_size": "micro_batch_size",
         "num_generations": "n_samples_per_prompt",
-        "num_ppo_epochs": "ppo_epochs",
-        "num_minibatches": "num_mini_batches",
         "max_completion_length": "max_new_tokens generate_max_len response_length",
-        "max_prompt_length": "prompt_max_len",
         "max_length": "max_seq_length cutoff_len sequence_len",
         "temperature": "temp",
         "beta": "init_kl_coef kl_coef",
         "epsilon": "clip_range eps_clip cliprange",
         "value_clip": "cliprange_value",
-        "value_coef": "vf_coef",
-        "entropy_coef": "ent_coef",
-        "lam": "gae_lambda lambd",
-        "eval_strategy": "evaluation_strategy",
+        "lam": "gae_lambda",
         "run_name": "exp_name",
         "vllm_server_base_url": "vllm_server_host vllm_server_port",
-        "alarm_limits": "alarm_kl alarm_entropy",
+        "alarm_limits": "alarm_entropy",
     }.items()
     for theirs in names.split()
 }
@@ -67,38 +59,16 @@ REASONS = {
 }
 
 
-# Names of TRL's GRPOConfig, and the settings here that a value means; none: it changes nothing for the reason given.
-_TRL_NAMES: dict[str, tuple[Callable[[Any, Any], dict[str, Any]], str]] = {
-    "num_iterations": (lambda value, _: {"num_ppo_epochs": value}, ""),
-    "delta": (lambda value, _: {"dual_clip": value}, ""),
-    "vllm_importance_sampling_cap": (lambda value, _: {"vllm_importance_sampling_clip_max": value}, ""),
-    "steps_per_generation": (
-        lambda value, settings: {"num_minibatches": _share(value, settings, "gradient_accumulation_steps")},
-        "",
-    ),
-    "generation_batch_size": (
-        lambda value, settings: {"rollout_batch_size": _share(value, settings, "num_generations")},
-        "",
-    ),
-    "mask_truncated_completions": (
-        lambda value, _: {"truncated_completions": "mask"} if value else {},
-        "completions that are cut off count, as truncated_completions says",
-    ),
-    "importance_sampling_level": (
-        lambda value, _: {"ratio_unit": "turn"} if value == "sequence" else {},
-        "each token has its ratio (ratio_unit)",
-    ),
-    "scale_rewards": (
-        lambda value, _: {"whiten_advantages": False} if str(value).lower() in ("none", "false") else {},
-        "advantages are scaled over the rollout (whiten_advantages)",
-    ),
-    "loss_type": (lambda value, _: _normalised(value), "the loss is a mean over the tokens of the optimizer step"),
-    "vllm_server_host": (lambda _, settings: _server(settings), "use_vllm is not set"),
-    "vllm_server_port": (lambda _, settings: _server(settings), "use_vllm is not set"),
-}
-_TRL_NAMES |= {
-    name: (lambda *_: {}, reason)
+# Names of TRL's GRPOConfig that are read, and why a value changes nothing here, where it may be so.
+_TRL_NAMES = {
+    name: reason
     for reason, names in {
+        "": "num_iterations delta vllm_importance_sampling_cap steps_per_generation generation_batch_size",
+        "completions that are cut off count, as truncated_completions says": "mask_truncated_completions",
+        "each token has its ratio (ratio_unit)": "importance_sampling_level",
+        "advantages are scaled over the rollout (whiten_advantages)": "scale_rewards",
+        "use_vllm is not set": "vllm_server_host vllm_server_port",
+        "the loss is a mean over the tokens of the optimizer step": "loss_type",
         "dropout is off": "disable_dropout",
         "the sampler has a cache of its own and drops rows that have ended": "use_transformers_continuous_batching"
         " transformers_continuous_batching_config use_transformers_paged cache_implementation",
@@ -115,33 +85,30 @@ _TRL_NAMES |= {
 }
 
 
-def read_trl_names(settings: Any) -> list[str]:
-    """Set what settings under TRL's names mean here, clear them, and return a line about each.
-
-    Raises:
-        ValueError: another objective, a remainder, or a setting that has another value under our name.
-    """
-    lines = []
-    for name, (meaning, reason) in _TRL_NAMES.items():
-        value = getattr(settings, name, None)
-        if value is None:
-            continue
-        ours = meaning(value, settings)
-        for key, meant in ours.items():
-            present, default = getattr(settings, key), type(settings).__dataclass_fields__[key].default
-            if present not in (default, meant):
-                raise ValueError(f"{name} {value} is {key} {meant} here, and {key} is {present}; keep one of them")
-            setattr(settings, key, meant)
-        said = "read as " + ", ".join(f"{key} {meant}" for key, meant in ours.items())
-        lines.append(f"{name} {value}: " + (said if ours else f"no effect here, {reason}"))
-    vars(settings).update(dict.fromkeys(_TRL_NAMES) if lines else {})
-    return lines
-
-
-def _normalised(loss_type: str) -> dict[str, Any]:
-    # These differ in the normalisation of PPO's loss only.
-    if loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo"):
-        raise ValueError(f"loss_type {loss_type} is another objective than PPO's; override PPOTrainer.compute_loss")
+def _meaning(name: str, value: Any, settings: Any) -> dict[str, Any]:
+    """Return the settings here that a value under a name of TRL's means; none: it changes nothing."""
+    match name:
+        case "num_iterations":
+            return {"num_ppo_epochs": value}
+        case "delta":
+            return {"dual_clip": value}
+        case "vllm_importance_sampling_cap":
+            return {"vllm_importance_sampling_clip_max": value}
+        case "steps_per_generation":
+            return {"num_minibatches": _share(value, settings, "gradient_accumulation_steps")}
+        case "generation_batch_size":
+            return {"rollout_batch_size": _share(value, settings, "num_generations")}
+        case "mask_truncated_completions" if value:
+            return {"truncated_completions": "mask"}
+        case "importance_sampling_level" if value != "token":
+            return {"ratio_unit": {"sequence": "turn"}.get(value, value)}
+        case "scale_rewards" if str(value).lower() in ("none", "false"):
+            return {"whiten_advantages": False}
+        case "vllm_server_host" | "vllm_server_port" if settings.use_vllm:
+            host, port = settings.vllm_server_host or "127.0.0.1", settings.vllm_server_port or 8000
+            return {"vllm_server_base_url": [f"http://{host}:{port}"]}
+        case "loss_type" if value not in ("grpo", "bnpo", "dr_grpo", "dapo"):  # These differ in normalisation only.
+            raise ValueError(f"loss_type {value} is another objective than PPO's; override PPOTrainer.compute_loss")
     return {}
 
 
@@ -152,9 +119,27 @@ def _share(value: int, settings: Any, name: str) -> int:
     return value // parts
 
 
-def _server(settings: Any) -> dict[str, Any]:
-    host, port = settings.vllm_server_host or "127.0.0.1", settings.vllm_server_port or 8000
-    return {"vllm_server_base_url": [f"http://{host}:{port}"]} if settings.use_vllm else {}
+def read_trl_names(settings: Any) -> list[str]:
+    """Set what settings under TRL's names mean here, clear them, and return a line about each.
+
+    Raises:
+        ValueError: another objective, a remainder, or a setting that has another value under our name.
+    """
+    lines = []
+    for name, reason in _TRL_NAMES.items():
+        value = getattr(settings, name, None)
+        if value is None:
+            continue
+        ours = _meaning(name, value, settings)
+        for key, meant in ours.items():
+            present, default = getattr(settings, key), type(settings).__dataclass_fields__[key].default
+            if present not in (default, meant):
+                raise ValueError(f"{name} {value} is {key} {meant} here, and {key} is {present}; keep one of them")
+            setattr(settings, key, meant)
+        said = "read as " + ", ".join(f"{key} {meant}" for key, meant in ours.items())
+        lines.append(f"{name} {value}: " + (said if ours else f"no effect here, {reason}"))
+    vars(settings).update(dict.fromkeys(_TRL_NAMES) if lines else {})
+    return lines
 
 
 def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> str:

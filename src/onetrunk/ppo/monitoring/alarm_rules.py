@@ -160,7 +160,7 @@ RULES = {
     "no_gradient": Rule(
         1e-7,
         "policy/gradient_norm",
-        "the largest norm of the policy's gradient in a rollout",
+        "the largest norm of the gradient in a rollout",
         "advantages that are all 0, completions that are all masked, or an adapter that no loss reaches",
         "look at score/std, set truncated_completions to terminal, and check lora_target_modules and adapter_layers",
         range=AT_LEAST_0,
