@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from tqdm import tqdm
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.utils import is_in_notebook
 
 from onetrunk.checkpoints.resume_point import RunTensorBoard
 from onetrunk.ppo.config import PPOConfig
@@ -27,7 +30,25 @@ def _shown(logs: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _line(text: str) -> None:
-    tqdm.write(text, file=sys.stderr)
+    # A notebook shows stderr on red.
+    tqdm.write(text, file=sys.stdout if is_in_notebook() else sys.stderr)
+
+
+class NotebookBar(tqdm):
+    """The bar of a terminal as one display of a notebook; tqdm.notebook needs ipywidgets, or prints every frame."""
+
+    monitor_interval = 0  # No thread may write into the notebook.
+
+    def __init__(self, **settings: Any) -> None:
+        from IPython.display import DisplayHandle
+
+        self.shown = DisplayHandle()
+        self.shown.display({"text/plain": ""}, raw=True)
+        super().__init__(**settings, ascii=False, file=io.StringIO())
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Replace the text of the display."""
+        self.shown.update({"text/plain": str(self)}, raw=True)
 
 
 class RolloutProgress(TrainerCallback):
@@ -36,7 +57,7 @@ class RolloutProgress(TrainerCallback):
     def __init__(self, opening: str | None = None) -> None:
         self.opening = opening
         # Frames of a bar would fill a file.
-        self.has_bar = sys.stderr.isatty() or "ipykernel" in sys.modules
+        self.has_bar = sys.stderr.isatty() or is_in_notebook()
         # Over the optimizer steps of a training.
         self.bar: tqdm | None = None
         self._is_training = False
@@ -47,7 +68,7 @@ class RolloutProgress(TrainerCallback):
 
     def add_to(self, trainer: Trainer) -> None:
         """Replace transformers' own progress bar by this one."""
-        for callback in (ProgressCallback, PrinterCallback):
+        for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(self)
 
@@ -89,7 +110,8 @@ class RolloutProgress(TrainerCallback):
         if self.has_bar:
             # The first step of a rollout takes far longer than the others: only the mean over all predicts the end.
             settings = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, **settings)
+            bar = NotebookBar if is_in_notebook() else tqdm
+            self.bar = bar(total=state.max_steps, initial=state.global_step, **settings)
             self._describe(self._phase)
 
     def on_step_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -121,6 +143,7 @@ class RolloutProgress(TrainerCallback):
     def on_train_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_training = False
         if self.bar is not None:
+            self._describe("over")
             self.bar.close()
             self.bar = None
 
