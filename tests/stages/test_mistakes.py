@@ -30,7 +30,7 @@ MISTAKES = [
     (OK, "min_p: 0.1\n", "its top_p or top_k; leave it out", 2),
     (OK, "loss_type: cispo\n", "loss_type cispo is another objective than PPO's", 2),
     (OK, "lora_target_modules: q_proj, v_proj\n", "line 5: lora_target_modules: 'q_proj, v_proj' is one text", 2),
-    (OK, "reward_weights: 1, 2\n", "line 5: reward_weights is '1, 2'; expected list", 2),
+    (OK, "reward_weights: 1, 2\n", "'1, 2' is one text; write several as 1 2 on the command line", 2),
     (f"{OK} --report_to tensorboard,wandb", "", "write several as tensorboard wandb on the command line", 2),
     (OK, "resume_from_checkpoint: ${NO_SUCH}/a\n", "good.yaml: '${NO_SUCH}/a' names ${NO_SUCH}, which is not set", 2),
     (OK, "run_name: ${HF_TOKEN}\n", "which is not set or a secret", 2),

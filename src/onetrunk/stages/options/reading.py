@@ -83,6 +83,7 @@ def _reader(option: Option) -> Callable[[str], Any]:
     number = float if "float" in kinds else int
 
     def read(text: str) -> Any:
+        text = _one_text(text) if "list" in option.kinds else text
         return None if "NoneType" in option.kinds and text.lower() in ("none", "null") else number(text)
 
     read.__name__ = number.__name__  # argparse names it in its messages.
