@@ -158,12 +158,15 @@ def _listed(metrics: dict[str, str]) -> str:
 ALARM = "alarm/"
 # Logged in place of one metric per alarm.
 COUNT = "alarm/count"
+# Curves that training and held-out prompts share. TensorBoard gives a colour to each run, so held-out ones are a run
+# of their own, in a folder of this name inside the run's.
+SHARED, HELD_OUT = ("score/mean", "kl/ref", "completion/length"), "held-out"
 # The tab Custom Scalars.
 LAYOUT = {
     "PPO at a glance": {
-        "score": ["Multiline", ["train/score/mean", "eval/score/mean"]],
-        "KL to the reference": ["Multiline", ["train/kl/ref", "eval/kl/ref"]],
-        "completion length": ["Multiline", ["train/completion/length", "eval/completion/length"]],
+        "score": ["Multiline", ["train/score/mean"]],
+        "KL to the reference": ["Multiline", ["train/kl/ref"]],
+        "completion length": ["Multiline", ["train/completion/length"]],
         "seconds per phase": ["Multiline", ["train/time/generate_s", "train/time/score_s", "train/time/update_s"]],
         "alarms that last": ["Multiline", [f"train/{COUNT}"]],
     }
@@ -179,6 +182,7 @@ class PPOTensorBoard(RunTensorBoard):
     def __init__(self, trainer: Trainer):
         super().__init__()
         self.trainer = trainer
+        self.held_out_writer: Any | None = None
         self._num_alarms = 0
 
     def show_rollout(self, scored: ScoredRollout, step: int) -> None:
@@ -212,6 +216,18 @@ class PPOTensorBoard(RunTensorBoard):
         if lasting:
             logs[COUNT] = float(sum(lasting))
         super().on_log(args, state, control, logs=logs, **kwargs)
+        held_out = {name: logs[f"eval_{name}"] for name in SHARED if f"eval_{name}" in logs}
+        if self.tb_writer is not None and held_out:
+            self._show_held_out(held_out, state.global_step)
+
+    def _show_held_out(self, metrics: dict[str, float], step: int) -> None:
+        if self.held_out_writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.held_out_writer = SummaryWriter(log_dir=f"{self.logging_dir}/{HELD_OUT}", purge_step=step)
+        for name, value in metrics.items():
+            self.held_out_writer.add_scalar(f"train/{name}", value, step)
+        self.held_out_writer.flush()
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         raised = self.trainer.alarms.raised

@@ -37,7 +37,6 @@ from onetrunk.stages.prefs.output import (
     pushed_files,
     rows_path,
     statistics_path,
-    warnings_of,
     write_report,
 )
 from onetrunk.stages.prefs.sampling import (
@@ -86,8 +85,6 @@ def run(
     else:
         with held_folder(folder, args.part.suffix()):
             result = make(args, judge_settings, prices, model_args, folder)
-    for warning in warnings_of(result.statistics):
-        print(f"prefs: {warning}")
     print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
     if args.part.count == 1:
         say_how(folder, "prefs")
