@@ -128,12 +128,7 @@ def _judge(specs: Sequence[str], settings: JudgeConfig) -> Judge:
     try:
         return load_causal_judge(spec, device=device, batch_size=settings.judge_batch_size)
     except LoadError as error:
-        if Path(spec).expanduser().exists():
-            raise
-        raise LoadError(
-            f"the judge {spec} is no model that can be loaded, nor the address of a server, such as"
-            f" http://127.0.0.1:8000/v1#model={Path(spec).name}, whose key judge_api_key_env names ({error})"
-        ) from error
+        raise LoadError(f"judge: {error}. One on a server is written http://HOST:PORT/v1#model={spec}") from error
 
 
 def names_a_judge(spec: str) -> bool:

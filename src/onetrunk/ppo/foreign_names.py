@@ -160,7 +160,6 @@ def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> s
 
 def explain_unknown_keys(config_class: type, keys: dict[str, Any]) -> str | None:
     """Return an explanation of the keys that `config_class` does not have, None if it has all."""
-    fields = {f.name: f.default for f in dataclasses.fields(config_class) if f.init}
-    known = [name for name in fields if name != "trust_remote_code"]
-    unknown = [key for key in keys if key not in known and not (key in fields and keys[key] == fields[key])]
+    known = [f.name for f in dataclasses.fields(config_class) if f.init]
+    unknown = [key for key in keys if key not in known]
     return "; ".join(explain_key(key, known) for key in unknown) or None

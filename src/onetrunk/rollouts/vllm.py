@@ -246,10 +246,7 @@ class VLLMBackend:
                         " terminal (onetrunk serve --help), or correct vllm_server_base_url"
                     )
                 if not is_told:
-                    logger.warning(
-                        "waiting up to %.0f s for the %s; onetrunk serve MODEL --port PORT starts one",
-                        *(self.wait_s, server),
-                    )
+                    logger.warning("waiting up to %.0f s for the %s (onetrunk serve MODEL)", self.wait_s, server)
                     is_told = True
                 await asyncio.sleep(self.policy.first_delay_s)
 
