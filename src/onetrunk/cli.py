@@ -30,6 +30,15 @@ Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml script
 ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 failed,
 2 wrong usage, 130 interrupted, 143 terminated."""
 
+_PAIRS = "preferences train a reward model here (reward), and a policy by it (ppo)"
+# Verbs of other tools, and what does their work here.
+OTHER_VERBS = {
+    **dict.fromkeys(("grpo", "rloo", "online_dpo"), "the trainer here is ppo, which takes their settings"),
+    **dict.fromkeys(("dpo", "kto", "orpo", "rm"), _PAIRS),
+    "train": "one stage is sft, reward or ppo, and a chain of them is run",
+    "generate": "talk to a model with chat, measure it with eval, or sample pairs with prefs",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage of a verb; return the exit code."""
@@ -67,6 +76,9 @@ def _without_stage(words: Sequence[str]) -> int | None:
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(VERBS)}"
+        hint = OTHER_VERBS.get(verb, hint)
+        if verb.startswith("-") or verb.endswith((".yaml", ".yml")):
+            hint = "the verb comes first: onetrunk ppo --config FILE"
         print(f"error: unknown verb {verb!r}: {hint}", file=sys.stderr)
         return 2
     return None

@@ -203,8 +203,9 @@ class PPODataArguments(EpisodeArguments, TrainingDataArguments):
 
     reward_funcs: list[str] | None = option(
         None,
-        "package.module.function, path/to/file.py:function, a reward model's folder or Hub name (an adapter on the"
-        " policy's own base is a branch of its trunk), prm:NAME for a process reward model, a server's address,"
+        "package.module.function, path/to/file.py:function, one of TRL's such as think_format_reward, a reward model's"
+        " folder or Hub name (an adapter on the policy's own base is a branch of its trunk), prm:NAME for a process"
+        " reward model, a server's address,"
         " http://host:port/classify#model=NAME, or with a judge the word judge, its rating; one or several.",
     )
 
