@@ -243,7 +243,7 @@ class VLLMBackend:
                 if time.monotonic() - began > self.wait_s:
                     raise RuntimeError(
                         f"{server}: not ready after {self.wait_s:.0f} s (vllm_server_timeout); start it in another"
-                        " terminal (onetrunk serve --help), or correct vllm_server_base_url"
+                        " terminal (onetrunk serve MODEL --port PORT), or correct vllm_server_base_url"
                     )
                 if not is_told:
                     logger.warning("waiting up to %.0f s for the %s (onetrunk serve MODEL)", self.wait_s, server)
