@@ -114,7 +114,7 @@ def test_sft_takes_bfloat16_only_where_an_accelerator_has_it(tmp_path):
 def test_help_lists_the_options(capsys, verb):
     assert cli.main([verb, "--help"]) == 0
     own = {"run": "--until", "serve": "--max_lora_rank", "config": "distill"}
-    own |= {"report": "--output_dir", "recipes": "list|copy", "merge": "--dtype", "chat": "--compare"}
+    own |= {"report": "--output_dir", "recipes": "list|copy", "export": "--dtype", "chat": "--compare"}
     own |= {"plan": "--hardware_file"}
     assert own.get(verb, "dataset_columns") in capsys.readouterr().out
 

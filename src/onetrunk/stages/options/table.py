@@ -30,7 +30,7 @@ VERBS = {
     "run": "run several of these in a row, resumably",
     "plan": "memory, time and cost of a PPO run, and the best plan for some hardware, before it is paid for",
     "report": "write a page about how a run, several runs or a pipeline went",
-    "merge": "add an adapter to its base: one model, for tools that do not load adapters",
+    "export": "make a result ready for other tools: merged, vllm, gguf or ollama",
     "chat": "talk to a model or an adapter, also next to the model before training",
     "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
     "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
@@ -47,7 +47,7 @@ SETTINGS_MODULES = {
     "ppo": "onetrunk.stages.ppo",
     "eval": "onetrunk.stages.eval",
     "serve": "onetrunk.stages.tools.serve",
-    "merge": "onetrunk.stages.tools.merge",
+    "export": "onetrunk.stages.tools.export",
     "chat": "onetrunk.stages.tools.chat",
 }
 # Verbs whose command line is parsed by `options/words.py`.
