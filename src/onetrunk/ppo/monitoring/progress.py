@@ -1,4 +1,4 @@
-"""Progress of a run: a bar in a terminal or notebook, a line per rollout elsewhere; and TensorBoard."""
+"""Progress of a run: a bar in a terminal or notebook, a line per rollout or log elsewhere; and TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.utils import is_in_notebook
 
@@ -21,12 +21,10 @@ from onetrunk.ppo.evaluation import score_text, short_text, shown_completion, wh
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.utils.redaction import redact
 
-SHOWN = {"score": "score/mean", "kl": "kl/ref", "length": "completion/length"}
-SHOWN |= {"tokens/s": "throughput/completion_tokens_per_s"}
-
-
-def _shown(logs: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    return {short: f"{logs[prefix + name]:.3g}" for short, name in SHOWN.items() if prefix + name in logs}
+# A name in a line of progress -> the metric. A line is written for logs that have the first one.
+OF_STEPS = {"loss": "loss", "accuracy": "pairs/accuracy", "token accuracy": "mean_token_accuracy"}
+OF_ROLLOUTS = {"score": "score/mean", "kl": "kl/ref", "length": "completion/length"}
+OF_ROLLOUTS |= {"tokens/s": "throughput/completion_tokens_per_s"}
 
 
 def _line(text: str) -> None:
@@ -51,8 +49,10 @@ class NotebookBar(tqdm):
         self.shown.update({"text/plain": str(self)}, raw=True)
 
 
-class RolloutProgress(TrainerCallback):
-    """Shows how far a run is: its rollout, what it does in it, the metrics that matter, and the time left."""
+class StepProgress(TrainerCallback):
+    """Shows how far a training is, in a bar or in lines: its steps, the metrics that matter, and the time left."""
+
+    shown = OF_STEPS
 
     def __init__(self, opening: str | None = None) -> None:
         self.opening = opening
@@ -61,16 +61,76 @@ class RolloutProgress(TrainerCallback):
         # Over the optimizer steps of a training.
         self.bar: tqdm | None = None
         self._is_training = False
-        self._phase, self._num_sampled = "generating", 0
         self._metrics: dict[str, str] = {}
-        self._rollout = self._total_rollouts = self._first_step = 0
-        self._begun = 0.0
+        self._first_step, self._begun = 0, 0.0
 
     def add_to(self, trainer: Trainer) -> None:
         """Replace transformers' own progress bar by this one."""
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(self)
+
+    def _describe(self, work: str) -> None:
+        """Say in the bar what the run does."""
+
+    def _place(self, args: TrainingArguments, state: TrainerState) -> str:
+        return f"step {state.global_step}/{state.max_steps}"
+
+    def _shown(self, logs: dict[str, Any], prefix: str = "") -> dict[str, str]:
+        return {short: f"{logs[prefix + name]:.3g}" for short, name in self.shown.items() if prefix + name in logs}
+
+    # --- events of the training loop --------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self.opening:
+            _line(self.opening)
+        self._is_training, self._metrics = True, {}
+        self._first_step, self._begun = state.global_step, time.monotonic()
+        if self.has_bar:
+            # The first step of a rollout takes far longer than the others: only the mean over all predicts the end.
+            settings = {"unit": "step", "dynamic_ncols": True, "smoothing": 0, "disable": False}
+            bar = NotebookBar if is_in_notebook() else tqdm
+            self.bar = bar(total=state.max_steps, initial=state.global_step, **settings)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs.get("logs") or {}
+        if not state.is_world_process_zero:
+            return
+        first, measured, evaluated = next(iter(self.shown)), self._shown(logs), self._shown(logs, "eval_")
+        self._metrics |= measured
+        if self.bar is not None:
+            values = {f"eval_{first}": evaluated[first]} if first in evaluated else {}
+            self.bar.set_postfix(self._metrics | values)
+        elif not self.has_bar and evaluated:
+            _line(f"evaluation at step {state.global_step}: {_listed(evaluated)}")
+        elif not self.has_bar and first in measured and self._is_training:
+            per_step = (time.monotonic() - self._begun) / max(1, state.global_step - self._first_step)
+            left = tqdm.format_interval(per_step * (state.max_steps - state.global_step))
+            _line(f"{self._place(args, state)}: {_listed(measured)}; {left} left")
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        self._is_training = False
+        if self.bar is not None:
+            self._describe("over")
+            self.bar.close()
+            self.bar = None
+
+
+class RolloutProgress(StepProgress):
+    """Shows which rollout a PPO run is in, and what it does in it."""
+
+    shown = OF_ROLLOUTS
+
+    def __init__(self, opening: str | None = None) -> None:
+        super().__init__(opening)
+        self._phase, self._num_sampled = "generating", 0
+        self._rollout = self._total_rollouts = 0
 
     @contextlib.contextmanager
     def phase(self, name: str, is_shown: bool) -> Iterator[None]:
@@ -96,56 +156,22 @@ class RolloutProgress(TrainerCallback):
             number = min(self._rollout + 1, self._total_rollouts)
             self.bar.set_description(f"rollout {number}/{self._total_rollouts}: {work}")
 
-    # --- events of the training loop --------------------------------------------------------------------------------
+    def _place(self, args: PPOConfig, state: TrainerState) -> str:
+        return f"rollout {math.ceil(state.global_step / args.slots_per_rollout)}/{self._total_rollouts}"
 
     def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        if self.opening:
-            _line(self.opening)
-        self._is_training, self._metrics = True, {}
         self._total_rollouts = math.ceil(state.max_steps / args.slots_per_rollout)
-        self._rollout, self._first_step = state.global_step // args.slots_per_rollout, state.global_step
-        self._begun = time.monotonic()
-        if self.has_bar:
-            # The first step of a rollout takes far longer than the others: only the mean over all predicts the end.
-            settings = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
-            bar = NotebookBar if is_in_notebook() else tqdm
-            self.bar = bar(total=state.max_steps, initial=state.global_step, **settings)
-            self._describe(self._phase)
+        self._rollout = state.global_step // args.slots_per_rollout
+        super().on_train_begin(args, state, control, **kwargs)
+        self._describe(self._phase)
 
     def on_step_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._describe("updating")
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._rollout = state.global_step // args.slots_per_rollout
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
-            self._describe(self._phase)
-
-    def on_log(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        logs = kwargs.get("logs") or {}
-        if not state.is_world_process_zero:
-            return
-        measured, evaluated = _shown(logs), _shown(logs, "eval_")
-        self._metrics |= measured
-        if self.bar is not None:
-            scores = {"eval_score": evaluated["score"]} if "score" in evaluated else {}
-            self.bar.set_postfix(self._metrics | scores)
-        elif not self.has_bar and evaluated:
-            _line(f"evaluation at step {state.global_step}: {_listed(evaluated)}")
-        elif not self.has_bar and "score" in measured and self._is_training:
-            number = math.ceil(state.global_step / args.slots_per_rollout)
-            per_step = (time.monotonic() - self._begun) / max(1, state.global_step - self._first_step)
-            left = per_step * (state.max_steps - state.global_step)
-            _line(f"rollout {number}/{self._total_rollouts}: {_listed(measured)}; {tqdm.format_interval(left)} left")
-
-    def on_train_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._is_training = False
-        if self.bar is not None:
-            self._describe("over")
-            self.bar.close()
-            self.bar = None
+        super().on_step_end(args, state, control, **kwargs)
+        self._describe(self._phase)
 
 
 def _listed(metrics: dict[str, str]) -> str:

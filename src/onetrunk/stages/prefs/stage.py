@@ -18,8 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.feedback.asking import Asker, StopFlag, check_judges, chunked, overlapped
 from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
@@ -48,6 +46,7 @@ from onetrunk.stages.prefs.sampling import (
     sampling_servers,
 )
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
+from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import delete_temporaries, held_folder, read_json, require_output_dir
 
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
@@ -242,7 +241,7 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
     args, num_rows = flow.args, 0
     path = rows_path(folder, args.mode, args.part)
     total = source.total if args.limit is None or source.total is None else min(args.limit, source.total)
-    bar = tqdm(total=total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
+    bar = WorkBar(total=total, desc="prefs", unit="prompt")
     with bar, rows_file(path) as write:
 
         def consume(product: Product) -> None:
