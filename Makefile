@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@rm -f $(VENV)/.installed-torch-*
 	@touch $@
-	@echo "setup: done; commands are in $(BIN)"
+	@echo "setup: done; next: source $(BIN)/activate"
 
 demo: setup ## train a tiny model by PPO on this machine's CPU and show what it learned
 	$(QUIET_ENV) $(BIN)/python recipes/tiny/demo.py
