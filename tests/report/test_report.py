@@ -171,7 +171,7 @@ def test_the_command_says_where_the_page_is_and_what_is_wrong_with_its_arguments
     folder = write_ppo_run(tmp_path / "run")
     assert cli.main(["report", str(folder), "--output_dir", str(tmp_path / "out")]) == 0
     assert f"report: wrote {tmp_path}/out/report.html" in capsys.readouterr().out
-    assert cli.main(["report", str(tmp_path / "absent")]) == 1
+    assert cli.main(["report", str(tmp_path / "absent")]) == 2
     assert "absent is no folder" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "holds no run: there is no _report/log.jsonl" in capsys.readouterr().err

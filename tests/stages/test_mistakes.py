@@ -129,7 +129,11 @@ sys.exit(f"imported {heavy}" if heavy else code)
 """
 
 
-@pytest.mark.parametrize("typed", ["--help", "sft --help all", f"{OK} --lr 3", "ppo --config absent.yaml"])
+@pytest.mark.parametrize(
+    "typed",
+    ["--help", "sft --help all", f"{OK} --lr 3", "ppo --config absent.yaml", "report nope"]
+    + ["export nope --output_dir x", "serve runs/nope", "chat ./nope"],
+)
 def test_help_and_mistakes_take_under_a_second_and_a_half_of_processor_time(in_folder, typed):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

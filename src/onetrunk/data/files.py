@@ -15,19 +15,13 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict
 
+from onetrunk.utils.files import looks_like_path
+
 logger = logging.getLogger(__name__)
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 # Suffix of a file -> the builder of `datasets` that reads it.
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-
-
-def looks_like_path(name: str) -> bool:
-    """Return whether a name that does not exist here was meant as a path, not as a dataset on the Hub."""
-    if name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix in BUILDERS:
-        return True
-    # A dataset on the Hub is named "owner/name", so one separator does not make a path.
-    return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
 def load_rows(
@@ -99,7 +93,7 @@ def dataset_builder(name: str, config_name: str | None, **settings: Any) -> data
         raise ValueError(f"{name} does not end in one of {', '.join(BUILDERS)}; give such a file, or *.jsonl")
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"{path} is empty; give a file with at least one row")
-    is_path = names_files or path.is_dir() or looks_like_path(name)
+    is_path = names_files or path.is_dir() or looks_like_path(name, BUILDERS)
     try:
         if names_files:
             files = {"train": name if "://" in name else str(path)}

@@ -159,10 +159,7 @@ def trainer_command(launch: Launch, file: str) -> str:
         processes += f"--main_process_ip {address} --main_process_port {port} "
         processes += '--machine_rank "$NODE_RANK" ' if file == "launch.sh" else ""
     config = shlex.quote(f"{launch.folder}/accelerate.yaml")
-    return (
-        f"accelerate launch --config_file {config} {processes}--rdzv_backend c10d --max_restarts 3 scripts/ppo.py"
-        f" {words}"
-    )
+    return f"onetrunk ppo --accelerate_config {config} {processes}--rdzv_backend c10d --max_restarts 3 {words}"
 
 
 def server_command(launch: Launch) -> str:

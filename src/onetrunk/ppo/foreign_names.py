@@ -45,6 +45,7 @@ _RENAMES = {
     for theirs in names.split()
 }
 _SAMPLER = "sampling here follows the policy itself, or its top_p or top_k; leave it out"
+_LAUNCH = "the launch decides, on the command line of sft, reward, distill, ppo and eval only:"
 # Keys without a counterpart, or with one of another meaning.
 REASONS = {
     "stages": "the file is a pipeline, which onetrunk run FILE runs",
@@ -54,7 +55,8 @@ REASONS = {
     "total_episodes": "here num_rollouts (rollouts of rollout_batch_size prompts), or num_train_epochs",
     "ref_model": "the reference is the frozen base, or a copy of the adapter that PPO starts from; leave it out",
     "tokenizer": "the tokenizer is that of model_name_or_path; leave it out",
-    "num_processes": "the launch decides: accelerate launch --num_processes N scripts/STAGE.py ...",
+    "num_processes": f"{_LAUNCH} --num_processes 8",
+    "accelerate_config": f"{_LAUNCH} --accelerate_config fsdp2",
     "trust_remote_code": "pass model_init_kwargs: {trust_remote_code: true, revision: <commit>}",
 }
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from onetrunk.ppo.foreign_names import RENAMED, explain_key
 from onetrunk.stages.options.table import SETTINGS_MODULES, Option, load_options, shown_options
-from onetrunk.utils.files import parse_json, read_yaml
+from onetrunk.utils.files import looks_like_path, parse_json, read_yaml
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, shown
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
 
@@ -25,7 +25,7 @@ RESUME = "resume_from_checkpoint"
 # Of ppo; not an option, because a YAML file cannot have it.
 DRY_RUN = ("--dry_run", "--dry-run")
 # Verbs whose first word may be the value of an option -> that option.
-FIRST_WORDS = {"serve": "model", "merge": "adapter", "chat": "model"}
+FIRST_WORDS = {"serve": "model", "export": "model", "chat": "model"}
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
@@ -58,16 +58,16 @@ def make_parser(options: Iterable[Option]) -> Parser:
             extra["nargs"] = "+"
         elif "bool" in option.kinds:
             extra = {"nargs": "?", "const": True}
-        flags = _flags(option.name) + [
-            flag for old, new in RENAMED.items() if new == option.name for flag in _flags(old)
-        ]
-        parser.add_argument(*flags, dest=option.name, type=_reader(option), choices=option.choices, **extra)
+        names = [option.name, *(old for old, new in RENAMED.items() if new == option.name)]
+        words = [word for name in names for word in flags(name)]
+        parser.add_argument(*words, dest=option.name, type=_reader(option), choices=option.choices, **extra)
         if option.default is True and "bool" in option.kinds:
-            parser.add_argument(*_flags(f"no_{option.name}"), dest=option.name, action="store_false")
+            parser.add_argument(*flags(f"no_{option.name}"), dest=option.name, action="store_false")
     return parser
 
 
-def _flags(name: str) -> list[str]:
+def flags(name: str) -> list[str]:
+    """Return the ways to write an option on the command line."""
     return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
@@ -142,6 +142,17 @@ def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
     if faults:
         raise UsageError("\n".join(faults))
     return values | words
+
+
+def require_folders(verb: str, values: Mapping[str, Any]) -> None:
+    """Raise UsageError where the first word of a command, or a run of a report, is a folder that is not there."""
+    source = values.get(FIRST_WORDS.get(verb, ""))
+    on_hub = source and "/" in source and not source.startswith("runs/") and not looks_like_path(source)
+    for name in [*values.get("runs", ()), *([source] if source and not on_hub else [])]:
+        if not Path(name).exists():
+            hint = "" if verb == "report" else ", or a name on the Hub, OWNER/NAME"
+            where = f"(working folder {Path.cwd()})"
+            raise UsageError(f"{name} is no folder {where}; give the output_dir of a run{hint}")
 
 
 def _explained(key: str, verb: str) -> str:

@@ -137,4 +137,4 @@ def plan_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return own, rest
 
 
-READERS = {"run": run_words, "report": report_words}
+READERS = {"run": lambda argv: vars(run_words(argv)), "report": report_words}
