@@ -96,8 +96,8 @@ COUNTS = {"pairs": 10, "labelled": 9}
         ({"fidelity": STUDENT}, "good", "orders 97.0% (95.0% to 98.0%)", "onetrunk ppo --reward_funcs"),
         ({"fidelity": STUDENT | {"agreement": 0.8}}, "mixed", "orders 80.0%", "train longer"),
         ({"counts": COUNTS}, "good", "9 of 10 pairs are labelled", "onetrunk reward --dataset_name"),
-        ({"counts": COUNTS | {"unjudged": 1}}, "mixed", "1 pairs have no verdict yet", "onetrunk reward"),
-        ({"counts": COUNTS | {"labelled": 0}}, "bad", "0 of 10 pairs", "read why the judge"),
+        ({"counts": COUNTS | {"unjudged": 1}}, "mixed", "1 pairs have no verdict yet", "the same command asks"),
+        ({"counts": COUNTS | {"labelled": 0}}, "bad", "0 of 10 pairs", "read in the ledger"),
     ],
 )
 def test_what_ppo_builds_on_has_a_verdict_too(tmp_path, results, level, finding, advice):

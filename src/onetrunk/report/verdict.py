@@ -176,9 +176,11 @@ def groundwork_verdict(run: Run) -> Verdict | None:
         case {"counts": {"labelled": labelled, "pairs": pairs}}:
             doubts = statistics_warnings(run.results)
             level = BAD if not labelled else MIXED if doubts else GOOD
-            advice = (
-                f"onetrunk reward --dataset_name {run.folder}" if labelled else "read why the judge does not answer"
-            )
+            advice = f"onetrunk reward --dataset_name {run.folder}"
+            if run.results["counts"].get("unjudged"):
+                advice = "the same command asks the judge for the missing pairs again"
+            elif not labelled:
+                advice = "read in the ledger why the judge does not answer"
             return Verdict(level, [f"{labelled:,} of {pairs:,} pairs are labelled", *doubts], advice)
         case {"fidelity": {"agreement": agreement, "agreement_interval": interval}}:
             level = BAD if interval[0] <= 0.5 else GOOD if agreement >= FAITHFUL else MIXED
