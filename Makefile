@@ -25,7 +25,7 @@ PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) $(PYTEST_AR
 KEEP_FILES := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-soak check check-gpu bench format
+.PHONY: help setup demo test test-slow test-soak check check-gpu bench format docs
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@rm -f $(VENV)/.installed-torch-*
 	@touch $@
-	@echo "setup: done; commands are in $(BIN)"
+	@echo "setup: done; next: source $(BIN)/activate"
 
 demo: setup ## train a tiny model by PPO on this machine's CPU and show what it learned
 	$(QUIET_ENV) $(BIN)/python recipes/tiny/demo.py
@@ -74,3 +74,7 @@ bench: setup ## time the parts against their naive twins, and iterations against
 format: setup ## put imports and formatting in order
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
+
+docs: setup ## build the documentation as a site, in site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f .mkdocs.yml
+	@echo "docs: open site/index.html"

@@ -1,16 +1,6 @@
-"""Distillation of reward models under `accelerate launch`: the same options as `onetrunk distill`.
+"""Distillation under `accelerate launch`, with the options of `onetrunk distill`, which also launches by itself.
 
-1 GPU:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml \\
-        scripts/distill.py --config recipes/gsm8k-tiny/distill.yaml
-
-8 GPUs of one machine:
-    accelerate launch --config_file accelerate_configs/ddp.yaml \\
-        scripts/distill.py --config recipes/gsm8k-tiny/distill.yaml
-
-2 machines with 8 GPUs each; run it on both, with --machine_rank 0 and 1:
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_machines 2 --machine_rank 0 \\
-        --main_process_ip HOST --main_process_port 29500 --num_processes 16 \\
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 \\
         scripts/distill.py --config recipes/gsm8k-tiny/distill.yaml
 """
 

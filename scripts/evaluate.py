@@ -1,16 +1,6 @@
-"""Evaluation under `accelerate launch`: the same options as `onetrunk eval`.
+"""Evaluation under `accelerate launch`, with the options of `onetrunk eval`, which also launches by itself.
 
-1 GPU:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml \\
-        scripts/evaluate.py --config recipes/qwen2.5-0.5b/eval.yaml
-
-8 GPUs of one machine:
-    accelerate launch --config_file accelerate_configs/ddp.yaml \\
-        scripts/evaluate.py --config recipes/qwen2.5-0.5b/eval.yaml
-
-2 machines with 8 GPUs each; run it on both, with --machine_rank 0 and 1:
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_machines 2 --machine_rank 0 \\
-        --main_process_ip HOST --main_process_port 29500 --num_processes 16 \\
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 \\
         scripts/evaluate.py --config recipes/qwen2.5-0.5b/eval.yaml
 """
 

@@ -1,6 +1,8 @@
 """The wheel and the sdist, built and installed into a fresh environment, and used from an empty folder."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -9,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 # The tiny chain in seconds: every stage and file of the recipe, few steps.
@@ -81,6 +84,16 @@ def test_the_wheel_carries_all_that_a_run_needs(built):
 
 
 @pytest.mark.slow
+def test_the_page_of_the_wheel_has_no_relative_link(built):
+    archive = zipfile.ZipFile(built[0])
+    (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+    page = archive.read(name).decode()
+    assert '<img alt="One frozen trunk' in page and "# onetrunk" in page
+    links = re.findall(r'\]\(([^)\s]+)\)|src(?:set)?="([^"]+)"', page)
+    assert len(links) > 30 and [one for one in map("".join, links) if not one.startswith(("https://", "#"))] == []
+
+
+@pytest.mark.slow
 def test_the_sdist_has_the_tests_and_the_scripts(built):
     with tarfile.open(built[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -100,3 +113,64 @@ def test_the_tiny_chain_runs_from_an_empty_folder(fresh, tmp_path):
     assert (tmp_path / "runs/tiny/eval/_report/report.html").is_file()
     # Everything was read from the wheel: the working folder has what was written, and the chain.
     assert {path.name for path in tmp_path.iterdir()} == {"chain.yaml", "runs"}
+
+
+# --- the README, word for word ---------------------------------------------------------------------------------------
+
+
+def commands() -> list[str]:
+    """Return the commands that stand on lines of their own in the README; they need no hub."""
+    return re.findall(r"^(?:make|source|onetrunk) .*", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+def make_small(recipes: Path) -> None:
+    """Give the recipe of the README the sizes of CHAIN."""
+    for name, stage in yaml.safe_load(CHAIN)["stages"].items():
+        if "options" in stage:
+            path = recipes / "tiny" / f"{name}.yaml"
+            path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | stage["options"]))
+
+
+def check_results(folder: Path, printed: str) -> None:
+    assert "nothing is left to train" in printed
+    # Every stage speaks in lines, and no frame of a bar is in what is no terminal.
+    assert re.search(r"^evaluation at step 20: loss [\d.]+, token accuracy [\d.]+$", printed, re.MULTILINE)
+    assert "rollout 1/1: score" in printed and "%|" not in printed and "\r" not in printed
+    assert (folder / "runs/tiny/ppo/adapter_model.safetensors").is_file()
+    assert (folder / "runs/tiny/pipeline/_report/report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_the_commands_of_the_readme_run_from_the_wheel_in_an_empty_folder(fresh, tmp_path):
+    (shipped,) = fresh.parent.glob("lib/*/site-packages/onetrunk/shipped/recipes")
+    make_small(shipped)
+    lines = [line for line in commands() if line.startswith("onetrunk ")]
+    assert len(lines) >= 4
+    env = f"exec 2>&1; export PATH={fresh}:$PATH HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1"
+    check_results(tmp_path, run("bash", "-ec", "\n".join([env, *lines]), cwd=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_the_commands_of_the_readme_run_from_a_clone(tmp_path):
+    clone = tmp_path / "clone"
+    hidden = shutil.ignore_patterns(".git", ".venv", "venv", "runs", "*cache*", "site", "build", "dist")
+    shutil.copytree(ROOT, clone, ignore=lambda folder, names: hidden(folder, names) if Path(folder) == ROOT else [])
+    make_small(clone / "recipes")
+    # What `make setup` makes, with the packages that the tests have.
+    run(sys.executable, "-m", "venv", "--without-pip", clone / ".venv")
+    python = clone / ".venv/bin/python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
+    options = ("--no-deps", "--no-index", "--ignore-installed", "--no-build-isolation", "-q")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, "-e", clone)
+    (clone / ".venv/.installed-torch-2.13.0").touch()
+    lines = [line.replace("make demo", "make demo || true") for line in commands()]
+    assert len(lines) >= 7
+    # The tests are these. A demo of these sizes runs to its end and says that it has learnt nothing.
+    lines = ["exec 2>&1; export OMP_NUM_THREADS=1", *(line for line in lines if not line.startswith("make test"))]
+    printed = run("bash", "-ec", "\n".join(lines), cwd=clone)
+    assert "what the chain reached" in printed
+    check_results(clone, printed)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from onetrunk.stages.launch import split_words
 from tests.stages.recipes import ROOT
 from tests.stages.test_recipes import check_command
 
@@ -55,7 +56,7 @@ def run_shell(tmp_path):
     """Return a function that runs words of a shell and returns its exit code and the calls of the programs in it."""
     programs = tmp_path / "programs"
     programs.mkdir()
-    for name in ("srun", "scontrol", "squeue", "scancel", "curl", "ray", "accelerate"):
+    for name in ("srun", "scontrol", "squeue", "scancel", "curl", "ray", "onetrunk"):
         program = programs / name
         program.write_text(f"#!{sys.executable}\n{RECORD}")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -77,12 +78,11 @@ def called(calls: list[dict], name: str) -> list[list[str]]:
 
 
 def launched(words: list[str]) -> dict[str, str]:
-    """Check a whole command that contains `accelerate launch`; return the options of the launcher."""
-    words = words[words.index("accelerate") :]
+    """Check a whole command that contains `onetrunk ppo`; return the options of the launch."""
+    words = words[words.index("onetrunk") :]
     check_command(words)
-    assert words[words.index("--resume") + 1] == "auto"
-    options = words[2 : words.index("scripts/ppo.py")]
-    return dict(zip(options[::2], options[1::2], strict=True))
+    assert words[1] == "ppo" and words[words.index("--resume") + 1] == "auto"
+    return {f"--{name}": value for name, value in split_words("ppo", words[2:])[0].items()}
 
 
 def check_elastic(options: dict[str, str], env: dict[str, str]) -> None:
@@ -119,7 +119,7 @@ def test_the_command_of_a_training_job_parses_uses_every_gpu_and_gets_the_signal
     (srun,) = (call for call in calls if call["words"][0] == "srun")
     words, env = srun["words"], srun["env"]
     command = [word for word in words[1:] if word != "--kill-on-bad-exit=0"]
-    assert command[:2] == ["accelerate", "launch"], "nothing stands between srun and the launcher"
+    assert command[:2] == ["onetrunk", "ppo"], "nothing stands between srun and the launcher"
     assert int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < int(seconds) and env["SRUN_CPUS_PER_TASK"] == "64"
     launch = launched(words)
     check_elastic(launch, env)
@@ -192,7 +192,7 @@ def test_the_command_of_the_trainjob_parses(run_shell):
     assert (
         int(launch["--num_processes"]) == trainer["numNodes"] * gpus == trainer["numNodes"] * trainer["numProcPerNode"]
     )
-    assert re.search(r"^exec accelerate launch", script, re.MULTILINE), "the launcher must be the first process"
+    assert re.search(r"^exec onetrunk ppo", script, re.MULTILINE), "the launcher must be the first process"
 
 
 def test_the_command_of_the_ray_job_parses(run_shell):

@@ -19,7 +19,6 @@ tests/stages/test_options.py::test_two_names_of_one_setting_are_not_both_taken t
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_the_core_theorems_hold_with_the_lowest_versions():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
@@ -29,7 +28,6 @@ def test_the_core_theorems_hold_with_the_lowest_versions():
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 def test_onetrunk_and_vllm_can_be_installed_in_one_environment():
     versions = dict(line.split("==") for line in resolved(lowest_python(), requirements("vllm")))
     assert versions.keys() >= {"vllm", "transformers", "trl", "peft"}

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/../.."
 
 ray job submit --address "${RAY_ADDRESS:-http://127.0.0.1:8265}" --no-wait \
     --runtime-env recipes/launch/ray_runtime_env.yaml --entrypoint-num-gpus 8 -- \
-    accelerate launch --config_file accelerate_configs/ddp.yaml \
+    onetrunk ppo --accelerate_config ddp \
     --num_processes 8 --rdzv_backend c10d --max_restarts 3 \
-    scripts/ppo.py --config recipes/qwen2.5-0.5b/ppo.yaml --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \
+    --config recipes/qwen2.5-0.5b/ppo.yaml --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \
     --output_dir "${OUTPUT_DIR:?a folder that all nodes share}" --resume auto

@@ -31,13 +31,11 @@ AGILERL_NOTES = """\
 `learn` of AgileRL's PPO for language models against our scoring and update, without sampling and without a reward
 model: median CPU seconds with one thread, and the peak of the whole process, in which ours has sampled too. Both run
 on the same weights, lengths, LoRA rank, epochs and limit on padded tokens per forward, without gradient checkpointing.
-AgileRL (with transformers 5.14.1) has adapters for actor, critic and reference on one base, and computes padding. Our
-value head is fitted on the states that scoring kept, which counts as scoring; where the row says so, ours trains a
-value adapter instead. Below the adapted layers ours keeps the states that sampling computed.
+AgileRL (with transformers 5.14.1) has adapters for actor, critic and reference on one base, and computes padding.
+Fitting our value head counts as scoring.
 
 AgileRL's update runs two adapters, of actor and critic, forward and backward, and ours one: so 2 is what equal lengths
-on all layers allow. Padding that is left out and layers that run once per rollout add the rest. The base's weights and
-the process itself are in the memory of both.
+on all layers allow.
 """
 
 

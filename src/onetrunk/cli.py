@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
+from onetrunk.stages.launch import launch as launched
+from onetrunk.stages.launch import split_words
 from onetrunk.stages.options.help import help_text, help_topic
-from onetrunk.stages.options.reading import UsageError, read, say
+from onetrunk.stages.options.reading import UsageError, read, require_folders, say
 from onetrunk.stages.options.table import MODULES, PLAIN_MODULES, SETTINGS_MODULES, VERBS
 from onetrunk.stages.options.words import READERS
 from onetrunk.utils.redaction import print_any_text
@@ -26,14 +28,25 @@ HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 
 Options override the file; `onetrunk VERB --help` lists them. FILE.yaml may be the name of a
 recipe, such as tiny/ppo.
-Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml scripts/ppo.py --config FILE.yaml
+Several GPUs: onetrunk ppo --config FILE.yaml --num_processes 8 --accelerate_config ddp
 ONETRUNK_TRACEBACK=1 shows where an error came from. Exit codes: 0 done, 1 failed,
 2 wrong usage, 130 interrupted, 143 terminated."""
+
+_PAIRS = "preferences train a reward model here (reward), and a policy by it (ppo)"
+# Verbs of other tools, and what does their work here.
+OTHER_VERBS = {
+    **dict.fromkeys(("grpo", "rloo", "online_dpo"), "the trainer here is ppo, which takes their settings"),
+    **dict.fromkeys(("dpo", "kto", "orpo", "rm"), _PAIRS),
+    "train": "one stage is sft, reward or ppo, and a chain of them is run",
+    "generate": "talk to a model with chat, measure it with eval, or sample pairs with prefs",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage of a verb; return the exit code."""
     print_any_text()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # The frames of a library's bar would fill a file.
     words = list(sys.argv[1:] if argv is None else argv)
     verb, *rest = words or [""]
     # A stage turns its errors into messages itself; what leaves it is a bug.
@@ -41,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _without_stage(words)
         if code is None:
-            code = 0 if _is_answered(verb, rest) else _stage(verb).main(rest)
+            launch, rest = split_words(verb, rest)
+            if _is_answered(verb, rest):
+                code = 0
+            else:
+                code = launched(verb, launch, rest) if launch else _stage(verb).main(rest)
         sys.stdout.flush()
         return code
     except SystemExit as end:  # argparse, after --help.
@@ -67,6 +84,9 @@ def _without_stage(words: Sequence[str]) -> int | None:
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(VERBS)}"
+        hint = OTHER_VERBS.get(verb, hint)
+        if verb.startswith("-") or verb.endswith((".yaml", ".yml")):
+            hint = "the verb comes first: onetrunk ppo --config FILE"
         print(f"error: unknown verb {verb!r}: {hint}", file=sys.stderr)
         return 2
     return None
@@ -78,13 +98,13 @@ def _is_answered(verb: str, words: Sequence[str]) -> bool:
     The stage reads the words again, and checks the values too.
     """
     if verb in READERS:
-        READERS[verb](words)
+        require_folders(verb, READERS[verb](words))
     elif verb in SETTINGS_MODULES:
         topic = help_topic(words)
         if topic is not None:
             print(help_text(verb, topic), flush=True)
             return True
-        read(verb, words)
+        require_folders(verb, read(verb, words))
     return False
 
 

@@ -13,11 +13,11 @@ from datasets import Dataset
 from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo import stream_state as rules
-from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.config import TRL_DEFAULTS, PPOConfig
 from onetrunk.rewards.combine import RewardSet
 from tests.ppo.support import even_share, make_config, make_trainer
 
-FIELDS = [f.name for f in dataclasses.fields(PPOConfig) if f.init]
+FIELDS = [f.name for f in dataclasses.fields(PPOConfig) if f.init and f.name not in TRL_DEFAULTS]
 BOUND = {*rules.SETTINGS["place"], "value_learning_rate", "kl_target"}
 KEPT = set(rules.SETTINGS["optimizer"]) - {"value_learning_rate"}
 STEERING = {

@@ -32,9 +32,9 @@ def dying(completions, trainer_state, **kwargs):
     return [-float(len(c)) for c in completions]
 """
 TORCHRUN = "torch.distributed.run --nnodes 1 --nproc_per_node 2 --max_restarts 1 --rdzv_backend c10d".split()
-# As the files of recipes/launch do; the configuration file asks for GPUs, ACCELERATE_USE_CPU takes processors instead.
-ACCELERATE = ["accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml")]
-ACCELERATE += "--num_processes 2 --max_restarts 1 --rdzv_backend c10d".split()
+TORCHRUN += [str(ROOT / "scripts/ppo.py")]
+# As the files of recipes/launch do; the config asks for GPUs, ACCELERATE_USE_CPU takes processors instead.
+OURS = "onetrunk ppo --accelerate_config ddp --num_processes 2 --max_restarts 1 --rdzv_backend c10d".split()
 
 
 def launched(folder: Path, launcher: list[str]) -> None:
@@ -43,7 +43,7 @@ def launched(folder: Path, launcher: list[str]) -> None:
     # Without it the restarted processes hang in init_process_group. The endpoint gives a run on one node its own port.
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_RDZV_ENDPOINT": "localhost:0"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(folder)])
-    command = [sys.executable, "-m", *launcher, str(ROOT / "scripts/ppo.py"), *OPTIONS.split()]
+    command = [sys.executable, "-m", *launcher, *OPTIONS.split()]
     # A run that hangs is ended by the time limit of the test.
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -71,7 +71,7 @@ def calls(folder: Path, rank: int) -> list[tuple[str, int]]:
 def test_after_a_kill_both_processes_restart_and_end_with_the_same_bytes(tmp_path):
     folder = prepared(tmp_path)
     (folder / "kill").touch()
-    launched(folder, ACCELERATE)
+    launched(folder, OURS)
     assert not (folder / "kill").exists()
     for rank in (0, 1):
         assert [step for _, step in calls(uninterrupted(), rank)] == [0, 1, 2, 3]

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.stream_state import reward_path
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.combine import resolve_reward
@@ -33,11 +34,8 @@ def resume(folder, checkpoint, **changed):
 def test_another_base_of_the_same_shape_is_refused_by_its_name(tmp_path, checkpoint):
     other = base_model(initializer_range=0.3)
     other.config.name_or_path = "someone/other"
-    trainer = PPOTrainer(
-        other, even_share, make_config(tmp_path, **SHAPE), prompts(6), None, tiny_tokenizer(), peft_config=lora()
-    )
     with pytest.raises(ValueError, match=r"written on the base model .* and this run uses someone/other \(llama, sha"):
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        resume(tmp_path, checkpoint, model=other)
 
 
 def test_the_same_base_under_another_name_is_taken(tmp_path, checkpoint):
@@ -52,12 +50,8 @@ def test_the_same_base_under_another_name_is_taken(tmp_path, checkpoint):
 
 def test_an_adapter_of_another_scale_is_refused(tmp_path, checkpoint):
     scaled = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = PPOTrainer(
-        base_model(), even_share, make_config(tmp_path, **SHAPE), prompts(6), None, tiny_tokenizer(),
-        peft_config=scaled,
-    )  # fmt: skip
     with pytest.raises(ValueError, match=r"lora_alpha 8 \(here 16\)"):
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        resume(tmp_path, checkpoint, model=TrunkModel(base_model(), scaled))
 
 
 def odd_share(**columns):

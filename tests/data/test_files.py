@@ -21,6 +21,15 @@ def written(tmp_path, name, text):
     return path
 
 
+def test_messages_of_sharegpt_are_converted_and_one_line_says_how_many(tmp_path, caplog):
+    talk = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    rows = load_rows(written(tmp_path, "a.jsonl", (json.dumps({"conversations": talk, "id": 1}) + "\n") * 2))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    assert rows.to_list() == [{"messages": messages, "id": 1}] * 2
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "2 rows in ShareGPT's form (conversations): from, value read as role, content"
+
+
 def test_every_format_gives_the_same_rows(tmp_path):
     expected = [{"prompt": "the cat", "level": 1}, {"prompt": "a dog", "level": 2}]
     lines = "".join(json.dumps(row) + "\n" for row in expected)

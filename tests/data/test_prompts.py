@@ -42,7 +42,10 @@ def test_text_gets_the_special_tokens_of_its_tokenizer_and_other_columns_stay():
 
 def test_a_conversation_ends_where_the_assistant_starts_to_write():
     tokenizer = chat_tokenizer()
-    rows = prepare_prompts(Dataset.from_list([{"prompt": [USER]}, {"prompt": TURN}]), tokenizer)
+    given = Dataset.from_list([{"prompt": [USER]}, {"prompt": TURN}])
+    with pytest.raises(ValueError, match="^row 1: prompt already ends in an answer: .* cut that turn off"):
+        prepare_prompts(given, tokenizer)
+    rows = prepare_prompts(given, tokenizer, chat_template_kwargs={"continue_final_message": True})
     tokens = [tokenizer.convert_ids_to_tokens(ids) for ids in rows["prompt_ids"]]
     opening = ["<user>", "how", "runs", "the", "cat", "<assistant>"]
     assert tokens == [opening, [*opening, "yes"]]
@@ -87,7 +90,9 @@ def test_rows_for_fine_tuning_lose_a_bos_that_the_tokenizer_adds_again():
 def test_overlong_prompts_are_refused_dropped_or_cut_at_the_front(caplog):
     rows = Dataset.from_list([{"prompt": "the cat runs", "i": 0}, {"prompt": "a dog", "i": 1}])
     tokenizer = tiny_tokenizer()
-    with pytest.raises(ValueError, match="row 0: prompt has 3 tokens where max_prompt_length is 2"):
+    with pytest.raises(
+        ValueError, match="^1 of 2 prompts are longer than max_prompt_length 2, and the longest, row 0, has 3"
+    ):
         prepare_prompts(rows, tokenizer, max_prompt_length=2)
     dropped = prepare_prompts(rows, tokenizer, max_prompt_length=2, overlong_prompts="drop")
     assert dropped["i"] == [1]

@@ -24,9 +24,10 @@ from tests.checkpoints import crash_runs
 from tests.device import simulated
 from tests.fakes import CopyBackend
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.places import FORKED
+from tests.places import CPU, FORKED, found_by_ranks, join_group
 from tests.ppo.support import StopAt, base_model, even_share, lora, make_config, make_trainer, prompts, sft_model
 from tests.ppo.test_episodes_in_training import words_trainer
+from tests.rollouts import pipeline_worker
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -134,6 +135,18 @@ def judged(folder: Path) -> None:
     judge.rate([Single("Say hello.", "Hello!")], principle)
 
 
+def _stage(rank: int, folder: str) -> dict[str, Any]:
+    simulated.install()
+    join_group(CPU, folder, rank, world_size=2)
+    return pipeline_worker.compare("lora, seeded", simulated.SIM)
+
+
+def pipelined(folder: Path) -> None:
+    """Two processes, each with a device and half of the layers."""
+    for stage in found_by_ranks(_stage, folder, 2):
+        assert stage["same_tokens"] and stage["logprob_gap"] < 1e-5, stage
+
+
 def measured(folder: Path, **settings: Any) -> None:
     """Train on 3 rollouts of 16 rows, 12 steps of two packs or more; only the training counts."""
     shape = {"num_rollouts": 3, "rollout_batch_size": 16, "num_ppo_epochs": 2, "num_minibatches": 2}
@@ -153,6 +166,7 @@ RUNS: dict[str, Callable[[Path], Any]] = {
     "evaluation": evaluated,
     "one step ahead": lambda folder: ahead(folder, "one_step"),
     "async": lambda folder: ahead(folder, "async"),
+    "pipelined": pipelined,
     "episodes": episodes,
     "turns": lambda folder: episodes(folder, gae_unit="turn", ratio_unit="turn", value_head="adapter"),
     "reward adapter": reward_adapter,

@@ -413,6 +413,13 @@ def _say_cuda() -> None:
         setattr(owner, name, _meant(getattr(owner, name)))
 
 
+def _send_what_is_inside() -> None:
+    """Let processes exchange tensors of the device, one to one, over a group that knows only the CPU's."""
+    for name in ("isend", "recv"):
+        real = getattr(torch.distributed, name)
+        setattr(torch.distributed, name, lambda x, *args, real=real, **kwargs: real(_inner(x), *args, **kwargs))
+
+
 def _meant(real: Any) -> Any:
     """Return a function for which "cuda" is the kind of the device."""
     return lambda *args, **kwargs: real(
@@ -474,6 +481,7 @@ def install() -> None:
     _patch_values()
     _keep_unpacked()
     _profile_operations()
+    _send_what_is_inside()
     for name in _FACTORIES:
         _made_on_cpu(name)
     if not hasattr(torch._C, "_cuda_getCurrentRawStream"):  # A build for the CPU; bitsandbytes reads it on import.

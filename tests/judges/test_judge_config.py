@@ -83,6 +83,11 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
         load_judge(JudgeConfig(judge=["causal"], judge_device="cpu"))
 
 
+def test_a_name_that_is_no_model_is_answered_by_how_a_server_is_named():
+    with pytest.raises(RuntimeError, match=r"One on a server is written http://HOST:PORT/v1#model=./gpt"):
+        load_judge(JudgeConfig(judge=["./gpt"]))
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [

@@ -78,11 +78,14 @@ def test_a_figure_of_the_update_beyond_its_limit_raises_its_alarm(tmp_path, capl
     assert sentences and "in 2 rollouts in a row" in sentences[0]
 
 
-@pytest.mark.parametrize(("name", "said_by_all"), [("equal_scores", LONG), ("cut_off", CUT)])
+@pytest.mark.parametrize(
+    ("name", "said_by_all"), [("equal_scores", LONG), ("cut_off", CUT), ("one_token", [1]), ("no_gradient", CUT)]
+)
 def test_a_rollout_that_teaches_nothing_raises_its_alarm_after_the_patience(tmp_path, name, said_by_all):
     limits = {other: None for other in RULES if other != name}
     backend = turning(said_by_all, said_by_all)
-    trainer = trained(tmp_path, rollout_backend=backend, num_rollouts=4, **{**STILL, "alarm_limits": limits})
+    masks = {"truncated_completions": "mask"} if name == "no_gradient" else {}
+    trainer = trained(tmp_path, rollout_backend=backend, num_rollouts=4, **{**STILL, "alarm_limits": limits, **masks})
     assert logged(trainer, f"alarm/{name}") == [0.0] * 2 + [1.0] * 2
 
 

@@ -3,6 +3,7 @@
 import signal
 import threading
 
+import pytest
 import torch
 
 from onetrunk.models.trunk import TrunkModel
@@ -35,3 +36,19 @@ def test_packs_are_scored_while_a_reward_function_waits_in_the_main_thread(tmp_p
     trainer.train()
     plain = trained(tmp_path / "plain", reward=even_share, check_memory=False)
     assert_same(trained_weights(trainer.model), trained_weights(plain.model))
+
+
+def test_no_forward_goes_on_after_a_reward_function_has_failed(tmp_path):
+    has_scored = threading.Event()
+
+    def fails(prompts, **kwargs):
+        assert has_scored.wait(timeout=60)
+        raise ValueError("no score today")
+
+    before = threading.enumerate()
+    trainer = make_trainer(tmp_path, reward=fails, check_memory=False, per_device_train_batch_size=1)
+    trainer.model.__class__ = Watched
+    trainer.model.has_scored = has_scored
+    with pytest.raises(RuntimeError, match="no score today"):
+        trainer.train()
+    assert threading.enumerate() == before

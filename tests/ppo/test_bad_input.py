@@ -86,7 +86,7 @@ REFUSED = [
         "ends with a system message",
         ValueError,
     ),
-    ({"max_prompt_length": 3}, "has 4 tokens where max_prompt_length is 3", ValueError),
+    ({"max_prompt_length": 3}, "prompts are longer than max_prompt_length 3, and the longest, row 3, has", ValueError),
     ({"max_prompt_length": 1, "overlong_prompts": "drop"}, "all 8 prompts are longer", ValueError),
     # 5 tokens of prompt and 6 of completion.
     ({"microbatch_tokens": 10}, "a row of 11 tokens does not fit microbatch_tokens 10", ValueError),

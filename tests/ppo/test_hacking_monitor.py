@@ -164,6 +164,18 @@ def test_a_judge_that_is_down_costs_a_measurement_and_not_the_run(tmp_path, capl
     assert "the server is down" in caplog.text
 
 
+def test_replies_that_cannot_be_read_are_left_out_and_one_is_shown(tmp_path, caplog):
+    class Chatty(BrevityJudge):
+        def _answer(self, items, principle, keep):
+            for index in range(len(items)):
+                keep(index, Rating(None, '5 of 5 replies are no label (one: it begins "Sure!")'))
+
+    trainer, _ = watched(tmp_path, Chatty(), **SHORT, num_rollouts=1)
+    with caplog.at_level(logging.WARNING, "onetrunk.ppo.monitoring.hacking_monitor"):
+        trainer.train()
+    assert '(the judge on one of them: 5 of 5 replies are no label (one: it begins "Sure!"))' in caplog.text
+
+
 def alarms(drift, num_runs=30, num_prompts=64, num_measurements=30):
     """Return after how many measurements the alarm came in each run; None for never. The reward rises all the time."""
     generator = torch.Generator().manual_seed(0)

@@ -3,7 +3,7 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from onetrunk.ppo.monitoring.progress import COUNT
+from onetrunk.ppo.monitoring.progress import COUNT, HELD_OUT
 from tests.ppo.support import logged, make_trainer, prompts
 
 SETTINGS = {
@@ -16,9 +16,9 @@ SETTINGS = {
 }
 
 
-def events_of(folder):
-    """Return the events of the one TensorBoard run in a folder."""
-    (run,) = {path.parent for path in folder.rglob("events.out.tfevents.*")}
+def events_of(folder, depth="runs/*"):
+    """Return the events of the one TensorBoard run at this depth of a folder."""
+    (run,) = {path.parent for path in folder.glob(f"{depth}/events.out.tfevents.*")}
     events = EventAccumulator(str(run), size_guidance={"histograms": 0, "tensors": 0, "scalars": 0})
     events.Reload()
     return events
@@ -40,19 +40,21 @@ def board(tmp_path_factory):
     trainer = make_trainer(folder, eval_dataset=prompts(3), num_rollouts=3, **settings, **SETTINGS)
     reference = trainer.evaluate_reference()
     trainer.train()
-    return events_of(folder), trainer, reference
+    return events_of(folder), trainer, reference, events_of(folder, f"runs/*/{HELD_OUT}")
 
 
 def test_the_curves_of_held_out_prompts_begin_before_training(board):
-    events, trainer, reference = board
+    events, trainer, reference, held_out = board
     values = logged(trainer, "eval_score/mean")
     assert [step for step, _ in scalars(events, "eval/score/mean")] == [0, 4, 6]
     assert [value for _, value in scalars(events, "eval/score/mean")] == pytest.approx(values)
     assert values[0] == reference["score/mean"] and scalars(events, "eval/kl/ref")[0] == (0, 0.0)
+    # The same in a run of its own, which has another colour, under the name that the rollouts' curve has.
+    assert scalars(held_out, "train/score/mean") == scalars(events, "eval/score/mean")
 
 
 def test_alarms_are_one_count_and_an_event_each(board):
-    events, _, _ = board
+    events, *_ = board
     assert [tag for tag in events.Tags()["scalars"] if "alarm" in tag] == [f"train/{COUNT}"]
     assert scalars(events, f"train/{COUNT}") == [(2, 0.0), (4, 1.0), (6, 1.0)]
     assert list(text(events, "alarm/entropy")) == [4]
@@ -60,7 +62,7 @@ def test_alarms_are_one_count_and_an_event_each(board):
 
 
 def test_every_rollout_has_its_histograms_and_completions(board):
-    events, trainer, _ = board
+    events, trainer, *_ = board
     steps = {tag: [event.step for event in events.Histograms(tag)] for tag in events.Tags()["histograms"]}
     assert steps == {"rollout/score": [1, 3, 5], "rollout/length": [1, 3, 5]}
     # Four completions in each rollout.

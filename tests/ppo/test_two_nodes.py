@@ -36,9 +36,9 @@ def environment():
 # that the other has opened.
 SRUN = """#!/bin/bash
 shift  # --kill-on-bad-exit=0
-[ "$1 $2" = "accelerate launch" ] || exit 9
+[ "$1 $2" = "onetrunk ppo" ] || exit 9
 for node in 0 1; do
-    "$PYTHON" -m accelerate.commands.launch --machine_rank 1 "${@:3}" &
+    "$PYTHON" -m onetrunk ppo --machine_rank 1 "${@:3}" &
     nodes[$node]=$!
 done
 wait "${nodes[0]}" && wait "${nodes[1]}"

@@ -53,7 +53,8 @@ def test_the_page_has_every_plot_that_the_log_has_metrics_for(page):
 def test_the_page_loads_nothing_and_no_name_in_it_occurs_twice(page):
     found = Elements(page)
     assert "script" not in found.tags and "link" in found.tags  # The icon, which is empty.
-    assert not [address for address in found.addresses if not address.startswith(("#", "data:"))]
+    # A reader may go on to the samples.
+    assert {a for a in found.addresses if not a.startswith(("#", "data:"))} == {"completions-after.jsonl"}
     assert len(found.ids) == len(set(found.ids)) > 100
     named = {address[1:] for address in found.addresses if address.startswith("#")}
     assert named <= set(found.ids)
@@ -147,11 +148,12 @@ def test_a_pipeline_is_a_chain_with_what_every_stage_reached(tmp_path):
     chain = write_pipeline(tmp_path)
     write_report([tmp_path / "ppo"])
     text = write_report([chain]).read_text()
-    assert "<td>score 0.1 to 0.9, KL 7.0 nats</td>" in text
-    assert "<td>wins 40.0% of the pairs (25.0% to 55.0%)</td>" in text
-    # The verdict has the only other mention of a win rate.
-    assert "It wins 40.0% of the pairs against reference (25.0% to 55.0%)" in text and text.count("40.0%") == 2
+    assert "<td>the score of held-out prompts rose from 1 to 7.5 " in text
+    # The verdict and the table mention one win rate.
+    assert text.count("t wins 40.0% (25.0% to 55.0%) of the pairs against reference") == text.count("40.0%") == 2
     assert 'href="../../ppo/_report/report.html"' in text and ALARM in text
+    # And back.
+    assert 'href="../../chain/_report/report.html"' in write_report([tmp_path / "ppo"]).read_text()
     assert "failed" in text and "1.2 minutes" in text  # 72 seconds.
 
 
@@ -169,7 +171,7 @@ def test_the_command_says_where_the_page_is_and_what_is_wrong_with_its_arguments
     folder = write_ppo_run(tmp_path / "run")
     assert cli.main(["report", str(folder), "--output_dir", str(tmp_path / "out")]) == 0
     assert f"report: wrote {tmp_path}/out/report.html" in capsys.readouterr().out
-    assert cli.main(["report", str(tmp_path / "absent")]) == 1
+    assert cli.main(["report", str(tmp_path / "absent")]) == 2
     assert "absent is no folder" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "holds no run: there is no _report/log.jsonl" in capsys.readouterr().err
@@ -205,3 +207,21 @@ def test_a_folder_named_like_a_script_is_a_relative_address(tmp_path):
     addresses = Elements(write_report([chain], tmp_path).read_text()).addresses
     assert "javascript%3Aalert%281%29/_report/report.html" in addresses
     assert not [address for address in addresses if address.startswith("javascript:")]
+
+
+def test_the_page_of_preference_rows_has_pairs_and_a_histogram_of_the_labels(tmp_path):
+    bins = {"0.50-0.55": 1, "0.95-1.00": 3}
+    counts = {"pairs": 5, "labelled": 4, "ties": 1}
+    (tmp_path / "statistics.json").write_text(json.dumps({"counts": counts, "rows": {"label_histogram": bins}}))
+    rows = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": "r", "probability": i / 10} for i in range(5, 10)]
+    write_lines(tmp_path / "data" / "preferences.jsonl", rows)
+    text = write_report([tmp_path]).read_text()
+    sure, unsure = text.index("The judge is sure"), text.index("The judge is not sure")
+    assert sure < text.index("<pre>c9</pre>") < unsure < text.index("<pre>c5</pre>") and "chosen, 90%" in text
+    assert [*svgs(text)] == ["labels"] and "0.95-1.00" in svgs(text)["labels"]
+
+
+def test_the_plots_have_no_background_of_their_own(page):
+    # The first path of a plot is its figure, the second its axes; both are left to the page.
+    for plot in svgs(page).values():
+        assert re.search(r'id="[^"]*patch_2"[^>]*>\s*<path[^>]*style="fill: none', plot)

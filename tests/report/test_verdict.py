@@ -14,7 +14,7 @@ from tests.report.made_runs import write_lines, write_pipeline, write_ppo_run
 RESUME = "the same command with --resume auto continues it"
 
 
-def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, parts=()):
+def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, parts=(), kl=3.0, length=20):
     """Write a PPO run of 20 held-out prompts whose scores are `before` and `after`, give or take 0.1."""
     write_ppo_run(folder, finished)
     log = [{"step": step, "kl/ref": 3.0, **({f"alarm/{alarm}": 1.0} if alarm else {})} for step in range(1, 9)]
@@ -28,6 +28,8 @@ def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, p
     if finished:
         state = {"step": 8, "epoch": 1.0, "ended": ended and f"alarm {ended} at step 6", "files": []}
         (folder / "_finished.json").write_text(json.dumps(state))
+        after = {"score/mean": after, "kl/ref": kl, "completion/length": length}
+        (folder / "metrics.json").write_text(json.dumps({"policy": after}))
     return folder
 
 
@@ -35,6 +37,9 @@ def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, p
     ("settings", "level", "finding", "advice"),
     [
         ({}, "good", "rose from 0.2 to 0.8", "onetrunk chat "),
+        ({"kl": 40.0, "length": 30}, "mixed", "that is far from the reference", "raise beta"),
+        ({"kl": 20.0, "length": 30}, "good", "at a KL of 20.0 nats", "onetrunk chat "),
+        ({"kl": 2.7, "length": 1}, "good", "at a KL of 2.7 nats", "onetrunk chat "),
         ({"after": 0.2}, "mixed", "did not change beyond its noise, from 0.2 to 0.2", "read the samples"),
         ({"after": 0.05}, "bad", "fell from 0.2 to 0.05", "lower learning_rate"),
         ({"parts": {"on_task": -0.2, "polite": 0.1}}, "mixed", "on_task fell from 0.5", "if on_task matters"),
@@ -72,11 +77,44 @@ def test_an_evaluation_that_lost_is_bad_and_so_is_its_pipeline_which_quotes_one_
     path.write_text(json.dumps({"win_rate": rate | {"unjudged": 3}}))
     verdict = verdict_of(read_run(chain))
     assert verdict.level == "bad" and verdict.findings[0] == (
-        "it wins 40.0% of the pairs against reference (30.0% to 45.0%) by the judge rubric"
+        "it wins 40.0% (30.0% to 45.0%) of the pairs against reference by the judge rubric"
     )
-    assert "3 pairs have no verdict" in verdict.findings[1] and str(verdict).count("% of the pairs") == 1
+    assert "3 pairs have no verdict" in verdict.findings[1] and str(verdict).count("of the pairs") == 1
 
 
-def test_a_stage_without_a_policy_has_no_verdict(tmp_path):
+HELD_OUT = {"accuracy": 0.88, "accuracy_interval": [0.85, 0.91]}
+STUDENT = {"agreement": 0.97, "agreement_interval": [0.95, 0.98]}
+COUNTS = {"pairs": 10, "labelled": 9}
+
+
+@pytest.mark.parametrize(
+    ("results", "level", "finding", "advice"),
+    [
+        ({"held_out": HELD_OUT}, "good", "orders 88.0% (85.0% to 91.0%) of the held-out pairs", "onetrunk distill"),
+        ({"held_out": HELD_OUT | {"accuracy_interval": [0.49, 0.91]}}, "bad", "orders 88.0%", "read the pairs"),
+        ({"held_out": HELD_OUT | {"length/score_correlation": -0.8}}, "mixed", "(correlation -0.80)", "balance"),
+        ({"fidelity": STUDENT}, "good", "orders 97.0% (95.0% to 98.0%)", "onetrunk ppo --reward_funcs"),
+        ({"fidelity": STUDENT | {"agreement": 0.8}}, "mixed", "orders 80.0%", "train longer"),
+        ({"counts": COUNTS}, "good", "9 of 10 pairs are labelled", "onetrunk reward --dataset_name"),
+        ({"counts": COUNTS | {"unjudged": 1}}, "mixed", "1 pairs have no verdict yet", "the same command asks"),
+        ({"counts": COUNTS | {"labelled": 0}}, "bad", "0 of 10 pairs", "read in the ledger"),
+    ],
+)
+def test_what_ppo_builds_on_has_a_verdict_too(tmp_path, results, level, finding, advice):
+    (tmp_path / ("statistics.json" if "counts" in results else "metrics.json")).write_text(json.dumps(results))
+    verdict = verdict_of(read_run(tmp_path))
+    assert verdict.level == level and verdict.advice.startswith(advice)
+    assert any(finding in clause for clause in verdict.findings)
+
+
+@pytest.mark.parametrize(("last", "held_out", "level"), [(0.5, 0.6, "good"), (0.5, 0.7, "mixed"), (2.1, 2.1, "bad")])
+def test_fine_tuning_is_judged_by_its_losses(tmp_path, last, held_out, level):
+    write_lines(tmp_path / "_report" / "log.jsonl", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": last}])
+    (tmp_path / "_report" / "run.json").write_text(json.dumps({"verb": "sft"}))
+    (tmp_path / "all_results.json").write_text(json.dumps({"eval_loss": held_out}))
+    assert verdict_of(read_run(tmp_path)).level == level
+
+
+def test_without_a_measurement_there_is_no_verdict(tmp_path):
     (tmp_path / "all_results.json").write_text(json.dumps({"loss": 1.0}))
     assert verdict_of(read_run(tmp_path)) is None

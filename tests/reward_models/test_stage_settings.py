@@ -38,7 +38,7 @@ def test_a_launch_that_does_not_fit_is_rejected_before_a_model_loads(tmp_path, m
     with pytest.raises(ValueError, match="all weights of this model train; set use_peft: true"):
         join_pipeline(args, has_adapter=False)
     with pytest.raises(
-        ValueError, match="forms pipelines of 2 processes and 1 run; .*num_processes 2 scripts/reward.py"
+        ValueError, match="forms pipelines of 2 processes and 1 run; .*onetrunk reward --num_processes 2"
     ):
         join_pipeline(args, has_adapter=True)
     for layout, how in ((Layout(), "shards them .fsdp_config."), (Layout(tensor=2), "tensor parallelism")):

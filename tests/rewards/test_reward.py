@@ -81,6 +81,9 @@ def package(tmp_path, monkeypatch):
 
 def test_a_callable_passes_through_and_paths_are_imported(package):
     assert resolve_reward(length) is length
+    # TRL's command line has these names.
+    assert resolve_reward("think_format_reward")([[{"content": "<think>\nso\n</think>\nyes"}]]) == [1.0]
+    assert resolve_reward("get_soft_overlong_punishment")(completion_ids=[[0] * 1281, [0]]) == [-1, 0]
     assert resolve_reward("reward_package_of_a_user.good.one")(completions=["a", "b"]) == [1.0, 1.0]
     by_file = resolve_reward(f"{package / 'good.py'}:one")
     assert by_file(completions=["a"]) == [1.0]

@@ -212,19 +212,6 @@ def test_a_slow_tool_delays_no_other_row():
     assert 0.5 < counts_of(rollout).waited_seconds < 1.5 and counts_of(rollout).tool_seconds > 0.7
 
 
-def test_an_episode_of_one_turn_is_todays_row_bit_for_bit():
-    class Once(Counting):
-        turns = 1
-
-    backend = LocalBackend(tiny_model("llama", num_hidden_layers=1))
-    prompts = ["a cat", "the dog runs"]
-    params = SamplingParams(20, 1.0, (END,))
-    expected = backend.generate([words(p) for p in prompts], params, [(3, 0, 0), (3, 0, 1)])
-    rollout = play(episodes_of(Once), backend.generate, prompts)
-    assert (rollout.completion_ids, rollout.stopped) == (expected.completion_ids, expected.stopped)
-    assert all(map(torch.equal, rollout.sampler_logprobs, expected.sampler_logprobs))
-
-
 # --- conversations and tools ---------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ def refused_tokens(verb, capsys, tmp_path, *options):
 
 @pytest.mark.parametrize("verb", ["ppo", "eval", "prefs"])
 def test_overlong_prompts_are_counted_before_the_weights_are_read(tmp_path, capsys, verb):
-    assert "row 0: prompt has" in refused_tokens(verb, capsys, tmp_path, "--max_prompt_length", "1")
+    assert "and the longest, row 0, has" in refused_tokens(verb, capsys, tmp_path, "--max_prompt_length", "1")
     said = refused_tokens(verb, capsys, tmp_path, "--max_completion_length", "500")
     assert "longest prompt has 2 tokens" in said and "max_completion_length" in said
 

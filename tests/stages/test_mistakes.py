@@ -24,9 +24,19 @@ MISTAKES = [
     ("ppo", "", "dataset_name is not set; give a file", 2),
     ("ppo good.yaml", "", "for a recipe write --config good.yaml", 2),
     ("ppo --config good.yml", "", "does not exist (working folder", 2),
-    (OK, "mask_truncated_completions: true\n", "here truncated_completions: mask", 2),
+    ("grpo --config good.yaml", "", "the trainer here is ppo, which takes their settings", 2),
+    ("dpo", "", "preferences train a reward model here (reward)", 2),
+    ("--config good.yaml", "", "the verb comes first: onetrunk ppo --config FILE", 2),
     (OK, "min_p: 0.1\n", "its top_p or top_k; leave it out", 2),
-    (OK, "gradient_accumulation_steps: 4\n", "an optimizer step is a minibatch", 2),
+    (OK, "loss_type: cispo\n", "loss_type cispo is another objective than PPO's", 2),
+    (OK, "lora_target_modules: q_proj, v_proj\n", "line 5: lora_target_modules: 'q_proj, v_proj' is one text", 2),
+    (OK, "reward_weights: 1, 2\n", "'1, 2' is one text; write several as 1 2 on the command line", 2),
+    (f"{OK} --report_to tensorboard,wandb", "", "write several as tensorboard wandb on the command line", 2),
+    (OK, "resume_from_checkpoint: ${NO_SUCH}/a\n", "good.yaml: '${NO_SUCH}/a' names ${NO_SUCH}, which is not set", 2),
+    (OK, "run_name: ${HF_TOKEN}\n", "which is not set or a secret", 2),
+    (OK, "stages: {}\n", "line 5: stages: the file is a pipeline, which onetrunk run FILE runs", 2),
+    ("run --config good.yaml", "", "good.yaml has no stages; settings of one stage are run by its verb", 2),
+    ("reward --model_name_or_path m --dataset_name kto.jsonl --output_dir out", "", "pairs of a completion with", 1),
     (OK, "deepspeed: zero3.json\n", "has no meaning here: the accelerate config of the launch decides", 2),
     (f"{OK} --lora_dropout 0.1", "", "lora_dropout makes the first PPO ratio differ from 1", 2),
     (f"{OK} --use_peft false", "", "use_peft is false, but ppo trains a LoRA adapter", 2),
@@ -65,6 +75,7 @@ MISTAKES = [
 @pytest.fixture
 def in_folder(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "kto.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "good.yaml").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
@@ -93,7 +104,8 @@ def test_all_unknown_keys_of_a_file_and_of_the_command_line_are_named_at_once(in
     err = capsys.readouterr().err
     for part in ("line 5: lr: here learning_rate", "line 6: unknown key 'zzz'", "line 7: beta is True (bool)"):
         assert part in err
-    assert "lora_rank: here lora_r" in err and "did you mean 'learning_rate'?" in err
+    assert "unknown key 'lora_rank': did you mean 'lora_r'?" in err and "did you mean 'learning_rate'?" in err
+    assert len(err.splitlines()) == 6, "one fault a line"
 
 
 def test_a_reader_that_ends_early_is_no_error():
@@ -117,7 +129,11 @@ sys.exit(f"imported {heavy}" if heavy else code)
 """
 
 
-@pytest.mark.parametrize("typed", ["--help", "sft --help all", f"{OK} --lr 3", "ppo --config absent.yaml"])
+@pytest.mark.parametrize(
+    "typed",
+    ["--help", "sft --help all", f"{OK} --lr 3", "ppo --config absent.yaml", "report nope"]
+    + ["export nope --output_dir x", "serve runs/nope", "chat ./nope"],
+)
 def test_help_and_mistakes_take_under_a_second_and_a_half_of_processor_time(in_folder, typed):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

@@ -45,7 +45,8 @@ def test_the_table_read_from_the_source_equals_the_imported_classes(verb):
         option = options[name]
         assert option.default == default or (default, option.default) == ("", []), name
         assert option.kinds == plain_types(hint), name
-        assert option.help == " ".join(field.metadata.get("help", "").replace("%%", "%").split()) != "", name
+        assert option.help == " ".join(field.metadata.get("help", "").replace("%%", "%").split()), name
+        assert option.help or option.rejected, name
         assert not option.choices or [*option.choices] == [*field.metadata.get("choices", option.choices)], name
 
 

@@ -82,7 +82,7 @@ def test_a_config_that_is_not_text_or_not_there_says_so(tmp_path, capsys):
     ("values", "sentence"),
     [
         ({"reward_funcs": None}, "reward_funcs is not set"),
-        ({"auto_find_batch_size": "true"}, "auto_find_batch_size=True has no meaning here: set microbatch_tokens"),
+        ({"neftune_noise_alpha": "5"}, "neftune_noise_alpha=5 has no meaning here: noise on embeddings"),
         ({"lora_task_type": "SEQ_CLS"}, "it is always CAUSAL_LM"),
         ({"load_in_4bit": "true", "load_in_8bit": "true", "dtype": "bfloat16"}, "8 bit and 4 bit"),
         ({"eval_size": 2.5}, "a whole number of rows"),
@@ -114,7 +114,7 @@ def test_sft_takes_bfloat16_only_where_an_accelerator_has_it(tmp_path):
 def test_help_lists_the_options(capsys, verb):
     assert cli.main([verb, "--help"]) == 0
     own = {"run": "--until", "serve": "--max_lora_rank", "config": "distill"}
-    own |= {"report": "--output_dir", "recipes": "list|copy", "merge": "--dtype", "chat": "--compare"}
+    own |= {"report": "--output_dir", "recipes": "list|copy", "export": "--dtype", "chat": "--compare"}
     own |= {"plan": "--hardware_file"}
     assert own.get(verb, "dataset_columns") in capsys.readouterr().out
 

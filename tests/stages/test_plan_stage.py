@@ -97,6 +97,8 @@ def test_settings_of_ppo_and_means_change_the_plan(capsys):
 
     usual = seconds()
     assert seconds("--num_ppo_epochs", "1")["update"] == pytest.approx(usual["update"] / 4, rel=0.01)
+    # Of TRL's names too.
+    assert seconds("--num_iterations", "1")["update"] == pytest.approx(usual["update"] / 4, rel=0.01)
     assert seconds("--adapter_layers", "top-7")["update"] < 0.5 * usual["update"]
     assert seconds("--completion_tokens", "64")["generate"] < usual["generate"]
 

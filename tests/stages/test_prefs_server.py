@@ -69,7 +69,7 @@ def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs
         # 3 pairs in both orders under two principles.
         assert statistics["judge"]["refused"] == statistics["judge"]["errors"] == 12
         assert statistics["counts"]["unjudged"] == 3 and statistics["counts"]["abstained"] == 0
-        assert "The judge refused 12 questions" in said and "3 pairs have no verdict yet" in said
+        assert "the judge refused 12 questions" in said and "3 pairs have no verdict yet" in said
         assert "The judge refused 12 questions" in (tmp_path / "out/README.md").read_text()
         stub.status_instead = lambda body: 200
         assert prefs(stub) == 0

@@ -3,6 +3,8 @@
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
+from onetrunk.stages.launch import VERBS as LAUNCHED
+from onetrunk.stages.launch import config_file, split_words
 from onetrunk.stages.options.table import PLAIN_MODULES, VERBS
 from onetrunk.stages.pipeline import load_pipeline, parse_run
 from onetrunk.stages.plan import parse_plan
@@ -12,8 +14,7 @@ from onetrunk.stages.tools.report import parse_report
 from tests.stages.recipes import DOCUMENTS, PARSERS, RECIPES, ROOT, SCRIPTS, commands_of
 
 COMMANDS = PARSERS | {"report": parse_report, "run": parse_run, "recipes": parse_recipes, "plan": parse_plan}
-SCRIPT_VERBS = set(COMMANDS) - {"report", "run", "serve", "merge", "chat", "recipes"}
-VERB_OF_SCRIPT = {verb: verb for verb in SCRIPT_VERBS - {"eval"}} | {"evaluate": "eval"}
+VERB_OF_SCRIPT = {{"eval": "evaluate"}.get(verb, verb): verb for verb in LAUNCHED}
 # Files that are no recipe of one verb.
 OTHERS = ("constitution", "pipeline")
 STAGES = [path for path in RECIPES if path.stem.split("_")[0] not in OTHERS]
@@ -28,7 +29,7 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_every_verb_has_a_parser_and_a_script():
+def test_every_verb_has_a_parser_and_one_that_launches_a_script():
     assert set(COMMANDS) == set(VERBS) - set(PLAIN_MODULES) | {"recipes", "plan"}
     assert {path.stem for path in SCRIPTS} == set(VERB_OF_SCRIPT)
 
@@ -49,7 +50,9 @@ def check_command(words):
     """Raise where a command of a document would not be taken."""
     if words[0] == "onetrunk":
         if words[1] in COMMANDS and "--help" not in words:
-            COMMANDS[words[1]]([word for word in words[2:] if word not in DRY_RUN])
+            launch, rest = split_words(words[1], words[2:])
+            config_file(launch.get("accelerate_config", "ddp"))
+            COMMANDS[words[1]]([word for word in rest if word not in DRY_RUN])
         else:
             assert words[1] in (*VERBS, "--help", "--version", "VERB"), words
     elif words[0] == "accelerate":

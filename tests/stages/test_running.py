@@ -45,6 +45,26 @@ def test_only_what_nobody_foresaw_leaves_as_an_exception(capsys):
     assert "lower per_device_train_batch_size" in explain(torch.OutOfMemoryError("CUDA out of memory."))
 
 
+def test_a_training_without_a_terminal_says_in_lines_how_far_it_is(in_folder, tmp_path, capsys):
+    options = ["--logging_steps", "1", "--eval_size", "4", "--disable_tqdm", "false", "--output_dir", str(tmp_path)]
+    assert run("sft", *options) == 0
+    said = r"step 1/2: loss [\d.]+, token accuracy [\d.e-]+; \d\d:\d\d left\nstep 2/2: .*\nevaluation at step 2: loss "
+    found = capsys.readouterr()
+    assert re.search(said, found.err) and "{'loss'" not in found.out
+
+
+def test_lines_arrive_at_once_through_a_pipe():
+    code = (
+        "import sys; from onetrunk.utils.redaction import print_any_text as p; p(); print('done 1'); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, **pipes
+    ) as process:
+        assert process.stdout.readline() == "done 1\n"
+        process.stdin.close()
+
+
 def test_an_exit_with_words_says_them_without_secrets(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "canary-of-an-exit")
     assert ending_with(SystemExit("no access with canary-of-an-exit")) == 1

@@ -77,8 +77,8 @@ def test_a_key_is_passed_in_the_environment_and_never_printed(model, capsys, mon
     ("words", "message"),
     [
         ([], "no model is named; write onetrunk serve MODEL --port 8000"),
-        (["m", "--max_lora_rank", "513"], "max_lora_rank is 513; set it from 1 to 512"),
-        (["m", "--dtype", "int8"], "argument --dtype: invalid choice"),
+        (["org/m", "--max_lora_rank", "513"], "max_lora_rank is 513; set it from 1 to 512"),
+        (["org/m", "--dtype", "int8"], "argument --dtype: invalid choice"),
     ],
 )
 def test_wrong_usage_is_rejected_with_exit_code_2(words, message, capsys):

@@ -7,6 +7,7 @@ row is checked by `rows.py`.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,13 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict
 
+from onetrunk.utils.files import looks_like_path
+
+logger = logging.getLogger(__name__)
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 # Suffix of a file -> the builder of `datasets` that reads it.
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-
-
-def looks_like_path(name: str) -> bool:
-    """Return whether a name that does not exist here was meant as a path, not as a dataset on the Hub."""
-    if name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix in BUILDERS:
-        return True
-    # A dataset on the Hub is named "owner/name", so one separator does not make a path.
-    return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
 def load_rows(
@@ -60,7 +58,23 @@ def load_rows(
             rows.data.validate(full=True)  # The JSON reader accepts bytes that are not UTF-8.
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} (split {split!r}) holds no rows; give a dataset with at least one")
-    return _rename_columns(rows, columns or {})
+    return _rename_columns(_from_sharegpt(rows), columns or {})
+
+
+def _from_sharegpt(rows: Dataset) -> Dataset:
+    """Return rows with ShareGPT's messages ({from, value}) as {role, content}, and `conversations` as `messages`."""
+    names = [n for n, v in rows[0].items() if isinstance(v, list) and v and isinstance(v[0], dict) and "from" in v[0]]
+    if not names:
+        return rows
+
+    def message(theirs: dict[str, str]) -> dict[str, str]:
+        return {"role": SHAREGPT_ROLES.get(theirs["from"], theirs["from"]), "content": theirs["value"]}
+
+    rows = rows.map(lambda row: {n: [message(m) for m in row[n]] for n in names}, desc="ShareGPT")
+    if "conversations" in names and "messages" not in rows.column_names:
+        rows = rows.rename_column("conversations", "messages")
+    logger.warning("%d rows in ShareGPT's form (%s): from, value read as role, content", len(rows), ", ".join(names))
+    return rows
 
 
 def dataset_builder(name: str, config_name: str | None, **settings: Any) -> datasets.DatasetBuilder:
@@ -79,7 +93,7 @@ def dataset_builder(name: str, config_name: str | None, **settings: Any) -> data
         raise ValueError(f"{name} does not end in one of {', '.join(BUILDERS)}; give such a file, or *.jsonl")
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"{path} is empty; give a file with at least one row")
-    is_path = names_files or path.is_dir() or looks_like_path(name)
+    is_path = names_files or path.is_dir() or looks_like_path(name, BUILDERS)
     try:
         if names_files:
             files = {"train": name if "://" in name else str(path)}

@@ -53,9 +53,10 @@ def prepare_prompts(
     """Check every prompt and add the column `prompt_ids`; all other columns are unchanged.
 
     A text gets the tokenizer's special tokens, but no second BOS token if it already begins with one. A conversation
-    goes through the chat template and ends where the assistant starts to write; if its last message is the
-    assistant's, the completion continues that message. Of sharded rows a sample is checked now, and each row when it
-    is read; a dropped one is replaced by the next one, so that every rollout has the same size.
+    goes through the chat template and ends where the assistant starts to write; one whose last message is the
+    assistant's is rejected, unless the template's variable continue_final_message is set. Of sharded rows a sample is
+    checked now, and each row when it is read; a dropped one is replaced by the next one, so that every rollout has the
+    same size.
 
     Args:
         max_prompt_length: in tokens; None for no limit, which sharded rows must have.
@@ -83,20 +84,17 @@ def prepare_prompts(
     def encode(row: dict[str, Any]) -> list[int]:
         settings = (chat_template_kwargs or {}) if template_of is None else template_of(row)
         ids = encode_prompt(row["prompt"], tokenizer, conversational, settings)
-        if max_prompt_length is not None and len(ids) > max_prompt_length:
-            if overlong_prompts == "error":
-                raise ValueError(f"prompt has {len(ids)} tokens where max_prompt_length is {max_prompt_length}")
-            if overlong_prompts == "truncate":
-                return ids[-max_prompt_length:]
-        return ids
+        is_cut = max_prompt_length is not None and overlong_prompts == "truncate"
+        return ids[-max_prompt_length:] if is_cut else ids
 
-    longest = max_prompt_length if overlong_prompts == "drop" else None
     add_ids = _add_streamed_ids if isinstance(rows, ShardedRows) else _add_ids
-    return add_ids(rows, encode, longest)
+    return add_ids(rows, encode, max_prompt_length, overlong_prompts == "drop")
 
 
-def _add_ids(rows: Dataset, encode: Callable[[dict[str, Any]], list[int]], longest: int | None) -> Dataset:
-    """Return rows with ids, without those whose prompt is longer than `longest`."""
+def _add_ids(
+    rows: Dataset, encode: Callable[[dict[str, Any]], list[int]], longest: int | None, drops: bool
+) -> Dataset:
+    """Return rows with ids; those whose prompt is longer than `longest` are left out or raise ValueError."""
 
     def with_ids(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
@@ -108,23 +106,31 @@ def _add_ids(rows: Dataset, encode: Callable[[dict[str, Any]], list[int]], longe
     # No cache: its key does not change with the functions that are called.
     settings = {"features": features, "load_from_cache_file": False, "desc": "prompts"}
     rows = rows.map(with_ids, with_indices=True, **settings)
-    if longest is None:
+    lengths = [len(ids) for ids in rows["prompt_ids"]]
+    overlong = sum(length > longest for length in lengths) if longest is not None else 0
+    if not overlong:
         return rows
-    kept = rows.filter(lambda row: len(row["prompt_ids"]) <= longest, load_from_cache_file=False)
-    if len(kept) == 0:
+    if not drops:
+        raise ValueError(
+            f"{overlong} of {len(rows)} prompts are longer than max_prompt_length {longest}, and the longest, row"
+            f" {lengths.index(max(lengths))}, has {max(lengths)} tokens; raise it to that, or set overlong_prompts to"
+            " 'drop' or 'truncate'"
+        )
+    if overlong == len(rows):
         raise _all_overlong(f"all {len(rows)} prompts", longest)
-    if len(kept) < len(rows):
-        dropped = len(rows) - len(kept)
-        logger.warning("dropped %d of %d prompts longer than %d tokens", dropped, len(rows), longest)
-    return kept
+    logger.warning("dropped %d of %d prompts longer than %d tokens", overlong, len(rows), longest)
+    return rows.filter(lambda row: len(row["prompt_ids"]) <= longest, load_from_cache_file=False)
 
 
 def _add_streamed_ids(
-    rows: ShardedRows, encode: Callable[[dict[str, Any]], list[int]], longest: int | None
+    rows: ShardedRows, encode: Callable[[dict[str, Any]], list[int]], longest: int | None, drops: bool
 ) -> ShardedRows:
     def with_ids(row: dict[str, Any]) -> dict[str, Any] | None:
         ids = encode(row)
-        return None if longest is not None and len(ids) > longest else {**row, "prompt_ids": ids}
+        is_overlong = longest is not None and len(ids) > longest
+        if is_overlong and not drops:
+            raise ValueError(f"prompt has {len(ids)} tokens where max_prompt_length is {longest}")
+        return None if is_overlong else {**row, "prompt_ids": ids}
 
     rows = rows.then(with_ids, added=["prompt_ids"])
     if not len(rows.sample()):
@@ -144,13 +150,18 @@ def encode_prompt(
     """Return the token ids of a prompt; ValueError says what is wrong with it."""
     if fault := prompt_fault(prompt, conversational):
         raise ValueError(f"prompt {fault}")
+    is_answered = conversational and prompt[-1]["role"] == "assistant"
+    if is_answered and not template_kwargs.get("continue_final_message"):
+        raise ValueError(
+            "prompt already ends in an answer: its last message is the assistant's; cut that turn off, or set"
+            " chat_template_kwargs {continue_final_message: true} if completions are to continue it"
+        )
     try:
         if isinstance(prompt, str):
             ids = without_second_bos(tokenizer(prompt)["input_ids"], tokenizer.bos_token_id)
         else:
-            prefilled = prompt[-1]["role"] == "assistant"
-            settings = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, "tokenize": True}
-            settings |= {"return_dict": True, **template_kwargs}
+            settings = {"add_generation_prompt": not is_answered, "tokenize": True, "return_dict": True}
+            settings |= {**template_kwargs, "continue_final_message": is_answered}
             ids = tokenizer.apply_chat_template(prompt, **settings)["input_ids"]
     except Exception as error:  # A template may raise anything.
         raise ValueError(f"prompt is rejected by the tokenizer or its chat template: {error}") from error

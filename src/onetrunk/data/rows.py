@@ -68,10 +68,14 @@ def is_conversational(rows: Dataset | ShardedRows, column: str = "prompt") -> bo
 
 def missing_columns(dataset: Dataset | ShardedRows, expected: str) -> ValueError:
     """Return the error for a dataset without the columns that `expected` describes."""
-    return ValueError(
-        f"the dataset has the columns {', '.join(sorted(dataset.column_names)) or 'none'}; expected {expected}: say"
-        " which yours are: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
-    )
+    remedy = "say which yours are: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
+    if {"completion", "label"} <= set(dataset.column_names):
+        remedy = (
+            "each of these rows judges one completion (KTO); make pairs of a completion with label true and one with"
+            " false of the same prompt"
+        )
+    columns = ", ".join(sorted(dataset.column_names)) or "none"
+    return ValueError(f"the dataset has the columns {columns}; expected {expected}: {remedy}")
 
 
 def require_rows(dataset: Dataset | ShardedRows) -> None:

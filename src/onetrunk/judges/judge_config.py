@@ -123,8 +123,12 @@ def _judge(specs: Sequence[str], settings: JudgeConfig) -> Judge:
 
         return load_reward_judge(spec.removeprefix(REWARD), device=device, batch_size=settings.judge_batch_size)
     from onetrunk.judges.local import load_causal_judge
+    from onetrunk.models.loading import LoadError
 
-    return load_causal_judge(spec, device=device, batch_size=settings.judge_batch_size)
+    try:
+        return load_causal_judge(spec, device=device, batch_size=settings.judge_batch_size)
+    except LoadError as error:
+        raise LoadError(f"judge: {error}. One on a server is written http://HOST:PORT/v1#model={spec}") from error
 
 
 def names_a_judge(spec: str) -> bool:

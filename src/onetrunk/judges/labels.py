@@ -90,13 +90,15 @@ def kept_ratings(
     constitution: Constitution,
     memory: Memory | None = None,
     stopped: Sequence[bool] | None = None,
+    on_answer: OnAnswer | None = None,
 ) -> list[float | None]:
     """Return `weighted_rating` per completion; only questions that the memory does not hold are asked.
 
-    `stopped` is False for a completion that was cut off; None: no completion was cut off.
+    `stopped` is False for a completion that was cut off; None: no completion was cut off. `on_answer` gets each new
+    answer.
     """
     rows = [Single(*row) for row in zip(prompts, completions, stopped or [True] * len(prompts), strict=True)]
-    by_principle = answers_by_principle(judge, rows, constitution, memory)
+    by_principle = answers_by_principle(judge, rows, constitution, memory, on_answer)
     return [weighted_rating(ratings, constitution) for ratings in zip(*by_principle, strict=True)]
 
 

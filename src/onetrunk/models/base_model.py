@@ -222,18 +222,15 @@ def verify_head(model: nn.Module) -> None:
     tolerance = max(1e-3, 4 * torch.finfo(head.weight.dtype).eps) * logits.abs().max().item()
     error = float("inf")
     if len(kept) == 1:
-        error = (_float32_logits(head, kept[0]) - logits.to(head.weight.device)).abs().max().item()
+        device, bias = head.weight.device, None if head.bias is None else head.bias.float()
+        own = head.transform(F.linear(kept[0].to(device).float(), head.weight.float(), bias))
+        error = (own - logits.to(device)).abs().max().item()
     if not error <= tolerance:
         check_finite(base)
         raise ValueError(
             f"the head of {type(base).__name__} computes something else than weight, bias, logit scale "
             f"{head.logit_scale:g} and soft-cap {head.softcap} (largest difference {error:.3g}); it is not supported"
         )
-
-
-def _float32_logits(head: Head, hidden: Tensor) -> Tensor:
-    bias = None if head.bias is None else head.bias.float()
-    return head.transform(F.linear(hidden.to(head.weight.device).float(), head.weight.float(), bias))
 
 
 def probe_inputs(model: nn.Module) -> dict[str, Any]:

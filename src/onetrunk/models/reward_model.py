@@ -66,17 +66,10 @@ SMALLEST_STD = 1e-8
 # --- a model of its own ---
 
 
-def load_scorer(
-    path: str | Path,
-    *,
-    revision: str | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | str | None = None,
-) -> PreTrainedModel:
+def load_scorer(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:
     """Load a sequence-classification model for scoring: every weight from the checkpoint, eval mode, frozen."""
     name = scorer_source(path)
-    source = {"revision": revision, "trust_remote_code": False}
-    model, missing_keys = _load("reward model", name, source, {} if dtype is None else {"dtype": dtype})
+    model, missing_keys = _load("reward model", name, {"trust_remote_code": False}, {})
     if missing_keys:
         raise ValueError(
             f"reward model {name}: its checkpoint lacks {', '.join(missing_keys)}, which would be newly initialised"
@@ -523,12 +516,8 @@ class ScoreScale:
         scores = scores.double()
         return cls(float(scores.mean()), float(scores.std()) if len(scores) > 1 else 0.0)
 
-    def standardize(self, scores: Tensor) -> Tensor:
-        """Return the scores minus the mean, in standard deviations."""
-        return (scores - self.mean) / self.std
-
     def restore(self, standardized: Tensor) -> Tensor:
-        """Invert `standardize`."""
+        """Return the scores of values in standard deviations from the mean."""
         return standardized * self.std + self.mean
 
     def save(self, folder: str | Path) -> None:

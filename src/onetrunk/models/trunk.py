@@ -191,11 +191,6 @@ class TrunkModel(PeftModelForCausalLM):
             )
         self.padding_free = is_on
 
-    @property
-    def is_policy_active(self) -> bool:
-        """Whether forwards without a pack are those of the policy."""
-        return self._role == POLICY
-
     @contextlib.contextmanager
     def as_role(self, name: str) -> Iterator[None]:
         """Play a role ("policy", "value", "reference", "reward") in the block, also for forwards without a pack."""

@@ -29,6 +29,7 @@ class ValueHead(nn.Module):
 
     def __init__(self, hidden_size: int, width: int = 0, device: torch.device | None = None):
         super().__init__()
+        self.hidden_size = hidden_size
         # The same weights on every process and in every run, without a draw from the global generator.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(HEAD_SEED)
@@ -64,7 +65,7 @@ class ValueHead(nn.Module):
         save_tensors(Path(folder) / VALUE_HEAD_FILE, {n: t.cpu().contiguous() for n, t in self._tensors().items()})
 
     def load(self, folder: str | Path) -> None:
-        """Read `value_head.safetensors` from `folder`. A linear head in the file makes this head linear.
+        """Read `value_head.safetensors` from `folder`.
 
         Raises:
             ValueError: the file is missing, or belongs to another model.
@@ -75,23 +76,14 @@ class ValueHead(nn.Module):
         tensors = load_tensors(path)
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         expected = {name: tuple(t.shape) for name, t in self._tensors().items()}
-        linear = {"weight": (1, self.hidden_size), "bias": (1,)}
-        if shapes not in (expected, linear, linear | {"moments": (2,)}):
+        if shapes != expected:
             raise ValueError(
                 f"{path} holds {shapes}, this trunk needs {expected}: it was trained on another base model, or with"
                 " another value_head"
             )
-        if shapes != expected:
-            weight = self.linear.weight
-            self.hidden = nn.Sequential()
-            self.linear = nn.Linear(*linear["weight"][::-1], device=weight.device).requires_grad_(weight.requires_grad)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self._tensors()[name].copy_(tensor)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.hidden[0].normalized_shape[0] if len(self.hidden) else self.linear.in_features
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name.removeprefix("linear."): tensor for name, tensor in self.state_dict().items()}

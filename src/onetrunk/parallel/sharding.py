@@ -105,14 +105,14 @@ def training_stages() -> int:
     return _training["stages"]
 
 
-def check_stage_launch(what: str, stages: int | None, world_size: int, script: str, otherwise: str) -> None:
+def check_stage_launch(what: str, stages: int | None, world_size: int, verb: str, otherwise: str) -> None:
     """Check that the processes of a launch form pipelines."""
     stages = stages or world_size
     if world_size == 1 or world_size % stages:
         raise ValueError(
             f"{what} forms pipelines of {max(2, stages)} processes and {world_size} run; launch a multiple of that"
-            f" number: accelerate launch --config_file accelerate_configs/pipelined.yaml --num_processes"
-            f" {max(2, stages)} {script} ..., or {otherwise}"
+            f" number: onetrunk {verb} --num_processes {max(2, stages)} --accelerate_config pipelined ..., or"
+            f" {otherwise}"
         )
 
 

@@ -82,7 +82,8 @@ def calibrate(catalog: Catalog) -> tuple[Device, list[Observation]]:
         steps.append(_optimizer_seconds(model))
     rates = replace(fit_rates(device, observations), step_s=statistics.median(steps))
     if not on_gpu and STATUS.is_file():
-        rates = replace(rates, runtime_gib=_imported_gib())
+        done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+        rates = replace(rates, runtime_gib=int(done.stdout) * 1024 / GIB)
     return replace(device, rates=rates), observations
 
 
@@ -261,8 +262,3 @@ def _optimizer_seconds(model: TrunkModel) -> float:
         optimizer.step()
 
     return _median_seconds(step)
-
-
-def _imported_gib() -> float:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
-    return int(done.stdout) * 1024 / GIB

@@ -299,6 +299,7 @@ def job_of(
     if reward is None and any("/" in spec or spec.startswith("runs") for spec in rewards):
         assumed.append("the reward takes no memory and no time on these devices; name a model with --reward_model")
     captures = values["capture_trunk_states"]
+    allocator = " ".join(os.environ.get(name, "") for name in ALLOCATOR).lower()
     return Job(
         model=model,
         base_bytes=base_bytes,
@@ -318,7 +319,7 @@ def job_of(
         optimizer_bytes=ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
         keeps_states=values["trunk_cache"] in ("auto", "device"),
         captures_states=(not is_half) if captures is None else bool(captures),
-        expands_segments=on_cpu or _allocator_expands(),
+        expands_segments=on_cpu or "expandable_segments:true" in allocator,
         stage_obstacle=_stage_obstacle(values, rewards),
         is_padding_free=bool(values["padding_free"]),
         uses_server=bool(values["use_vllm"]),
@@ -327,10 +328,6 @@ def job_of(
         assumed=tuple(assumed),
         **{name: values[name] for name in SAME_NAMES},
     )
-
-
-def _allocator_expands() -> bool:
-    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR)
 
 
 def reward_specs(values: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from onetrunk.plan.memory import ASYNC_STALENESS, engine_parts
 from onetrunk.plan.search import MANY_ROWS, Plan, cost_of, host_gib
 from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER, split_of
 from onetrunk.utils.files import atomic_write_text
+from onetrunk.utils.options import VLLM_RANKS
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined,
@@ -37,8 +38,6 @@ PORT, REWARD_PORT = 8100, 8090
 # Address of servers on a machine that the user names when the script starts.
 REMOTE = "http://$SERVER_HOST"
 CPUS_PER_GPU = 8
-# Ranks that vLLM serves.
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Names in SkyPilot's catalog that are not the first part of ours.
 SKYPILOT = {"A100-80GB": "A100-80GB", "A6000-48GB": "RTXA6000"}
 
@@ -160,16 +159,13 @@ def trainer_command(launch: Launch, file: str) -> str:
         processes += f"--main_process_ip {address} --main_process_port {port} "
         processes += '--machine_rank "$NODE_RANK" ' if file == "launch.sh" else ""
     config = shlex.quote(f"{launch.folder}/accelerate.yaml")
-    return (
-        f"accelerate launch --config_file {config} {processes}--rdzv_backend c10d --max_restarts 3 scripts/ppo.py"
-        f" {words}"
-    )
+    return f"onetrunk ppo --accelerate_config {config} {processes}--rdzv_backend c10d --max_restarts 3 {words}"
 
 
 def server_command(launch: Launch) -> str:
     """Return the command of one server."""
     job, sample = launch.job, launch.plan.sample
-    rank = next((rank for rank in RANKS if rank >= job.lora_rank), RANKS[-1])
+    rank = next((rank for rank in VLLM_RANKS if rank >= job.lora_rank), VLLM_RANKS[-1])
     adapters = 2 + {"sync": 0, "one_step": 1, "async": ASYNC_STALENESS}[launch.plan.schedule]
     host = "127.0.0.1" if launch.shares_machine else "0.0.0.0"
     words = ["onetrunk", "serve", job.model.base or job.model.name, "--host", host]

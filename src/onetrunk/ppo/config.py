@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
 
 import torch
 from transformers import TrainingArguments
+from trl import GRPOConfig
 
 from onetrunk.parallel.groups import num_data_processes
-from onetrunk.ppo.foreign_names import explain_unknown_keys
+from onetrunk.ppo.foreign_names import REASONS, explain_unknown_keys
 from onetrunk.ppo.settings import PPOSettings
 from onetrunk.utils.options import documented
 from onetrunk.utils.redaction import SecretFreeArguments
 
+_OURS = PPOSettings.__dataclass_fields__.keys() | TrainingArguments.__dataclass_fields__.keys()
+_TRL_TYPES = get_type_hints(GRPOConfig)
+# The names that only TRL's GRPOConfig has, and their defaults there. TrlParser sees fields only; None: not given.
+TRL_DEFAULTS = {
+    f.name: f.default for f in fields(GRPOConfig) if f.name not in (*_OURS, "trust_remote_code") and f.init
+}
+TRLNames = make_dataclass("TRLNames", [(name, _TRL_TYPES[name] | None, field(default=None)) for name in TRL_DEFAULTS])
+
 
 @documented
 @dataclass(repr=False)
-class PPOConfig(PPOSettings, SecretFreeArguments, TrainingArguments):
+class PPOConfig(PPOSettings, SecretFreeArguments, TRLNames, TrainingArguments):
     """Settings of a PPO run.
 
     Batch arithmetic: 2 processes, rollout_batch_size 64, num_generations 1, num_minibatches 4, num_ppo_epochs 2 give
@@ -44,6 +53,15 @@ class PPOConfig(PPOSettings, SecretFreeArguments, TrainingArguments):
         if self.bf16 is None:
             self.bf16 = bf16_by_default(self)
         super().__post_init__()
+        for name, default in TRL_DEFAULTS.items():
+            if getattr(self, name) not in (None, default):
+                reason = REASONS.get(name, "PPO here has nothing like it; leave it out")
+                raise ValueError(f"{name} is {getattr(self, name)!r}: {reason}")
+            setattr(self, name, None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values, without TRL's names, which have no value any more."""
+        return {name: value for name, value in super().to_dict().items() if name not in TRL_DEFAULTS}
 
 
 def bf16_by_default(args: TrainingArguments) -> bool:
@@ -85,3 +103,15 @@ def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
     rows_per_minibatch = rows // config.num_minibatches
     rows_per_pack = min(config.per_device_train_batch_size, rows_per_minibatch)
     return BatchPlan(rows, rows_per_minibatch, rows_per_pack)
+
+
+def describe_steps(config: PPOConfig) -> str:
+    """Return a line about what the settings mean: how many completions a rollout and an optimizer step have."""
+    rows, steps = config.rollout_batch_size * config.num_generations, config.slots_per_rollout
+    line = (
+        f"rollout: {rows} completions ({config.rollout_batch_size} prompts x {config.num_generations}), then {steps}"
+        f" steps of {rows // config.num_minibatches} completions"
+    )
+    theirs = config.per_device_train_batch_size * config._accumulation * config.world_size
+    is_default = config.rollout_batch_size == PPOConfig.rollout_batch_size
+    return f"{line}; in GRPOTrainer these settings are steps of {theirs}" if is_default else line

@@ -133,9 +133,9 @@ class ExperienceStream:
             sampled = self.source.next(self.state.iteration)  # 1 prompts and completions
         with self._timed("score"), self._interruptible("score"):
             packs = self.form_packs(sampled.rollout)
-            running = self.run_model(packs)  # 2 old logprobs, values, reference
-            scored = self.score(sampled, running.result)  # 3 raw scores, meanwhile
-            packs = self.add_weights(running.result(), sampled.rollout)
+            with self.run_model(packs) as running:  # 2 old logprobs, values, reference
+                scored = self.score(sampled, running.result)  # 3 raw scores, meanwhile
+                packs = self.add_weights(running.result(), sampled.rollout)
         scores = self.shape_scores(scored)
         packs = self.add_rewards(packs, scores, scored)  # 4 the score over the tokens, minus beta * KL
         experiences = self.add_advantages(packs, scored)  # 5 GAE
@@ -155,15 +155,15 @@ class ExperienceStream:
         agree, pad_id = equal_counts(self.model, self.accelerator), self.sampler.params.pad_token_id
         return rollout_packs(rollout, minibatches, limits, pad_id, self.accelerator.device, agree)
 
-    def run_model(self, packs: Sequence[RolloutPack]) -> Future[list[RolloutPack]]:
-        """Begin to run the policy, the value head and the reference over the packs.
+    def run_model(self, packs: Sequence[RolloutPack]) -> AbstractContextManager[Future[list[RolloutPack]]]:
+        """Run the policy, the value head and the reference over the packs while the block of the result lasts.
 
         Reward functions may need the main thread, so this happens in the background where they may wait for a server;
         but a trace sees the main thread only.
         """
         roles = self.sampler.roles("policy", "value", *(("reference",) if self.config.initial_beta else ()))
         has_time = self.sampler.may_wait and not self.watch.is_tracing
-        return self.forward.start(packs, roles, self.state.iteration, has_time)
+        return self.forward.running(packs, roles, self.state.iteration, has_time)
 
     def score(self, sampled: Sampled, packs: Callable[[], Sequence[RolloutPack]]) -> ScoredRollout:
         """Return the raw scores of a rollout; `packs` waits for the model, where an adapter on the trunk scores."""

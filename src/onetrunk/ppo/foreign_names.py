@@ -22,54 +22,126 @@ if [int(number) for number in version("transformers").split(".")[:2]] < [5, 23]:
 _RENAMES = {
     theirs: ours
     for ours, names in {
-        "model_name_or_path": "base_model model model_name sft_model_path pretrain",
-        "dtype": "torch_dtype",
-        "lora_r": "r lora_rank",
-        "lora_target_modules": "target_modules",
+        "model_name_or_path": "base_model model pretrain",
+        "lora_r": "r",
         "dataset_name": "dataset data_path",
         "resume_from_checkpoint": "resume",
-        "reward_funcs": "reward_model reward_model_path reward_pretrain reward_fn",
+        "reward_funcs": "reward_model reward_model_path reward_pretrain",
         "learning_rate": "lr",
         "value_learning_rate": "critic_learning_rate",
-        "per_device_train_batch_size": "micro_train_batch_size micro_batch_size",
+        "per_device_train_batch_size": "micro_batch_size",
         "num_generations": "n_samples_per_prompt",
-        "num_ppo_epochs": "ppo_epochs num_iterations",
-        "num_minibatches": "steps_per_generation num_mini_batches",
         "max_completion_length": "max_new_tokens generate_max_len response_length",
-        "max_prompt_length": "prompt_max_len",
         "max_length": "max_seq_length cutoff_len sequence_len",
         "temperature": "temp",
         "beta": "init_kl_coef kl_coef",
         "epsilon": "clip_range eps_clip cliprange",
-        "dual_clip": "delta",
         "value_clip": "cliprange_value",
-        "value_coef": "vf_coef",
-        "vllm_importance_sampling_clip_max": "vllm_importance_sampling_cap",
-        "entropy_coef": "ent_coef",
-        "lam": "gae_lambda lambd",
-        "eval_strategy": "evaluation_strategy",
+        "lam": "gae_lambda",
         "run_name": "exp_name",
         "vllm_server_base_url": "vllm_server_host vllm_server_port",
-        "alarm_limits": "alarm_kl alarm_entropy",
+        "alarm_limits": "alarm_entropy",
     }.items()
     for theirs in names.split()
 }
 _SAMPLER = "sampling here follows the policy itself, or its top_p or top_k; leave it out"
+_LAUNCH = "the launch decides, on the command line of sft, reward, distill, ppo and eval only:"
 # Keys without a counterpart, or with one of another meaning.
-_REASONS = {
-    "generation_batch_size": "here rollout_batch_size, which counts prompts and not completions",
-    "mask_truncated_completions": "here truncated_completions: mask",
-    "scale_rewards": "here normalize_scores and whiten_advantages",
-    "loss_type": "belongs to GRPO's objectives; override PPOTrainer.compute_loss for an objective of your own",
+REASONS = {
+    "stages": "the file is a pipeline, which onetrunk run FILE runs",
     "min_p": _SAMPLER,
     "repetition_penalty": _SAMPLER,
     "warmup_ratio": "here warmup_steps: a number below 1 is a share of all steps",
     "total_episodes": "here num_rollouts (rollouts of rollout_batch_size prompts), or num_train_epochs",
     "ref_model": "the reference is the frozen base, or a copy of the adapter that PPO starts from; leave it out",
     "tokenizer": "the tokenizer is that of model_name_or_path; leave it out",
-    "num_processes": "the launch decides: accelerate launch --num_processes N scripts/STAGE.py ...",
+    "num_processes": f"{_LAUNCH} --num_processes 8",
+    "accelerate_config": f"{_LAUNCH} --accelerate_config fsdp2",
     "trust_remote_code": "pass model_init_kwargs: {trust_remote_code: true, revision: <commit>}",
 }
+
+
+# Names of TRL's GRPOConfig that are read, and why a value changes nothing here, where it may be so.
+_TRL_NAMES = {
+    name: reason
+    for reason, names in {
+        "": "num_iterations delta vllm_importance_sampling_cap steps_per_generation generation_batch_size",
+        "completions that are cut off count, as truncated_completions says": "mask_truncated_completions",
+        "each token has its ratio (ratio_unit)": "importance_sampling_level",
+        "advantages are scaled over the rollout (whiten_advantages)": "scale_rewards",
+        "use_vllm is not set": "vllm_server_host vllm_server_port",
+        "the loss is a mean over the tokens of the optimizer step": "loss_type",
+        "dropout is off": "disable_dropout",
+        "the sampler has a cache of its own and drops rows that have ended": "use_transformers_continuous_batching"
+        " transformers_continuous_batching_config use_transformers_paged cache_implementation",
+        "the trunk is frozen, and layers are gathered one by one": "ds3_gather_for_generation",
+        "packs are padded to their longest row": "pad_to_multiple_of",
+        "the server or the engine of vLLM decides": "vllm_model_impl vllm_group_port vllm_max_model_length"
+        " vllm_tensor_parallel_size",
+        "log_completions shows and keeps a fixed table": "num_completions_to_print log_unique_prompts log_multimodal"
+        " log_completions_hub_repo",
+        "an evaluation samples num_generations completions": "num_generations_eval",
+        "with kl_in_loss a token always counts by its ratio": "use_bias_correction_kl",
+    }.items()
+    for name in names.split()
+}
+
+
+def _meaning(name: str, value: Any, settings: Any) -> dict[str, Any]:
+    """Return the settings here that a value under a name of TRL's means; none: it changes nothing."""
+    match name:
+        case "num_iterations":
+            return {"num_ppo_epochs": value}
+        case "delta":
+            return {"dual_clip": value}
+        case "vllm_importance_sampling_cap":
+            return {"vllm_importance_sampling_clip_max": value}
+        case "steps_per_generation":
+            return {"num_minibatches": _share(value, settings, "gradient_accumulation_steps")}
+        case "generation_batch_size":
+            return {"rollout_batch_size": _share(value, settings, "num_generations")}
+        case "mask_truncated_completions" if value:
+            return {"truncated_completions": "mask"}
+        case "importance_sampling_level" if value != "token":
+            return {"ratio_unit": {"sequence": "turn"}.get(value, value)}
+        case "scale_rewards" if str(value).lower() in ("none", "false"):
+            return {"whiten_advantages": False}
+        case "vllm_server_host" | "vllm_server_port" if settings.use_vllm:
+            host, port = settings.vllm_server_host or "127.0.0.1", settings.vllm_server_port or 8000
+            return {"vllm_server_base_url": [f"http://{host}:{port}"]}
+        case "loss_type" if value not in ("grpo", "bnpo", "dr_grpo", "dapo"):  # These differ in normalisation only.
+            raise ValueError(f"loss_type {value} is another objective than PPO's; override PPOTrainer.compute_loss")
+    return {}
+
+
+def _share(value: int, settings: Any, name: str) -> int:
+    parts = getattr(settings, name)
+    if value % parts:
+        raise ValueError(f"{value} is not divisible by {name} {parts}; choose values that divide")
+    return value // parts
+
+
+def read_trl_names(settings: Any) -> list[str]:
+    """Set what settings under TRL's names mean here, clear them, and return a line about each.
+
+    Raises:
+        ValueError: another objective, a remainder, or a setting that has another value under our name.
+    """
+    lines = []
+    for name, reason in _TRL_NAMES.items():
+        value = getattr(settings, name, None)
+        if value is None:
+            continue
+        ours = _meaning(name, value, settings)
+        for key, meant in ours.items():
+            present, default = getattr(settings, key), type(settings).__dataclass_fields__[key].default
+            if present not in (default, meant):
+                raise ValueError(f"{name} {value} is {key} {meant} here, and {key} is {present}; keep one of them")
+            setattr(settings, key, meant)
+        said = "read as " + ", ".join(f"{key} {meant}" for key, meant in ours.items())
+        lines.append(f"{name} {value}: " + (said if ours else f"no effect here, {reason}"))
+    vars(settings).update(dict.fromkeys(_TRL_NAMES) if lines else {})
+    return lines
 
 
 def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> str:
@@ -79,7 +151,7 @@ def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> s
         return f"{key}: here {name}"
     if owners:
         return f"{key}: an option of onetrunk {', '.join(owners)}, which this command does not have"
-    reason = _REASONS.get(key, "")
+    reason = REASONS.get(key, "")
     if reason and (not reason.startswith("here ") or reason.split()[1].rstrip(",:") in known):
         return f"{key}: {reason}"
     if name:
@@ -90,7 +162,6 @@ def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> s
 
 def explain_unknown_keys(config_class: type, keys: dict[str, Any]) -> str | None:
     """Return an explanation of the keys that `config_class` does not have, None if it has all."""
-    fields = {f.name: f.default for f in dataclasses.fields(config_class) if f.init}
-    known = [name for name in fields if name != "trust_remote_code"]
-    unknown = [key for key in keys if key not in known and not (key in fields and keys[key] == fields[key])]
+    known = [f.name for f in dataclasses.fields(config_class) if f.init]
+    unknown = [key for key in keys if key not in known]
     return "; ".join(explain_key(key, known) for key in unknown) or None

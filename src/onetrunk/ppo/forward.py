@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -41,14 +42,16 @@ class Forward:
         self.cache = cache
         self.is_collective = is_collective(model())
         self._beat, self._stop = beat, stop
-        self._were_captured = False
+        self._were_captured = self._is_given_up = False
 
-    def start(
+    @contextlib.contextmanager
+    def running(
         self, packs: Sequence[RolloutPack], roles: Sequence[str], iteration: int, has_time: bool
-    ) -> Future[list[RolloutPack]]:
-        """Begin `run` over the packs of a rollout: in a thread if the main one `has_time` for user code meanwhile.
+    ) -> Iterator[Future[list[RolloutPack]]]:
+        """`run` over the packs of a rollout during the block: in a thread if the main one `has_time` for user code.
 
         Forwards that processes run together have a certain order in the main thread only, so there they run at once.
+        If the block raises, the thread gives up before its next pack; no forward goes on after the block.
         """
 
         # The current GPU is set per thread, and the accelerator's device of one process has no index.
@@ -65,14 +68,20 @@ class Forward:
                     " learning_rate or max_grad_norm and resume from an earlier checkpoint"
                 ) from error
 
-        if has_time and not self.is_collective:
-            executor = ThreadPoolExecutor(max_workers=1)
-            running = executor.submit(run)
-            executor.shutdown(wait=False)
-            return running
-        done: Future[list[RolloutPack]] = Future()
-        done.set_result(run())
-        return done
+        if not has_time or self.is_collective:
+            done: Future[list[RolloutPack]] = Future()
+            done.set_result(run())
+            yield done
+            return
+        executor = ThreadPoolExecutor(max_workers=1)
+        try:
+            yield executor.submit(run)
+        except BaseException:
+            self._is_given_up = True
+            raise
+        finally:
+            executor.shutdown()
+            self._is_given_up = False
 
     @torch.no_grad()
     def run(self, packs: Sequence[RolloutPack], roles: Sequence[str]) -> list[RolloutPack]:
@@ -109,6 +118,8 @@ class Forward:
 
     def _poll(self) -> None:
         self._beat()
+        if self._is_given_up:
+            raise CancelledError
         # A process that gives up alone would leave the others waiting in a forward of a sharded or divided base.
         if not self.is_collective:
             self._stop()

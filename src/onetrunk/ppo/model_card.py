@@ -64,8 +64,8 @@ vLLM serves it under the name `{{ name }}`:
 vllm serve {{ served }} --enable-lora --max-lora-rank {{ rank }} --lora-modules {{ name }}={{ where }}
 ```
 {% endif %}
-`onetrunk merge {{ where }} --output_dir merged` makes one model of base and adapter, for tools that load no
-adapters.
+`onetrunk export {{ where }} --to merged --output_dir merged` makes one model of base and adapter, for tools that load
+no adapters; `--to gguf` and `--to ollama` make files for llama.cpp and Ollama.
 
 Next to the adapter: {{ files | join(", ") }}. PPO needs them to train on; sampling does not.
 {% for heading, facts in tables.items() if facts %}

@@ -7,6 +7,7 @@ RANGES, and a kind in checkpoints/resume_settings.py, which says whether it may 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from onetrunk.checkpoints.config import CheckpointConfig
+from onetrunk.ppo.foreign_names import read_trl_names
 from onetrunk.ppo.monitoring.alarm_rules import check_limits, limits_in_use, stopping_alarms
 from onetrunk.utils.options import (
     IMPORTANCE_MODES,
@@ -26,6 +28,8 @@ from onetrunk.utils.options import (
     require_truncation,
 )
 
+logger = logging.getLogger(__name__)
+
 # What the monitor does at an alarm.
 MONITOR_ACTIONS = ("warn", "stop")
 STAGE_SETTINGS = ("pipeline_stages", "pipeline_split", "pipeline_training")
@@ -36,40 +40,44 @@ IS_CLIP = "vllm_importance_sampling_clip"
 
 # Fields of TrainingArguments and of TRL's ModelConfig that must keep their default, by the reason.
 _WITHOUT_MEANING = {
+    "noise on embeddings makes the first PPO ratio differ from 1": "neftune_noise_alpha",
+    "it acts per process; use save_steps": "enable_jit_checkpoint",
+    "a checkpoint without optimizer and stream state can't be resumed; use save_strategy: 'no'": "save_only_model",
+    "the accelerate config of the launch decides (accelerate_configs/README.md)": "parallelism_config fsdp deepspeed"
+    " fsdp_config",
+    "the launcher sets it": "local_rank",
+    "GaLore projects whole weight matrices, and adapters have a low rank already": "optim_target_modules",
+    "set the environment variables of trackio": "trackio_bucket_id trackio_static_space_id",
+}
+INHERITED_WITHOUT_MEANING = {name: reason for reason, names in _WITHOUT_MEANING.items() for name in names.split()}
+# Fields with which the result is the same at every value, by the reason: a line says so.
+_WITHOUT_EFFECT = {
+    "an optimizer step is a minibatch (rollout_batch_size, num_minibatches), cut into forwards by microbatch_tokens or"
+    " per_device_train_batch_size": "gradient_accumulation_steps",
     "the stream samples in the main process": "dataloader_num_workers dataloader_persistent_workers"
-    " dataloader_multiprocessing_context dataloader_pin_memory dataloader_in_order",
-    "a rollout sampled ahead of its update would be off-policy": "dataloader_prefetch_factor",
+    " dataloader_multiprocessing_context dataloader_pin_memory dataloader_in_order dataloader_prefetch_factor",
     "rollouts are filled up with prompts from the start of the pass": "dataloader_drop_last",
     "the experience stream is not dealt out by accelerate": "accelerator_config",
-    "shuffle_dataset says how prompts are drawn, and packs are sorted by length already": "train_sampling_strategy",
-    "packs are sorted by length already": "length_column_name",
+    "shuffle_dataset says how prompts are drawn, and packs are sorted by length already": "train_sampling_strategy"
+    " length_column_name",
     "set microbatch_tokens: it bounds a forward without changing the gradient": "auto_find_batch_size",
-    "noise on embeddings makes the first PPO ratio differ from 1": "neftune_noise_alpha",
     "the fused logprobs of onetrunk take its place": "use_liger_kernel liger_kernel_config",
     "rollouts keep a cache and training forwards need none": "use_cache",
     "a loss is always divided by the tokens of all processes": "average_tokens_across_devices",
     "what runs in a step changes with the roles that it trains": "ddp_static_graph",
-    "it acts per process; use save_steps": "enable_jit_checkpoint",
     "see completion/length and throughput/completion_tokens_per_s": "include_num_input_tokens_seen",
     "see memory/peak_gib": "skip_memory_metrics",
-    "a checkpoint without optimizer and stream state can't be resumed; use save_strategy: 'no'": "save_only_model",
     "not tested with adapter switching yet": "torch_compile torch_compile_backend torch_compile_mode",
     "it would act on Trainer's own training step only": "torch_empty_cache_steps",
     "evaluation runs as training does": "fp16_full_eval bf16_full_eval",
-    "evaluation samples and scores": "batch_eval_metrics eval_accumulation_steps eval_use_gather_object"
-    " eval_do_concat_batches prediction_loss_only",
-    "evaluation samples and scores; a reward function sees every column": "include_for_metrics",
+    "evaluation samples and scores; a reward function sees every column": "batch_eval_metrics eval_accumulation_steps"
+    " eval_use_gather_object eval_do_concat_batches prediction_loss_only include_for_metrics",
     "PPO has no labels": "label_names label_smoothing_factor",
-    "the accelerate config of the launch decides (accelerate_configs/README.md)": "parallelism_config fsdp deepspeed"
-    " fsdp_config",
-    "the launcher sets it": "local_rank",
     "training and evaluation depend on max_steps and eval_strategy": "do_train do_eval do_predict",
-    "GaLore projects whole weight matrices, and adapters have a low rank already": "optim_target_modules",
     "a step that is not finite is skipped and counted, and the run says so": "debug",
     "one process writes logs, checkpoints and results": "log_on_each_node save_on_each_node log_level_replica",
-    "set the environment variables of trackio": "trackio_bucket_id trackio_static_space_id",
 }
-INHERITED_WITHOUT_MEANING = {name: reason for reason, names in _WITHOUT_MEANING.items() for name in names.split()}
+WITHOUT_EFFECT = {name: reason for reason, names in _WITHOUT_EFFECT.items() for name in names.split()}
 # Fields of TrainingArguments with one possible value, and why.
 FIXED = {
     "ignore_data_skip": (True, "the experience stream restores its own position"),
@@ -438,8 +446,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         " completions; entropy: 0.01 nats per token; repeated_ngrams: 0.5 of the 4-grams; clip_fraction: 0.5 of the"
         " tokens; skipped_steps: 0.8 of the steps; explained_variance: -0.5; useless_values: 0, the same"
         " metric for five times as long; equal_scores: 1e-6, the standard deviation of scores; cut_off: 0.01 of the"
-        " completions end; tool_errors: 0.5 of the calls; turn_limit: 0.5 of the episodes. With truncated sampling"
-        " negative_kl and logprob_gap are off, and where rollouts are sampled ahead negative_kl is.",
+        " completions end; one_token: 1.5 tokens; no_gradient: 1e-7, its norm; tool_errors: 0.5 of the calls;"
+        " turn_limit: 0.5 of the episodes. With truncated sampling negative_kl and logprob_gap are off, and where"
+        " rollouts are sampled ahead negative_kl is.",
     )
     alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
     stop_on_alarm: list[str] | None = option(
@@ -449,6 +458,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     )
 
     def __post_init__(self) -> None:
+        lines = self._read_inherited()
         self._check_inherited()
         self._check_ranges()
         self._derive()
@@ -459,11 +469,14 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         check_limits(self.alarm_limits)
         self.stop_on_alarm = stopping_alarms(self.stop_on_alarm, self.limits)
         super().__post_init__()
+        for line in lines if getattr(self, "should_log", True) else ():
+            logger.warning(line)
 
     @property
     def limits(self) -> dict[str, float | None]:
         """Limit of each alarm; None: no such alarm."""
-        return limits_in_use(self.alarm_limits, self.truncates, self.max_staleness > 0)
+        limits = limits_in_use(self.alarm_limits, self.truncates, self.max_staleness > 0)
+        return {**limits, "one_token": None} if self.max_completion_length == 1 else limits
 
     @property
     def slots_per_rollout(self) -> int:
@@ -499,25 +512,27 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         """Return the default of every field, also of those that this class does not have itself."""
         return {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(self)}
 
-    def _check_inherited(self) -> None:
+    def _read_inherited(self) -> list[str]:
+        """Give inherited and TRL's settings the values that they have here, and return lines for the user."""
+        # TrainingArguments' meaning of it is gone after this; `describe_steps` compares with it.
+        self._accumulation = self.gradient_accumulation_steps
+        lines = read_trl_names(self)
         for name, default in self._inherited_defaults().items():
-            if name not in INHERITED_WITHOUT_MEANING or _is_set_by_trainer(self, name):
+            value = getattr(self, name)
+            if value == default or not (value or default is True) or _is_set_by_trainer(self, name):
                 continue
-            value = getattr(self, name)
-            if value != default and (value or default is True):
+            if name in INHERITED_WITHOUT_MEANING:
                 raise ValueError(f"{name}={value!r} has no meaning here: {INHERITED_WITHOUT_MEANING[name]}")
-        if self.gradient_accumulation_steps != 1:
-            raise ValueError(
-                f"gradient_accumulation_steps {self.gradient_accumulation_steps} has no meaning here: an optimizer"
-                " step is a minibatch, cut into forwards by microbatch_tokens or per_device_train_batch_size; leave it"
-                " at 1"
-            )
+            if name in WITHOUT_EFFECT:
+                lines.append(f"{name} {value} has no effect here: {WITHOUT_EFFECT[name]}")
+                setattr(self, name, default)
         for name, (required, reason) in FIXED.items():
-            value = getattr(self, name)
-            if value is None and name.startswith("ddp_"):
-                setattr(self, name, required)
-            elif value is not required:
-                raise ValueError(f"{name} must stay {required}: {reason}")
+            if getattr(self, name) not in (None, required):
+                lines.append(f"{name} stays {required}: {reason}")
+            setattr(self, name, required)
+        return lines
+
+    def _check_inherited(self) -> None:
         optim, scheduler = _word(self.optim), _word(self.lr_scheduler_type)
         for part, reason in REFUSED_OPTIMIZERS.items():
             if part in optim:

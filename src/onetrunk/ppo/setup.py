@@ -469,9 +469,8 @@ def check_launch(args: PPOConfig) -> None:
         require_output_dir(args.output_dir)
     if args.n_gpu > 1:
         raise ValueError(
-            f"{args.n_gpu} GPUs are visible to one process; start one process per GPU: accelerate launch"
-            f" --config_file accelerate_configs/ddp.yaml --num_processes {args.n_gpu} scripts/ppo.py ...,"
-            " or set CUDA_VISIBLE_DEVICES=0"
+            f"{args.n_gpu} GPUs are visible to one process; start one process per GPU: onetrunk ppo --num_processes"
+            f" {args.n_gpu} ..., or set CUDA_VISIBLE_DEVICES=0"
         )
     launch_layout()
     check_pipeline(args)
@@ -493,7 +492,7 @@ def check_pipeline(args: PPOConfig) -> None:
         reject_tensor_parallelism(what, f"which divides every layer; {otherwise}, or launch with fsdp2.yaml")
     elif not args.pipeline_training:
         return
-    check_stage_launch(what, args.pipeline_stages, args.world_size, "scripts/ppo.py", otherwise)
+    check_stage_launch(what, args.pipeline_stages, args.world_size, "ppo", otherwise)
     if args.pipeline_training:
         check_stage_layout()
 

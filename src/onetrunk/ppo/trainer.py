@@ -31,7 +31,7 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.config import PPOConfig, describe_steps
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.monitoring.alarms import Alarms, StepEnd, StepGuard
@@ -102,6 +102,8 @@ class PPOTrainer(ResumableTrainer):
     _has_best_weights = False
     _stream: ExperienceStream | None = None
     _step_start = 0.0
+    # The largest of the rollout; below 0 if no step of it had anything to train.
+    _gradient_norm = -1.0
     # Whether the step has anything to train: no adapter does while a shared value head is pretrained.
     _has_roles = True
 
@@ -131,7 +133,7 @@ class PPOTrainer(ResumableTrainer):
         hooks = {"progress": self._show_sampling, "poll": self._poll_sampling}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
-        self.progress = RolloutProgress(run.trunk_plan.report)
+        self.progress = RolloutProgress(f"{describe_steps(args)}\n{run.trunk_plan.report}")
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
             self._metrics_of_rollout, lambda metrics: self.metric_log.add_rollout(metrics), self.may_save
@@ -305,13 +307,18 @@ class PPOTrainer(ResumableTrainer):
         """Pass the norm of the step's gradient to the guard; the only wait for the device in a step."""
         norm = float(norm)
         self.guard.on_grad_norm(norm)
+        if self._has_roles:
+            self._gradient_norm = max(self._gradient_norm, norm)
         return norm
 
     def _metrics_of_rollout(self) -> dict[str, float]:
         """Return the metrics of the rollout that has just ended, and forget them; the alarms watch them."""
         metrics = self.metric_log.of_rollout.flush()
         skipped_fraction = metrics.get("policy/skipped_steps", 0.0) / self.args.slots_per_rollout
-        return {**metrics, "policy/skipped_fraction": skipped_fraction}
+        metrics["policy/skipped_fraction"] = skipped_fraction
+        if self._gradient_norm >= 0:
+            metrics["policy/gradient_norm"], self._gradient_norm = self._gradient_norm, -1.0
+        return metrics
 
     def _end_step(self, state: TrainerState) -> None:
         # Trainer counts passes from where this process began, the stream from where the run did.

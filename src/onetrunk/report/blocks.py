@@ -128,8 +128,9 @@ def win_rates(rate: dict[str, Any]) -> Block:
     rows.append(["wins, ties, losses", " / ".join(str(rate.get(k, "?")) for k in ("wins", "ties", "losses")), ""])
     rows += [[f"by the principle: {name}", share(value), ""] for name, value in rate.get("principles", {}).items()]
     against = f"against {rate.get('opponent', 'the opponent')}"
-    findings = [("the judge", text) for text in contest_findings(rate)]
-    return Block("Win rate", columns=[against, "value", "95% interval"], rows=rows, alarms=findings)
+    said = "; ".join(contest_findings(rate))
+    text = f"{said[:1].upper()}{said[1:]}." if said else ""
+    return Block("Win rate", text=text, columns=[against, "value", "95% interval"], rows=rows)
 
 
 def contest_findings(rate: dict[str, Any]) -> list[str]:

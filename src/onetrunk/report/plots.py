@@ -52,8 +52,11 @@ class Plot:
     note: str = ""
     against: str | None = None
     zero: bool = False
+    # The stages that have it; none: all.
+    verbs: Sequence[str] = ()
 
 
+SAMPLING, SCORING = ("ppo", "training"), ("reward", "distill")
 HELD_OUT = "held-out prompts"
 TRAINING = "training rollouts"
 
@@ -65,11 +68,19 @@ def both(metric: str) -> dict[str, str]:
 # In the order of the page. A plot without data is left out.
 PLOTS = (
     Plot("score", "Score", "mean score", both("score/mean"),
-         "Raw scores of completions. The first held-out point, at step 0, is the model before training."),
+         "Raw scores of completions. The first held-out point, at step 0, is the model before training.",
+         verbs=SAMPLING),
+    Plot("pair_accuracy", "Pairs in the right order", "share",
+         {"pairs/accuracy": "training pairs", "eval_pairs/accuracy": "held-out pairs"},
+         "0.5 is a coin. Training pairs far above held-out ones are learnt by heart.", verbs=SCORING),
+    Plot("pair_lead", "Lead of the better completion", "score", {"pairs/lead": "training pairs"},
+         "How much higher the better completion scores. It grows with confidence, right or wrong.", verbs=SCORING),
+    Plot("pair_score", "Mean score of both completions", "score", {"score/mean": "training pairs"},
+         "Only differences are trained, so this level means nothing; score_scale.json has it.", verbs=SCORING),
     Plot("kl", "KL to the reference", "nats per completion", both("kl/ref"),
          "How far the policy has moved from where it started.", zero=True),
     Plot("score_against_kl", "Score against KL", "mean score", both("score/mean"),
-         "What each nat of distance buys. A curve that bends down is a reward that is being hacked.",
+         "What each nat of distance buys. Points that fall to the right are a reward that is being hacked.",
          against="kl/ref"),
     Plot("length", "Completion length", "tokens", both("completion/length"),
          "A sudden change means that the reward pays for length, or for saying nothing.", zero=True),
@@ -106,7 +117,12 @@ def plots_of(runs: Sequence[Run]) -> list[Plot]:
     components = {name: name.removeprefix("score/") for name in scores if name not in ("score/mean", "score/std")}
     if len(components) > 1:
         plots.insert(3, Plot("components", "Reward components", "mean score", components))
-    return [plot for plot in plots if any(_points(run, plot, metric)[0] for run in runs for metric in plot.curves)]
+
+    def has_data(plot: Plot) -> bool:
+        fitting = [run for run in runs if not plot.verbs or run.verb in plot.verbs]
+        return any(_points(run, plot, metric)[0] for run in fitting for metric in plot.curves)
+
+    return [plot for plot in plots if has_data(plot)]
 
 
 def draw(plot: Plot, runs: Sequence[Run]) -> mpl.Figure:
@@ -123,9 +139,13 @@ def draw(plot: Plot, runs: Sequence[Run]) -> mpl.Figure:
             label = name if is_alone else f"{run.name}: {name}" if len(plot.curves) > 1 else run.name
             color = COLORS[(position if is_alone else index) % len(COLORS)]
             style = "-" if is_alone else STYLES[position % len(STYLES)]
-            marker = "o" if metric.startswith("eval_") or len(xs) <= FEW_POINTS else None
+            if plot.against and not metric.startswith("eval_"):
+                style = "none"  # Rollouts are noisy in both directions: a line would be a tangle.
+            marker = "o" if metric.startswith("eval_") or len(xs) <= FEW_POINTS or style == "none" else None
             if xs:
-                axes.plot(xs, ys, style, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=label)
+                axes.plot(
+                    xs, ys, linestyle=style, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=label
+                )
     if plot.against is None:
         for alarm in (alarm for run in runs for alarm in run.alarms()):
             axes.axvline(alarm.step, color=ALARM, linestyle=":", linewidth=1.2)
@@ -138,6 +158,18 @@ def draw(plot: Plot, runs: Sequence[Run]) -> mpl.Figure:
     axes.set_ylabel(plot.ylabel)
     if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
+def draw_bins(bins: Mapping[str, int]) -> mpl.Figure:
+    """Return a histogram; `bins` are the number of rows by the label of the bin."""
+    from matplotlib.figure import Figure as Canvas
+
+    figure = Canvas(figsize=SIZE)
+    axes = figure.add_axes((0.12, 0.2, 0.86, 0.76))
+    axes.bar(list(bins), list(bins.values()), color=COLORS[0])
+    axes.tick_params(axis="x", rotation=30)
+    axes.set_ylabel("rows")
     return figure
 
 
@@ -167,6 +199,7 @@ def drawn(draw_it: Callable[[], mpl.Figure], name: str, title: str) -> tuple[byt
 
     inked = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
     settings = dict.fromkeys(inked, INK) | {"axes.grid": True, "grid.color": GRID, "grid.alpha": 0.25}
+    settings |= {"axes.facecolor": "none", "axes.formatter.limits": (-3, 4)}
     settings |= {"grid.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5}
     # A name with two dollar signs would be read as mathematics.
     settings |= {"text.parse_math": False}

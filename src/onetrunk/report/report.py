@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from onetrunk.feedback.ledger import read_costs
@@ -26,10 +27,10 @@ from onetrunk.report.blocks import (
     sample_blocks,
     share,
 )
-from onetrunk.report.plots import draw, figures_block, plots_of
-from onetrunk.report.runs import FOLDER, PAIRS, Run, read_lines, read_run, stage_runs
+from onetrunk.report.plots import draw, draw_bins, figures_block, plots_of
+from onetrunk.report.runs import FOLDER, PAIRS, PIPELINE, SAMPLES, Run, read_lines, read_run, stage_runs
 from onetrunk.report.verdict import verdict_of
-from onetrunk.utils.files import atomic_write_text
+from onetrunk.utils.files import atomic_write_text, read_json
 from onetrunk.utils.redaction import address_of, redact
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     place = Path(folders[0]) if len(runs) == 1 else Path(os.path.commonpath([run.folder.resolve() for run in runs]))
     target = Path(target) if target is not None else place / FOLDER
     title = " and ".join(run.name for run in runs)
-    own = {"run": pipeline_blocks, "judge": judge_blocks}
+    own = {"run": pipeline_blocks, "judge": judge_blocks, "prefs": preference_blocks}
     if len(runs) > 1:
         blocks = comparison_blocks(runs, target)
     elif runs[0].verb in own:
@@ -73,7 +74,7 @@ def run_blocks(run: Run, target: Path) -> list[Block]:
     return [
         *verdict_blocks(run),
         *sample_blocks(run),
-        facts_of([run]),
+        facts_of([run], related_files(run), target),
         *alarm_blocks(run),
         *result_blocks(run),
         *cost_blocks(read_costs(run.folder)),
@@ -104,53 +105,75 @@ def comparison_blocks(runs: Sequence[Run], target: Path) -> list[Block]:
 
 def pipeline_blocks(pipeline: Run, target: Path) -> list[Block]:
     """Return what every stage of a pipeline reached, and the win rates, alarms and samples of its stages."""
-    rows, links, blocks, runs, total = [], {}, [], stage_runs(pipeline), 0.0
+    rows, links, alarms, samples, runs, total = [], {}, [], [], stage_runs(pipeline), 0.0
     for name, record in pipeline.results.get("stages", {}).items():
-        output, verb = record["settings"].get("output_dir"), record["settings"].get("verb", "script")
+        verb = record["settings"].get("verb", "script")
         run = runs.get(name)
         seconds = record.get("seconds")
         total += seconds or 0
         result = "" if run is None else headline(run)
-        rows.append([name, verb, record["status"], "" if seconds is None else f"{seconds:.0f}", result, output or ""])
+        rows.append([name, verb, record["status"], "" if seconds is None else f"{seconds:.0f}", result])
         if run is None:
             continue
         page = run.folder / FOLDER / PAGE
         if page.is_file():
             links[name] = address_of(page, target)
-        blocks += alarm_blocks(run, f"Alarms of {name}")
-        blocks += sample_blocks(run) if verb == "eval" else []
-    columns = ["stage", "verb", "status", "seconds", "result", "output"]
-    summary = Block(text=f"{pipeline.status}; {total / 60:.1f} minutes in all stages.")
-    return [*verdict_blocks(pipeline), summary, Block("Stages", columns=columns, rows=rows, links=links), *blocks]
+        alarms += alarm_blocks(run, f"Alarms of {name}")
+        samples = sample_blocks(run) if verb == "eval" else samples
+    columns = ["stage", "verb", "status", "seconds", "result"]
+    summary = f"{pipeline.status}; {total / 60:.1f} minutes in all stages."
+    table = Block("Stages", text=summary, columns=columns, rows=rows, links=links)
+    return [*verdict_blocks(pipeline), *samples, table, *alarms]
+
+
+def preference_blocks(run: Run, target: Path) -> list[Block]:
+    """Return the page of preference rows: the verdict, pairs, how sure the judge is, and what it cost."""
+    counts, judge = run.results.get("counts", {}), run.results.get("judge", {})
+    facts = [[name.replace("_", " "), f"{count:,}"] for name, count in counts.items() if count]
+    orders = (("position_consistency", "orders that agree"), ("first_slot_rate", "the one shown first wins"))
+    facts += [[title, share(judge.get(key))] for key, title in orders if judge.get(key) is not None]
+    bins = run.results.get("rows", {}).get("label_histogram", {})
+    drawings = [("labels", "How sure the judge is", LABELS_NOTE, partial(draw_bins, bins))] if bins else []
+    return [
+        *verdict_blocks(run),
+        *pair_blocks(run),
+        facts_of([run], related_files(run), target),
+        Block("Rows", columns=["", run.name], rows=facts),
+        *([figures_block("Labels", target, drawings)] if drawings else []),
+        *cost_blocks(read_costs(run.folder)),
+        all_measured(run.results, "All that the stage measured"),
+    ]
+
+
+def pair_blocks(run: Run) -> list[Block]:
+    """Return some preference rows: the surest of the first ones, and the least sure."""
+    rows = [row for path in sorted((run.folder / "data").glob("*.jsonl")) for row in read_lines(path, NUM_ROWS)]
+    rows = sorted((row for row in rows if "probability" in row), key=lambda row: row["probability"])
+    kinds = (("The judge is sure", rows[::-1][:NUM_SAMPLES]), ("The judge is not sure", rows[:NUM_SAMPLES]))
+    blocks = []
+    for title, chosen in kinds:
+        samples = [
+            (
+                plain(row["prompt"]),
+                [(f"chosen, {row['probability']:.0%}", plain(row["chosen"])), ("rejected", plain(row["rejected"]))],
+            )
+            for row in chosen
+        ]
+        blocks += [Block(title, samples=samples)] if samples else []
+    return [Block("Pairs", blocks=blocks)] if blocks else []
 
 
 def headline(run: Run) -> str:
     """Return what a stage reached, in a few words."""
-    match run.results:
-        case {"win_rate": {"discrete_win_rate": rate, **rest}}:
-            low, high = (share(end) for end in rest["discrete_win_rate_interval"])
-            return f"wins {share(rate)} of the pairs ({low} to {high})"
-        case {"judges": dict(judges)} if run.verb == "judge":
-            shares = [f"{name} {share(entry['all']['accuracy'])}" for name, entry in judges.items()]
-            return f"agrees with people: {', '.join(shares)}"
-        case {"reference": dict(before), "policy": {"score/mean": score, **rest}}:
-            kl = f", KL {rest['kl/ref']:.1f} nats" if rest.get("kl/ref") is not None else ""
-            return f"score {number(before.get('score/mean'))} to {number(score)}{kl}"
-        case {"fidelity": dict(fidelity)}:
-            return f"agrees with its teacher on {share(fidelity['agreement'])}"
-        case {"held_out": dict(held_out)}:
-            return f"orders {share(held_out['accuracy'])} of the held-out pairs as the judge"
-        case {"counts": dict(counts)}:
-            return ", ".join([f"{n:,} {name.replace('_', ' ')}" for name, n in counts.items() if n][:3])
-    for metric, words in (("eval_loss", "held-out loss"), ("loss", "loss")):
-        _, values = run.series(metric)
-        if values:
-            return f"{words} {values[-1]:.3f}"
-    return ""
+    if run.verb == "judge":
+        shares = [f"{name} {share(entry['all']['accuracy'])}" for name, entry in run.results["judges"].items()]
+        return f"agrees with people: {', '.join(shares)}"
+    verdict = verdict_of(run)
+    return "" if verdict is None else verdict.findings[0]
 
 
-def facts_of(runs: Sequence[Run]) -> Block:
-    """Return a table with one column per run: status, time, hardware."""
+def facts_of(runs: Sequence[Run], links: Mapping[str, Path] = MappingProxyType({}), target: Path = Path()) -> Block:
+    """Return a table with one column per run: status, time, hardware; and files to go on to, by what they are."""
     rows: dict[str, list[str]] = {}
     for run in runs:
         begin = next((event for event in reversed(run.events) if event.get("event") == "begin"), {})
@@ -161,7 +184,8 @@ def facts_of(runs: Sequence[Run]) -> Block:
             "stage": run.verb,
             "status": run.status,
             "steps": f"{last:,} of {planned:,}" if planned else f"{last:,}" if last else "",
-            "base model": str(run.about.get("base") or run.results.get("model") or ""),
+            "model": str(run.results.get("model") or "") if run.verb == "eval" else "",
+            "base model": base_of(run),
             "machine": f"{begin.get('num_processes', '')} process(es), {begin.get('device', '')}" if begin else "",
             "hours": f"{hours:.2f}" if hours is not None else "",
             "GPU-hours": f"{gpu_hours:.2f}" if gpu_hours else "0 (no GPU)" if gpu_hours is not None else "",
@@ -170,7 +194,30 @@ def facts_of(runs: Sequence[Run]) -> Block:
         for name, value in facts.items():
             rows.setdefault(name, []).append(value)
     cells = [[name, *values] for name, values in rows.items() if any(values)]
-    return Block(columns=["", *(run.name for run in runs)], rows=cells)
+    cells += [[name, *(str(path.parent) for _ in runs)] for name, path in links.items()]
+    addresses = {name: address_of(path, target) for name, path in links.items()}
+    return Block(columns=["", *(run.name for run in runs)], rows=cells, links=addresses)
+
+
+def related_files(run: Run) -> dict[str, Path]:
+    """Return the page of the pipeline that a run is a stage of, and the file of all its samples, where they exist."""
+    place, chains = run.folder.resolve(), []
+    for file in sorted(run.folder.parent.glob(f"*/{PIPELINE}")):
+        folders = [stage["settings"].get("output_dir") for stage in read_json(file)["stages"].values()]
+        if place in [Path(folder).resolve() for folder in folders if folder]:
+            chains.append(file.parent / FOLDER / PAGE)
+    samples = [run.folder / FOLDER / SAMPLES["after"], run.folder / "samples-policy.jsonl"]
+    found = {"pipeline": chains[:1], "all samples": [path for path in samples if path.is_file()][:1]}
+    return {name: paths[0] for name, paths in found.items() if paths}
+
+
+def base_of(run: Run) -> str:
+    """Return the name of the base model: of an evaluated adapter, that which its config names."""
+    model = str(run.results.get("model") or "")
+    config = Path(model) / "adapter_config.json"
+    if run.verb == "eval":
+        return str(read_json(config).get("base_model_name_or_path")) if config.is_file() else ""
+    return str(run.about.get("base") or model)
 
 
 def final_values(runs: Sequence[Run]) -> Block:
@@ -214,7 +261,9 @@ def _setting(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + " ..."
 
 
-NUM_SAMPLES = 3
+# Samples of each kind, and how many preference rows they are taken from.
+NUM_SAMPLES, NUM_ROWS = 3, 500
+LABELS_NOTE = "The probability that the chosen completion is the better one. A reward model learns little from 0.5."
 Judges = dict[str, dict[str, Any]]
 # Rows of the first table: title, and where the value is.
 FACTS = (

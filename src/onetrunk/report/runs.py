@@ -137,10 +137,10 @@ def stage_runs(pipeline: Run) -> dict[str, Run]:
     return runs
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the mappings in a file of JSON lines, none without the file; a line that a kill cut short is left out."""
+def read_lines(path: Path, most: int | None = None) -> list[dict[str, Any]]:
+    """Return the first mappings in a file of JSON lines, none without the file; a line that a kill cut is left out."""
     values = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8").splitlines()[:most] if path.is_file() else ():
         with contextlib.suppress(ValueError):
             values.append(json.loads(line))
     return values

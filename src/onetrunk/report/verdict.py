@@ -11,12 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from onetrunk.feedback.preferences import statistics_warnings
 from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.report.runs import Run, pairs_of, stage_runs
 
 GOOD, MIXED, BAD = LEVELS = ("good", "mixed", "bad")
 Z = 1.96
+# The stages whose result is a policy; of several, a pipeline is judged by the last kind.
 TRAINED = ("ppo", "eval")
+# A policy is far from its reference from so many nats per completion and per token on.
+FAR, FAR_PER_TOKEN = 10.0, 1.0
+# Of a reward model: a correlation of scores with lengths, and an agreement with the teacher, that are worth a word.
+LENGTH_BOUND, FAITHFUL = 0.7, 0.9
+# A held-out loss so many times the last training loss means that rows were learnt by heart.
+BY_HEART = 1.25
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,13 @@ class Facts:
         return self.run.verb != "ppo" or self.run.status.startswith("finished")
 
     @property
+    def is_far(self) -> bool:
+        """Whether the policy speaks another language than the reference; without beta no alarm sees it."""
+        after = self.run.results.get("policy") or {}
+        kl, length = after.get("kl/ref") or 0.0, after.get("completion/length") or 1.0
+        return kl > max(FAR, FAR_PER_TOKEN * length)
+
+    @property
     def level(self) -> str:
         """One of LEVELS."""
         low, high = _win_interval(self.run)
@@ -103,7 +118,8 @@ class Facts:
         if sign < 0 or high < 0.5 or any(alarm.ended_run for alarm in self.run.alarms()):
             return BAD
         is_won = sign > 0 or low > 0.5
-        return GOOD if is_won and self.is_over and not (self.fallen or self.lasting or _unjudged(self.run)) else MIXED
+        doubts = self.is_far or self.fallen or self.lasting or _unjudged(self.run)
+        return GOOD if is_won and self.is_over and not doubts else MIXED
 
     @property
     def findings(self) -> list[str]:
@@ -113,6 +129,7 @@ class Facts:
         if self.score is not None:
             where = "the score of held-out prompts" if self.score.num_prompts else "the score"
             clauses.append(f"{where} {self.score}{cost_text(self.run)}")
+        clauses += ["that is far from the reference"] if self.is_far else []
         clauses += [f"{name} {change}" for name, change in self.fallen.items()]
         return clauses + [f"alarm {name}" for name in self.lasting]
 
@@ -125,9 +142,11 @@ class Facts:
         if self.lasting:
             rule = RULES.get(self.lasting[0])
             return rule.change if rule else "read the largest gains, and raise beta or correct the reward"
+        if self.is_far and self.level != BAD:
+            return "raise beta or lower learning_rate, and read the samples"
         if _unjudged(self.run):
             return "the same command asks the judge for the missing pairs again"
-        if self.fallen:
+        if self.fallen and self.level != BAD:
             return f"if {next(iter(self.fallen))} matters, give it a weight in reward_weights, or raise beta"
         if self.level == BAD:
             return "lower learning_rate, and read the largest losses"
@@ -141,12 +160,61 @@ class Facts:
 
 
 def verdict_of(run: Run) -> Verdict | None:
-    """Return the verdict on a PPO run, an evaluation or a pipeline; None for another stage, or with nothing known."""
+    """Return the verdict on a stage or a pipeline; None where nothing is known."""
     if run.verb == "run":
         return pipeline_verdict(stage_runs(run))
+    if run.verb not in TRAINED:
+        return groundwork_verdict(run)
     facts = Facts(run, score_change(run), fallen_parts(run), lasting_alarms(run))
-    has_facts = facts.score is not None or facts.lasting or contest_clauses(run)
-    return Verdict(facts.level, facts.findings, facts.advice) if run.verb in TRAINED and has_facts else None
+    has_facts = facts.score is not None or facts.lasting or contest_clauses(run) or not facts.is_over
+    return Verdict(facts.level, facts.findings, facts.advice) if has_facts else None
+
+
+def groundwork_verdict(run: Run) -> Verdict | None:
+    """Return the verdict on what PPO builds on: preference rows, a reward model, its student, a fine-tuned model."""
+    match run.results:
+        case {"counts": {"labelled": labelled, "pairs": pairs}}:
+            doubts = statistics_warnings(run.results)
+            level = BAD if not labelled else MIXED if doubts else GOOD
+            advice = f"onetrunk reward --dataset_name {run.folder}"
+            if run.results["counts"].get("unjudged"):
+                advice = "the same command asks the judge for the missing pairs again"
+            elif not labelled:
+                advice = "read in the ledger why the judge does not answer"
+            return Verdict(level, [f"{labelled:,} of {pairs:,} pairs are labelled", *doubts], advice)
+        case {"fidelity": {"agreement": agreement, "agreement_interval": interval}}:
+            level = BAD if interval[0] <= 0.5 else GOOD if agreement >= FAITHFUL else MIXED
+            found = f"the student orders {_percent(agreement, interval)} of the held-out pairs as its teacher does"
+            more = "train longer, with more rows, or take a larger student"
+            return Verdict(level, [found], f"onetrunk ppo --reward_funcs {run.folder}" if level == GOOD else more)
+        case {"held_out": {"accuracy": accuracy, "accuracy_interval": interval, **rest}}:
+            found = [f"it orders {_percent(accuracy, interval)} of the held-out pairs as they are labelled"]
+            bound = rest.get("length/score_correlation") or 0.0
+            if abs(bound) >= LENGTH_BOUND:
+                found.append(f"its scores follow the length (correlation {bound:+.2f})")
+            if interval[0] <= 0.5:
+                return Verdict(BAD, found, "read the pairs; change learning_rate, or train longer")
+            if len(found) > 1:
+                return Verdict(MIXED, found, "balance the lengths of the pairs")
+            return Verdict(GOOD, found, f"onetrunk distill --teacher {run.folder}, or ppo with it in reward_funcs")
+    return loss_verdict(run)
+
+
+def loss_verdict(run: Run) -> Verdict | None:
+    """Return the verdict on supervised fine-tuning; None without two logged losses."""
+    _, losses = run.series("loss")
+    if len(losses) < 2 or run.verb != "sft":
+        return None
+    found = [
+        f"the training loss {'fell' if losses[-1] < losses[0] else 'rose'} from {losses[0]:.3g} to {losses[-1]:.3g}"
+    ]
+    held_out = run.results.get("eval_loss")
+    found += [] if held_out is None else [f"that of held-out rows is {held_out:.3g}"]
+    if losses[-1] >= losses[0]:
+        return Verdict(BAD, found, "lower learning_rate, and look at the rows")
+    if held_out is not None and held_out > BY_HEART * losses[-1]:
+        return Verdict(MIXED, [*found, "it learns rows by heart"], "fewer epochs, or more rows")
+    return Verdict(GOOD, found, f"onetrunk chat {run.folder}")
 
 
 def pipeline_verdict(stages: dict[str, Run]) -> Verdict | None:
@@ -155,10 +223,12 @@ def pipeline_verdict(stages: dict[str, Run]) -> Verdict | None:
     if not verdicts:
         return None
     # An evaluation has prompts that no stage was trained on.
-    chosen = max(verdicts, key=lambda name: (stages[name].verb == "eval", list(verdicts).index(name)))
+    order = {verb: place for place, verb in enumerate(TRAINED, 1)}
+    chosen = max(verdicts, key=lambda name: (order.get(stages[name].verb, 0), list(verdicts).index(name)))
     worst = max(verdicts.values(), key=lambda verdict: LEVELS.index(verdict.level))
+    final = verdicts[chosen]
     doubts = [f"{name}: {'; '.join(v.findings)}" for name, v in verdicts.items() if v.level != GOOD and name != chosen]
-    return Verdict(worst.level, [*verdicts[chosen].findings, *doubts], worst.advice)
+    return Verdict(worst.level, [*final.findings, *doubts], (final if final.level == worst.level else worst).advice)
 
 
 def score_change(run: Run) -> Change | None:
@@ -182,8 +252,10 @@ def score_change(run: Run) -> Change | None:
 
 
 def fallen_parts(run: Run) -> dict[str, Change]:
-    """Return the reward functions whose scores fell beyond their noise, by name."""
+    """Return which of several reward functions fell beyond their noise, by name."""
     names = dict.fromkeys(name for row in run.after for name in row if name.startswith("score/"))
+    if len(names) == 1:  # It is the score itself.
+        return {}
     changes = {name.removeprefix("score/"): Change.of(*pairs) for name in names if (pairs := _scored_pairs(run, name))}
     return {name: change for name, change in changes.items() if change.sign < 0}
 
@@ -193,9 +265,8 @@ def contest_clauses(run: Run) -> list[str]:
     rate = run.results.get("win_rate")
     if not isinstance(rate, dict) or rate.get("discrete_win_rate") is None:
         return []
-    low, high = _win_interval(run)
-    won = f"it wins {rate['discrete_win_rate']:.1%} of the pairs against {rate.get('opponent')}"
-    clauses = [f"{won} ({low:.1%} to {high:.1%}) by the judge {rate.get('judge')}"]
+    won = f"it wins {_percent(rate['discrete_win_rate'], _win_interval(run))} of the pairs"
+    clauses = [f"{won} against {rate.get('opponent')} by the judge {rate.get('judge')}"]
     if _unjudged(run):
         clauses.append(f"{_unjudged(run)} pairs have no verdict, because the judge did not answer")
     return clauses
@@ -233,6 +304,10 @@ def _win_interval(run: Run) -> tuple[float, float]:
     rate = run.results.get("win_rate")
     known = rate.get("discrete_win_rate_interval") if isinstance(rate, dict) else None
     return tuple(known or (0.0, 1.0))
+
+
+def _percent(value: float, interval: Sequence[float]) -> str:
+    return f"{value:.1%} ({interval[0]:.1%} to {interval[1]:.1%})"
 
 
 def _unjudged(run: Run) -> int:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, require_rows, stopped_column
@@ -31,6 +30,7 @@ from onetrunk.reward_models.training import PairCollator, PairEncoder, RewardMod
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
+from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import digest
 from onetrunk.utils.options import option
 
@@ -239,7 +239,7 @@ class Teacher:
     ) -> list[float]:
         missing = {key: item for key, item in zip(keys, items, strict=True) if key not in ledger}
         hidden = not (self.is_shown and missing)
-        with tqdm(total=len(missing), desc="teacher", unit="row", disable=hidden) as bar:
+        with WorkBar(total=len(missing), desc="teacher", unit="row", disable=hidden) as bar:
             for chunk in chunked(missing.items(), CHUNK):
                 prompts, completions, stopped = map(list, zip(*(item for _, item in chunk), strict=True))
                 scores = member(prompts=prompts, completions=completions, completion_stopped=stopped)

@@ -18,6 +18,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from onetrunk.data.rows import SIDES, stopped_column
+from onetrunk.judges.win_rate import resampled
 from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.distill import Teacher
 from onetrunk.rewards.model import ModelReward
@@ -27,6 +28,8 @@ from onetrunk.types import Prompt
 # Rows of one timing, and the number of timings. The fastest counts, since other load can only slow one down.
 TIMED_ROWS = 256
 TIMINGS = 3
+# Of an interval.
+RESAMPLES = 1000
 NAN = float("nan")
 
 
@@ -250,9 +253,7 @@ def by_margin(leads: Tensor, labels: Tensor, num_bins: int = 5) -> list[Bin]:
     return [_bin(sizes[s].min(), sizes[s].max(), confidences[s], observed[s]) for s in shares]
 
 
-def accuracy_interval(
-    leads: Tensor, labels: Tensor, groups: Sequence[Hashable], resamples: int = 1000, seed: int = 0
-) -> tuple[float, float]:
+def accuracy_interval(leads: Tensor, labels: Tensor, groups: Sequence[Hashable]) -> tuple[float, float]:
     """Return the 95% interval of the accuracy, bootstrapped over groups: pairs of one prompt are not independent.
 
     Returns:
@@ -260,16 +261,13 @@ def accuracy_interval(
 
     Source: Efron 1979; over clusters: Cameron, Gelbach and Miller 2008.
     """
-    decided, is_right = labels != 0.5, _is_right(leads, labels)
-    places = {name: index for index, name in enumerate(dict.fromkeys(groups))}
-    where = torch.tensor([places[name] for name in groups], dtype=torch.long)
-    sums = torch.zeros(len(places), 2, dtype=torch.float64)
-    sums.index_add_(0, where, torch.stack([is_right * decided, decided.double()], dim=1))
-    if not sums[:, 1].sum():
+    decided = labels != 0.5
+    if not decided.any():
         return NAN, NAN
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(places), (resamples, len(places)), generator=generator)
-    totals = sums[drawn].sum(dim=1)
+    places = {name: index for index, name in enumerate(dict.fromkeys(groups))}
+    clusters = torch.tensor([places[name] for name in groups])
+    counts = torch.stack([_is_right(leads, labels) * decided, decided.double()], dim=1)
+    totals = torch.cat([times @ counts for times in resampled(clusters, RESAMPLES, seed=0)])
     shares = (totals[:, 0] / totals[:, 1])[totals[:, 1] > 0]
     low, high = torch.quantile(shares, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high

@@ -442,7 +442,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         super().log(logs, start_time)
 
 
-def join_pipeline(args: RewardModelConfig, has_adapter: bool, script: str = "scripts/reward.py") -> None:
+def join_pipeline(args: RewardModelConfig, has_adapter: bool, verb: str = "reward") -> None:
     """Let the processes of a launch count as pipelines from now on, if they train as their stages.
 
     Call it before the model is loaded: each process then loads what it keeps.
@@ -456,9 +456,8 @@ def join_pipeline(args: RewardModelConfig, has_adapter: bool, script: str = "scr
             " launch with accelerate_configs/ddp.yaml"
         )
     check_stage_layout()
-    check_stage_launch(
-        "pipeline_training", args.pipeline_stages, args.world_size, script, "leave pipeline_training out"
-    )
+    otherwise = "leave pipeline_training out"
+    check_stage_launch("pipeline_training", args.pipeline_stages, args.world_size, verb, otherwise)
     train_in_stages(args.pipeline_stages or args.world_size)
 
 

@@ -42,6 +42,13 @@ OPTIONAL = ("completion_stopped", "turn_ids")
 NO_FUNCTION = (
     ", nor a reward model: a folder that exists or a Hub name 'owner/model', nor a server: 'http://host/classify'"
 )
+# Names that TRL's command line takes too, and their arguments there; None: the function itself.
+TRL_REWARDS: dict[str, dict[str, int] | None] = {
+    "accuracy_reward": None,
+    "reasoning_accuracy_reward": None,
+    "think_format_reward": None,
+    "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256},
+}
 
 
 class RewardSet:
@@ -182,8 +189,8 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
     """Return the reward function that `spec` names.
 
     Args:
-        spec: a callable, which is returned unchanged; "package.module.name"; "path/to/file.py:name"; or the URL of a
-            reward server, which is called once to check that it works.
+        spec: a callable, which is returned unchanged; "package.module.name"; "path/to/file.py:name"; a name of
+            TRL_REWARDS; or the URL of a reward server, which is called once to check that it works.
 
     Raises:
         ValueError: the text has another form or names a model, or the module, file or name does not exist.
@@ -200,6 +207,9 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
         raise ValueError(f"reward function {spec!r} needs the policy's tokenizer; give onetrunk.rewards.ProcessReward")
     if names_a_model(spec):
         raise ValueError(f"reward function {spec!r} names a model; give onetrunk.rewards.ModelReward({spec!r})")
+    if spec in TRL_REWARDS:
+        function, arguments = find_object(f"trl.rewards.{spec}", "reward function"), TRL_REWARDS[spec]
+        return function if arguments is None else function(**arguments)
     return _checked_callable(find_object(spec, "reward function", NO_FUNCTION), repr(spec))
 
 

@@ -8,8 +8,8 @@ joined; positions come from the mask.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -448,9 +448,7 @@ def require_rows(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: 
             )
 
 
-def rollout_of(
-    prompt_ids: Sequence[list[int]], completions: Sequence[Completion], version: int, states: Tensor | None = None
-) -> Rollout:
+def rollout_of(prompt_ids: Sequence[list[int]], completions: Sequence[Completion], version: int) -> Rollout:
     """Return the completions of prompts as a rollout of a policy version."""
     return Rollout(
         prompt_ids=[list(ids) for ids in prompt_ids],
@@ -458,37 +456,39 @@ def rollout_of(
         sampler_logprobs=[completion.logprobs for completion in completions],
         stopped=[completion.stopped for completion in completions],
         policy_version=version,
-        states=states,
     )
 
 
 def left_padded(rows: list[int], call: SamplingCall) -> DecodeState:
     """Return the state of `rows` before the first tokens of their turns, without counts and uniforms."""
-    prompts = [call.episodes[row].context for row in rows]
-    prompt_width, count = max(map(len, prompts)), call.params.max_completion_length
-    shape = (len(rows), prompt_width + count)
-    token_ids = torch.full(shape, call.params.pad_token_id)
-    attention_mask = torch.ones(shape, dtype=torch.int64)
-    for i, prompt in enumerate(prompts):
-        start = prompt_width - len(prompt)
-        token_ids[i, start:prompt_width] = torch.tensor(prompt)
-        attention_mask[i, :start] = 0
-    device = next(call.model.parameters()).device
-    return DecodeState(
+    device, num_rows = next(call.model.parameters()).device, len(rows)
+    empty = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
+    state = DecodeState(
         rows=rows,
-        counts=[0] * len(rows),
-        token_ids=token_ids.to(device, non_blocking=True),
-        attention_mask=attention_mask.to(device, non_blocking=True),
-        position_ids=positions_of(attention_mask).to(device, non_blocking=True),
-        uniforms=torch.zeros(len(rows), 0, dtype=torch.float64, device=device),
-        places=torch.zeros(len(rows), dtype=torch.int64, device=device),
+        counts=[0] * num_rows,
+        token_ids=empty,
+        attention_mask=empty,
+        position_ids=empty,
+        uniforms=torch.zeros(num_rows, call.params.max_completion_length, dtype=torch.float64, device=device),
+        places=torch.zeros(num_rows, dtype=torch.int64, device=device),
         cache=DynamicCache(config=call.model.config) if call.new_cache is None else call.new_cache(),
         seen=0,
-        width=prompt_width,
-        pads=[prompt_width - len(prompt) for prompt in prompts],
-        given=attention_mask[:, :prompt_width].bool(),
+        width=0,
+        pads=[0] * num_rows,
+        given=None,
         drawn=[[] for _ in rows],
     )
+    state.extend([call.episodes[row].context for row in rows], call.params.pad_token_id)
+    return state
+
+
+@contextmanager
+def narrowed(model: nn.Module, state: DecodeState) -> Iterator[None]:
+    """For the forward of the columns not seen yet: say what is padding, and that the last column alone is read."""
+    is_given = state.given is not None and isinstance(model, TrunkModel)
+    is_narrow = model.narrow.at(state.prompt_positions()) if is_given else nullcontext()
+    with is_narrow, known_masks(is_padded=any(state.pads)):
+        yield
 
 
 def next_logits(call: SamplingCall, state: DecodeState) -> Tensor:
@@ -496,12 +496,8 @@ def next_logits(call: SamplingCall, state: DecodeState) -> Tensor:
     if call.capture is not None:
         call.capture.expected = state.next_tokens()
     new = slice(state.seen, state.width)
-    model = call.model
-    # Given tokens are padded, and of the last layer only the last column is read.
-    is_given = state.given is not None and isinstance(model, TrunkModel)
-    is_narrow = model.narrow.at(state.prompt_positions()) if is_given else nullcontext()
-    with is_narrow, known_masks(is_padded=any(state.pads)):
-        outputs = model(
+    with narrowed(call.model, state):
+        outputs = call.model(
             input_ids=state.token_ids[:, new],
             attention_mask=state.attention_mask[:, : state.width],
             position_ids=state.position_ids[:, new],
@@ -513,8 +509,8 @@ def next_logits(call: SamplingCall, state: DecodeState) -> Tensor:
     cached = state.cache.get_seq_length()
     if cached != state.seen:
         raise RuntimeError(
-            f"{type(model).__name__} left {cached} of {state.seen} tokens in the key-value cache that it was given; "
-            "use an architecture that supports DynamicCache, or a rollout backend of your own"
+            f"{type(call.model).__name__} left {cached} of {state.seen} tokens in the key-value cache that it was"
+            " given; use an architecture that supports DynamicCache, or a rollout backend of your own"
         )
     return outputs.logits[:, -1].float()
 

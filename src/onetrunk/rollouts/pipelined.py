@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.memory_use import used_gib
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
-from onetrunk.models.speedups.token_grid import known_masks
-from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded, world_size
 from onetrunk.parallel.stages import LayerSplit, StageLinks, StageModel, verify_split
@@ -38,6 +36,7 @@ from onetrunk.rollouts.decoding import (
     distinct_prompts,
     free_places,
     left_padded,
+    narrowed,
     on_device,
     rollout_of,
 )
@@ -352,11 +351,8 @@ class _StageRun:
 
     def _run(self, state: DecodeState, received: Tensor | None) -> Tensor:
         """Run the columns that the cache has not seen; return the states, or of the last stage the logits."""
-        model, new = self.call.model, slice(state.seen, state.width)
-        # Prompts are padded, and of the last layer only the last column is read.
-        is_prefill = state.seen == 0 and isinstance(model, TrunkModel)
-        narrow = model.narrow.at(state.prompt_positions()) if is_prefill else nullcontext()
-        with narrow, known_masks(is_padded=any(state.pads)):
+        new = slice(state.seen, state.width)
+        with narrowed(self.call.model, state):
             output = self.stage(
                 state.token_ids[:, new],
                 received,

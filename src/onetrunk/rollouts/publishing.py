@@ -140,17 +140,12 @@ def reference_adapter(model: nn.Module) -> str | None:
     return REFERENCE if has_adapter else None
 
 
-def policy_adapter(model: nn.Module) -> str | None:
-    """Return the adapter that is published as the policy: the active one, or PEFT's "default" if none is active."""
-    adapter = active_adapter(model)
-    if role_of(adapter) == "policy":
-        return adapter
-    return POLICY if POLICY in getattr(model, "peft_config", {}) else None
-
-
 def servable_adapters(model: nn.Module, roles: Sequence[str] = ROLES) -> dict[str, str]:
     """Return the adapter of each role; a role that the bare base plays has none."""
-    by_role = {"policy": policy_adapter(model), "reference": reference_adapter(model)}
+    policy = active_adapter(model)
+    if role_of(policy) != "policy":  # An evaluation of the reference: the policy is PEFT's "default".
+        policy = POLICY if POLICY in getattr(model, "peft_config", {}) else None
+    by_role = {"policy": policy, "reference": reference_adapter(model)}
     adapters = {role: by_role[role] for role in roles if by_role[role] is not None}
     for adapter in adapters.values():
         check_servable(model.peft_config[adapter], f"the adapter {adapter!r}")

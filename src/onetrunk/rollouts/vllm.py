@@ -242,11 +242,11 @@ class VLLMBackend:
                     pass
                 if time.monotonic() - began > self.wait_s:
                     raise RuntimeError(
-                        f"{server}: not ready after {self.wait_s:.0f} s (vllm_server_timeout); start it (onetrunk"
-                        " serve MODEL --port ...), or correct its address"
+                        f"{server}: not ready after {self.wait_s:.0f} s (vllm_server_timeout); start it in another"
+                        " terminal (onetrunk serve MODEL --port PORT), or correct vllm_server_base_url"
                     )
                 if not is_told:
-                    logger.warning("waiting up to %.0f s for the %s", self.wait_s, server)
+                    logger.warning("waiting up to %.0f s for the %s (onetrunk serve MODEL)", self.wait_s, server)
                     is_told = True
                 await asyncio.sleep(self.policy.first_delay_s)
 
@@ -401,14 +401,12 @@ class VLLMBackend:
         name = None if adapter is None else adapter.name
         requests = requests_of(prompt_ids, params, keys, name, self._vocab_size)
         self._check_length(max(map(len, prompt_ids), default=0) + params.max_completion_length)
-        # Processes that share a divided model must get the same tokens.
-        rows = once_per_group(lambda: self._complete(self._servers_for(keys), requests, progress))
-        return rollout_of(prompt_ids, rows, version)
-
-    def _servers_for(self, keys: Sequence[RowKey]) -> list[Server]:
-        """Return the servers, first the one that calls of a single row go to: all turns of an episode to the same."""
+        # The first server gets the calls of a single row: all turns of an episode go to the same.
         first = derived_seed(*keys[0][:3]) % len(self.servers) if keys else 0
-        return [*self.servers[first:], *self.servers[:first]]
+        servers = [*self.servers[first:], *self.servers[:first]]
+        # Processes that share a divided model must get the same tokens.
+        rows = once_per_group(lambda: self._complete(servers, requests, progress))
+        return rollout_of(prompt_ids, rows, version)
 
     def _adapter_of(self, role: str, version: int) -> Published | None:
         if not self._is_checked:

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trl import ModelConfig, SFTConfig, get_peft_config
 
 from onetrunk.checkpoints.config import CheckpointConfig
-from onetrunk.data.files import looks_like_path
+from onetrunk.data.files import BUILDERS
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig, bf16_by_default
 from onetrunk.ppo.settings import VLLMServerConfig
 from onetrunk.servers.openenv import open_environment
 from onetrunk.stages.options.reading import UsageError, read
 from onetrunk.stages.options.table import WITHOUT_MEANING
-from onetrunk.utils.files import require_name
+from onetrunk.utils.files import looks_like_path, require_name
 from onetrunk.utils.import_path import find_object
 from onetrunk.utils.options import option, require_seed, require_truncation
 from onetrunk.utils.redaction import SecretFreeArguments
@@ -71,7 +71,7 @@ class DatasetArguments:
     @property
     def hub_dataset(self) -> str | None:
         """The dataset's name for a model card; None for a local dataset, which the Hub does not know."""
-        is_local = Path(self.dataset_name).exists() or looks_like_path(self.dataset_name)
+        is_local = Path(self.dataset_name).exists() or looks_like_path(self.dataset_name, BUILDERS)
         return None if is_local else self.dataset_name
 
 
@@ -203,8 +203,9 @@ class PPODataArguments(EpisodeArguments, TrainingDataArguments):
 
     reward_funcs: list[str] | None = option(
         None,
-        "package.module.function, path/to/file.py:function, a reward model's folder or Hub name (an adapter on the"
-        " policy's own base is a branch of its trunk), prm:NAME for a process reward model, a server's address,"
+        "package.module.function, path/to/file.py:function, one of TRL's such as think_format_reward, a reward model's"
+        " folder or Hub name (an adapter on the policy's own base is a branch of its trunk), prm:NAME for a process"
+        " reward model, a server's address,"
         " http://host:port/classify#model=NAME, or with a judge the word judge, its rating; one or several.",
     )
 

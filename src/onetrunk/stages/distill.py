@@ -155,7 +155,7 @@ def make_student(
     args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows | None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, LoraConfig | None]:
     """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter."""
-    join_pipeline(args, bool(student.use_peft), "scripts/distill.py")
+    join_pipeline(args, bool(student.use_peft), "distill")
     kwargs = load_kwargs(args, student, "a student")
     name = student.model_name_or_path
     # The pinned commit is the model's; code of another repository is not run.

@@ -20,7 +20,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from tqdm.auto import tqdm
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
@@ -52,6 +51,7 @@ from onetrunk.stages.results import compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
 from onetrunk.types import Prompt
+from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable, redact
@@ -365,7 +365,7 @@ def hold_contest(
     """Ask the judge about all pairs in both orders. Its answers are kept in a ledger in `output_dir`."""
     different = [i for i, pair in enumerate(pairs) if pair.first != pair.second]
     total = 2 * len(different) * len(constitution.principles)
-    bar = tqdm(total=total, desc="judge", unit="question", dynamic_ncols=True, smoothing=0.05)
+    bar = WorkBar(total=total, desc="judge", unit="question")
     with bar, Ledger(Path(args.output_dir) / LEDGER) as ledger:
         asker = Asker(judge, constitution, ledger, args.max_failed_fraction, bar=bar)
         try:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from onetrunk.data.groups import ALL, Group, labelled_groups
 from onetrunk.feedback.asking import Asker, check_judges
@@ -41,6 +40,7 @@ from onetrunk.stages.arguments import AskingArguments, parse, require_set
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
+from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names
 from onetrunk.utils.redaction import printable, redact
 
@@ -135,7 +135,7 @@ def measure(
         for better, other in g.pairs()
     ]
     total = 2 * len(pairs) * len(constitution.principles)
-    bar = tqdm(total=total, desc=f"judge {judge.name}", unit="question", dynamic_ncols=True, smoothing=0.05)
+    bar = WorkBar(total=total, desc=f"judge {judge.name}", unit="question")
     with bar:
         labels = Asker(judge, constitution, ledger, args.max_failed_fraction, costs, bar).labels(pairs)
         bar.update(total - bar.n)  # Answers from the ledger.

@@ -146,6 +146,8 @@ def load_pipeline(path: str | Path) -> Pipeline:
     if not path.is_file():
         raise UsageError(f"the pipeline {path} does not exist (working folder {Path.cwd()}); give a YAML file")
     spec = with_shipped_files(read_mapping(path)[0])
+    if "stages" not in spec and len(spec) > 1:
+        raise UsageError(f"{path} has no stages; settings of one stage are run by its verb, such as onetrunk ppo")
     _check_keys(spec, KEYS, str(path))
     for key in KEYS:
         if not spec.get(key):

@@ -114,6 +114,8 @@ def parse_plan(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         settings.__post_init__()
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
+    # TRL's names for these were read.
+    values |= {name: getattr(settings, name) for name in ("rollout_batch_size", "num_minibatches", "num_ppo_epochs")}
     return own, values
 
 

@@ -89,7 +89,7 @@ def run_stage(
         is_dry: the work writes nothing, so the output folder is not locked.
     """
     # Deprecated names that PEFT and transformers use of each other: no user of a stage can act on them.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|accelerate")
     parsed: tuple[Any, ...] = ()
     print_any_text()
     try:
@@ -299,10 +299,14 @@ def recorded(trainer: Trainer, resume: str | None, verb: str, *arguments: Any) -
     First delete what `overwrite_output_dir` allows to delete of an old run, unless the training resumes. The new run
     is ready at this point, so no mistake in its settings costs the old one.
     """
-    from onetrunk.report.record import RunRecord  # Imports the PPO trainer, which a check of a folder does not need.
+    # These import the PPO trainer, which a check of a folder does not need.
+    from onetrunk.ppo.monitoring.progress import StepProgress
+    from onetrunk.report.record import RunRecord
 
     args, record = trainer.args, RunRecord(trainer, verb, arguments)
     trainer.add_callback(record)
+    if verb != "ppo" and not args.disable_tqdm:  # PPO's trainer shows rollouts.
+        StepProgress().add_to(trainer)
     if not resume and args.overwrite_output_dir and args.should_save:
         delete_old_run(args.output_dir)
     try:

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,6 +179,18 @@ def _reading(path: str | os.PathLike[str], kind: str, *damage: type[Exception]) 
         raise RuntimeError(f"{path} cannot be read ({error.strerror or error}); check the folder's name") from error
     except damage as error:
         raise RuntimeError(f"{path} is damaged or not {kind} ({error}); restore it from an older copy") from error
+
+
+def looks_like_path(name: str, suffixes: Container[str] = ()) -> bool:
+    """Return whether a name that does not exist here was meant as a path, and not as a name on the Hub.
+
+    Args:
+        suffixes: that only files have, such as ".jsonl".
+    """
+    if name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix in suffixes:
+        return True
+    # A name on the Hub is "owner/name", so one separator does not make a path.
+    return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
 def require_output_dir(path: str | os.PathLike[str]) -> Path:

@@ -179,10 +179,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def print_any_text() -> None:
-    """Let stdout and stderr print what their encoding lacks (`PYTHONIOENCODING=ascii`) as `\\xe9`."""
+    """Let stdout and stderr print each line at once, and what their encoding lacks (ASCII) as `\\xe9`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
 def printable(text: str) -> str:

@@ -162,7 +162,9 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
 
     Use it inside `merged_policy`, which restores the weights. Changes nothing where nothing is merged.
     """
-    layers = _merged_layers(model)
+    tuners = model.tuner_layers if isinstance(model, TrunkModel) else ()
+    merged = [x.get_base_layer() for x in tuners if type(x) is lora.Linear and x.merged_adapters]
+    layers = [layer for layer in merged if _is_packable(layer)]
     for layer in layers:
         layer.forward = _PackedForward(layer)
     try:
@@ -170,14 +172,6 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)
-
-
-def _merged_layers(model: nn.Module) -> list[nn.Linear]:
-    """Return the layers whose weights are copies that `merged_policy` has made, and that can be packed."""
-    if not isinstance(model, TrunkModel):
-        return []
-    merged = [x.get_base_layer() for x in model.tuner_layers if type(x) is lora.Linear and x.merged_adapters]
-    return [layer for layer in merged if _is_packable(layer)]
 
 
 def _is_packable(layer: nn.Module) -> bool:

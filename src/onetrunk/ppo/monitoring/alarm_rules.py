@@ -148,6 +148,23 @@ RULES = {
         "too small a max_completion_length, or a model that never writes its EOS token",
         "raise max_completion_length, check eos_token and the chat template, or add stop_tokens",
     ),
+    "one_token": Rule(
+        1.5,
+        "completion/length",
+        "the mean completion length, tokens,",
+        "a model that ends at once: a chat template without its generation prompt, prompts that already end in an"
+        " answer, or a stop token that answers begin with",
+        "read samples, cut prompts before the answer, and check the chat template, eos_token and stop_tokens",
+        range=AT_LEAST_0,
+    ),
+    "no_gradient": Rule(
+        1e-7,
+        "policy/gradient_norm",
+        "the largest norm of the gradient in a rollout",
+        "advantages that are all 0, completions that are all masked, or an adapter that no loss reaches",
+        "look at score/std, set truncated_completions to terminal, and check lora_target_modules and adapter_layers",
+        range=AT_LEAST_0,
+    ),
     "tool_errors": Rule(
         0.5,
         "episode/tool_errors",

@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.judge import Judge
+from onetrunk.judges.judge import Answer, Judge
 from onetrunk.judges.labels import Memory, kept_ratings
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import check_monitor
@@ -120,6 +120,8 @@ class HackingMonitor(EndingCallback, ExportableState):
         self.rows: Dataset | None = None
         self._trainer: PPOTrainer | None = None
         self._watched: str | None = None
+        # Why the judge gave a completion of the last measurement no rating.
+        self._unrated = ""
         self._reset()
 
     def _reset(self) -> None:
@@ -257,14 +259,21 @@ class HackingMonitor(EndingCallback, ExportableState):
             logger.warning(
                 f"step {at_step}: {num_rated} of {len(both)} of the monitor's completions have a score of both the"
                 " reward and the judge; this measurement is left out, and training continues"
+                + (f" (the judge on one of them: {self._unrated})" if self._unrated else "")
             )
             return None
         return {"proxy": [proxy for proxy, _ in both], "judge": [rating for _, rating in both]}
 
     def _ratings(self, answered: Sequence[tuple]) -> list[float | None]:
         _, prompts, texts, stopped, _ = map(list, zip(*answered, strict=True))
+        self._unrated = ""
+
+        def note(_: Any, answer: Answer) -> None:
+            if answer.number is None:
+                self._unrated = self._unrated or answer.error or answer.reason or "no reason"
+
         try:
-            return kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
+            return kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped, note)
         except Exception as error:  # Training does not depend on the monitor.
             logger.warning(f"the monitor's judge failed ({type(error).__name__}: {error})")
             return [None] * len(prompts)

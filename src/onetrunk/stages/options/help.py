@@ -7,6 +7,8 @@ import json
 import textwrap
 from collections.abc import Sequence
 
+from onetrunk.stages.launch import EXPLAINED
+from onetrunk.stages.launch import VERBS as LAUNCHED
 from onetrunk.stages.options.reading import RESUME, Parser, UsageError
 from onetrunk.stages.options.table import SETTINGS_MODULES, VERBS, Option, load_options, shown_options
 
@@ -44,7 +46,7 @@ NEEDED = {
     "ppo": {**_MODEL_AND_ROWS, "reward_funcs": ["rewards.py:score"]},
     "eval": {**_MODEL_AND_ROWS, "reward_funcs": ["rewards.py:score"]},
     "serve": {"model": "path/or/hub-name"},
-    "merge": {"adapter": "runs/new", "output_dir": "runs/merged"},
+    "export": {"model": "runs/new", "output_dir": "runs/merged"},
     "chat": {"model": "runs/new"},
 }
 
@@ -98,6 +100,8 @@ def _introduction(verb: str, shown: Sequence[Option]) -> list[str]:
         )
     if verb == "ppo":
         lines += _entry("--dry_run", "Check everything, print rows, steps and memory; train and write nothing.")
+    if verb in LAUNCHED:
+        lines += [line for name, text in EXPLAINED.items() for line in _entry(f"--{name} VALUE", text)]
     text = f"The options with WORD in their names, such as {shown[0].name}; --help all explains all {len(shown)}."
     return [*lines, *_entry("--help WORD", text), ""]
 

@@ -6,6 +6,7 @@ The command line calls this before it imports torch; `stages/arguments.py` then 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onetrunk.ppo.foreign_names import RENAMED, explain_key
-from onetrunk.stages.options.table import SETTINGS_MODULES, Option, load_options
-from onetrunk.utils.files import parse_json, read_yaml
+from onetrunk.stages.options.table import SETTINGS_MODULES, Option, load_options, shown_options
+from onetrunk.utils.files import looks_like_path, parse_json, read_yaml
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, shown
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
 
@@ -24,7 +25,7 @@ RESUME = "resume_from_checkpoint"
 # Of ppo; not an option, because a YAML file cannot have it.
 DRY_RUN = ("--dry_run", "--dry-run")
 # Verbs whose first word may be the value of an option -> that option.
-FIRST_WORDS = {"serve": "model", "merge": "adapter", "chat": "model"}
+FIRST_WORDS = {"serve": "model", "export": "model", "chat": "model"}
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
@@ -57,16 +58,16 @@ def make_parser(options: Iterable[Option]) -> Parser:
             extra["nargs"] = "+"
         elif "bool" in option.kinds:
             extra = {"nargs": "?", "const": True}
-        flags = _flags(option.name) + [
-            flag for old, new in RENAMED.items() if new == option.name for flag in _flags(old)
-        ]
-        parser.add_argument(*flags, dest=option.name, type=_reader(option), choices=option.choices, **extra)
+        names = [option.name, *(old for old, new in RENAMED.items() if new == option.name)]
+        words = [word for name in names for word in flags(name)]
+        parser.add_argument(*words, dest=option.name, type=_reader(option), choices=option.choices, **extra)
         if option.default is True and "bool" in option.kinds:
-            parser.add_argument(*_flags(f"no_{option.name}"), dest=option.name, action="store_false")
+            parser.add_argument(*flags(f"no_{option.name}"), dest=option.name, action="store_false")
     return parser
 
 
-def _flags(name: str) -> list[str]:
+def flags(name: str) -> list[str]:
+    """Return the ways to write an option on the command line."""
     return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
@@ -76,16 +77,26 @@ def _reader(option: Option) -> Callable[[str], Any]:
     if option.is_mapping:
         return _read_mapping_text
     if "str" in kinds or "Any" in kinds:
-        return str
+        return _one_text if "list" in option.kinds and option.name != "stop_tokens" else str
     if kinds == {"bool"}:
         return read_bool
     number = float if "float" in kinds else int
 
     def read(text: str) -> Any:
+        text = _one_text(text) if "list" in option.kinds else text
         return None if "NoneType" in option.kinds and text.lower() in ("none", "null") else number(text)
 
     read.__name__ = number.__name__  # argparse names it in its messages.
     return read
+
+
+def _one_text(text: str) -> str:
+    """Return an entry of a list; several in one text are a mistake."""
+    parts = [part.strip(" '\"") for part in text.strip("[]").split(",")]
+    if len(parts) > 1 and "://" not in text:
+        several = f"{' '.join(parts)} on the command line, [{', '.join(parts)}] in YAML"
+        raise argparse.ArgumentTypeError(f"{text!r} is one text; write several as {several}")
+    return text
 
 
 def read_bool(text: str) -> bool:
@@ -110,7 +121,7 @@ def _read_mapping_text(text: str) -> dict[str, Any]:
 
 def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
     """Return the options that a user set, in the YAML file or the words after `verb`."""
-    options = load_options(verb)
+    options, argv = load_options(verb), [with_variables(word) for word in argv]
     explain = partial(_explained, verb=verb)
     reason = secret_in_words(argv)
     if reason:
@@ -129,12 +140,23 @@ def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
     values, faults = _read_file(written.config, options, explain) if "config" in written else ({}, [])
     faults += _unknown_words(unknown, options, explain)
     if faults:
-        raise UsageError("; ".join(faults))
+        raise UsageError("\n".join(faults))
     return values | words
 
 
+def require_folders(verb: str, values: Mapping[str, Any]) -> None:
+    """Raise UsageError where the first word of a command, or a run of a report, is a folder that is not there."""
+    source = values.get(FIRST_WORDS.get(verb, ""))
+    on_hub = source and "/" in source and not source.startswith("runs/") and not looks_like_path(source)
+    for name in [*values.get("runs", ()), *([source] if source and not on_hub else [])]:
+        if not Path(name).exists():
+            hint = "" if verb == "report" else ", or a name on the Hub, OWNER/NAME"
+            where = f"(working folder {Path.cwd()})"
+            raise UsageError(f"{name} is no folder {where}; give the output_dir of a run{hint}")
+
+
 def _explained(key: str, verb: str) -> str:
-    known = [name for name in load_options(verb) if name not in RENAMED]
+    known = [option.name for option in shown_options(verb)]
     return explain_key(key, known, [other for other in SETTINGS_MODULES if key in load_options(other)])
 
 
@@ -158,6 +180,23 @@ def _unknown_words(unknown: Sequence[str], options: Mapping[str, Option], explai
     return [f"{unknown[0]!r} is not an option; options are written --name value{hint}"]
 
 
+def with_variables(value: Any, place: str = "") -> Any:
+    """Return a value of a YAML file, or a word, with each ${NAME} replaced by the environment variable."""
+    if isinstance(value, dict):
+        return {key: with_variables(entry, place) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [with_variables(entry, place) for entry in value]
+
+    def variable(match: re.Match[str]) -> str:
+        if match[1] not in os.environ or is_secret_name(match[1]):
+            raise UsageError(
+                f"{place}{value!r} names {match[0]}, which is not set or a secret; write the value itself"
+            )
+        return os.environ[match[1]]
+
+    return re.sub(r"\$\{(\w+)\}", variable, value) if isinstance(value, str) else value
+
+
 def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the mapping in a YAML file, and the line of each of its top-level keys."""
     try:
@@ -167,7 +206,7 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if not isinstance(value, dict):
         content = "is empty" if value is None else f"holds a {type(value).__name__}"
         raise UsageError(f"{path} {content}; expected lines of the form 'key: value'")
-    return value, lines
+    return with_variables(value, f"{path}: "), lines
 
 
 def _read_file(

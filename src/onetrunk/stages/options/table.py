@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.ppo.foreign_names import RENAMED
-from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING
+from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, WITHOUT_EFFECT
 
 VERBS = {
     "sft": "fine-tune a model on prompts and completions (a starting point for PPO)",
@@ -30,7 +30,7 @@ VERBS = {
     "run": "run several of these in a row, resumably",
     "plan": "memory, time and cost of a PPO run, and the best plan for some hardware, before it is paid for",
     "report": "write a page about how a run, several runs or a pipeline went",
-    "merge": "add an adapter to its base: one model, for tools that do not load adapters",
+    "export": "make a result ready for other tools: merged, vllm, gguf or ollama",
     "chat": "talk to a model or an adapter, also next to the model before training",
     "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
     "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
@@ -47,7 +47,7 @@ SETTINGS_MODULES = {
     "ppo": "onetrunk.stages.ppo",
     "eval": "onetrunk.stages.eval",
     "serve": "onetrunk.stages.tools.serve",
-    "merge": "onetrunk.stages.tools.merge",
+    "export": "onetrunk.stages.tools.export",
     "chat": "onetrunk.stages.tools.chat",
 }
 # Verbs whose command line is parsed by `options/words.py`.
@@ -74,7 +74,6 @@ NOT_IN_PPO = {
     "use_peft": "ppo always trains a LoRA adapter",
     "lora_dropout": "dropout makes the first PPO ratio differ from 1",
     "hub_token": "a secret is not a setting: set HF_TOKEN, or run hf auth login",
-    "gradient_accumulation_steps": "an optimizer step is a minibatch, cut into forwards by microbatch_tokens",
 }
 # The libraries' classes that ours inherit from; their packages are not imported to find them.
 LIBRARY_CLASSES = {
@@ -83,6 +82,7 @@ LIBRARY_CLASSES = {
     "SFTConfig": "trl.trainer.sft_config",
     "RewardConfig": "trl.trainer.reward_config",
     "ModelConfig": "trl.trainer.model_config",
+    "GRPOConfig": "trl.trainer.grpo_config",
 }
 PLAIN_TYPES = ("int", "float", "bool", "list", "dict", "Any")
 
@@ -126,7 +126,13 @@ def load_options(verb: str) -> dict[str, Option]:
     }
     if "rollout_batch_size" in options:
         fixed = {name: reason for name, (_, reason) in FIXED.items()}
-        reasons = INHERITED_WITHOUT_MEANING | NOT_IN_PPO | fixed | reasons
+        theirs = _fields_of(module, "GRPOConfig")
+        foreign = {name: theirs[name] for name in theirs if name not in (*options, "trust_remote_code")}
+        for name, option in foreign.items():
+            kinds = option.kinds | {"NoneType"}
+            options[name] = replace(option, default=None, help="", kinds=kinds, choices=None)
+        reasons |= INHERITED_WITHOUT_MEANING | WITHOUT_EFFECT | NOT_IN_PPO | fixed
+        reasons |= dict.fromkeys(foreign, "a name of TRL's, read as it means here")
     return {name: replace(option, rejected=reasons.get(name)) for name, option in options.items()}
 
 

@@ -41,7 +41,8 @@ def run_words(argv: Sequence[str]) -> argparse.Namespace:
     text = "start this stage over, even if it is done"
     parser.add_argument("--force", dest="forced", metavar="STAGE", action="append", default=[], help=text)
     parser.add_argument("--resume", choices=["auto"], help="has no effect: a pipeline always resumes where it stopped")
-    return parser.parse_args(list(argv))
+    # Elsewhere the file stands after --config.
+    return parser.parse_args([word.removeprefix("--config=") for word in argv if word != "--config"])
 
 
 def report_words(argv: Sequence[str]) -> dict[str, Any]:
@@ -136,4 +137,4 @@ def plan_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return own, rest
 
 
-READERS = {"run": run_words, "report": report_words}
+READERS = {"run": lambda argv: vars(run_words(argv)), "report": report_words}

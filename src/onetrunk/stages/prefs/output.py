@@ -17,8 +17,8 @@ from typing import Any
 
 from huggingface_hub import DatasetCardData
 
+from onetrunk.feedback.preferences import statistics_warnings
 from onetrunk.feedback.shards import Shard, read_rows
-from onetrunk.judges.labels import judge_warnings
 from onetrunk.report.blocks import flat
 from onetrunk.stages.results import as_json, markdown_table, shortened
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
@@ -26,7 +26,6 @@ from onetrunk.utils.redaction import redact, redact_all
 
 SETTINGS, CARD = "settings.json", "README.md"
 NAMES = {"pairs": "preferences", "revise": "revisions"}
-LENGTH_WARNING = 0.65
 ABOUT = {
     "pairs": "Preferences of a judge between completions of the same prompts. `probability` is that of `chosen` being"
     " the better one: the mean over principles and both orders. `votes` is what each principle said,"
@@ -115,28 +114,12 @@ def card(statistics: dict[str, Any], about: dict[str, Any], examples: list[dict[
         "## How",
         markdown_table({"": {name: value for name, value in about.items() if name != "mode"}}),
         "## What they are like",
-        *warnings_of(statistics),
+        *(f"{text[0].upper()}{text[1:]}." for text in statistics_warnings(statistics)),
         markdown_table({"": dict(flat(statistics))}),
         "## Examples",
         *(_example(row) for row in examples),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def warnings_of(statistics: dict[str, Any]) -> list[str]:
-    """Return what a reader of the statistics should not overlook, as sentences."""
-    counts, warnings = statistics["counts"], []
-    learns = "a reward model may learn"
-    longer = statistics.get("rows", {}).get("length", {}).get("longer_is_chosen_fraction")
-    if longer is not None and longer >= LENGTH_WARNING:
-        warnings.append(f"The longer completion is chosen in {longer:.0%} of the pairs: {learns} length.")
-    if longer is not None and longer <= 1 - LENGTH_WARNING:
-        warnings.append(f"The shorter completion is chosen in {1 - longer:.0%} of the pairs: {learns} brevity.")
-    if "judge" in statistics:
-        warnings += [f"{text[0].upper()}{text[1:]}." for text in judge_warnings(statistics["judge"])]
-    if counts.get("unjudged"):
-        warnings.append(f"{counts['unjudged']} pairs have no verdict yet; the same command asks for them again.")
-    return warnings
 
 
 def _example(row: dict[str, Any]) -> str:

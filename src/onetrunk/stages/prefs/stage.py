@@ -18,8 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.feedback.asking import Asker, StopFlag, check_judges, chunked, overlapped
 from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
@@ -37,7 +35,6 @@ from onetrunk.stages.prefs.output import (
     pushed_files,
     rows_path,
     statistics_path,
-    warnings_of,
     write_report,
 )
 from onetrunk.stages.prefs.sampling import (
@@ -49,6 +46,7 @@ from onetrunk.stages.prefs.sampling import (
     sampling_servers,
 )
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
+from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import delete_temporaries, held_folder, read_json, require_output_dir
 
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
@@ -86,8 +84,6 @@ def run(
     else:
         with held_folder(folder, args.part.suffix()):
             result = make(args, judge_settings, prices, model_args, folder)
-    for warning in warnings_of(result.statistics):
-        print(f"prefs: {warning}")
     print(f"prefs: {result.num_rows} rows in {result.path}; statistics in {result.report}")
     if args.part.count == 1:
         say_how(folder, "prefs")
@@ -245,7 +241,7 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
     args, num_rows = flow.args, 0
     path = rows_path(folder, args.mode, args.part)
     total = source.total if args.limit is None or source.total is None else min(args.limit, source.total)
-    bar = tqdm(total=total, desc="prefs", unit="prompt", dynamic_ncols=True, smoothing=0.05)
+    bar = WorkBar(total=total, desc="prefs", unit="prompt")
     with bar, rows_file(path) as write:
 
         def consume(product: Product) -> None:

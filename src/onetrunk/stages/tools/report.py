@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from onetrunk.report.blocks import MARKDOWN
@@ -27,9 +26,6 @@ def parse_report(argv: Sequence[str]) -> tuple[dict[str, Any]]:
 
 def run(words: dict[str, Any]) -> None:
     """Write the report and print where it is."""
-    for folder in words["runs"]:
-        if not Path(folder).is_dir():
-            raise ValueError(f"{folder} is no folder (working folder {Path.cwd()}); give the output_dir of a run")
     target = None if words["target"] is None else require_output_dir(words["target"])
     page = write_report(words["runs"], target)
     print(f"report: wrote {page}, and {MARKDOWN} with its plots next to it")

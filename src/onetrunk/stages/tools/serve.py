@@ -97,7 +97,7 @@ def serve(args: ServeArguments) -> None:
     base = adapter_base(args.model, args.revision) or args.model
     on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
     revision = args.revision if base == args.model else None
-    dtype = _checkpoint_dtype(base, revision) if args.dtype == "auto" else args.dtype
+    dtype = checkpoint_dtype(base, revision) if args.dtype == "auto" else args.dtype
     words = [args.python or sys.executable, "-m", MODULE, *server_words(args, base, dtype, on_cpu)]
     environment = ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
     if args.print:
@@ -141,7 +141,7 @@ def _require_vllm(python: str | None) -> None:
         raise ValueError(f"python is {python!r}, and no such program can be run; give the path of an interpreter")
 
 
-def _checkpoint_dtype(base: str, revision: str | None) -> str:
+def checkpoint_dtype(base: str, revision: str | None) -> str:
     """Return the dtype of a checkpoint, as vLLM names it. Its own "auto" would round float32 to 16 bits."""
     dtype = str(load_config(base, revision).dtype or "auto").removeprefix("torch.")
     return dtype if dtype in DTYPES else "auto"

@@ -1,0 +1,101 @@
+"""`onetrunk ppo --num_processes 8 --accelerate_config fsdp2`: a stage on several processes, by accelerate's launcher.
+
+The options are those of `accelerate launch` under the same names; only `accelerate_config` is TRL's. They stand on the
+command line, because a recipe runs on any number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from subprocess import CalledProcessError
+from types import FrameType
+
+import psutil
+
+from onetrunk.stages.options.reading import Parser, UsageError, flags
+from onetrunk.utils.shipped import shipped_folder
+
+CONFIGS = "accelerate_configs"
+# Shown by `--help`; the others as in `accelerate launch --help`.
+EXPLAINED = {
+    "num_processes": "Run in so many processes, one per GPU (several machines: so many in all).",
+    "accelerate_config": "How they share the work: a YAML file, or a name such as ddp (the default) or fsdp2.",
+}
+OTHERS = "num_machines machine_rank main_process_ip main_process_port rdzv_backend max_restarts"
+OTHERS += " parallelism_config_tp_size parallelism_config_dp_shard_size parallelism_config_dp_replicate_size"
+TEXTS = ("accelerate_config", "main_process_ip", "rdzv_backend")
+VERBS = ("sft", "reward", "distill", "ppo", "eval")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def split_words(verb: str, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options of the launch by name, and the words that are left for the stage."""
+    if verb not in VERBS:
+        return {}, list(words)
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    for name in (*EXPLAINED, *OTHERS.split()):
+        parser.add_argument(*flags(name), dest=name, type=str if name in TEXTS else int)
+    known, rest = parser.parse_known_args(list(words))
+    launch = {name: str(value) for name, value in vars(known).items()}
+    if launch and "RANK" in os.environ:
+        raise UsageError(f"this process was launched already, and {', '.join(launch)} would launch again")
+    return launch, rest
+
+
+def launch(verb: str, options: dict[str, str], words: Sequence[str]) -> int:
+    """Run a stage in as many processes as the options say; return the exit code of the first that failed, or 0."""
+    options = dict(options)
+    config = config_file(options.pop("accelerate_config", "ddp"))
+    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    arguments = ["--config_file", config, *given, "--module", "onetrunk", verb, *words]
+    if "max_restarts" not in options:  # Stopped processes would be started again.
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGQUIT")  # torch waits 30 s for a checkpoint, we wait longer.
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.
+            signal.signal(number, _forward)
+    try:
+        launch_command(launch_command_parser().parse_args(arguments))
+        return 0
+    except ChildFailedError as error:
+        return _exit_code(error.get_first_failure()[1].exitcode)
+    except CalledProcessError as error:
+        return _exit_code(error.returncode)
+    except SignalException as error:
+        return _exit_code(-error.sigval)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"accelerate cannot launch this: {error}") from error
+
+
+def _forward(number: int, frame: FrameType | None) -> None:
+    """Pass a signal on to the processes, which end by themselves; without any, end."""
+    processes = psutil.Process().children()
+    if not processes:
+        sys.exit(128 + number)
+    for process in processes:
+        # A terminal sends Ctrl-C to all of its group.
+        if number != signal.SIGINT or os.getpgid(process.pid) != os.getpgrp():
+            process.send_signal(number)
+
+
+def _exit_code(code: int) -> int:
+    """Return the exit code of a process as a shell gives it: one that a signal ended has a negative one in Python."""
+    return 128 - code if code < 0 else code
+
+
+def config_file(name: str) -> str:
+    """Return the path of an accelerate config that is given as a path or as the name of one of ours."""
+    folder = shipped_folder(CONFIGS)
+    for path in (name, folder / f"{name}.yaml", folder / name.removeprefix(f"{CONFIGS}/")):
+        if os.path.isfile(path):
+            return str(path)
+    known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+    raise UsageError(f"accelerate_config is {name!r}, and there is no such file; give a path, or one of {known}")

@@ -1,0 +1,294 @@
+"""`onetrunk export`: what is written computes what base and adapter do, and what cannot be exported says why."""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sysconfig
+import tarfile
+import time
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from onetrunk import cli
+from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
+from onetrunk.stages.tools.ollama import go_template
+from onetrunk.stages.tools.serve import MODULE
+from tests.environments import ROOT, made_once, pip_install, run_step
+from tests.ppo.support import base_model, sft_model
+from tests.rollouts.vllm_environment import vllm_python
+from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """Return a working folder with a base, and an adapter on it that names it by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    base_model().save_pretrained("base")
+    tiny_tokenizer().save_pretrained("base")
+    torch.manual_seed(0)  # Of the adapter: how far it moves the logits decides what rounding to bfloat16 may.
+    model = sft_model()
+    model.peft_config["default"].base_model_name_or_path = "base"
+    model.save_pretrained("adapter")
+    return tmp_path
+
+
+def export(*words):
+    return cli.main(["export", *map(str, words)])
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(2, 14)[None]).logits.float()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("auto", 1e-5), ("bfloat16", 0.05)])
+def test_the_merged_model_computes_what_base_and_adapter_compute(there, capsys, dtype, tolerance):
+    assert export("adapter", "--output_dir", "merged", "--dtype", dtype) == 0
+    written = "float32" if dtype == "auto" else dtype
+    assert f"export: saved the model in merged ({written})" in capsys.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained("base")
+    without = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, "adapter"))
+    model = AutoModelForCausalLM.from_pretrained("merged")
+    assert model.dtype == getattr(torch, written) and not Path("merged/adapter_config.json").exists()
+    scale = (expected - without).abs().max()
+    # bfloat16 rounds each weight by 2**-9; the adapter itself moves the logits far more than that.
+    assert (logits(model) - expected).abs().max() < tolerance * scale
+    assert AutoTokenizer.from_pretrained("merged").eos_token == "<eos>"
+    assert not list(Path("merged").glob(".saving*"))
+
+
+def test_the_lines_of_its_card_run_in_its_folder(there, monkeypatch):
+    assert export("adapter", "--output_dir", "merged") == 0
+    monkeypatch.chdir("merged")
+    text = Path("README.md").read_text()
+    scope = {}
+    exec(text.split("```python\n")[1].split("```")[0], scope)
+    assert scope["tokenizer"].eos_token == "<eos>" and not isinstance(scope["model"], PeftModel)
+    assert str(there) not in text and "The base model `base`" in text
+
+
+def test_a_second_export_needs_leave_to_replace_the_first(there, capsys):
+    assert export("adapter", "--output_dir", "merged") == 0
+    assert export("adapter", "--output_dir", "merged") == 1
+    assert "merged is not empty" in capsys.readouterr().err
+    assert export("adapter", "--output_dir", "merged", "--overwrite_output_dir", "true", "--dtype", "bfloat16") == 0
+    assert AutoModelForCausalLM.from_pretrained("merged").dtype == torch.bfloat16
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("")
+    assert export("adapter", "--output_dir", "mine", "--overwrite_output_dir", "true") == 1
+    assert "mine is not empty (thesis.txt); name another output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["base", "--output_dir", "out"], 1, "base is a model already, and not an adapter"),
+        (["nowhere/at/all", "--output_dir", "out"], 2, "nowhere/at/all is no folder"),
+        (["reward", "--output_dir", "out"], 1, "is an adapter of task type SEQ_CLS"),
+        (["adapter", "--output_dir", "out", "--push_to_hub", "true"], 1, "out cannot be pushed to: "),
+        (["--output_dir", "out"], 2, "no model is named; write onetrunk export FOLDER"),
+        (["adapter", "--output_dir", "out", "--dtype", "int8"], 2, "int8"),
+        (["adapter"], 2, "name the folder that gets the result of --to merged"),
+        (["adapter", "--to", "vllm", "--output_dir", "out"], 2, "for vllm a command is printed"),
+        (["adapter", "--to", "gguf", "--output_dir", "out"], 1, "git clone https://github.com/ggml-org/llama.cpp"),
+        (["adapter", "--to", "gguf", "--output_dir", "out", "--converter", "no.py"], 1, "is not at no.py"),
+    ],
+)
+def test_what_cannot_be_exported_says_why_and_writes_nothing(there, capsys, words, code, message):
+    if words[0] == "reward":
+        model = AutoModelForSequenceClassification.from_pretrained("base", num_labels=1)
+        config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], base_model_name_or_path="base")
+        get_peft_model(model, config).save_pretrained("reward")
+    assert export(*words) == code
+    assert message in capsys.readouterr().err
+    assert not list(Path("out").glob("*.safetensors")) and not list(Path("out").glob("*.json"))
+
+
+def test_the_command_for_vllm_names_base_adapter_rank_and_template(there, capsys):
+    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained("adapter")
+    assert export("adapter", "--to", "vllm") == 0
+    # The rank of sft_model is 4, and 8 is the smallest that vLLM reserves memory for; the base is float32.
+    expected = f"""vllm serve base --dtype float32 --generation-config vllm --enable-lora
+        --lora-modules adapter={there}/adapter --max-lora-rank 8 --chat-template {there}/adapter/chat_template.jinja"""
+    assert shlex.split(capsys.readouterr().out) == shlex.split(expected)
+    assert export("base", "--to", "vllm", "--dtype", "bfloat16") == 0
+    assert capsys.readouterr().out == "vllm serve base --dtype bfloat16 --generation-config vllm\n"
+
+
+def test_a_converter_that_fails_is_quoted_and_leaves_nothing(there, capsys):
+    Path("broken.py").write_text("raise SystemExit('this tokenizer is unknown')\n")
+    assert export("adapter", "--to", "gguf", "--output_dir", "out", "--converter", "broken.py") == 1
+    assert "llama.cpp's converter failed: this tokenizer is unknown (" in capsys.readouterr().err
+    assert [path.name for path in Path("out").iterdir()] == ["_run.lock"]
+
+
+TURNS = '{{ if eq .Role "system" }}<system> {{ .Content }} {{ else if eq .Role "user" }}<user> {{ .Content }} '
+TURNS += "{{ else }}<assistant> {{ .Content }} <eos> {{ end }}{{ end }}<assistant> "
+# As in Qwen2.5: a system message where there is none; and a BOS token, which the tokenizer does not add.
+CHATML = "{{ bos_token }}{% if messages[0]['role'] != 'system' %}{{ '<|s|>system\nBe kind.<|e|>\n' }}{% endif %}"
+CHATML += "{% for m in messages %}{{ '<|s|>' + m['role'] + '\n' + m['content'] + '<|e|>\n' }}{% endfor %}"
+CHATML += "{% if add_generation_prompt %}{{ '<|s|>assistant\n' }}{% endif %}"
+IN_GO = "<bos>{{ if not .System }}<|s|>system\nBe kind.<|e|>\n{{ end }}{{ range .Messages }}"
+IN_GO += '{{ if eq .Role "system" }}<|s|>system\n{{ .Content }}<|e|>\n{{ else if eq .Role "user" }}<|s|>user\n'
+IN_GO += "{{ .Content }}<|e|>\n{{ else }}<|s|>assistant\n{{ .Content }}<|e|>\n{{ end }}{{ end }}<|s|>assistant\n"
+COUNTS = "{{ messages | length }}" + CHAT_TEMPLATE
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(CHAT_TEMPLATE, "{{ range .Messages }}" + TURNS), (CHATML, IN_GO), (COUNTS, None), (REFUSES, None)],
+)
+def test_a_chat_template_is_said_in_go_or_not_at_all(template, expected):
+    assert go_template(tiny_tokenizer(chat_template=template)) == expected
+
+
+def test_a_modelfile_has_weights_template_stops_and_the_sampling_of_training(there):
+    assert export("adapter", "--to", "ollama", "--output_dir", "out") == 0
+    lines = Path("out/Modelfile").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        "FROM .",
+        'TEMPLATE """{{ .Prompt }}"""',
+        "PARAMETER temperature 1",
+        "PARAMETER top_k 0",
+        "PARAMETER top_p 1",
+        "PARAMETER repeat_penalty 1",
+        'PARAMETER stop "<eos>"',
+    ]
+    assert AutoModelForCausalLM.from_pretrained("out").dtype == torch.float32
+
+
+def converter_python() -> Path:
+    """Return the interpreter of an environment with llama.cpp's converter next to it; makes it if there is none."""
+
+    def fill(python: Path) -> None:
+        site = run_step("folder", [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
+        (Path(site.strip()) / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
+        pip = pip_install(python)
+        run_step("gguf", [*pip, "--no-deps", "--ignore-installed", "gguf", "sentencepiece", "scikit-build-core"])
+        # Its source distribution has llama.cpp whole.
+        words = "download -q --no-deps --no-build-isolation --no-binary :all: -d".split()
+        run_step("llama.cpp", [python, "-m", "pip", *words, python.parent, LLAMA_CPP])
+        (archive,) = python.parent.glob("llama_cpp_python-*.tar.gz")
+        with tarfile.open(archive) as files:
+            wanted = [f for f in files if re.search(r"/llama\.cpp/(convert_hf_to_gguf|conversion/|gguf-py/)", f.name)]
+            files.extractall(python.parent, wanted, filter="data")
+
+    return made_once("gguf", LLAMA_CPP, fill)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single bytes of a kind that llama.cpp knows."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    ids = {name: i for i, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(ids, [], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def saved_adapter(tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Save a base, whose heads vLLM takes on a CPU too, and an adapter on it; return the logits of both."""
+    # 4 heads of 32, and 4 layers.
+    base = tiny_model("llama", vocab_size=len(tokenizer), hidden_size=128, intermediate_size=128)
+    without = logits(base)
+    base.save_pretrained("base")
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(base, config)
+    adapted.peft_config["default"].base_model_name_or_path = "base"
+    adapted.save_pretrained("adapter")
+    for folder in ("base", "adapter"):
+        tokenizer.save_pretrained(folder)
+    return without, logits(adapted)
+
+
+# Prints the logits that transformers computes from the GGUF file.
+READER = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("out", gguf_file="out.gguf", dtype=torch.float32).eval()
+with torch.no_grad():
+    print(json.dumps(model(input_ids=torch.arange(2, 14)[None]).logits.tolist()))
+"""
+
+
+@pytest.mark.slow
+def test_the_gguf_of_llama_cpp_s_converter_computes_what_base_and_adapter_compute(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    without, expected = saved_adapter(tokenizer)
+    python = converter_python()
+    (converter,) = python.parent.glob("*/vendor/llama.cpp/convert_hf_to_gguf.py")
+    words = [python, "-m", "onetrunk", "export", "adapter", "--to", "gguf", "--output_dir", "out"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    run_step("export", [*words, "--converter", converter], env=env)
+    found = torch.tensor(json.loads(run_step("read", [python, "-c", READER], env=env)))
+    # float32 throughout; sums in another order.
+    assert (found - expected).abs().max() < 1e-4 * (expected - without).abs().max()
+    assert "FROM ./out.gguf" in Path("out/Modelfile").read_text() and not list(Path("out").glob("*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_real_vllm_takes_the_command_and_computes_what_base_and_adapter_compute(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _, expected = saved_adapter(tiny_tokenizer(chat_template=CHAT_TEMPLATE))
+    expected, ids = expected.log_softmax(-1)[0], list(range(2, 14))
+    assert export("adapter", "--to", "vllm") == 0
+    words = shlex.split(capsys.readouterr().out)
+    # The build for CPUs has another name, by which its own program `vllm serve` does not find itself.
+    assert words[:2] == ["vllm", "serve"]
+    with served([vllm_python(), "-m", MODULE, "--model", *words[2:], "--enforce-eager"]) as url:
+        body = {"model": "adapter", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        reply = httpx2.post(f"{url}/v1/completions", json=body, timeout=300).raise_for_status().json()
+    found = [next(iter(entry.values()))["logprob"] for entry in reply["choices"][0]["prompt_logprobs"][1:]]
+    wanted = [expected[i, token].item() for i, token in enumerate(ids[1:])]
+    assert found == pytest.approx(wanted, abs=1e-3)
+
+
+@contextlib.contextmanager
+def served(words: list):
+    """Run a command of vLLM on a free port until it answers; yield its address, and end it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = Path("vllm.log")
+    env = {**os.environ, **CPU_ENVIRONMENT}
+    env.pop("PYTHONPATH", None)
+    with log.open("w") as file:
+        process = subprocess.Popen([*map(str, words), "--port", str(port)], env=env, stdout=file, stderr=file)
+    try:
+        while True:
+            with contextlib.suppress(httpx2.TransportError):
+                httpx2.get(f"http://127.0.0.1:{port}/health").raise_for_status()
+                break
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+        process.wait()

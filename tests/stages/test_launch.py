@@ -1,0 +1,89 @@
+"""`onetrunk ppo --num_processes 2 --accelerate_config NAME` launches by itself: one exit code, and no second trace."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from onetrunk import cli
+from onetrunk.stages.launch import config_file, split_words
+from onetrunk.stages.options.reading import UsageError
+from tests.stages.small_runs import ROOT, make_material, words_of
+
+
+def test_the_words_of_the_launch_are_taken_out_and_the_others_keep_their_order():
+    words = "--beta 0.3 --num-processes 2 --config a.yaml --accelerate_config fsdp2 --reward_funcs a b".split()
+    launch, rest = split_words("ppo", words)
+    assert launch == {"num_processes": "2", "accelerate_config": "fsdp2"}
+    assert rest == "--beta 0.3 --config a.yaml --reward_funcs a b".split()
+    # One process; the stage says so itself.
+    assert split_words("prefs", words) == ({}, words)
+
+
+def test_a_config_is_a_path_or_a_name_of_ours_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ours = str(ROOT / "accelerate_configs/fsdp2.yaml")
+    assert config_file("fsdp2") == config_file("accelerate_configs/fsdp2.yaml") == ours
+    Path("fsdp2").touch()
+    assert config_file("fsdp2") == "fsdp2"
+    with pytest.raises(UsageError, match="accelerate_config is 'zero3'.* one of ddp, fsdp2, .*, tensor_parallel"):
+        config_file("zero3")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ppo --num_processes 2 --accelerate_config zero3 --reward_funcs a:b", "accelerate_config is 'zero3'"),
+        ("ppo --num_processes 2 --learning_rat 1", "did you mean 'learning_rate'?"),
+        ("prefs --num_processes 2", "num_processes: the launch decides, on the command line of sft, reward"),
+        ("ppo --num_processes two", "argument --num_processes/--num-processes: invalid int value: 'two'"),
+    ],
+)
+def test_mistakes_are_answered_before_any_process_starts(words, message, capsys):
+    assert cli.main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_of_a_launch_launches_no_others(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["sft", "--num_processes", "2"]) == 2
+    assert "this process was launched already" in capsys.readouterr().err
+
+
+def started(folder: Path, *options: str) -> subprocess.Popen:
+    """Start PPO on two processes, as from a terminal; what it prints goes to the file `log`."""
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(folder)])
+    words = [sys.executable, "-m", "onetrunk", *words_of("ppo", "--num_processes", "2", *options)]
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+def test_the_exit_code_is_that_of_the_first_process_that_failed_and_no_second_trace_follows(tmp_path):
+    make_material(tmp_path)
+    assert started(tmp_path, "--adapter_layers", "top-9").wait() == 1
+    log = (tmp_path / "log").read_text()
+    assert "adapter_layers 'top-9' is neither" in log and "Traceback" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_one_signal_stops_all_processes_with_a_checkpoint(tmp_path, number, code):
+    make_material(tmp_path)
+    process = started(tmp_path, "--num_rollouts", "5000", "--logging_steps", "1")
+    while "score/mean" not in (tmp_path / "log").read_text():
+        assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+        time.sleep(0.2)
+    # A terminal sends Ctrl-C to the whole group; a scheduler signals what it has started.
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    assert process.wait() == code
+    log = (tmp_path / "log").read_text()
+    assert log.count("everything is saved in out-ppo/checkpoint-") == 2 and "Traceback" not in log
+    assert list((tmp_path / "out-ppo").glob("checkpoint-*/manifest.json"))

@@ -1,0 +1,66 @@
+"""The site of `make docs`: it builds without a warning, its links lead somewhere, and it needs no other host."""
+
+import html
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+import onetrunk
+from onetrunk.stages.options.table import SETTINGS_MODULES, VERBS, shown_options
+from tests.stages.recipes import DOCUMENTS
+
+ROOT = Path(__file__).parents[1]
+# A template, and what pytest writes.
+NO_PAGES = {"src/onetrunk/report/templates/report.md", ".pytest_cache/README.md"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Return the folder of the built site.
+
+    A link to no page or to no heading is a warning, and --strict makes it an error, but not together with --quiet.
+    """
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed; `make setup` installs it")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "-d", str(folder)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def page_of(document: str) -> str:
+    """Return where the page of a document is."""
+    return f"{document.removesuffix('.md').removesuffix('README')}/index.html"
+
+
+@pytest.mark.slow
+def test_every_document_verb_option_and_public_name_is_on_the_site(site):
+    documents = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS} - NO_PAGES
+    assert [name for name in documents if not (site / page_of(name).lstrip("/")).is_file()] == []
+    for verb in VERBS:
+        text = (site / f"reference/options/{verb}/index.html").read_text()
+        options = shown_options(verb) if verb in SETTINGS_MODULES else ()
+        assert [option.name for option in options if f'id="{option.name}"' not in text] == []
+    names = (site / "reference/python/onetrunk/index.html").read_text()
+    assert [n for n in onetrunk._HOMES if f'id="onetrunk.{onetrunk._HOMES[n]}.{n}"' not in names] == []
+
+
+@pytest.mark.slow
+def test_every_address_of_the_site_exists_and_nothing_is_loaded_from_another_host(site):
+    dead, foreign = set(), set()
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<pre.*?</pre>", "", page.read_text(), flags=re.DOTALL)
+        for tag, name, address in re.findall(r"<(\w+)[^>]*?\s(href|src|srcset)=\"?([^\"\s>]+)", text):
+            path, _ = urldefrag(unquote(html.unescape(address)))
+            if re.match(r"(https?:)?//", path):
+                foreign |= {path} if name != "href" or tag == "link" else set()
+            elif path and not path.startswith(("mailto:", "data:")) and page.name != "404.html":
+                target = page.parent / path
+                dead |= set() if (target / "index.html" if target.is_dir() else target).is_file() else {path}
+    assert dead == set() and foreign == set()
