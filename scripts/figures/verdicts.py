@@ -25,16 +25,17 @@ ANSWERED = "runs/tiny/answered.jsonl"
 REWARDS = "scripts/figures/verdicts.py"
 PPO = "ppo --config recipes/tiny/ppo.yaml --report_to none --write_report false --eval_steps 32 --save_strategy no"
 SHORT = f"{PPO} --num_rollouts 16 --rollout_batch_size 64"
-EVAL = "eval --config recipes/tiny/eval.yaml"
+EVAL = "eval --model_name_or_path runs/tiny/ppo --dataset_name runs/tiny/held_out.jsonl --max_completion_length 32"
+EVAL += " --constitution recipes/tiny/constitution.yaml --use_cpu true"
 
 # Of each run: what was done, and the words of its command after `onetrunk`.
 RUNS = {
     "good": PPO,
-    "reward hacked": f"{PPO} --num_rollouts 16 --reward_funcs {REWARDS}:buckets --beta 0.02",
+    "reward hacked": f"{PPO} --num_rollouts 16 --reward_funcs {REWARDS}:buckets --beta 0.02 --monitor_every 2",
     "collapsed": f"{SHORT} --learning_rate 0.02 --beta 0 --num_rollouts 24",
     "nothing learnt": f"{SHORT} --learning_rate 1e-9",
     "equal scores": f"{SHORT} --reward_funcs {REWARDS}:never",
-    "all cut off": f"{SHORT} --max_completion_length 3",
+    "all cut off": f"{SHORT} --max_completion_length 4 --learning_rate 1e-4",
     "killed": f"{SHORT} --save_strategy steps --save_steps 4",
     "diverged": f"{SHORT} --learning_rate 30 --max_grad_norm 1e9 --beta 0",
     "judge down": f"{EVAL} --judge http://127.0.0.1:9/v1 --judge_model tiny",

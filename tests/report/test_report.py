@@ -2,7 +2,11 @@
 
 import json
 import re
+import socket
+import subprocess
 import sys
+import time
+from dataclasses import asdict
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -10,7 +14,7 @@ import pytest
 from markupsafe import Markup
 
 from onetrunk import cli
-from onetrunk.parallel.heartbeat import Heartbeat
+from onetrunk.parallel.heartbeat import Beat, Heartbeat, heartbeat_file
 from onetrunk.report.blocks import MARKDOWN, PAGE, Block, Figure, rendered
 from onetrunk.report.plots import PLOTS, draw, drawn
 from onetrunk.report.report import write_report, write_report_of
@@ -117,6 +121,16 @@ def test_a_run_that_was_stopped_says_so_while_its_process_still_lives_and_not_af
         with log.open("a") as file:
             file.write('{"event": "begin", "step": 8, "time": 90.0}\n')
         assert read_run(folder).status.startswith("running, in phase")
+
+
+def test_a_run_whose_process_is_gone_is_not_running_though_its_last_sign_is_new(tmp_path):
+    folder = write_ppo_run(tmp_path / "run", finished=False)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    beat = Beat(0, socket.gethostname(), process.pid, time.time(), "train", step=7)
+    heartbeat_file(folder, 0).write_text(json.dumps(asdict(beat)))
+    assert read_run(folder).status == "running, in phase train at step 7"
+    process.communicate(b"\n")
+    assert read_run(folder).status.startswith("trained up to step 8; not running now")
 
 
 def test_a_run_without_a_record_is_read_from_its_last_checkpoint(tmp_path):

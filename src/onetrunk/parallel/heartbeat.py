@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -65,6 +66,11 @@ class Beat:
         words += [f"of rollout {self.rollout}"] if self.rollout is not None else []
         words += [f"at step {self.step}"] if self.step is not None else []
         return " ".join(words)
+
+    @property
+    def may_be_alive(self) -> bool:
+        """Whether the process can exist still; of one on another host nobody knows."""
+        return self.host != socket.gethostname() or psutil.pid_exists(self.pid)
 
     def __str__(self) -> str:
         age = time.time() - self.time

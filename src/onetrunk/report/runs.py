@@ -31,7 +31,7 @@ PAIRS = "pairs.jsonl"
 # What `onetrunk sft` leaves; transformers names it.
 RESULTS = "all_results.json"
 TRAINER_STATE = "trainer_state.json"
-# A run whose heartbeat is older counts as killed.
+# A run whose heartbeat is older counts as killed, or whose process is gone.
 ALIVE_S = 120.0
 
 
@@ -192,7 +192,7 @@ def _status(
     step = max((entry.get("step", 0) for entry in log), default=0)
     if last.get("event") == STOP:  # Whatever its process still does.
         return f"stopped at step {last.get('step')} ({last.get('signal')}); --resume auto continues it"
-    if beat is not None and time.time() - beat.time < ALIVE_S:
+    if beat is not None and time.time() - beat.time < ALIVE_S and beat.may_be_alive:
         return f"running, {beat.place}"
     if log:
         return f"trained up to step {step}; not running now, and without a finished result"

@@ -139,11 +139,11 @@ class Facts:
         if not self.is_over:
             is_running = self.run.status.startswith("running")
             return "wait" if is_running else "the same command with --resume auto continues it"
+        if self.is_far and self.level != BAD:
+            return "raise beta or lower learning_rate, and read the samples"
         if self.lasting:
             rule = RULES.get(self.lasting[0])
             return rule.change if rule else "read the largest gains, and raise beta or correct the reward"
-        if self.is_far and self.level != BAD:
-            return "raise beta or lower learning_rate, and read the samples"
         if _unjudged(self.run):
             return "the same command asks the judge for the missing pairs again"
         if self.fallen and self.level != BAD:
