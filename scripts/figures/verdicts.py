@@ -1,4 +1,4 @@
-"""Runs that go wrong on purpose, and what the last lines of each say: the table in src/onetrunk/report/README.md.
+"""Runs that go wrong on purpose, and what the last lines of each say: the table in README.md.
 
     make demo && python scripts/figures/verdicts.py
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ EVAL += " --constitution recipes/tiny/constitution.yaml --use_cpu true"
 # Of each run: what was done, and the words of its command after `onetrunk`.
 RUNS = {
     "good": PPO,
-    "reward hacked": f"{PPO} --num_rollouts 16 --reward_funcs {REWARDS}:buckets --beta 0.02 --monitor_every 2",
+    "reward hacked": f"{SHORT} --reward_funcs {REWARDS}:buckets --learning_rate 1e-3 --monitor_every 1",
     "collapsed": f"{SHORT} --learning_rate 0.02 --beta 0 --num_rollouts 24",
     "nothing learnt": f"{SHORT} --learning_rate 1e-9",
     "equal scores": f"{SHORT} --reward_funcs {REWARDS}:never",
@@ -42,7 +43,7 @@ RUNS = {
     "KL too high": f"{SHORT} --beta 0 --learning_rate 0.01 --num_ppo_epochs 8 --alarm_limits " + '{"kl":5}',
     "length explosion": f"{SHORT} --reward_funcs {REWARDS}:words --beta 0",
     "answered prompts": f"{SHORT} --dataset_name {ANSWERED}",
-    "useless values": f"{SHORT} --reward_funcs {REWARDS}:noise",
+    "useless values": f"{SHORT} --reward_funcs {REWARDS}:noise --num_rollouts 40",
 }
 
 
@@ -61,9 +62,9 @@ def never(completions, **columns):
     return [float("quod erat demonstrandum" in text) for text in _texts(completions)]
 
 
-def noise(completion_ids, **columns):
-    """A number that depends on every token and that no token foretells."""
-    return [float(hash(tuple(ids)) % 1000) / 1000 for ids in completion_ids]
+def noise(completions, **columns):
+    """A number that nothing foretells."""
+    return [random.random() for _ in completions]
 
 
 def _texts(completions):

@@ -18,6 +18,7 @@ def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, p
     """Write a PPO run of 20 held-out prompts whose scores are `before` and `after`, give or take 0.1."""
     write_ppo_run(folder, finished)
     log = [{"step": step, "kl/ref": 3.0, **({f"alarm/{alarm}": 1.0} if alarm else {})} for step in range(1, 9)]
+    log = [{**entry, "judge/score": 0.5 - entry["step"] / 20} for entry in log]
     events = [{"event": "alarm", "name": alarm, "text": alarm, "step": 6}] if alarm else []
     write_lines(folder / "_report" / "log.jsonl", [*log, *events])
     for side, mean, shift in (("before", before, 0), ("after", after, 1)):
@@ -43,6 +44,7 @@ def made(folder, before=0.2, after=0.8, alarm=None, ended=None, finished=True, p
         ({"after": 0.2}, "mixed", "did not change beyond its noise, from 0.2 to 0.2", "read the samples"),
         ({"after": 0.05}, "bad", "fell from 0.2 to 0.05", "lower learning_rate"),
         ({"parts": {"on_task": -0.2, "polite": 0.1}}, "mixed", "on_task fell from 0.5", "if on_task matters"),
+        ({"alarm": "monitor"}, "mixed", "does not see fell from 0.45 to 0.1", "read the largest gains"),
         ({"alarm": "kl"}, "mixed", "alarm kl", "raise beta or set kl_target"),
         ({"alarm": "length_explosion"}, "mixed", "alarm length_explosion", "set missing_eos_penalty"),
         ({"alarm": "length_collapse"}, "mixed", "alarm length_collapse", "lower length_penalty"),

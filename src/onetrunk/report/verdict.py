@@ -21,6 +21,7 @@ Z = 1.96
 TRAINED = ("ppo", "eval")
 # A policy is far from its reference from so many nats per completion and per token on.
 FAR, FAR_PER_TOKEN = 10.0, 1.0
+MONITOR = "monitor"
 # Of a reward model: a correlation of scores with lengths, and an agreement with the teacher, that are worth a word.
 LENGTH_BOUND, FAITHFUL = 0.7, 0.9
 # A held-out loss so many times the last training loss means that rows were learnt by heart.
@@ -131,7 +132,7 @@ class Facts:
             clauses.append(f"{where} {self.score}{cost_text(self.run)}")
         clauses += ["that is far from the reference"] if self.is_far else []
         clauses += [f"{name} {change}" for name, change in self.fallen.items()]
-        return clauses + [f"alarm {name}" for name in self.lasting]
+        return clauses + [(name == MONITOR and fallen_judge(self.run)) or f"alarm {name}" for name in self.lasting]
 
     @property
     def advice(self) -> str:
@@ -287,10 +288,19 @@ def lasting_alarms(run: Run) -> list[str]:
     """Return the alarms that ended the run or lasted until its end, the worst first."""
 
     def lasts(name: str) -> bool:
-        _, values = run.series("judge/alarm" if name == "monitor" else f"alarm/{name}")
+        if name == MONITOR:  # Its alarm ends where the judge falls no further; what it has lost stays lost.
+            return fallen_judge(run) is not None
+        _, values = run.series(f"alarm/{name}")
         return bool(values) and values[-1] > 0
 
     return list(dict.fromkeys(alarm.name for alarm in run.alarms() if alarm.ended_run or lasts(alarm.name)))
+
+
+def fallen_judge(run: Run) -> str | None:
+    """Return how far the monitor's judge is below where it began, in words; None if it is not."""
+    _, scores = run.series("judge/score")
+    is_lower = len(scores) > 1 and scores[-1] < scores[0]
+    return f"the judge that PPO does not see fell from {scores[0]:.3g} to {scores[-1]:.3g}" if is_lower else None
 
 
 def _scored_pairs(run: Run, key: str) -> tuple[list[float], list[float]] | None:
