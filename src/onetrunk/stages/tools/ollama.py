@@ -1,4 +1,4 @@
-"""An Ollama Modelfile: where the weights are, the chat template in Go's language, stop words, sampling as trained.
+"""An Ollama Modelfile: where the weights are, the chat template in Go's language, stop words, sampling as in PPO.
 
 A Jinja chat template that puts fixed texts around each message can be said in Go's language, and the texts are found
 by formatting conversations. What other templates do (tools, thoughts, rules about order) is not guessed.
@@ -18,7 +18,7 @@ MODELFILE = """# ollama create NAME -f Modelfile
 # Ollama reads the safetensors of some architectures only; for the others export gguf.
 FROM {source}
 {template}
-# As in training; Ollama's own defaults are others.
+# As PPO samples by default; Ollama's own defaults are others.
 PARAMETER temperature 1
 PARAMETER top_k 0
 PARAMETER top_p 1
