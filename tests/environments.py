@@ -56,6 +56,15 @@ def run_step(name: str, command: Sequence[str | Path], **kwargs: str) -> str:
     return done.stdout
 
 
+def lend_packages(python: Path) -> None:
+    """Let an environment use the packages of the tests, such as torch; those in the environment itself come first.
+
+    Not once and for all: the next tests may run in another environment.
+    """
+    site = run_step("folder", [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
+    (Path(site.strip()) / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
+
+
 def pip_install(python: Path) -> list[str]:
     return [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
 
@@ -84,11 +93,10 @@ def lowest_python() -> Path:
         run_step("uv", [*pip_install(python), "uv"])
         chosen = resolved(python, needed, "--resolution", "lowest-direct")
         run_step("packages", [*pip_install(python), "--no-deps", *(c for c in chosen if not LENT.match(c))])
-        site = run_step("folder", [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
-        # Torch, and the tests' own tools. What stands in the environment itself comes first.
-        (Path(site.strip()) / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
 
-    return made_once("lowest", "\n".join(needed), fill)
+    python = made_once("lowest", "\n".join(needed), fill)
+    lend_packages(python)
+    return python
 
 
 if __name__ == "__main__":

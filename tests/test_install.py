@@ -5,13 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.environments import lend_packages
 
 ROOT = Path(__file__).parents[1]
 # The tiny chain in seconds: every stage and file of the recipe, few steps.
@@ -66,8 +67,7 @@ def fresh(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fresh") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    (site / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
+    lend_packages(python)
     options = ("--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check", "-q")
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, built[0])
     return folder / "bin"
@@ -162,8 +162,7 @@ def test_the_commands_of_the_readme_run_from_a_clone(tmp_path):
     # What `make setup` makes, with the packages that the tests have.
     run(sys.executable, "-m", "venv", "--without-pip", clone / ".venv")
     python = clone / ".venv/bin/python"
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    (site / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
+    lend_packages(python)
     options = ("--no-deps", "--no-index", "--ignore-installed", "--no-build-isolation", "-q")
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, "-e", clone)
     (clone / ".venv/.installed-torch-2.13.0").touch()

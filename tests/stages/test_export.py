@@ -7,7 +7,6 @@ import re
 import shlex
 import socket
 import subprocess
-import sysconfig
 import tarfile
 import time
 from pathlib import Path
@@ -29,7 +28,7 @@ from onetrunk import cli
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
 from onetrunk.stages.tools.ollama import go_template
 from onetrunk.stages.tools.serve import MODULE
-from tests.environments import ROOT, made_once, pip_install, run_step
+from tests.environments import ROOT, lend_packages, made_once, pip_install, run_step
 from tests.ppo.support import base_model, sft_model
 from tests.rollouts.vllm_environment import vllm_python
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -181,8 +180,7 @@ def converter_python() -> Path:
     """Return the interpreter of an environment with llama.cpp's converter next to it; makes it if there is none."""
 
     def fill(python: Path) -> None:
-        site = run_step("folder", [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
-        (Path(site.strip()) / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
+        lend_packages(python)
         pip = pip_install(python)
         run_step("gguf", [*pip, "--no-deps", "--ignore-installed", "gguf", "sentencepiece", "scikit-build-core"])
         # Its source distribution has llama.cpp whole.
@@ -193,7 +191,9 @@ def converter_python() -> Path:
             wanted = [f for f in files if re.search(r"/llama\.cpp/(convert_hf_to_gguf|conversion/|gguf-py/)", f.name)]
             files.extractall(python.parent, wanted, filter="data")
 
-    return made_once("gguf", LLAMA_CPP, fill)
+    python = made_once("gguf", LLAMA_CPP, fill)
+    lend_packages(python)
+    return python
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
