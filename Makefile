@@ -48,10 +48,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train a tiny model by PPO on this machine's CPU and show what it learned
 	$(QUIET_ENV) $(BIN)/python recipes/tiny/demo.py
 
-test: setup ## run the tests (about 4 minutes on 2 cores)
+test: setup ## run the tests (about 5 minutes on 2 cores)
 	$(PYTEST)
 
-test-slow: setup ## run the slow tests: real servers, kills, fresh environments (about 25 minutes on 2 cores)
+test-slow: setup ## run the slow tests: real servers, kills, fresh environments (about 50 minutes on 2 cores)
 	$(PYTEST) $(KEEP_FILES) -m "slow and not soak" --timeout 1800 $(NONE_IS_FINE)
 
 test-soak: setup ## run the soak tests: hours of kills and fuzzing
