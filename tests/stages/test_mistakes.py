@@ -33,7 +33,7 @@ MISTAKES = [
     (OK, "reward_weights: 1, 2\n", "'1, 2' is one text; write several as 1 2 on the command line", 2),
     (f"{OK} --report_to tensorboard,wandb", "", "write several as tensorboard wandb on the command line", 2),
     (OK, "resume_from_checkpoint: ${NO_SUCH}/a\n", "good.yaml: '${NO_SUCH}/a' names ${NO_SUCH}, which is not set", 2),
-    (OK, "run_name: ${HF_TOKEN}\n", "which is not set or a secret", 2),
+    (OK, "run_name: ${HF_TOKEN}\n", "which is a secret", 2),
     (OK, "stages: {}\n", "line 5: stages: the file is a pipeline, which onetrunk run FILE runs", 2),
     ("run --config good.yaml", "", "good.yaml has no stages; settings of one stage are run by its verb", 2),
     ("reward --model_name_or_path m --dataset_name kto.jsonl --output_dir out", "", "pairs of a completion with", 1),

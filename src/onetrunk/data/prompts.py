@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import datasets
+import pyarrow.compute
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -106,8 +107,10 @@ def _add_ids(
     # No cache: its key does not change with the functions that are called.
     settings = {"features": features, "load_from_cache_file": False, "desc": "prompts"}
     rows = rows.map(with_ids, with_indices=True, **settings)
-    lengths = [len(ids) for ids in rows["prompt_ids"]]
-    overlong = sum(length > longest for length in lengths) if longest is not None else 0
+    if longest is None:
+        return rows
+    lengths = pyarrow.compute.list_value_length(rows.data.column("prompt_ids")).to_pylist()
+    overlong = sum(length > longest for length in lengths)
     if not overlong:
         return rows
     if not drops:

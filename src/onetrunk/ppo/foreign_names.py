@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
+
+
+def by_name(groups: Mapping[str, str]) -> dict[str, str]:
+    """Return the key of each name; `groups` has the names of a key in one text."""
+    return {name: key for key, names in groups.items() for name in names.split()}
+
 
 # Names that every stage reads as those of the installed transformers: 5.23 has new ones.
 RENAMED = {
@@ -19,9 +25,8 @@ RENAMED = {
 if [int(number) for number in version("transformers").split(".")[:2]] < [5, 23]:
     RENAMED = {new: old for old, new in RENAMED.items()}
 # Keys of other trainers, and what to write here.
-_RENAMES = {
-    theirs: ours
-    for ours, names in {
+_RENAMES = by_name(
+    {
         "model_name_or_path": "base_model model pretrain",
         "lora_r": "r",
         "dataset_name": "dataset data_path",
@@ -41,9 +46,8 @@ _RENAMES = {
         "run_name": "exp_name",
         "vllm_server_base_url": "vllm_server_host vllm_server_port",
         "alarm_limits": "alarm_entropy",
-    }.items()
-    for theirs in names.split()
-}
+    }
+)
 _SAMPLER = "sampling here follows the policy itself, or its top_p or top_k; leave it out"
 _LAUNCH = "the launch decides, on the command line of sft, reward, distill, ppo and eval only:"
 # Keys without a counterpart, or with one of another meaning.
@@ -62,9 +66,8 @@ REASONS = {
 
 
 # Names of TRL's GRPOConfig that are read, and why a value changes nothing here, where it may be so.
-_TRL_NAMES = {
-    name: reason
-    for reason, names in {
+_TRL_NAMES = by_name(
+    {
         "": "num_iterations delta vllm_importance_sampling_cap steps_per_generation generation_batch_size",
         "completions that are cut off count, as truncated_completions says": "mask_truncated_completions",
         "each token has its ratio (ratio_unit)": "importance_sampling_level",
@@ -82,9 +85,8 @@ _TRL_NAMES = {
         " log_completions_hub_repo",
         "an evaluation samples num_generations completions": "num_generations_eval",
         "with kl_in_loss a token always counts by its ratio": "use_bias_correction_kl",
-    }.items()
-    for name in names.split()
-}
+    }
+)
 
 
 def _meaning(name: str, value: Any, settings: Any) -> dict[str, Any]:

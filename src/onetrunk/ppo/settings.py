@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from onetrunk.checkpoints.config import CheckpointConfig
-from onetrunk.ppo.foreign_names import read_trl_names
+from onetrunk.ppo.foreign_names import by_name, read_trl_names
 from onetrunk.ppo.monitoring.alarm_rules import check_limits, limits_in_use, stopping_alarms
 from onetrunk.utils.options import (
     IMPORTANCE_MODES,
@@ -49,7 +49,7 @@ _WITHOUT_MEANING = {
     "GaLore projects whole weight matrices, and adapters have a low rank already": "optim_target_modules",
     "set the environment variables of trackio": "trackio_bucket_id trackio_static_space_id",
 }
-INHERITED_WITHOUT_MEANING = {name: reason for reason, names in _WITHOUT_MEANING.items() for name in names.split()}
+INHERITED_WITHOUT_MEANING = by_name(_WITHOUT_MEANING)
 # Fields with which the result is the same at every value, by the reason: a line says so.
 _WITHOUT_EFFECT = {
     "an optimizer step is a minibatch (rollout_batch_size, num_minibatches), cut into forwards by microbatch_tokens or"
@@ -77,7 +77,7 @@ _WITHOUT_EFFECT = {
     "a step that is not finite is skipped and counted, and the run says so": "debug",
     "one process writes logs, checkpoints and results": "log_on_each_node save_on_each_node log_level_replica",
 }
-WITHOUT_EFFECT = {name: reason for reason, names in _WITHOUT_EFFECT.items() for name in names.split()}
+WITHOUT_EFFECT = by_name(_WITHOUT_EFFECT)
 # Fields of TrainingArguments with one possible value, and why.
 FIXED = {
     "ignore_data_skip": (True, "the experience stream restores its own position"),

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 from onetrunk.feedback.ledger import read_costs
@@ -172,7 +171,7 @@ def headline(run: Run) -> str:
     return "" if verdict is None else verdict.findings[0]
 
 
-def facts_of(runs: Sequence[Run], links: Mapping[str, Path] = MappingProxyType({}), target: Path = Path()) -> Block:
+def facts_of(runs: Sequence[Run], links: Mapping[str, Path] | None = None, target: Path = Path()) -> Block:
     """Return a table with one column per run: status, time, hardware; and files to go on to, by what they are."""
     rows: dict[str, list[str]] = {}
     for run in runs:
@@ -194,8 +193,8 @@ def facts_of(runs: Sequence[Run], links: Mapping[str, Path] = MappingProxyType({
         for name, value in facts.items():
             rows.setdefault(name, []).append(value)
     cells = [[name, *values] for name, values in rows.items() if any(values)]
-    cells += [[name, *(str(path.parent) for _ in runs)] for name, path in links.items()]
-    addresses = {name: address_of(path, target) for name, path in links.items()}
+    cells += [[name, str(path.parent)] for name, path in (links or {}).items()]
+    addresses = {name: address_of(path, target) for name, path in (links or {}).items()}
     return Block(columns=["", *(run.name for run in runs)], rows=cells, links=addresses)
 
 

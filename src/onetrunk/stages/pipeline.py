@@ -143,8 +143,6 @@ class Pipeline:
 def load_pipeline(path: str | Path) -> Pipeline:
     """Read and check a pipeline file and the configs that it names."""
     path = find_config(str(path))
-    if not path.is_file():
-        raise UsageError(f"the pipeline {path} does not exist (working folder {Path.cwd()}); give a YAML file")
     spec = with_shipped_files(read_mapping(path)[0])
     if "stages" not in spec and len(spec) > 1:
         raise UsageError(f"{path} has no stages; settings of one stage are run by its verb, such as onetrunk ppo")

@@ -189,9 +189,8 @@ def with_variables(value: Any, place: str = "") -> Any:
 
     def variable(match: re.Match[str]) -> str:
         if match[1] not in os.environ or is_secret_name(match[1]):
-            raise UsageError(
-                f"{place}{value!r} names {match[0]}, which is not set or a secret; write the value itself"
-            )
+            fault = "is a secret" if is_secret_name(match[1]) else "is not set"
+            raise UsageError(f"{place}{value!r} names {match[0]}, which {fault}; write the value itself")
         return os.environ[match[1]]
 
     return re.sub(r"\$\{(\w+)\}", variable, value) if isinstance(value, str) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from onetrunk.plan.hardware import MARKETS
@@ -11,6 +12,7 @@ from onetrunk.plan.job import DTYPES, SCHEDULES, SPREAD
 from onetrunk.plan.search import OBJECTIVES
 from onetrunk.plan.timing import ENGINES
 from onetrunk.stages.options.reading import Parser, UsageError
+from onetrunk.utils.shipped import find_config
 
 DESCRIPTION = """Memory, time and cost of a PPO run, and the best plan for the hardware that you have or would rent.
 Arithmetic: it needs no GPU, no network and no weights, only the config.json of the model."""
@@ -27,7 +29,7 @@ def run_words(argv: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of `onetrunk run`; stages are given by their names.
 
     Raises:
-        UsageError: a word that is no option.
+        UsageError: a word that is no option, or a file that does not exist.
         SystemExit: after --help.
     """
     text = "A whole pipeline, such as SFT, preferences, reward model, PPO and evaluation, as one resumable chain."
@@ -42,7 +44,12 @@ def run_words(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--force", dest="forced", metavar="STAGE", action="append", default=[], help=text)
     parser.add_argument("--resume", choices=["auto"], help="has no effect: a pipeline always resumes where it stopped")
     # Elsewhere the file stands after --config.
-    return parser.parse_args([word.removeprefix("--config=") for word in argv if word != "--config"])
+    args = parser.parse_args([word.removeprefix("--config=") for word in argv if word != "--config"])
+    if not find_config(args.pipeline).is_file():
+        raise UsageError(
+            f"the pipeline {args.pipeline} does not exist (working folder {Path.cwd()}); give a YAML file"
+        )
+    return args
 
 
 def report_words(argv: Sequence[str]) -> dict[str, Any]:
