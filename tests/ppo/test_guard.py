@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from onetrunk.checkpoints.folders import checkpoint_folders
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.fakes import CannedBackend
 from tests.ppo.support import Recorder, assert_same, differ, logged, make_trainer, trained_weights
@@ -138,3 +140,51 @@ def test_advantages_that_overflow_are_an_error_that_names_them(tmp_path):
     with pytest.raises(RuntimeError, match="of rollout 0 are not finite, or too large for float32.* set score_clip"):
         trainer.train()
     assert_same(trained_weights(trainer.model), before)
+
+
+def spoil_value_head(trainer):
+    trainer.model.value_head.linear.bias.fill_(math.nan)
+
+
+def spoil_scale_of_returns(trainer):
+    trainer.model.value_head.moments[1] = math.inf
+
+
+def spoil_optimizer_of_the_fit(trainer):
+    next(iter(trainer._stream.value_fit.optimizer.state.values()))["exp_avg_sq"].fill_(math.inf)
+
+
+def spoil_optimizer(trainer):
+    next(iter(trainer.optimizer.state.values()))["exp_avg_sq"].fill_(math.inf)
+
+
+def spoil_score_moments(trainer):
+    trainer._stream.score_moments.m2 = math.nan
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "advice"),
+    [
+        (spoil_value_head, "value head: linear.bias", "score_clip"),
+        (spoil_scale_of_returns, "value head: moments", "score_clip"),
+        (spoil_optimizer_of_the_fit, r"value head: 0\.exp_avg_sq", "score_clip"),
+        (spoil_optimizer, "exp_avg_sq of base_model", "lower learning_rate"),
+        (spoil_score_moments, "m2", "score_clip"),
+    ],
+)
+@torch.no_grad()
+def test_what_is_not_finite_is_not_saved_whoever_trained_it_and_the_run_resumes(tmp_path, spoil, name, advice):
+    class Spoiling(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                spoil(trainer)
+
+    settings = {"num_rollouts": 5, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    trainer = make_trainer(tmp_path, callbacks=[Spoiling()], **settings)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match=f"not finite after step 4, .*{name}.*{advice}"):
+        trainer.train()
+    assert [path.name for path in checkpoint_folders(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
+    resumed = make_trainer(tmp_path, **settings)
+    with torch.enable_grad():
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 5

@@ -14,7 +14,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,6 +200,18 @@ class ResumableTrainer(Trainer):
     def may_save(self) -> bool:
         """Return whether the weights at this step are worth a checkpoint."""
         return True
+
+    def saved_numbers(self) -> dict[str, dict[str, Tensor]]:
+        """Return by name what is saved and must be finite, under the advice for the case that it is not."""
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        names = {id(p): name for name, p in trained.items()}
+        moments = {
+            f"{kind} of {names.get(id(p), 'a weight')}": moment
+            for p, state in (self.optimizer.state if self.optimizer else {}).items()
+            for kind, moment in state.items()
+            if isinstance(moment, Tensor)
+        }
+        return {"resume from one of them with a lower learning_rate": {**trained, **moments}}
 
     def needed_checkpoints(self) -> set[Path]:
         """Return checkpoints that must not be deleted now, apart from the best one."""
@@ -401,7 +413,7 @@ class ResumableTrainer(Trainer):
         return str(Path(folder) / STAGING) if self._is_staging else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        _require_finite_weights(self.model, self.state.global_step)
+        _require_finite(self.saved_numbers(), self.state.global_step)
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX}{self.state.global_step}"
         with self.heartbeat.during(SAVE), writing(output_dir / name):
@@ -488,6 +500,7 @@ class ResumableTrainer(Trainer):
                 logger.warning(str(error))
 
     def _save_result(self, target: Path) -> None:
+        _require_finite(self.saved_numbers(), self.state.global_step)
         staged = target / STAGING / "result"
         with writing(target):
             if self.args.should_save:
@@ -656,14 +669,14 @@ class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
 
 
 @torch.no_grad()
-def _require_finite_weights(model: nn.Module, step: int) -> None:
-    """Raise RuntimeError if a trained weight is not finite, so that a bad checkpoint does not replace a good one."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    checks = [p.isfinite().all() for p in trained.values()]
-    if not checks or torch.stack([check.to(checks[0].device) for check in checks]).all():
-        return
-    bad = [name for name, check in zip(trained, checks, strict=True) if not check]
-    raise RuntimeError(
-        f"{len(bad)} of {len(checks)} weights are not finite after step {step}, the first is {bad[0]}. Nothing was"
-        " saved, and older checkpoints are unchanged: resume from one of them with a lower learning_rate"
-    )
+def _require_finite(groups: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+    """Raise RuntimeError if a number is not finite, so that a bad checkpoint does not replace a good one."""
+    for remedy, tensors in groups.items():
+        checks = [tensor.isfinite().all() for tensor in tensors.values()]
+        if not checks or torch.stack([check.to(checks[0].device) for check in checks]).all():
+            continue
+        bad = [name for name, check in zip(tensors, checks, strict=True) if not check]
+        raise RuntimeError(
+            f"{len(bad)} of {len(checks)} tensors are not finite after step {step}, the first is {bad[0]}. Nothing was"
+            f" saved, and older checkpoints are unchanged: {remedy}"
+        )

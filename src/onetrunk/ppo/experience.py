@@ -440,6 +440,13 @@ class ExperienceStream:
             save_buffer(folder, buffer, self.data_parallel.process_index)
         self.source.save(folder, self._next)
 
+    def saved_numbers(self) -> dict[str, Tensor]:
+        """Return by name the numbers that `save` writes and that must be finite, and those of a fitted value head."""
+        numbers = {"beta": self.state.beta, **self.score_moments.state_dict()}
+        numbers |= {f"the KL controller's {name}": value for name, value in self.kl_controller.state_dict().items()}
+        fitted = {} if self.value_fit is None else self.value_fit.tensors()
+        return {**fitted, **{name: torch.tensor(value) for name, value in numbers.items()}}
+
     def load(self, folder: str | Path) -> None:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
         allowed = self.config.allow_config_change

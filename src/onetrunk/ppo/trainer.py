@@ -377,6 +377,15 @@ class PPOTrainer(ResumableTrainer):
         """Return whether the last gradient was finite."""
         return not self.guard.is_bad
 
+    def saved_numbers(self) -> dict[str, dict[str, Tensor]]:
+        """Return the numbers of the stream and of the fitted value head too, which no gradient of a step trains."""
+        remedy = (
+            "look at score/mean and value/loss; correct the reward functions or set score_clip and resume with"
+            " allow_config_change, or start over with a lower value_learning_rate"
+        )
+        own = {} if self._stream is None else {remedy: self._stream.saved_numbers()}
+        return {**super().saved_numbers(), **own}
+
     def needed_checkpoints(self) -> set[Path]:
         """Return the last checkpoints from before the conditions that the alarms are counting."""
         return self.alarms.needed_checkpoints(self.state.global_step, self.args)

@@ -125,10 +125,16 @@ class ValueFit:
 
     def save(self, folder: str | Path) -> None:
         """Write the moments of Adam into a checkpoint; the head itself is saved with the adapters."""
+        if self._moments():
+            save_tensors(Path(folder) / OPTIMIZER_FILE, {n: t.cpu().contiguous() for n, t in self._moments().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the head's tensors and the moments of Adam, by name."""
+        return {f"value head: {n}": t for n, t in {**self.head.state_dict(), **self._moments()}.items()}
+
+    def _moments(self) -> dict[str, Tensor]:
         state = self.optimizer.state_dict()["state"]
-        tensors = {f"{number}.{name}": tensor for number, moments in state.items() for name, tensor in moments.items()}
-        if tensors:
-            save_tensors(Path(folder) / OPTIMIZER_FILE, {n: t.cpu().contiguous() for n, t in tensors.items()})
+        return {f"{number}.{name}": tensor for number, moments in state.items() for name, tensor in moments.items()}
 
     def load(self, folder: str | Path) -> None:
         """Restore what `save` wrote; ValueError if the file is missing."""
