@@ -10,10 +10,13 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+import torch
 
 from onetrunk.checkpoints.folders import MANIFEST, checkpoint_folders, checkpoint_problems, last_whole
+from onetrunk.stages.run_context import explain
+from onetrunk.utils.files import load_tensors, save_tensors
 from tests.checkpoints import crash_runs
-from tests.checkpoints.checkpoints import with_new_manifest
+from tests.checkpoints.checkpoints import change_json, with_new_manifest
 from tests.checkpoints.crash_runs import KINDS, digest
 from tests.checkpoints.killing import copied, digest_of, exit_code, uninterrupted
 
@@ -159,3 +162,46 @@ def test_a_link_in_a_checkpoint_is_not_followed(tmp_path):
     manifest["files"]["../../elsewhere.pt"] = manifest["files"]["optimizer.pt"]
     (first / MANIFEST).write_text(json.dumps(manifest))
     assert "is no name of a file in the folder" in checkpoint_problems(first)[0]
+
+
+def of_value_optimizer(change):
+    def forge(folder):
+        path = folder / "value_optimizer.safetensors"
+        tensors = load_tensors(path)
+        change(tensors)
+        save_tensors(path, tensors)
+
+    return forge
+
+
+def of_json(name, change):
+    return lambda folder: change_json(folder / name, change)
+
+
+STREAM, LOOP = "experience_stream.json", "loop_state_0.json"
+FORGED = {
+    "another shape": of_value_optimizer(lambda t: t.update({"0.exp_avg": torch.zeros(3)})),
+    "another name": of_value_optimizer(lambda t: t.update({"first": t.pop("0.exp_avg")})),
+    "a NaN moment": of_value_optimizer(lambda t: t["0.exp_avg_sq"].fill_(float("nan"))),
+    "a list": of_json(STREAM, lambda state: state.update(stream=[1])),
+    "a text": of_json(STREAM, lambda state: state["stream"].update(iteration="one")),
+    "a giant slot": of_json(STREAM, lambda state: state["stream"].update(slot=10**400)),
+    "another step": of_json(STREAM, lambda state: state["stream"].update(iteration=10**9)),
+    "no settings": of_json(STREAM, lambda state: state.pop("settings")),
+    "a moment of scores": of_json(STREAM, lambda state: state["score_moments"].update(m2="many")),
+    "a loss": of_json(LOOP, lambda state: state.update(tr_loss="low")),
+    "early stopping": of_json(LOOP, lambda state: state.update(early_stopping=["none"])),
+    "no state": of_json(LOOP, lambda state: state.pop("own")),
+    "alarms": of_json(LOOP, lambda state: state["own"].update(alarms=3)),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_a_checkpoint_with_forged_content_is_named_in_one_message(tmp_path, forge):
+    last = checkpoint_folders(copied(run_of("ppo"), tmp_path / "run"))[-1]
+    forge(last)
+    with_new_manifest(last)
+    with pytest.raises((RuntimeError, ValueError)) as failure:
+        KINDS["ppo"](tmp_path / "run").train(resume_from_checkpoint=True)
+    assert last.name in str(failure.value) and explain(failure.value) == str(failure.value)
+    assert checkpoint_folders(tmp_path / "run")[-1] == last

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1
 OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:dying"
 OPTIONS += " --rollout_batch_size 4 --num_rollouts 4 --num_ppo_epochs 1 --num_minibatches 1 --max_completion_length 4"
 OPTIONS += " --lora_r 2 --save_steps 2 --use_cpu true --report_to none --disable_tqdm true --resume auto"
-# Rank 1 kills itself while it scores the third rollout, once; every call leaves a line.
+# Rank 1 kills or stops itself while it scores the third rollout, once; every call leaves a line.
 REWARD = """
 import os, signal
 from pathlib import Path
@@ -26,9 +26,10 @@ def dying(completions, trainer_state, **kwargs):
     rank, step = os.environ["RANK"], trainer_state.global_step
     with open(f"calls-{rank}.txt", "a") as calls:
         calls.write(f"{os.getpid()} {step}\\n")
-    if rank == "1" and step == 2 and Path("kill").exists():
-        Path("kill").unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+    for name, number in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
+        if rank == "1" and step == 2 and Path(name).exists():
+            Path(name).unlink()
+            os.kill(os.getpid(), number)
     return [-float(len(c)) for c in completions]
 """
 TORCHRUN = "torch.distributed.run --nnodes 1 --nproc_per_node 2 --max_restarts 1 --rdzv_backend c10d".split()

@@ -1,5 +1,6 @@
 """The ledger keeps what it was given: over kills, a full disk, damage, and a second process."""
 
+import functools
 import hashlib
 import signal
 import subprocess
@@ -125,3 +126,15 @@ ledger.put("c" * 64, "small again")
     assert (run.stdout.strip(), run.returncode) == ("True", 0), run.stderr
     with Ledger(tmp_path / "l") as ledger:
         assert ledger.keys() == ["a" * 64, "c" * 64]
+
+
+def test_an_answer_that_nests_too_deeply_is_neither_kept_nor_read(tmp_path):
+    deep = functools.reduce(lambda inner, _: [inner], range(100_000), "answer")
+    with Ledger(tmp_path / "ledger.db") as ledger:
+        with pytest.raises(ValueError, match="is not JSON"):
+            ledger.put(key(1), deep)
+        with ledger.writing() as database:
+            row = bytes.fromhex(key(2)), b"[" * 100_000
+            database.execute("INSERT INTO answers (key, value) VALUES (?, ?)", row)
+        with pytest.raises(RuntimeError, match="holds an answer that is no JSON .nested too deeply"):
+            ledger.get(key(2))

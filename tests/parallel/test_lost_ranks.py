@@ -1,7 +1,8 @@
-"""One of two processes is killed: the other names it, ends with exit code 1, and the run can be resumed."""
+"""One of two processes is killed or stopped: the other names it, ends with exit code 1, and the run can be resumed."""
 
 import signal
 import socket
+import time
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -44,3 +45,22 @@ def test_the_other_process_lists_the_lost_one_and_the_run_resumes(tmp_path):
     for name in ("adapter_model.safetensors", "value_head.safetensors"):
         assert (folder / "out" / name).read_bytes() == (uninterrupted() / "out" / name).read_bytes()
     assert not list((folder / "out").glob("*heartbeat*"))
+
+
+def test_a_stopped_process_is_waited_for_no_longer_than_ddp_timeout(tmp_path):
+    folder = prepared(tmp_path)
+    (folder / "stop").touch()
+    first, second = started_pair(folder, [*WORDS, "--ddp_timeout", "15"])
+    try:
+        while (folder / "stop").exists():
+            assert first.poll() is None and second.poll() is None
+            time.sleep(0.2)
+        assert first.wait(120) == 1
+    finally:
+        first.kill()
+        second.kill()
+    log = (folder / "log-0.txt").read_text()
+    (message,) = [line for line in log.splitlines() if "lost the connection to another process" in line]
+    assert f"rank 1 (process {second.pid} on {socket.gethostname()}), last sign " in message
+    assert "Traceback" not in log
+    finish_pair(folder, WORDS)

@@ -435,6 +435,12 @@ def test_another_base_on_the_server_is_noticed(base, message, tmp_path):
         backend_of([server], tmp_path).check_policy(policy())
 
 
+def test_a_giant_number_of_positions_is_an_answer_of_an_unknown_form(tmp_path):
+    with StubVLLM(base_model(), max_length=10**400) as server:
+        with pytest.raises(RuntimeError, match="a list of models of an unknown form"):
+            backend_of([server], tmp_path).check_policy(policy())
+
+
 def test_a_server_with_few_positions_is_checked_within_them(tmp_path):
     with StubVLLM(base_model(), max_length=9) as server:
         backend = backend_of([server], tmp_path)

@@ -7,7 +7,6 @@ they are pulled. During training every failure is a warning; the file systems of
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -32,7 +31,7 @@ from onetrunk.checkpoints.folders import (
     surplus,
     writing,
 )
-from onetrunk.utils.files import atomic_write_json
+from onetrunk.utils.files import atomic_write_json, parse_json
 from onetrunk.utils.redaction import redact
 
 RESULT = "the result"
@@ -213,7 +212,7 @@ class Mirror:
     def _manifest(self, name: str) -> Any:
         """Return what a manifest holds, unchecked; None if it is missing or was not written to its end."""
         try:
-            return json.loads(self._files.cat_file(self._path(name, MANIFEST)))
+            return parse_json(self._files.cat_file(self._path(name, MANIFEST)))
         except (FileNotFoundError, ValueError):
             return None
 

@@ -73,7 +73,7 @@ from onetrunk.checkpoints.resume_settings import (
 from onetrunk.checkpoints.signals import StopAsked, Stopped, StopSignals
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
-from onetrunk.parallel.groups import DataParallel, GroupAccelerator
+from onetrunk.parallel.groups import DataParallel, GroupAccelerator, limit_waits
 from onetrunk.parallel.heartbeat import SAVE, Heartbeat
 from onetrunk.parallel.sharding import (
     group_size,
@@ -84,7 +84,7 @@ from onetrunk.parallel.sharding import (
     train_in_stages,
     training_stages,
 )
-from onetrunk.utils.files import atomic_write_json, atomic_write_text, held_folder
+from onetrunk.utils.files import atomic_write_json, atomic_write_text, held_folder, reading_content
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
 from onetrunk.utils.redaction import redact, without_secrets
 
@@ -128,6 +128,7 @@ class ResumableTrainer(Trainer):
         sharding = self.divide_base()
         if sharding is not None and self.args.should_log:
             tqdm.write(sharding, file=sys.stderr)
+        limit_waits(self.args.ddp_timeout)
         self.add_callback(self._loop_events)
         self.add_callback(self.heartbeat)
 
@@ -261,7 +262,8 @@ class ResumableTrainer(Trainer):
         self._finite_loss_sum = 0.0
         self.ended = None
         if self._resume_from is not None:
-            self.check_checkpoint(self._resume_from)
+            with reading_content(self._resume_from):
+                self.check_checkpoint(self._resume_from)
 
     def _take_output_dir(self) -> None:
         """Reject an output folder that holds another run, or delete that run if the settings say so."""
@@ -376,7 +378,8 @@ class ResumableTrainer(Trainer):
         self._total_loss_scalar = -state["tr_loss"]
         self._globalstep_last_logged = state["last_logged"]
         restore_early_stopping(self, state)
-        self.load_extra_loop_state(state["own"])
+        with reading_content(self._resume_from):
+            self.load_extra_loop_state(state["own"])
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.on_grad_norm(super()._get_grad_norm(model, grad_norm=grad_norm))

@@ -26,7 +26,7 @@ from transformers.integrations.integration_utils import default_logdir
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from onetrunk.checkpoints.folders import PREFIX, checkpoint_problems, described, last_whole, read_manifest
-from onetrunk.utils.files import read_json
+from onetrunk.utils.files import read_json, reading_content
 
 if TYPE_CHECKING:
     from onetrunk.checkpoints.mirror import Mirror
@@ -133,11 +133,21 @@ def read_loop_state(trainer: Trainer, folder: str | Path) -> dict[str, Any]:
     since the last log is averaged over the processes, so each of them takes the mean.
     """
     written = read_manifest(folder).get("world_size", trainer.args.world_size)
-    if written == trainer.args.world_size and not trainer.has_other_groups(str(folder)):
-        return read_json(Path(folder) / loop_state_file(trainer.args.process_index))
-    states = [read_json(Path(folder) / loop_state_file(rank)) for rank in range(written)]
-    own = trainer.merged_loop_state([state["own"] for state in states])
-    return {**states[0], "tr_loss": sum(state["tr_loss"] for state in states) / written, "own": own}
+    with reading_content(folder):
+        if written == trainer.args.world_size and not trainer.has_other_groups(str(folder)):
+            return _loop_state(folder, trainer.args.process_index)
+        states = [_loop_state(folder, rank) for rank in range(written)]
+        own = trainer.merged_loop_state([state["own"] for state in states])
+        return {**states[0], "tr_loss": sum(state["tr_loss"] for state in states) / written, "own": own}
+
+
+def _loop_state(folder: str | Path, rank: int) -> dict[str, Any]:
+    state = read_json(Path(folder) / loop_state_file(rank))
+    kinds = {"tr_loss": (int, float), "last_logged": int, "early_stopping": list, "own": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
+    if wrong or not all(type(count) is int for count in state["early_stopping"]):
+        raise TypeError(f"{', '.join(wrong) or 'early_stopping'} of another type in {loop_state_file(rank)}")
+    return state
 
 
 def restore_early_stopping(trainer: Trainer, state: Mapping[str, Any]) -> None:

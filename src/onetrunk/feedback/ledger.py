@@ -22,6 +22,7 @@ from typing import Any
 
 from onetrunk.judges.judge import Judge, Usage
 from onetrunk.servers.errors import EndOfCalls
+from onetrunk.utils.files import parse_json
 from onetrunk.utils.options import option
 
 
@@ -109,13 +110,17 @@ class Ledger(Database):
     def get(self, key: str) -> Any:
         """Return the value under `key`; None if there is none."""
         rows = self.rows("SELECT value FROM answers WHERE key = ?", (bytes.fromhex(key),))
-        return json.loads(rows[0][0]) if rows else None
+        try:
+            return parse_json(rows[0][0]) if rows else None
+        except ValueError as error:
+            fault = f"{self.path} holds an answer that is no JSON ({error})"
+            raise RuntimeError(f"{fault}; restore a copy or delete it, and {self.advice}") from error
 
     def put(self, key: str, value: Any) -> None:
         """Keep a value unless the key has one already; raises ValueError for what is not JSON."""
         try:
             text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"the value under {key[:12]}... is not JSON ({error}); give texts, finite numbers"
             ) from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onetrunk.utils.files import atomic_path, delete_temporaries
+from onetrunk.utils.files import atomic_path, delete_temporaries, parse_json
 
 Rows = Sequence[dict[str, Any]]
 _SHARD = re.compile(r"(\d+)/(\d+)")
@@ -67,7 +67,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file that `rows_file` wrote."""
     try:
         with open(path, encoding="utf-8") as file:
-            yield from (json.loads(line) for line in file)
+            yield from (parse_json(line) for line in file)
     except (OSError, ValueError) as error:
         raise RuntimeError(f"{path} cannot be read ({error}); delete it and make it again") from error
 

@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from onetrunk.utils.files import load_tensors
+from onetrunk.utils.files import load_tensors, require_finite_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +280,9 @@ def read_adapter(folder: str | Path) -> dict[str, Tensor]:
     path = Path(folder) / ADAPTER_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: pass a folder that save_pretrained wrote with the same branches")
-    return load_tensors(path)
+    tensors = load_tensors(path)
+    require_finite_tensors(path, tensors)
+    return tensors
 
 
 def check_adapter_fits(model: PeftModel, weights: dict[str, Tensor], adapter: str, source: str | Path) -> None:

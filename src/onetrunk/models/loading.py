@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils import cached_file, find_adapter_config_file, has_file
 
 from onetrunk.models.adapters import require_lora
-from onetrunk.utils.files import atomic_write_json
+from onetrunk.utils.files import atomic_write_json, parse_json
 from onetrunk.utils.startup import peft_calls
 
 CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -101,7 +101,7 @@ def check_file(kind: str, name: str, path: Path) -> None:
             Tokenizer.from_file(str(path))
         elif path.suffix == ".jinja":
             path.read_text(encoding="utf-8")
-        elif not isinstance(json.loads(path.read_bytes()), dict):
+        elif not isinstance(parse_json(path.read_bytes()), dict):
             raise ValueError("it holds no JSON object")
     except Exception as error:
         raise damaged(kind, name, path, f"cannot be used ({_reason_of(error)})") from error
@@ -418,14 +418,14 @@ def check_base_marks(base: PreTrainedModel, source: str, revision: str | None = 
         return
     current = base_marks(base)
     try:
-        saved = json.loads(path.read_bytes())
+        saved = parse_json(path.read_bytes())
         name, weights = saved["name"], saved["weights"]
         shared = weights.keys() & current["weights"].keys()
         pairs = [pair for key in shared for pair in zip(weights[key], current["weights"][key], strict=True)]
         # A number from float16 may be the neighbour of the one that float32 rounds to.
         most = int(bool(saved.get("is_float16")) != current["is_float16"])
         equal = sum(abs(a - b) <= most for a, b in pairs)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{source}/{BASE_FILE} is damaged ({error}); restore it, or delete it") from error
     if pairs and equal < LEAST_EQUAL * len(pairs):
         raise ValueError(

@@ -42,7 +42,7 @@ from onetrunk.models.loading import (
 )
 from onetrunk.models.value_head import ValueHead
 from onetrunk.types import Completion, Conversation, Message, Pack, Prompt
-from onetrunk.utils.files import atomic_write_json, read_json
+from onetrunk.utils.files import atomic_write_json, read_json, read_number
 
 # Modules of transformers that report weights which are missing, left over, or on one device.
 REPORTING = ("modeling_utils", "utils.loading_report", "distributed.tensor_parallel")
@@ -532,6 +532,6 @@ def read_score_scale(name: str) -> ScoreScale | None:
         return None
     data = read_json(path)
     try:
-        return ScoreScale(float(data["mean"]), float(data["std"]))
+        return ScoreScale(read_number(data["mean"]), read_number(data["std"]))
     except (KeyError, TypeError, ValueError) as error:
         raise RuntimeError(f"{path} does not hold the mean and std of scores ({error}); write it anew") from error

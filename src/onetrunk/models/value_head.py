@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from onetrunk.utils.files import load_tensors, save_tensors
+from onetrunk.utils.files import check_tensors, load_tensors, save_tensors
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 # Width of the hidden layer of a head that is fitted to kept states.
@@ -68,19 +68,14 @@ class ValueHead(nn.Module):
         """Read `value_head.safetensors` from `folder`.
 
         Raises:
-            ValueError: the file is missing, or belongs to another model.
+            ValueError: the file is missing, belongs to another model, or holds numbers that are not finite.
         """
         path = Path(folder) / VALUE_HEAD_FILE
         if not path.is_file():
             raise ValueError(f"{path} is missing; the value head is saved with the adapter: pass a folder with both")
         tensors = load_tensors(path)
-        shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        expected = {name: tuple(t.shape) for name, t in self._tensors().items()}
-        if shapes != expected:
-            raise ValueError(
-                f"{path} holds {shapes}, this trunk needs {expected}: it was trained on another base model, or with"
-                " another value_head"
-            )
+        why = "it was trained on another base model, or with another value_head"
+        check_tensors(path, tensors, self._tensors(), why)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self._tensors()[name].copy_(tensor)

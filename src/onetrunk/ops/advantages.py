@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onetrunk.ops.masking import at_least_float32, sum_over_turns, turn_starts, widest_dtype
+from onetrunk.utils.files import read_number
 
 KL_ERROR_LIMIT = 0.2
 # Tokens of a block in `gae`: small enough that its matrix stays in the cache.
@@ -244,7 +245,7 @@ class AdaptiveKLController(KLController):
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take the coefficient from a `state_dict`."""
-        self.value = float(state["value"])
+        self.value = read_number(state["value"])
 
 
 def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:

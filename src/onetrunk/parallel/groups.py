@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, recursively_apply, send_to_device
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +40,15 @@ def _mesh_of(_world: dist.ProcessGroup, group_size: int) -> DeviceMesh:
     replicas = dist.get_world_size() // group_size
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return init_device_mesh(device_type, (replicas, group_size), mesh_dim_names=("data", "tensor"))
+
+
+def limit_waits(timeout_s: float) -> None:
+    """Limit how long this process waits for another one, in every process group that exists.
+
+    transformers leaves `ddp_timeout` out on CPUs, and groups that a mesh makes have torch's own limit.
+    """
+    for group in list(distributed_c10d._world.pg_map) if dist.is_initialized() else ():
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def num_data_processes(world_size: int) -> int:

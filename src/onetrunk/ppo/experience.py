@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from onetrunk.checkpoints.folders import step_of
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import (
     AdaptiveKLController,
@@ -451,6 +452,11 @@ class ExperienceStream:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
         allowed = self.config.allow_config_change
         self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments, allowed)
+        step, slots = step_of(folder), self.config.slots_per_rollout
+        if not 0 <= self.state.slot < slots or step not in (None, self.state.iteration * slots + self.state.slot):
+            raise ValueError(
+                f"{folder} holds the state of another step ({self.state}); resume from another checkpoint"
+            )
         if self.value_fit is not None and (self.state.iteration or self.state.slot):
             self.value_fit.load(folder)
         self._experiences = None

@@ -31,7 +31,7 @@ from onetrunk.rewards.combine import OWN_COLUMNS, RewardSet
 from onetrunk.rewards.reward import content_of, reward_name
 from onetrunk.rewards.shaping import RunningMoments
 from onetrunk.types import Experience, Pack, Places
-from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, save_tensors
+from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, read_number, reading_content, save_tensors
 from onetrunk.utils.import_path import USER_MODULE
 
 if TYPE_CHECKING:
@@ -110,14 +110,14 @@ def load_state(
             " checkpoint-* folders"
         )
     content = read_json(path)
-    try:
+    with reading_content(path):
         state = StreamState(**content["stream"])
+        for name, kind in {"iteration": int, "slot": int, "beta": float}.items():
+            read_number(getattr(state, name), kind)
         check_settings(path, content["settings"], settings, in_rollout=state.slot > 0, is_allowed=allow_changes)
         kl_controller.load_state_dict(content["kl_controller"])
         score_moments.load_state_dict(content["score_moments"])
         return state
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not hold the state of an experience stream ({error})") from error
 
 
 def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) -> None:

@@ -44,6 +44,7 @@ from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_setting
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, Prompt, to_device
+from onetrunk.utils.files import reading_content
 
 if TYPE_CHECKING:
     from onetrunk.ppo.monitoring.progress import PPOTensorBoard
@@ -202,7 +203,8 @@ class PPOTrainer(ResumableTrainer):
         self.end_training()  # Of an earlier call.
         stream = self.stream_class(self)
         if self._resume_from is not None:
-            stream.load(self._resume_from)
+            with reading_content(self._resume_from):
+                stream.load(self._resume_from)
         self._stream, self._has_best_weights = stream, False
         return stream
 

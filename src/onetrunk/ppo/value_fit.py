@@ -15,7 +15,7 @@ from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.rollout import RolloutPack
 from onetrunk.types import Experience
-from onetrunk.utils.files import load_tensors, save_tensors
+from onetrunk.utils.files import check_tensors, load_tensors, save_tensors
 from onetrunk.utils.randomness import VALUE_STREAM, derived_seed
 
 OPTIMIZER_FILE = "value_optimizer.safetensors"
@@ -143,8 +143,13 @@ class ValueFit:
             return  # No token has trained yet.
         if not path.is_file():
             raise ValueError(f"{path} is missing: the checkpoint was written by a run with another value_head")
+        tensors, expected = load_tensors(path), {}
+        for number, parameter in enumerate(self.head.parameters()):
+            expected |= {f"{number}.step": torch.zeros(()), f"{number}.exp_avg": parameter}
+            expected[f"{number}.exp_avg_sq"] = parameter
+        check_tensors(path, tensors, expected, "it was written by a run with another value_head")
         state: dict[int, dict[str, Tensor]] = {}
-        for key, tensor in load_tensors(path).items():
+        for key, tensor in tensors.items():
             number, name = key.split(".")
             state.setdefault(int(number), {})[name] = tensor
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onetrunk.ops.masking import merge_moments
+from onetrunk.utils.files import read_number
 
 SMALLEST_STD = 1e-8
 
@@ -79,4 +80,4 @@ class RunningMoments:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the moments of a `state_dict`."""
-        self.count, self.mean, self.m2 = (float(state[name]) for name in ("count", "mean", "m2"))
+        self.count, self.mean, self.m2 = (read_number(state[name]) for name in ("count", "mean", "m2"))

@@ -42,6 +42,7 @@ from onetrunk.servers.client import Connection, Server
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import Fleet, RetryPolicy, gathered, run_async, within
 from onetrunk.types import Rollout, RowKey
+from onetrunk.utils.files import read_number
 from onetrunk.utils.randomness import derived_seed
 
 logger = logging.getLogger(__name__)
@@ -437,7 +438,8 @@ async def served_models(to: Connection) -> tuple[ServedBase, dict[str, str]]:
     try:
         base = next(entry for entry in answer["data"] if entry.get("parent") is None)
         adapters = {e["id"]: str(e.get("root")) for e in answer["data"] if e.get("parent") is not None}
-        return ServedBase(base["id"], str(base.get("root")), int(base.get("max_model_len") or 0)), adapters
+        longest = read_number(base.get("max_model_len") or 0, int)
+        return ServedBase(base["id"], str(base.get("root")), longest), adapters
     except (TypeError, KeyError, AttributeError, StopIteration, ValueError):
         raise CallError("a list of models of an unknown form") from None
 

@@ -55,7 +55,14 @@ from onetrunk.stages.run_context import (
     run_stage,
     say_how,
 )
-from onetrunk.utils.files import atomic_write_json, read_json, require_name, require_output_dir, write_lock
+from onetrunk.utils.files import (
+    atomic_write_json,
+    read_json,
+    reading_content,
+    require_name,
+    require_output_dir,
+    write_lock,
+)
 from onetrunk.utils.redaction import redact, redact_all, table_console
 from onetrunk.utils.shipped import find_config, with_shipped_files
 
@@ -317,8 +324,9 @@ class PipelineState:
         self.pipeline = pipeline
         self.path = pipeline.output_dir / STATE_FILE
         record = read_json(self.path) if self.path.exists() else {"stages": {}, "digests": {}}
-        self.stages: dict[str, dict[str, Any]] = record["stages"]
-        self.digests = Digests(record["digests"])
+        with reading_content(self.path):
+            self.stages: dict[str, dict[str, Any]] = {name: dict(stage) for name, stage in record["stages"].items()}
+            self.digests = Digests(dict(record["digests"]))
 
     def plan(self, stage: Stage, waits_for: Iterable[Stage] = (), is_forced: bool = False) -> Plan:
         """Return what a stage has to do.

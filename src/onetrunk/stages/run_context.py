@@ -41,7 +41,15 @@ from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.report.verdict import verdict_of
 from onetrunk.stages.options.reading import UsageError, say
-from onetrunk.utils.files import atomic_write_json, delete_temporaries, held_folder, read_json, require_output_dir
+from onetrunk.utils.files import (
+    atomic_write_json,
+    delete_temporaries,
+    held_folder,
+    read_json,
+    read_number,
+    reading_content,
+    require_output_dir,
+)
 from onetrunk.utils.redaction import add_stored_token, print_any_text, printable, shown
 
 if TYPE_CHECKING:
@@ -357,6 +365,8 @@ def _finished(args: TrainingSettings) -> str | None:
     if not path.is_file() or not has_result(output_dir):
         return None
     run = read_json(path)
+    with reading_content(path):
+        run = {"step": read_number(run["step"], int), "epoch": read_number(run["epoch"]), "ended": run["ended"]}
     if str(args.resume_from_checkpoint).lower() not in ("true", AUTO):
         # A checkpoint given by its path is the end only if it is this run's last one.
         end = output_dir / f"{PREFIX}{run['step']}"

@@ -11,6 +11,7 @@ import contextlib
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -116,6 +117,23 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
 
 
+def read_number(value: Any, kind: type = float) -> Any:
+    """Return a number from a file or an answer as a float or an int; TypeError for any other value."""
+    if type(value) not in (int, float) or not math.isfinite(value) or kind(value) != value:
+        raise TypeError(f"{value!r:.80} where a finite {kind.__name__} is expected")
+    return kind(value)
+
+
+@contextlib.contextmanager
+def reading_content(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what a wrong name, type or number in a file raises inside the block into one error that names the file."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        fault = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"{path} is not of the expected form ({fault}); restore it from an older copy") from error
+
+
 class _StrictLoader(yaml.SafeLoader):
     """A SafeLoader that rejects a key that is given twice."""
 
@@ -169,6 +187,23 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     with _reading(path, "safetensors", SafetensorError):
         return load_file(path)
+
+
+def check_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], why: str
+) -> None:
+    """Raise ValueError unless tensors of a file have the names and shapes of `expected`, and finite numbers."""
+    shapes, needed = ({name: tuple(t.shape) for name, t in part.items()} for part in (tensors, expected))
+    if shapes != needed:
+        raise ValueError(f"{path} holds {shapes}, this run needs {needed}: {why}")
+    require_finite_tensors(path, tensors)
+
+
+def require_finite_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for numbers of a file that are not finite."""
+    bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if bad:
+        raise ValueError(f"{path}: {bad[0]} is not finite; resume from an older checkpoint, or take an older copy")
 
 
 @contextlib.contextmanager
