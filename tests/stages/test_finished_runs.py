@@ -101,3 +101,25 @@ def test_an_alarm_of_the_yaml_file_ends_a_run_for_good_and_is_its_last_word(ther
     assert "finished at step 8, where it was ended (alarm entropy at step 8); set continue" in capsys.readouterr().out
     assert run("ppo", "--config", "ppo.yaml", *again, *SAVES[:2], "--continue_ended_run", "true") == 0
     assert checkpoint_folders("out-ppo")[-1].name == "checkpoint-12"
+
+
+def test_a_resumed_run_is_checked_first_and_does_not_evaluate_the_untrained_model_again(there, capsys):
+    counting = "def short(completions, **kwargs):\n    open('calls.txt', 'a').write(f'{len(completions)} ')\n"
+    (there / "reward.py").write_text(counting + "    return [-float(len(c)) for c in completions]\n")
+    calls, options = there / "calls.txt", [*SAVES, "--num_rollouts", "2", "--num_ppo_epochs", "1"]
+    assert run("ppo", *options) == 0
+    assert calls.read_text() == "2 4 2 4 2 "  # Before, then a rollout and an evaluation each.
+    before = json.loads((there / "out-ppo/metrics.json").read_text())["reference"]
+    calls.unlink()
+    longer = [*options, "--resume", "auto", "--num_rollouts", "3"]
+    assert run("ppo", *longer, "--epsilon", "0.1") == 1
+    assert "settings have changed since: epsilon: 0.2 -> 0.1" in capsys.readouterr().err
+    assert not calls.exists()
+    assert run("ppo", *longer) == 0
+    assert calls.read_text() == "4 2 "
+    assert json.loads((there / "out-ppo/metrics.json").read_text())["reference"] == before
+    # Other sampling gives another evaluation.
+    calls.unlink()
+    longer[-1] = "4"
+    assert run("ppo", *longer, "--top_k", "2", "--allow_config_change", "true") == 0
+    assert calls.read_text() == "2 4 2 "

@@ -450,8 +450,7 @@ class ExperienceStream:
 
     def load(self, folder: str | Path) -> None:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
-        allowed = self.config.allow_config_change
-        self.state = load_state(folder, self.settings, self.kl_controller, self.score_moments, allowed)
+        self.state = load_state(folder, self.kl_controller, self.score_moments)
         step, slots = step_of(folder), self.config.slots_per_rollout
         if not 0 <= self.state.slot < slots or step not in (None, self.state.iteration * slots + self.state.slot):
             raise ValueError(

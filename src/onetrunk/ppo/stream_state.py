@@ -95,14 +95,22 @@ def save_state(
     atomic_write_json(Path(folder) / STATE_FILE, content)
 
 
-def load_state(
-    folder: str | Path,
-    settings: dict[str, Any],
-    kl_controller: KLController,
-    score_moments: RunningMoments,
-    allow_changes: bool = False,
-) -> StreamState:
+def load_state(folder: str | Path, kl_controller: KLController, score_moments: RunningMoments) -> StreamState:
     """Read `experience_stream.json`; restores the controllers too."""
+    content, state = _read_state(folder)
+    kl_controller.load_state_dict(content["kl_controller"])
+    score_moments.load_state_dict(content["score_moments"])
+    return state
+
+
+def check_state(folder: str | Path, settings: dict[str, Any], allow_changes: bool = False) -> None:
+    """Check whether a run with the `run_settings` `settings` may be resumed from a checkpoint."""
+    content, state = _read_state(folder)
+    path = Path(folder) / STATE_FILE
+    check_settings(path, content["settings"], settings, in_rollout=state.slot > 0, is_allowed=allow_changes)
+
+
+def _read_state(folder: str | Path) -> tuple[dict[str, Any], StreamState]:
     path = Path(folder) / STATE_FILE
     if not path.is_file():
         raise ValueError(
@@ -114,10 +122,7 @@ def load_state(
         state = StreamState(**content["stream"])
         for name, kind in {"iteration": int, "slot": int, "beta": float}.items():
             read_number(getattr(state, name), kind)
-        check_settings(path, content["settings"], settings, in_rollout=state.slot > 0, is_allowed=allow_changes)
-        kl_controller.load_state_dict(content["kl_controller"])
-        score_moments.load_state_dict(content["score_moments"])
-        return state
+        return content, state
 
 
 def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 from onetrunk.checkpoints.resumable_trainer import ResumableTrainer
-from onetrunk.checkpoints.resume_point import LOOP_FILES
+from onetrunk.checkpoints.resume_point import LOOP_FILES, read_loop_state
+from onetrunk.checkpoints.resume_settings import rows_digest
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY, VALUE, adapter_parameters
 from onetrunk.models.speedups.memory_use import offloaded_activations
@@ -40,11 +41,11 @@ from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, prepare_dataset, prepare_run
-from onetrunk.ppo.stream_state import STATE_FILE, processes_per_row, run_settings, written_settings
+from onetrunk.ppo.stream_state import STATE_FILE, check_state, processes_per_row, run_settings, written_settings
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, Prompt, to_device
-from onetrunk.utils.files import reading_content
+from onetrunk.utils.files import digest, reading_content
 
 if TYPE_CHECKING:
     from onetrunk.ppo.monitoring.progress import PPOTensorBoard
@@ -96,9 +97,12 @@ class PPOTrainer(ResumableTrainer):
     needed_files = (*LOOP_FILES, STATE_FILE, VALUE_HEAD_FILE, SAFETENSORS_WEIGHTS_NAME)
     # On the first process of a run that reports to TensorBoard.
     tensorboard: PPOTensorBoard | None = None
-    # Metrics of the model that training starts from; step and metrics of the last evaluation of `eval_dataset`.
-    _evaluation_before: dict[str, float] | None = None
+    # Metrics of the model that training starts from, and what they depend on.
+    _evaluation_before: dict[str, Any] | None = None
+    # Step and metrics of the last evaluation of `eval_dataset`.
     _last_evaluation: dict[str, Any] | None = None
+    # The checkpoint whose settings this run agrees with.
+    _agrees_with: str | None = None
     # Whether the best checkpoint was loaded at the end of training.
     _has_best_weights = False
     _stream: ExperienceStream | None = None
@@ -375,6 +379,12 @@ class PPOTrainer(ResumableTrainer):
         parts = self.sampler.rewards, self.sampler.episodes
         return run_settings(self.args, self.train_dataset, self.data_parallel, model, *parts)
 
+    def check_checkpoint(self, folder: str) -> None:
+        """Raise ValueError if the checkpoint belongs to a run with other settings."""
+        if folder != self._agrees_with:
+            check_state(folder, self.settings_of_run(), self.args.allow_config_change)
+            self._agrees_with = folder
+
     def may_save(self) -> bool:
         """Return whether the last gradient was finite."""
         return not self.guard.is_bad
@@ -393,11 +403,12 @@ class PPOTrainer(ResumableTrainer):
         return self.alarms.needed_checkpoints(self.state.global_step, self.args)
 
     def extra_loop_state(self) -> dict[str, Any]:
-        """Return the metrics since the last log, the state of the alarms, and the last evaluation."""
+        """Return the metrics since the last log, the state of the alarms, the first evaluation and the last one."""
         return {
             "metrics": self.metric_log.state_dict(),
             "alarms": self.alarms.state_dict(),
             "last_evaluation": self._last_evaluation,
+            "before": self._evaluation_before,
         }
 
     def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -413,6 +424,7 @@ class PPOTrainer(ResumableTrainer):
         self.metric_log.load_state_dict(state["metrics"])
         self.alarms.load_state_dict(state["alarms"], self.args)
         self._last_evaluation = state["last_evaluation"]
+        self._evaluation_before = self._evaluation_before or state.get("before")
 
     def save_run_state(self, folder: str) -> None:
         """Write the experience stream into a checkpoint."""
@@ -516,20 +528,31 @@ class PPOTrainer(ResumableTrainer):
             return dict(last["metrics"])
         return self.evaluate()
 
-    def evaluate_reference(self) -> dict[str, float]:
-        """Return the metrics of the model that training starts from, without a prefix; `train` logs them at step 0."""
-        metrics, self.held_out_samples["before"] = self.sample_and_score(self.eval_dataset, "reference", "before")
-        self._evaluation_before = metrics
-        return metrics
+    def evaluate_reference(self, resume: str | None = None) -> dict[str, float]:
+        """Return the metrics of the model that training starts from, without a prefix; `train` logs them at step 0.
+
+        Args:
+            resume: the checkpoint that training will resume from, which is checked first. If it holds these metrics,
+                for the same settings and rows, nothing is sampled.
+        """
+        of, kept = digest([self.settings_of_run(), rows_digest(self.eval_dataset)]), None
+        if resume is not None:
+            with reading_content(resume):
+                self.check_checkpoint(resume)
+                kept = read_loop_state(self, resume)["own"].get("before")
+        if not (kept and kept["of"] == of):
+            metrics, self.held_out_samples["before"] = self.sample_and_score(self.eval_dataset, "reference", "before")
+            kept = {"of": of, "metrics": metrics}
+        self._evaluation_before = kept
+        return kept["metrics"]
 
     def begin_loop(self) -> None:
         """Log the evaluation before training at step 0, unless the run resumes."""
         super().begin_loop()
         if self._evaluation_before is not None and self.state.global_step == 0:
             # The policy is the reference, so their KL is exactly 0.
-            self.log(
-                {**{f"eval_{name}": value for name, value in self._evaluation_before.items()}, "eval_kl/ref": 0.0}
-            )
+            metrics = {f"eval_{name}": value for name, value in self._evaluation_before["metrics"].items()}
+            self.log({**metrics, "eval_kl/ref": 0.0})
 
     def sample_and_score(
         self, dataset: Dataset, role: str, phase: str, is_shown: bool = True

@@ -25,6 +25,7 @@ from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.settings import MONITOR_ACTIONS, check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.report.runs import FOLDER, SAMPLES
 from onetrunk.rewards.combine import resolve_reward
 from onetrunk.rewards.reward import JudgeReward, RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
@@ -126,7 +127,9 @@ def run(
         trainer = make_trainer(rewards, args, model_args, rows, held_out, **episodes)
         if monitor is not None:
             monitor.attach(trainer)
-        reference = trainer.evaluate_reference() if held_out is not None else None
+        # Metrics without their samples would leave the report without the completions before training.
+        has_samples = (Path(args.output_dir) / FOLDER / SAMPLES["before"]).is_file()
+        reference = trainer.evaluate_reference(resume if has_samples else None) if held_out is not None else None
         with recorded(trainer, resume, "ppo", data, model_args, judge_settings, judge_args):
             trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
