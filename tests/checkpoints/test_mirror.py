@@ -173,7 +173,14 @@ def test_a_mirror_that_does_not_answer_is_an_error_and_not_damage(hooked, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "url", ["https://host/x", "simplecache::s3://bucket/x", "ftp://user:a-password-of-mine@host/x"]
+    "url",
+    [
+        "https://host/x",
+        "simplecache::s3://bucket/x",
+        "ftp://user:a-password-of-mine@host/x",
+        "memory://../x",
+        "s3://bucket/../x",
+    ],
 )
 def test_a_place_that_cannot_be_one_is_refused_without_its_secrets(url):
     with pytest.raises(RuntimeError, match="not supported") as caught:

@@ -6,6 +6,7 @@ import pytest
 from datasets import Dataset, DatasetDict, disable_progress_bars
 
 from onetrunk.data.files import load_rows
+from onetrunk.data.sharded import load_sharded_rows
 
 disable_progress_bars()
 
@@ -124,3 +125,18 @@ def test_an_unknown_split_is_refused_with_those_there_are(tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no .jsonl"):
         load_rows(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+@pytest.mark.parametrize("load", [load_rows, load_sharded_rows])
+def test_a_dataset_card_names_files_of_its_folder_only(tmp_path, load, is_absolute):
+    (tmp_path / "outside.jsonl").write_text('{"prompt": "not given"}\n')
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "inside.jsonl").write_text('{"prompt": "given"}\n')
+    card = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
+    (folder / "README.md").write_text(card.format(tmp_path / "outside.jsonl" if is_absolute else "../outside.jsonl"))
+    with pytest.raises(ValueError, match=r"its README\.md names .*outside\.jsonl, which is not in that folder"):
+        load(str(folder))
+    (folder / "README.md").write_text(card.format("inside.jsonl"))
+    assert len(load(str(folder))) == 1

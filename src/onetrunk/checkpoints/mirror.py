@@ -62,8 +62,11 @@ class Mirror:
         self._place = f"the checkpoint mirror {redact(url)}"
         self._keep, self._warn = keep, warn
         scheme = url.split("://")[0] if "://" in url else "file"
-        if scheme not in SCHEMES:
-            raise RuntimeError(f"{self._place} is not supported; give a path, s3://, gs://, az:// or hf://")
+        # A store has no parent folders: what is written under `..` is not what is listed.
+        if scheme not in SCHEMES or ("://" in url and ".." in url.split("/")):
+            raise RuntimeError(
+                f"{self._place} is not supported; give a path, s3://, gs://, az:// or hf://, without .."
+            )
         with self._in_store("cannot be opened"):  # Often an ImportError, which names the package to install.
             # Folders are made on a local disk only: in a store that would make a bucket, even a misspelt one.
             self._files, root = url_to_fs(url, **({"auto_mkdir": True} if scheme == "file" else {}))

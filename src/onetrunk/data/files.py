@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,12 @@ def dataset_builder(name: str, config_name: str | None, **settings: Any) -> data
             return builder
         if is_path and not path.is_dir():
             raise FileNotFoundError
-        return datasets.load_dataset_builder(str(path) if is_path else name, config_name, **settings)
+        builder = datasets.load_dataset_builder(str(path) if is_path else name, config_name, **settings)
+        files = [str(file) for part in (builder.config.data_files or {}).values() for file in part] if is_path else []
+        outside = [file for file in files if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(path))]
+        if outside:
+            raise ValueError(f"its README.md names {outside[0]}, which is not in that folder; name the file itself")
+        return builder
     except FileNotFoundError as error:
         fault = f"{name} does not exist (working folder {Path.cwd()}), or holds no {', '.join(BUILDERS)} file"
         if not is_path:
