@@ -1,7 +1,9 @@
 """Calls to one server: which addresses are called, where keys go, what bounds an answer, and what failures mean."""
 
 import asyncio
+import json
 import tracemalloc
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -129,6 +131,16 @@ def test_a_key_is_removed_from_an_answer_however_it_is_spelled_and_nothing_else_
     expected["x"] = ['Bearer <redacted JUDGE_ACCESS>, ?token=<redacted query value>"', None]
     with answering(200, body) as stub:
         assert ask(stub.root, api_key_env="JUDGE_ACCESS") == expected
+
+
+def test_a_key_that_a_server_prints_as_python_or_quotes_in_an_address_is_removed_too(monkeypatch):
+    key = """it's "9" \\abc/+"""
+    monkeypatch.setenv("JUDGE_ACCESS", key)
+    body = {"detail": repr({"authorization": key}), "at": quote(key, safe=""), "inner": json.dumps({"key": key})}
+    with answering(200, body) as stub:
+        answer = ask(stub.root, api_key_env="JUDGE_ACCESS")
+    mark = "<redacted JUDGE_ACCESS>"
+    assert answer == {"detail": f"{{'authorization': '{mark}'}}", "at": mark, "inner": f'{{"key": "{mark}"}}'}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,10 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shlex
+import shutil
+import signal
 import socket
 import subprocess
 import tarfile
@@ -25,8 +28,9 @@ from transformers import (
 )
 
 from onetrunk import cli
+from onetrunk.checkpoints.folders import write_manifest
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
-from onetrunk.stages.tools.ollama import go_template
+from onetrunk.stages.tools.ollama import go_template, modelfile
 from onetrunk.stages.tools.serve import MODULE
 from tests.environments import ROOT, lend_packages, made_once, pip_install, run_step
 from tests.ppo.support import base_model, sft_model
@@ -97,6 +101,57 @@ def test_a_second_export_needs_leave_to_replace_the_first(there, capsys):
     assert "mine is not empty (thesis.txt); name another output_dir" in capsys.readouterr().err
 
 
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("folder", ["base", "adapter", "run", "link"])
+def test_nothing_that_is_read_and_no_result_of_a_training_is_replaced(there, capsys, folder):
+    shutil.copytree("adapter", "run")
+    for name in ("base", "adapter", "run"):
+        write_manifest(name)  # As a training does, whose results are sources of an export too.
+    Path("link").symlink_to("base")
+    before = contents(folder)
+    assert export("adapter", "--output_dir", folder, "--overwrite_output_dir", "true") == 1
+    assert "name another output_dir" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+def test_an_export_that_is_the_base_of_an_adapter_is_not_replaced_by_their_sum(there, capsys):
+    assert export("adapter", "--output_dir", "merged") == 0
+    config = json.loads(Path("adapter/adapter_config.json").read_text()) | {"base_model_name_or_path": "merged"}
+    Path("adapter/adapter_config.json").write_text(json.dumps(config))
+    before = contents("merged")
+    assert "_run.lock" not in before
+    assert export("adapter", "--output_dir", "merged", "--overwrite_output_dir", "true") == 1
+    assert "output_dir is merged, which is read from" in capsys.readouterr().err and contents("merged") == before
+
+
+def test_a_file_of_the_user_next_to_an_export_stays_and_a_smaller_export_leaves_no_file_of_the_first(there, capsys):
+    assert export("adapter", "--to", "ollama", "--output_dir", "out") == 0
+    assert export("adapter", "--output_dir", "out", "--overwrite_output_dir", "true") == 0
+    assert not Path("out/Modelfile").exists()
+    Path("out/notes.gguf").write_text("mine")
+    assert export("adapter", "--output_dir", "out", "--overwrite_output_dir", "true") == 1
+    assert "out is not empty (notes.gguf); name another" in capsys.readouterr().err
+    assert Path("out/notes.gguf").read_text() == "mine"
+
+
+# What fails at the limit: the weights (safetensors' own error), and a file that Python writes.
+@pytest.mark.parametrize("limit", [2000, 100])
+def test_a_full_disk_is_one_message_and_leaves_no_part(there, capsys, limit):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        code = export("adapter", "--output_dir", "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert code == 1 and not list(Path("out").iterdir())
+    assert "cannot be written (File too large" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -126,18 +181,18 @@ def test_the_command_for_vllm_names_base_adapter_rank_and_template(there, capsys
     tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained("adapter")
     assert export("adapter", "--to", "vllm") == 0
     # The rank of sft_model is 4, and 8 is the smallest that vLLM reserves memory for; the base is float32.
-    expected = f"""vllm serve base --dtype float32 --generation-config vllm --enable-lora
+    expected = f"""vllm serve {there}/base --dtype float32 --generation-config vllm --enable-lora
         --lora-modules adapter={there}/adapter --max-lora-rank 8 --chat-template {there}/adapter/chat_template.jinja"""
     assert shlex.split(capsys.readouterr().out) == shlex.split(expected)
     assert export("base", "--to", "vllm", "--dtype", "bfloat16") == 0
-    assert capsys.readouterr().out == "vllm serve base --dtype bfloat16 --generation-config vllm\n"
+    assert capsys.readouterr().out == f"vllm serve {there}/base --dtype bfloat16 --generation-config vllm\n"
 
 
 def test_a_converter_that_fails_is_quoted_and_leaves_nothing(there, capsys):
     Path("broken.py").write_text("raise SystemExit('this tokenizer is unknown')\n")
     assert export("adapter", "--to", "gguf", "--output_dir", "out", "--converter", "broken.py") == 1
     assert "llama.cpp's converter failed: this tokenizer is unknown (" in capsys.readouterr().err
-    assert [path.name for path in Path("out").iterdir()] == ["_run.lock"]
+    assert not list(Path("out").iterdir())
 
 
 TURNS = '{{ if eq .Role "system" }}<system> {{ .Content }} {{ else if eq .Role "user" }}<user> {{ .Content }} '
@@ -149,13 +204,27 @@ CHATML += "{% if add_generation_prompt %}{{ '<|s|>assistant\n' }}{% endif %}"
 IN_GO = "<bos>{{ if not .System }}<|s|>system\nBe kind.<|e|>\n{{ end }}{{ range .Messages }}"
 IN_GO += '{{ if eq .Role "system" }}<|s|>system\n{{ .Content }}<|e|>\n{{ else if eq .Role "user" }}<|s|>user\n'
 IN_GO += "{{ .Content }}<|e|>\n{{ else }}<|s|>assistant\n{{ .Content }}<|e|>\n{{ end }}{{ end }}<|s|>assistant\n"
+# As in SmolLM2: the BOS token begins every turn.
+EVERY_TURN = "{% for m in messages %}{{ bos_token + m['role'] + '\n' + m['content'] + '<|e|>\n' }}{% endfor %}"
+EVERY_TURN += "{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
+EVERY_TURN_IN_GO = IN_GO[IN_GO.index("{{ range") :].replace("<|s|>", "<bos>")
+LATER_SYSTEM_LOST = "{{ bos_token }}{% for m in messages %}{% if m['role'] != 'system' or loop.first %}"
+LATER_SYSTEM_LOST += "{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}"
+LATER_SYSTEM_LOST += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 COUNTS = "{{ messages | length }}" + CHAT_TEMPLATE
 REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHAT_TEMPLATE
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
-    [(CHAT_TEMPLATE, "{{ range .Messages }}" + TURNS), (CHATML, IN_GO), (COUNTS, None), (REFUSES, None)],
+    [
+        (CHAT_TEMPLATE, "{{ range .Messages }}" + TURNS),
+        (CHATML, IN_GO),
+        (EVERY_TURN, EVERY_TURN_IN_GO),
+        (LATER_SYSTEM_LOST, None),
+        (COUNTS, None),
+        (REFUSES, None),
+    ],
 )
 def test_a_chat_template_is_said_in_go_or_not_at_all(template, expected):
     assert go_template(tiny_tokenizer(chat_template=template)) == expected
@@ -174,6 +243,22 @@ def test_a_modelfile_has_weights_template_stops_and_the_sampling_of_training(the
         'PARAMETER stop "<eos>"',
     ]
     assert AutoModelForCausalLM.from_pretrained("out").dtype == torch.float32
+
+
+def test_stop_words_are_quoted_as_ollama_reads_them_and_an_odd_folder_adds_no_line(there):
+    tokenizer = tiny_tokenizer()
+    words = ['<"q">', "<\\n>", "a\nb", "<é>"]
+    tokenizer.add_tokens(words)
+    stops = tokenizer.convert_tokens_to_ids(words)
+    lines = modelfile(".", tokenizer, stops).split("repeat_penalty 1\n")[1]
+    quoted = ['"""<"q">"""', '"<\\n>"', '"""a\nb"""', '"<é>"']
+    assert lines == "".join(f"PARAMETER stop {word}\n" for word in quoted)
+    converter = "import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write('gguf')"
+    Path("converter.py").write_text(converter)
+    folder = Path("one\nPARAMETER num_ctx 1")
+    assert export("adapter", "--to", "gguf", "--output_dir", folder, "--converter", "converter.py") == 0
+    assert (folder / "one_PARAMETER_num_ctx_1.gguf").read_text() == "gguf"
+    assert "FROM ./one_PARAMETER_num_ctx_1.gguf\n" in (folder / "Modelfile").read_text()
 
 
 def converter_python() -> Path:

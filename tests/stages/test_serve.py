@@ -7,12 +7,16 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from onetrunk import cli
+from onetrunk.stages.run_context import Terminated, signals_as_exception
+from onetrunk.stages.tools import serve
 from onetrunk.utils.options import VLLM_RANKS
 from tests.ppo.support import base_model, sft_model
 from tests.rollouts.stub_vllm import wait_until
@@ -86,6 +90,13 @@ def test_wrong_usage_is_rejected_with_exit_code_2(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["A$(touch pwned)", 'A"; touch pwned; "', "A`id`", "", "sk-abc123"])
+def test_a_printed_line_runs_nothing_that_the_name_of_a_variable_holds(model, capsys, name):
+    assert cli.main(["serve", str(model), "--api_key_env", name, "--print"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "api_key_env is not the name of an environment variable" in captured.err
+
+
 def test_without_vllm_the_extra_is_named(model, capsys):
     assert cli.main(["serve", str(model)]) == 1
     error = capsys.readouterr().err
@@ -135,6 +146,35 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+# A server that ignores SIGTERM, with an engine that does so too; both write their numbers down.
+DEAF = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.fork()
+open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+def test_signals_that_come_while_a_server_ends_leave_no_part_of_it(tmp_path, monkeypatch, number, ending):
+    monkeypatch.setattr(serve, "STOP_S", 1.0)
+
+    def send():
+        wait_until(lambda: len(os.listdir(tmp_path)) == 2)
+        for _ in range(5 if number == signal.SIGTERM else 2):
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=send)
+    with signals_as_exception():
+        thread.start()
+        with pytest.raises(ending):
+            serve.run([sys.executable, "-c", DEAF, str(tmp_path)], dict(os.environ))
+        thread.join()
+    wait_until(lambda: not any(is_alive(pid) for pid in os.listdir(tmp_path)))
 
 
 @pytest.mark.slow

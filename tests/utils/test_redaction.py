@@ -1,7 +1,10 @@
 """No secret survives in a text, a text without one stays as it is, and text of others acts nowhere."""
 
+import html
+import json
 import os
 from unittest import mock
+from urllib.parse import quote, quote_plus
 
 import pytest
 from hypothesis import assume, given, settings
@@ -110,6 +113,26 @@ def test_a_registered_value_is_redacted_whatever_its_name():
     add_secret("short", "x")
     add_secret(None, "x")
     assert redact("registered-value-3417 short") == "<redacted the_judge_s_key> short"
+
+
+ODD_KEY = """it's "a\\key"/with=é+%"""
+SPELLED = {
+    "JSON": json.dumps(ODD_KEY),
+    "JSON in UTF-8": json.dumps(ODD_KEY, ensure_ascii=False),
+    "Python": repr(ODD_KEY),
+    "Python in JSON in JSON": json.dumps(json.dumps(f"{ {'key': ODD_KEY} }")),
+    "an address": f"https://host/v1?q={quote(ODD_KEY, safe='')}",
+    "a form": quote_plus(ODD_KEY),
+    "HTML": html.escape(ODD_KEY),
+}
+
+
+@pytest.mark.parametrize("text", SPELLED.values(), ids=SPELLED)
+def test_a_secret_with_quotes_is_redacted_in_every_spelling(text):
+    with environment({"JUDGE_KEY": ODD_KEY}):
+        clean = redact(f"before {text} after")
+    assert clean.startswith("before ") and clean.endswith(" after") and "<redacted JUDGE_KEY>" in clean
+    assert "key" not in clean.replace("'key'", "").replace("<redacted JUDGE_KEY>", "")
 
 
 def test_nested_values_are_redacted_and_others_stay():

@@ -234,13 +234,13 @@ def publish(source: Path, target: Path) -> None:
         delete(replaced)
 
 
-def install(staged: Path, target: Path) -> None:
+def install(staged: Path, target: Path, **about: Any) -> None:
     """Move a finished result from the staging folder into the run's folder, file by file; delete the staging folder.
 
-    The manifest comes last and marks the result as complete.
+    The manifest comes last and marks the result as complete; `about` are more entries of it.
     """
     (target / MANIFEST).unlink(missing_ok=True)
-    write_manifest(staged)
+    write_manifest(staged, **about)
     paths = [path for path in staged.rglob("*") if path.is_file()]
     for path in sorted(paths, key=lambda path: path.name == MANIFEST):
         place = target / path.relative_to(staged)

@@ -207,6 +207,7 @@ def load_sampled_model(
     if rewards.trunk_reward is not None:
         attach_score_adapter(trunk, rewards.trunk_reward.adapter)
     trunk.use_padding_free(args.padding_free)
+    trunk.values_turn_ends = args.truncated_completions == "bootstrap"
     repair_padding(tokenizer, trunk.get_base_model().config)
     for line in divide(trunk, args, backend):
         if line is not None and args.should_log:

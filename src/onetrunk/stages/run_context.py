@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -218,10 +219,12 @@ def _how_to_resume(parsed: Sequence[Any]) -> str:
 
 def explain(error: BaseException) -> str | None:
     """Return the message to print for an error; None for an error that is a bug."""
-    if isinstance(error, OSError) and error.errno in FULL:
-        where = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
+    # safetensors and tokenizers raise errors of their own.
+    full = not isinstance(error, OUR_ERRORS) and re.search("|".join(map(os.strerror, FULL)), str(error))
+    if full or (isinstance(error, OSError) and error.errno in FULL):
+        where = getattr(error, "filename", None) or "a file"
         return (
-            f"{where} ({error.strerror}); make room there, or choose another output_dir, another folder for caches"
+            f"{where} cannot be written ({full[0] if full else error.strerror}); make room there, or choose another output_dir, another folder for caches"
             " (HF_HOME) or for temporary files (TMPDIR)"
         )
     if is_out_of_memory(error):

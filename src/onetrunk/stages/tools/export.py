@@ -6,21 +6,32 @@ gguf is one file by the converter of llama.cpp. vLLM takes the adapter as it is,
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from onetrunk.checkpoints.folders import MANIFEST, begin_staging, install
+from onetrunk.checkpoints.folders import MANIFEST, STAGING, begin_staging, install, read_manifest
 from onetrunk.checkpoints.hub import push_folder, repo_name, require_push
 from onetrunk.models.base_model import check_decoder, load_base, stop_token_ids
 from onetrunk.models.build import load_adapted
-from onetrunk.models.loading import adapter_base, base_of, can_be_on_hub, load_config, read_adapter_config, source_file
+from onetrunk.models.loading import (
+    adapter_base,
+    base_of,
+    can_be_on_hub,
+    is_same_source,
+    load_config,
+    read_adapter_config,
+    source_file,
+)
 from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.rollouts.publishing import check_servable, served_rank
 from onetrunk.stages.arguments import DTYPES, PushArguments, parse
@@ -31,6 +42,7 @@ from onetrunk.utils.files import atomic_write_text, held_folder, require_output_
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import markdown_text, redact
 
+VERB = "export"
 TARGETS = ("merged", "vllm", "gguf", "ollama")
 MERGED, VLLM, GGUF, OLLAMA = TARGETS
 CONVERTER = "convert_hf_to_gguf.py"
@@ -106,13 +118,27 @@ def check(args: ExportArguments) -> str | None:
         )
     if args.to == GGUF:
         converter_words(args.converter)
+    for source in (args.model, base):
+        if source and is_same_source(source, args.output_dir):
+            raise ValueError(f"output_dir is {source}, which is read from; name another output_dir")
     output = require_output_dir(args.output_dir)
     names = sorted(path.name for path in output.iterdir() if path.name[0] not in "._")
-    if names and not (args.overwrite_output_dir and MANIFEST in names):
-        fix = "set overwrite_output_dir to true to replace it, or " if MANIFEST in names else ""
-        raise ValueError(f"{output} is not empty ({', '.join(names[:3])}); {fix}name another output_dir")
+    # Files of the user next to an earlier export, and results of trainings, which have a manifest too, stay.
+    own = {path.parts[0] for path in exported_files(output)}
+    others = [name for name in names if name not in own]
+    if others or (names and not args.overwrite_output_dir):
+        fix = "" if others else "set overwrite_output_dir to true to replace it, or "
+        raise ValueError(f"{output} is not empty ({', '.join((others or names)[:3])}); {fix}name another output_dir")
     require_push(args)
     return base
+
+
+def exported_files(folder: Path) -> list[Path]:
+    """Return what an export has written into a folder, relative to it; nothing where something else wrote."""
+    with contextlib.suppress(RuntimeError):
+        manifest = read_manifest(folder)
+        return [Path(name) for name in (MANIFEST, *manifest["files"])] if manifest.get("written_by") == VERB else []
+    return []
 
 
 def converter_words(path: str | None) -> list[str]:
@@ -133,7 +159,7 @@ def vllm_command(args: ExportArguments, base: str | None) -> str:
     """Return the command with which vLLM serves a model, or an adapter under the name of its folder."""
     dtype = checkpoint_dtype(base or args.model, None if base else args.revision)
     # vLLM's own "auto" rounds float32, and a base's generation config has a temperature of its own.
-    words = ["vllm", "serve", base or args.model, "--dtype", dtype if args.dtype == "auto" else args.dtype]
+    words = ["vllm", "serve", whole_path(base or args.model), "--dtype", dtype if args.dtype == "auto" else args.dtype]
     words += ["--generation-config", "vllm"]
     if base is None:
         return shlex.join(words + (["--revision", args.revision] if args.revision else []))
@@ -141,12 +167,17 @@ def vllm_command(args: ExportArguments, base: str | None) -> str:
     check_servable(config, f"the adapter {args.model}")
     if args.revision:
         raise ValueError("vLLM loads an adapter's main revision only; download this one and name its folder")
-    folder = str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model
+    folder = whole_path(args.model)
     words += ["--enable-lora", "--lora-modules", f"{Path(folder).name}={folder}"]
     words += ["--max-lora-rank", str(served_rank(config.r))]
     template = source_file(args.model, "chat_template.jinja")
     # The base may have none, or another one.
     return shlex.join(words + (["--chat-template", str(template.resolve())] if template else []))
+
+
+def whole_path(name: str) -> str:
+    """Return the absolute path of a folder, because a printed command may run elsewhere; a Hub's name unchanged."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def write_card(folder: Path, args: ExportArguments, base: str | None) -> None:
@@ -194,7 +225,9 @@ def write(args: ExportArguments, base: str | None, staging: Path) -> tuple[Path,
     model.save_pretrained(staged)
     tokenizer.save_pretrained(staged)
     if args.to == GGUF:
-        source = f"./{staging.resolve().parent.name}.gguf"
+        # A line break in the folder's name would be one in the Modelfile.
+        name = re.sub(r"[^\w.-]", "_", staging.resolve().parent.name)
+        source = f"./{name}.gguf"
         staged = staging / "gguf"
         staged.mkdir()
         convert(staging / "model", staged / source, dtype, args.converter)
@@ -206,6 +239,17 @@ def write(args: ExportArguments, base: str | None, staging: Path) -> tuple[Path,
     return staged, dtype
 
 
+@contextlib.contextmanager
+def staging_in(output: Path) -> Iterator[Path]:
+    """Yield an empty folder in a locked one; nothing of either stays, also after an error."""
+    with held_folder(output):
+        try:
+            yield begin_staging(output)
+        finally:
+            shutil.rmtree(output / STAGING, ignore_errors=True)  # It may hold a whole model.
+            (output / "_run.lock").unlink(missing_ok=True)
+
+
 def export(args: ExportArguments) -> None:
     """Write the result, or print vLLM's command; push it if that is set."""
     base = check(args)
@@ -213,17 +257,11 @@ def export(args: ExportArguments) -> None:
         print(vllm_command(args, base))
         return
     output = Path(args.output_dir)
-    with held_folder(output):
-        staging = begin_staging(output)
-        try:
-            staged, dtype = write(args, base, staging)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)  # It may hold a whole model.
-            raise
-        # Those of an earlier export may have other names.
-        for path in (*output.glob("*.safetensors*"), *output.glob("*.gguf")):
-            path.unlink()
-        install(staged, output)
+    with staging_in(output) as staging:
+        staged, dtype = write(args, base, staging)
+        for path in exported_files(output):
+            (output / path).unlink(missing_ok=True)
+        install(staged, output, written_by=VERB)
     print(f"export: saved the {'gguf file' if args.to == GGUF else 'model'} in {output} ({dtype})")
     if args.to != MERGED:
         print(f"export: ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}")
@@ -231,5 +269,5 @@ def export(args: ExportArguments) -> None:
         print(f"export: pushed it to {push_folder(output, args, 'the exported model is')}")
 
 
-parse_export = partial(parse, verb="export", dataclass_types=(ExportArguments,))
-main = partial(run_stage, "export", parse_export, export)
+parse_export = partial(parse, verb=VERB, dataclass_types=(ExportArguments,))
+main = partial(run_stage, VERB, parse_export, export)

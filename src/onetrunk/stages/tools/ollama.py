@@ -6,7 +6,7 @@ by formatting conversations. What other templates do (tools, thoughts, rules abo
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +32,7 @@ UNKNOWN = (
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 # Conversations on which the texts must prove themselves.
 PROOFS = ((USER,), (SYSTEM, USER), (USER, ASSISTANT, USER), (SYSTEM, USER, ASSISTANT, USER, ASSISTANT, USER))
+LATER_SYSTEM = (SYSTEM, USER, ASSISTANT, SYSTEM, USER)
 
 
 def modelfile(source: str, tokenizer: PreTrainedTokenizerBase, stops: Iterable[int]) -> str:
@@ -42,11 +43,13 @@ def modelfile(source: str, tokenizer: PreTrainedTokenizerBase, stops: Iterable[i
         stops: ids of the tokens that end a completion.
     """
     template = go_template(tokenizer) if tokenizer.chat_template else "{{ .Prompt }}"
-    words = tokenizer.convert_ids_to_tokens(list(stops))
+    words = [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in stops]
+    # Ollama takes what stands between the quotes as it is: it knows no escapes.
+    quotes = ['"""' if re.search(r'["\r\n]', word) else '"' for word in words]
     return MODELFILE.format(
         source=source,
         template=UNKNOWN if template is None else f'TEMPLATE """{template}"""',
-        stops="\n".join(f"PARAMETER stop {json.dumps(word, ensure_ascii=False)}" for word in words),
+        stops="\n".join(f"PARAMETER stop {q}{word}{q}" for q, word in zip(quotes, words, strict=True)),
     )
 
 
@@ -58,6 +61,8 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     try:
         texts = find_texts(tokenizer)
         is_right = all(texts.formatted(roles) == format_chat(tokenizer, roles, generates=True) for roles in PROOFS)
+        with contextlib.suppress(TemplateError):  # Many templates take a system message at the start only.
+            is_right &= texts.formatted(LATER_SYSTEM) == format_chat(tokenizer, LATER_SYSTEM, generates=True)
     except (TemplateError, ValueError):
         return None
     bos = tokenizer.bos_token
@@ -65,8 +70,9 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if adds_bos:
         texts = replace(texts, start=texts.start.removeprefix(bos))
     fixed = texts.formatted(PROOFS[0]) + texts.formatted(PROOFS[-1])
-    # What a template of Go would not print, and a date, which would stay that of today.
+    # What a template of Go would not print, a second BOS token, and a date, which would stay that of today.
     is_plain = not any(sign in fixed for sign in ("{{", '"""')) and "strftime" not in tokenizer.chat_template
+    is_plain &= not (adds_bos and fixed.startswith(bos))
     return texts.in_go() if is_right and is_plain else None
 
 
@@ -119,7 +125,9 @@ def find_texts(tokenizer: PreTrainedTokenizerBase) -> Texts:
     before_system, asked, _ = between(SYSTEM, USER)
     _, end = between(USER, generates=True)
     before_user, bos = again.removeprefix(after_answer), tokenizer.bos_token or ""
-    start = bos if first.startswith(bos) and before_system.startswith(bos) else ""
+    begins = first.startswith(bos) and before_system.startswith(bos)
+    # Where each turn begins with it, as in SmolLM2, it is a part of the turn.
+    start = bos if begins and not before_user.startswith(bos) else ""
     around = {
         SYSTEM: (before_system.removeprefix(start), asked.removesuffix(before_user)),
         USER: (before_user, after_user),
