@@ -125,17 +125,19 @@ class Places:
         real: [N] tokens that are not padding.
         read: [M] tokens that predict a completion token, and each row's last token.
         sampled: [K] completion tokens that the policy sampled, as indices into the R * C completion tokens.
+        ended: those of `Pack.turn_ends`, in the same way.
     """
 
     real: Tensor
     read: Tensor
     sampled: Tensor
+    ended: Tensor
 
     @classmethod
     def of(cls, pack: Pack) -> Places:
         """Return the places of a pack."""
         counted = pack.attention_mask.cumsum(1) * pack.attention_mask
-        masks = (pack.attention_mask, counted >= pack.prompt_lengths[:, None], pack.completion_mask)
+        masks = (pack.attention_mask, counted >= pack.prompt_lengths[:, None], pack.completion_mask, pack.turn_ends)
         return cls(*(mask.flatten().nonzero().squeeze(1) for mask in masks))
 
 
@@ -179,6 +181,13 @@ class Pack:
         """[R, C] int64, number of the turn of each sampled token, -1 elsewhere; without `turn_ids` a row is turn 0."""
         return self.completion_mask.long() - 1 if self.turn_ids is None else self.turn_ids
 
+    @property
+    def turn_ends(self) -> Tensor:
+        """[R, C] bool, True at the first observation token between two turns: its state is where a turn has ended."""
+        mask = self.completion_mask
+        # The first token of a completion is always sampled, so nothing comes around into column 0.
+        return mask.roll(1, 1) & ~mask & (mask.flip(1).cumsum(1).flip(1) > 0)
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -196,6 +205,7 @@ class Experience:
         states: [N, H] output of the frozen layers below the first adapted layer at the N tokens of the rows, row
             after row without padding; in the trunk's dtype, on any device; None if it is not kept.
         value_mask: [R, C] bool, True at the tokens whose values train; None: those of `loss_mask`.
+        end_mask: [R, C] bool, True at ends of turns whose values train too; None: at none.
     """
 
     pack: Pack
@@ -208,11 +218,13 @@ class Experience:
     weights: Tensor | None = None
     states: Tensor | None = None
     value_mask: Tensor | None = None
+    end_mask: Tensor | None = None
 
     @property
     def value_tokens(self) -> Tensor:
-        """[R, C] bool, True at the tokens whose values train."""
-        return self.loss_mask if self.value_mask is None else self.value_mask
+        """[R, C] bool, True where values train."""
+        tokens = self.loss_mask if self.value_mask is None else self.value_mask
+        return tokens if self.end_mask is None else tokens | self.end_mask
 
 
 class PackOutput(NamedTuple):
@@ -223,13 +235,13 @@ class PackOutput(NamedTuple):
     Args:
         logprobs: of the completion tokens under the policy, after temperature.
         entropy: of the policy's distribution at each token, nats.
-        values: of the state that predicts each token.
+        values: of the state that predicts each token; at the ends of turns too, if they train.
         next_values: [R] value of the state after the last sampled token.
         ref_logprobs: of the completion tokens under the reference.
         scores: [R] of prompt and completion under the reward adapter.
         states: [N, H] output of the layers below the cut at the N tokens of the rows, row after row without padding;
             in the trunk's dtype.
-        value_states: [K, H] states from which the head predicts the values of the K completion tokens, row after row;
+        value_states: [K, H] states from which the head predicts the K `values`, row after row;
             None if the head trains with the policy.
     """
 

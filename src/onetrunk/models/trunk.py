@@ -146,6 +146,8 @@ class TrunkModel(PeftModelForCausalLM):
             verify_cut(base, self.cut)
         self.narrow = narrow_blocks(base)
         self.padding_free = False
+        # Whether values are also computed at the ends of turns, because they train there.
+        self.values_turn_ends = False
         if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
             self.activation_checkpointing_enable()
 
@@ -297,7 +299,7 @@ class TrunkModel(PeftModelForCausalLM):
         self, hidden: Tensor, grid: TokenGrid, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         pack = grid.pack
-        rows, columns = _rows_and_columns(pack)
+        rows, columns = _rows_and_columns(pack, pack.places.sampled)
         head = replace(output_head(self.get_base_model()), temperature=temperature).local()
         predicting = hidden[grid.first[rows] + pack.prompt_lengths[rows] - 1 + columns]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -314,8 +316,9 @@ class TrunkModel(PeftModelForCausalLM):
 
     def _head_values(self, hidden: Tensor, grid: TokenGrid) -> dict[str, Tensor]:
         is_fitted, mask = self.value_head_kind == "shared", grid.pack.completion_mask
-        hidden = hidden.detach() if is_fitted else hidden
-        rows, columns = _rows_and_columns(grid.pack)
+        hidden, places = hidden.detach() if is_fitted else hidden, grid.pack.places
+        valued = torch.cat([places.sampled, places.ended]).sort().values if self.values_turn_ends else places.sampled
+        rows, columns = _rows_and_columns(grid.pack, valued)
         predicting = grid.first + grid.pack.prompt_lengths - 1
         value_states = hidden[predicting[rows] + columns]
         values = _spread(self.value_head(value_states), rows, columns, mask)
@@ -452,10 +455,10 @@ class TrunkModel(PeftModelForCausalLM):
             set_adapter_weights(self, tensors, adapter, folder)
 
 
-def _rows_and_columns(pack: Pack) -> tuple[Tensor, Tensor]:
-    """Return the row and the column [K] of every sampled token in the [R, C] tensors of a pack."""
+def _rows_and_columns(pack: Pack, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row and the column [K] of every place in the [R, C] tensors of a pack."""
     width = pack.completion_mask.shape[1]
-    return pack.places.sampled // width, pack.places.sampled % width
+    return places // width, places % width
 
 
 def _spread(flat: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:

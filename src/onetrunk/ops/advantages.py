@@ -176,6 +176,27 @@ def turn_gae(
     return sum_over_turns(advantages, mask, turn_ids), returns
 
 
+def with_cut_targets(returns: Tensor, rewards: Tensor, mask: Tensor, ends: Tensor, turn_ids: Tensor | None) -> Tensor:
+    """Return the returns with those of every state from which a cut-off completion may be bootstrapped.
+
+    An end of a turn returns what the start of the next turn does: no reward arrives between the two. With returns of
+    turns, the other tokens of a turn return what its start does, less the rewards before them.
+
+    Args:
+        returns: [R, C] of `gae`, or of `turn_gae` with `turn_ids`.
+        rewards, mask: as in `gae`.
+        ends: [R, C] bool, between counted tokens.
+    """
+    if turn_ids is not None:
+        before = F.pad(torch.where(mask, rewards, 0.0).cumsum(1), (1, 0))[:, :-1]
+        starts = turn_starts(mask, turn_ids)
+        returns = sum_over_turns(torch.where(starts, returns + before, 0.0), mask, turn_ids) - before
+    width = mask.shape[1]
+    columns = torch.where(mask, torch.arange(width, device=mask.device), width - 1)
+    following = columns.flip(1).cummin(1).values.flip(1)
+    return torch.where(mask | ends, returns.gather(1, following), 0.0)
+
+
 def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
     """Return lam = 1 - 1 / (alpha * length) of every row, at least 0.
 

@@ -28,6 +28,7 @@ from onetrunk.ops.advantages import (
     length_adaptive_lam,
     token_rewards,
     turn_gae,
+    with_cut_targets,
 )
 from onetrunk.ops.masking import masked_whiten, turn_starts
 from onetrunk.ops.packing import PackLimits
@@ -256,10 +257,18 @@ class ExperienceStream:
     def add_advantages(self, packs: Sequence[RolloutPack], sampled: Sampled) -> list[Experience]:
         """Return the experience of each pack: with advantages and returns."""
         stopped, experiences, by_turn = sampled.stopped, [], self.config.gae_unit == "turn"
+        bootstraps = self.config.truncated_completions == "bootstrap"
         for item in packs:
             output = item.output
             row_stopped = stopped[item.rows].to(self.accelerator.device, non_blocking=True)
             advantages, returns = self.advantages(item.pack, output, item.rewards, row_stopped)
+            value_mask, ends, pack = None, None, item.pack
+            if by_turn:  # Advantages of turns read no other value, but for that after a cut.
+                value_mask = item.loss_mask if bootstraps else turn_starts(item.loss_mask, pack.turns)
+            if bootstraps and (by_turn or pack.turn_ids is not None):
+                ends, turns = pack.turn_ends, pack.turns if by_turn else None
+                returns = with_cut_targets(returns, item.rewards, pack.completion_mask, ends, turns)
+                ends = ends & item.loss_mask.any(1, keepdim=True)
             experience = Experience(
                 pack=item.pack,
                 loss_mask=item.loss_mask,
@@ -270,8 +279,8 @@ class ExperienceStream:
                 ref_logprobs=output.ref_logprobs,
                 weights=None if item.importance is None else item.importance.weights,
                 states=output.states,
-                # Advantages of turns read no other value.
-                value_mask=turn_starts(item.loss_mask, item.pack.turns) if by_turn else None,
+                value_mask=value_mask,
+                end_mask=ends,
             )
             experiences.append(experience)
         require_finite(experiences, self.state.iteration)

@@ -41,6 +41,7 @@ class ValueFit:
 
     def __init__(self, head: ValueHead, config: PPOConfig, data_parallel: DataParallel):
         self.head, self.num_steps, self.seed = head, config.value_steps, config.seed
+        self.fits_turn_ends = config.truncated_completions == "bootstrap"
         self.num_rows = config.rollout_batch_size * config.num_generations
         self.data_parallel = data_parallel
         learning_rate = LEARNING_RATE if config.value_learning_rate is None else config.value_learning_rate
@@ -58,7 +59,9 @@ class ValueFit:
             iteration: number of the rollout.
         """
         rows = [torch.tensor([numbers[row] for row in item.rows]) for item in packs]
-        masks = on_cpu([*(e.value_tokens for e in experiences), *(item.pack.completion_mask for item in packs)])
+        of_packs = [item.pack for item in packs]
+        has_state = [p.completion_mask | p.turn_ends if self.fits_turn_ends else p.completion_mask for p in of_packs]
+        masks = on_cpu([*(e.value_tokens for e in experiences), *has_state])
         masks, sampled = masks[: len(packs)], masks[len(packs) :]
         counts = torch.zeros(self.num_rows, dtype=torch.long)
         for own, mask in zip(rows, masks, strict=True):
