@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from onetrunk.ops import gae, policy_loss
-from onetrunk.ops.advantages import turn_gae
+from onetrunk.ops.advantages import turn_gae, with_cut_targets
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.masking import sum_over_turns, turn_starts
+from onetrunk.ops.packing import make_pack
 from onetrunk.types import Experience, LossCoefficients, Pack, PackOutput
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
@@ -238,3 +239,20 @@ def test_observations_have_no_part_in_any_term_of_the_loss(unit, estimator):
     gradients = dict(zip(TRAINED, results[0][2], strict=True))
     assert all(gradient[~mask].eq(0).all() for gradient in gradients.values())
     assert gradients["values"].ne(0).equal(mask if value_mask is None else value_mask)
+
+
+def test_targets_of_states_that_a_cut_reads_by_hand():
+    # Turns of 2 and 1 tokens around two observations, then a turn that the length cuts, with 8 after it.
+    turns = torch.tensor([[0, 0, -1, -1, 1, -1, 2, 2, -1]])
+    mask = turns >= 0
+    rewards = torch.tensor([[1.0, 2, 9, 9, 4, 9, 0.5, 0.25, 9]]).double()
+    ends = torch.tensor([[0, 0, 1, 0, 0, 1, 0, 0, 0]]).bool()
+    pack = make_pack([[3]], [[4] * 8], 0, 0, [turns[0, :8].tolist()])
+    assert pack.turn_ends.equal(ends[:, :8]) and pack.places.ended.tolist() == [2, 5]
+    inputs = (rewards, torch.zeros_like(rewards), mask, 1.0, 1.0, torch.tensor([8.0]).double())
+    # What is left: 15.75 from the start, 12.75 and 8.75 from the second and the third turn on.
+    expected = [[15.75, 14.75, 12.75, 0.0, 12.75, 8.75, 8.75, 8.25, 0.0]]
+    _, by_turn = turn_gae(*inputs, turn_ids=turns)
+    _, by_token = gae(*inputs)
+    assert with_cut_targets(by_turn, rewards, mask, ends, turns).tolist() == expected
+    assert with_cut_targets(by_token, rewards, mask, ends, None).tolist() == expected

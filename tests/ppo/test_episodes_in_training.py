@@ -65,10 +65,19 @@ def run(folder, **arguments):
     return trainer
 
 
-def test_the_first_ratio_is_1_over_turns_and_slow_answers_change_no_weight(tmp_path):
-    quick = run(tmp_path / "quick", num_rollouts=2)
-    slow = run(tmp_path / "slow", factory=SlowWords, num_rollouts=2)
+TOP = {"adapter_layers": "top-1", "num_rollouts": 2, "rollout_batch_size": 8}
+
+
+@pytest.mark.parametrize("settings", [TOP, {**TOP, "capture_trunk_states": True}, {**TOP, "top_p": 0.9}])
+def test_slow_answers_change_no_bit_of_the_weights(tmp_path, settings):
+    quick = run(tmp_path / "quick", **settings)
+    slow = run(tmp_path / "slow", factory=SlowWords, **settings)
     assert_same(trained_weights(slow.model), trained_weights(quick.model))
+    assert quick.sampler.captures_states == settings.get("capture_trunk_states", False)
+
+
+def test_the_first_ratio_is_1_over_turns(tmp_path):
+    quick = run(tmp_path, num_rollouts=2)
     first = next(entry for entry in quick.state.log_history if "policy/ratio_max" in entry)
     assert first["policy/ratio_max"] == 1.0 and first["kl/approx"] == 0.0
     assert logged(quick, "score/Words") == logged(quick, "score/mean")

@@ -384,7 +384,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     capture_trunk_states: bool | None = option(
         None,
         "Take that output from sampling, which computes it anyway, instead of from one more forward. It differs from"
-        " that forward by rounding (1e-6 in float32), and is saved in checkpoints. None: on in float32.",
+        " that forward by rounding (1e-6 in float32), and is saved in checkpoints. With tools or an environment the"
+        " rows of a rollout then wait for each other's answers after every turn. None: on in float32, without those.",
     )
     model_init_kwargs: dict[str, Any] | None = option(None, "Keywords of from_pretrained for a model given by name.")
 

@@ -124,7 +124,8 @@ def prepare_run(
         backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
     # A pipeline has the states at the cut on one of its stages only.
     samples_here = rollout_backend is None and isinstance(backend, LocalBackend)
-    plan = plan_trunk(parts.model, args, longest_prompt, samples_here)
+    plays = parts.sampler.episodes is not None
+    plan = plan_trunk(parts.model, args, longest_prompt, samples_here, plays)
     sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
     return Run(
         replace(parts, sampler=sampler),
@@ -151,7 +152,9 @@ def load_backend(config: PPOConfig, **hooks: Callable[..., None]) -> RolloutBack
             **hooks,
         )
     if not config.use_vllm:
-        return LocalBackend(max_rows=config.max_rollout_rows, **hooks)
+        # What is read of sampling besides the tokens must not depend on when tools answer.
+        reads = config.truncates or config.vllm_importance_sampling_correction or config.capture_trunk_states
+        return LocalBackend(max_rows=config.max_rollout_rows, in_waves=bool(reads), **hooks)
     if config.is_colocated:
         from onetrunk.rollouts.colocate import ColocatedBackend
         from onetrunk.rollouts.publishing import ADAPTERS_FOLDER
@@ -407,11 +410,18 @@ class TrunkPlan:
     captures_last: bool = False
 
 
-def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_here: bool) -> TrunkPlan:
-    """Return the TrunkPlan of a run; `samples_here`: whether LocalBackend samples, by the settings."""
+def plan_trunk(
+    trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_here: bool, plays: bool = False
+) -> TrunkPlan:
+    """Return the TrunkPlan of a run.
+
+    Args:
+        samples_here: whether LocalBackend samples, by the settings.
+        plays: whether completions are episodes.
+    """
     base = trunk.get_base_model()
     num_layers = len(decoder_layers(base))
-    captures = _captures_states(trunk, args, samples_here)
+    captures = _captures_states(trunk, args, samples_here, plays)
     branch, reward = trunk.reward_branch, ""
     if branch is not None and branch.from_states:
         reward = f"\nreward: the adapter {branch.name} starts from the states at the cut, layer {trunk.cut}"
@@ -446,7 +456,7 @@ def plan_trunk(trunk: TrunkModel, args: PPOConfig, longest_prompt: int, samples_
     return TrunkPlan(TrunkCache(place), report, captures, captures and reads_last)
 
 
-def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> bool:
+def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool, plays: bool) -> bool:
     obstacles = {
         "no layer is frozen: set adapter_layers to top-k": not trunk.cut,
         "trunk_cache is off": args.trunk_cache == "off",
@@ -457,9 +467,10 @@ def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool) -> 
         raise ValueError(f"capture_trunk_states is not possible: {obstacle}; leave it out")
     if args.capture_trunk_states is not None:
         return args.capture_trunk_states
-    # In half precision a token alone is rounded differently than within a row, far more than in float32.
+    # In half precision a token alone is rounded differently than within a row, far more than in float32. In episodes
+    # rounding would depend on when answers come, or all rows would wait for the slowest.
     is_float32 = trunk.get_base_model().dtype == torch.float32 and not (args.bf16 or args.fp16)
-    return is_float32 and obstacle is None
+    return is_float32 and obstacle is None and not plays
 
 
 def check_launch(args: PPOConfig) -> None:

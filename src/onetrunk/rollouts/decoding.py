@@ -139,6 +139,7 @@ class SamplingCall:
         capture: takes the states at the cut, or None.
         last_only: keywords that limit the model's logits to the last column.
         new_cache: makes the cache of rows that begin; None: one of all layers.
+        in_waves: as in LocalBackend.
     """
 
     model: nn.Module
@@ -148,6 +149,7 @@ class SamplingCall:
     capture: StateCapture | None
     last_only: dict[str, int]
     new_cache: Callable[[], DynamicCache] | None = None
+    in_waves: bool = False
 
     @property
     def keeps_last(self) -> bool:

@@ -43,6 +43,8 @@ class LocalBackend:
         logits_processor: applied to the float32 logits AFTER the temperature; its `input_ids` are the rows that still
             decode, padded on the left; they need not have equally many tokens. The logprobs are those after it, so a
             processor makes the sampler another policy than the one that trains: meant for evaluation and constraints.
+        in_waves: go on with the rows of episodes once all of them have their answers, so that batches, and with them
+            the rounding of logprobs and states, do not depend on when answers come.
         progress: called as `progress(done_rows, total_rows, done_tokens)` whenever rows finish.
         poll: called before each token, and while all rows wait for answers; may raise to stop sampling.
     """
@@ -51,6 +53,7 @@ class LocalBackend:
     _: KW_ONLY
     max_rows: int | None = None
     logits_processor: LogitsProcessorList | None = None
+    in_waves: bool = False
     progress: Callable[[int, int, int], None] | None = None
     poll: Callable[[], None] | None = None
     policy_version: int = field(default=0, init=False)
@@ -126,7 +129,8 @@ class LocalBackend:
         model = require_inputs(self.model, prompt_ids, params, keys)
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
         capture = StateCapture((len(prompt_ids), width), keeps_last_state) if keeps_states else None
-        call = SamplingCall(model, prompt_ids, params, keys, capture, last_logits_only(model))
+        in_waves = self.in_waves and answers is not NO_ANSWERS
+        call = SamplingCall(model, prompt_ids, params, keys, capture, last_logits_only(model), in_waves=in_waves)
         # A sharded base is whole in here, so rows may end at different steps on different processes.
         with gathered(model), torch.no_grad(), eval_mode(model), merged_policy(model), packed_weights(model):
             loop = DecodeLoop(call, answers, self.policy_version, self.max_rows, self.logits_processor, self.poll)

@@ -8,7 +8,7 @@ which every answer is there at once and ends the row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from enum import Enum
 
@@ -128,8 +128,8 @@ class DecodeLoop:
         while self.waiting or self.state is not None or self.asking or self.ready:
             if self.poll is not None:
                 self.poll()
-            if self.state is None and not self.waiting and not self.ready:
-                wait(self.asking.values(), POLL_SECONDS, FIRST_COMPLETED)
+            if self._all_wait:
+                wait(self.asking.values(), POLL_SECONDS, ALL_COMPLETED if self.call.in_waves else FIRST_COMPLETED)
             over = self._take_answers(list(self.asking))
             if over:
                 self._close(over)
@@ -179,8 +179,14 @@ class DecodeLoop:
         episode.add_turn(completion.token_ids, completion.logprobs, stopped)
         self.asking[row] = self.answers.begin(row, completion.token_ids, stopped)
 
+    @property
+    def _all_wait(self) -> bool:
+        return self.state is None and not self.waiting and not self.ready
+
     def _take_answers(self, rows: Iterable[int]) -> list[int]:
-        """Take the answers that are there; return the rows that are over."""
+        """Take the answers that are there (in waves: all or none); return the rows that are over."""
+        if self.call.in_waves and not (self._all_wait and all(answer.done() for answer in self.asking.values())):
+            return []
         answered = [row for row in rows if self.asking[row].done()]
         over = []
         for row in answered:
