@@ -10,12 +10,12 @@ Each kind adds up in its own way:
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from onetrunk.ops.advantages import gae, kl_estimate, turn_gae
+from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.importance import effective_share, importance_sums
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import DataParallel
@@ -297,27 +297,29 @@ def episode_metrics(
 
 
 def value_metrics(
-    packs: Sequence[RolloutPack], experiences: Sequence[Experience], gamma: float, accelerator: Accelerator
+    experiences: Sequence[Experience], observed: Sequence[Tensor], plain: Sequence[Tensor], accelerator: Accelerator
 ) -> dict[str, float]:
     """Return how well the values of a rollout predicted it, before any step on it; over all tokens that train.
 
-    `value/explained_variance` is 1 - Var(returns - values) / Var(returns): 0 for a constant, and for returns that do
-    not vary. `value/variance_ratio` is the variance of the advantages divided by their variance without a critic: of
-    the plain return from each token on, less its mean over the batch. Below 1 the critic takes noise out of the
+    `value/explained_variance` is 1 - Var(observed returns - values) / Var(observed returns): 0 for a constant, below 0
+    for values that are worse than one, NaN for returns that do not vary. The returns of the fit are no measure of the
+    values, because with lam below 1 they contain them. `value/variance_ratio` is the variance of the advantages divided
+    by their variance under a critic of zeros, with the same lam: 1 for zeros. Below 1 the critic takes noise out of the
     gradient.
+
+    Args:
+        observed: [R, C] per experience, the returns with lam 1.
+        plain: [R, C] per experience, the advantages under a critic of zeros.
     """
-    wide, pairs = widest_dtype(accelerator.device), []
-    for item, experience in zip(packs, experiences, strict=True):
+    wide, columns = widest_dtype(accelerator.device), []
+    for experience, returns, advantages in zip(experiences, observed, plain, strict=True):
         mask, of_values = experience.loss_mask, experience.value_tokens
-        estimate = gae if experience.value_mask is None else partial(turn_gae, turn_ids=item.pack.turns)
-        plain, _ = estimate(item.rewards, torch.zeros_like(item.rewards), item.pack.completion_mask, gamma, lam=1.0)
-        errors = experience.returns.to(wide) - experience.old_values
-        pair = [(x.to(wide), of_values) for x in (experience.returns, errors)]
-        pairs.append([*pair, *((x.to(wide), mask) for x in (experience.advantages, plain))])
-    variances = [global_moments(list(column), accelerator)[2] for column in zip(*pairs, strict=True)]
-    returns, errors, advantages, plain = torch.stack(variances).tolist()
+        errors = returns.to(wide) - experience.old_values
+        columns.append([(returns, of_values), (errors, of_values), (experience.advantages, mask), (advantages, mask)])
+    parts = ([(x.to(wide), mask) for x, mask in column] for column in zip(*columns, strict=True))
+    returns, errors, advantages, plain = torch.stack([global_moments(part, accelerator)[2] for part in parts]).tolist()
     return {
-        "value/explained_variance": 1 - errors / returns if returns else 0.0,
+        "value/explained_variance": 1 - errors / returns if returns else math.nan,
         "value/variance_ratio": advantages / plain if plain else 1.0,
     }
 
