@@ -178,9 +178,17 @@ RULES = {
     "turn_limit": Rule(
         0.5,
         "episode/turn_limit",
-        "the share of episodes that end at max_turns or max_completion_length",
+        "the share of episodes that end at max_turns",
         "too small a limit for the task, or a policy that never comes to an end",
-        "raise max_turns or max_completion_length, shorten observations, or reward an early end (gamma below 1)",
+        "raise max_turns, or reward an early end (gamma below 1)",
+        is_upper=True,
+    ),
+    "length_limit": Rule(
+        0.5,
+        "episode/length_limit",
+        "the share of episodes that max_completion_length ends",
+        "too small a limit for the task, long observations, or a policy that never comes to an end",
+        "raise max_completion_length, lower max_observation_characters, or reward an early end (gamma below 1)",
         is_upper=True,
     ),
 }
