@@ -1,6 +1,7 @@
 """Every key of PPOConfig changed where a run goes on: refused, refused unless that is meant, or free."""
 
 import dataclasses
+import re
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,6 +15,7 @@ from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo import stream_state as rules
 from onetrunk.ppo.config import TRL_DEFAULTS, PPOConfig
+from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.rewards.combine import RewardSet
 from tests.ppo.support import even_share, make_config, make_trainer
 
@@ -40,6 +42,13 @@ FIXED = set(
     " ignore_data_skip dataloader_drop_last remove_unused_columns label_names train_sampling_strategy"
     " length_column_name".split()
 )
+
+
+def test_an_alarm_says_which_of_the_settings_that_it_advises_need_a_new_run():
+    advised = {name for rule in RULES.values() for name in re.findall(r"\w+", rule.change) if name in FIELDS}
+    before = settings_of()
+    rejected = {name for name in advised if compare(before, changed(before, name), is_allowed=True) or name in KEPT}
+    assert {"rollout_batch_size", "learning_rate", "value_learning_rate"} <= rejected <= rules.NEW_RUN
 
 
 @cache

@@ -90,7 +90,7 @@ def test_calls_that_fail_and_episodes_without_end_raise_their_alarms(seen):
     _, trainer, _ = seen
     explanations = dict(trainer.alarms.raised)
     assert "tools and their docstrings" in explanations["tool_errors"]
-    assert "raise max_turns or max_completion_length" in explanations["turn_limit"]
+    assert "raise max_turns, or" in explanations["turn_limit"]
 
 
 def test_samples_have_transcripts_with_the_reward_and_the_value_of_each_turn(seen):
@@ -138,7 +138,14 @@ def test_metrics_of_three_episodes_by_hand():
     batch, scores = PromptBatch([""] * 3, [[5]] * 3, {}, [(0,)] * 3), Scores(torch.zeros(3), {})
     scored, accelerator = ScoredRollout(batch, rollout, [""] * 3, scores), Accelerator(cpu=True)
     found = episode_metrics(scored, accelerator)
-    expected = {"turns": 2, "turn_limit": 2 / 3, "failed": 1 / 3, "tool_calls": 2, "observation_tokens": 10}
+    expected = {
+        "turns": 2,
+        "turn_limit": 1 / 3,
+        "length_limit": 1 / 3,
+        "failed": 1 / 3,
+        "tool_calls": 2,
+        "observation_tokens": 10,
+    }
     expected = {f"episode/{name}": value for name, value in expected.items()} | {"episode/tool_errors": 4 / 6}
     assert found == pytest.approx(expected | {"time/tools_s": 1.5, "time/answer_s": 1.0})
     # A row that another process counts too.

@@ -58,6 +58,32 @@ def test_a_skipped_step_counts_with_what_it_measured_unless_that_is_nothing_or_n
     assert figures["policy/skipped_steps"] == 3.0
 
 
+def test_a_metric_that_a_rollout_or_a_call_does_not_have_leaves_the_mean_to_the_others():
+    log = MetricLog(Accelerator(cpu=True))
+    for value in (math.nan, 0.5, math.nan, 1.5):
+        log.add_rollout({"score/rare": value, "score/rare_max": value, "score/never": math.nan})
+        log.add_own("own/rare", value)
+    metrics = log.flush()
+    assert metrics["score/rare"] == metrics["own/rare"] == 1.0 and metrics["score/rare_max"] == 1.5
+    assert math.isnan(metrics["score/never"])
+
+
+def test_the_steps_after_the_last_interval_are_logged_at_the_end_and_not_again_after_a_resume(tmp_path):
+    each = trained(tmp_path / "each", num_rollouts=3)
+    settings = {"logging_steps": 10, "save_strategy": "steps", "save_steps": 3}
+    rest = trained(tmp_path / "rest", num_rollouts=3, **settings)
+    scores = logged(each, "score/mean")
+    assert logged(rest, "score/mean") == [pytest.approx(sum(scores) / 3)]
+    assert [entry["step"] for entry in rest.state.log_history if "loss" in entry] == [3]
+    longer = make_trainer(tmp_path / "rest", num_rollouts=5, **settings)
+    longer.train(resume_from_checkpoint=True)
+    # The learning rate falls more slowly in the longer run: only how many rollouts a log has can be compared.
+    assert [entry["step"] for entry in longer.state.log_history if "score/mean" in entry] == [3, 5]
+    assert longer.metric_log.state_dict()["rollouts"] == {}
+    silent = trained(tmp_path / "silent", logging_strategy="no")
+    assert not logged(silent, "score/mean")
+
+
 def test_the_loss_is_made_of_the_parts_that_are_logged(tmp_path):
     settings = {"value_head": "adapter", "value_coef": 0.7, "entropy_coef": 0.3, "per_device_train_batch_size": 1}
     trainer = trained(tmp_path, num_ppo_epochs=2, **settings)

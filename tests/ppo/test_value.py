@@ -1,7 +1,9 @@
 """The value: how the shared head is fitted, and how a value adapter trains with the policy."""
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from accelerate import Accelerator
 
 from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.packing import make_pack
+from onetrunk.ppo.monitoring.alarm_rules import RULES
+from onetrunk.ppo.monitoring.alarms import find_breach
 from onetrunk.ppo.monitoring.metrics import value_metrics
 from onetrunk.ppo.rollout import RolloutPack
 from onetrunk.ppo.value_fit import BATCH_SIZE, ValueFit
@@ -139,14 +143,66 @@ def test_how_well_values_predict_and_what_they_take_from_the_variance_by_hand():
     pack = make_pack([[5]] * 2, [[6, 7], [8]], 0)
     mask = pack.completion_mask
     values, returns = torch.tensor([[1.0, 2.0], [5.0, 9.0]]), torch.tensor([[2.0, 4.0], [9.0, 9.0]])
-    rewards = torch.tensor([[-1.0, 4.0], [9.0, 0.0]])
-    item = RolloutPack(pack, [0, 1], None, output=PackOutput(), rewards=rewards)
-    experience = Experience(pack, mask, values, values, returns - values, returns)
-    found = value_metrics([item], [experience], 1.0, Accelerator(cpu=True))
-    # Returns 2, 4, 9: mean 5, squares 9 + 1 + 16 = 26. Errors 1, 2, 4: mean 7/3, squares 21 - 49/3 = 14/3.
+    plain = torch.tensor([[3.0, 4.0], [9.0, 7.0]])
+    experience = Experience(pack, mask, values, values, returns - values, values)
+    found = value_metrics([experience], [returns], [plain], Accelerator(cpu=True))
+    # Observed returns 2, 4, 9: mean 5, squares 9 + 1 + 16 = 26. Errors 1, 2, 4: mean 7/3, squares 21 - 49/3 = 14/3.
     assert found["value/explained_variance"] == pytest.approx(1 - (14 / 3) / 26)
-    # The rewards from each token on are 3, 4, 9: mean 16/3, squares 106 - 256/3 = 62/3.
+    # Without a critic 3, 4, 9: mean 16/3, squares 106 - 256/3 = 62/3.
     assert found["value/variance_ratio"] == pytest.approx((14 / 3) / (62 / 3))
+    same = torch.ones_like(returns)
+    assert math.isnan(value_metrics([experience], [same], [plain], Accelerator(cpu=True))["value/explained_variance"])
+
+
+LENGTHS = (12, 35, 128, 512)
+SETTINGS = (
+    {"lam": 0.95},
+    {"length_adaptive_lam": 0.05},
+    {"lam": 0.9, "gae_unit": "turn"},
+    {"lam": 0.95, "lam_value": 1.0, "truncated_completions": "bootstrap"},
+)
+
+
+def of_critic(stream, length, values_of):
+    """Return the value metrics of 64 rows whose score arrives at the end, under a critic; rows have four turns."""
+    draw = torch.Generator().manual_seed(length)
+    pack = make_pack([[5]] * 64, [[6] * length] * 64, 0, turn_ids=[[4 * t // length for t in range(length)]] * 64)
+    scores, mask = torch.randn(64, generator=draw), pack.completion_mask
+    values = values_of(scores, torch.randn(64, length, generator=draw))
+    output = PackOutput(logprobs=torch.zeros(64, length), values=values, next_values=values[:, -1])
+    # A KL per token of about what a run has.
+    rewards = 0.01 * torch.randn(64, length, generator=draw)
+    rewards[:, -1] += scores
+    item = RolloutPack(pack, list(range(64)), None, output=output, rewards=rewards, loss_mask=mask)
+    rows = SimpleNamespace(stopped=torch.arange(64) % 4 > 0)
+    experiences = stream.add_advantages([item], rows)
+    return value_metrics(experiences, *stream.without_critic([item], rows), Accelerator(cpu=True))
+
+
+CRITICS = {
+    "zeros": lambda scores, noise: torch.zeros_like(noise),
+    "noise": lambda scores, noise: noise,
+    "knows the score": lambda scores, noise: scores[:, None].expand_as(noise),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_critic_of_zeros_or_noise_is_seen_at_any_length_and_one_that_knows_the_score_too(tmp_path, settings):
+    stream = make_trainer(tmp_path, **settings).get_train_dataloader()
+    for length in LENGTHS:
+        dead, wild, good = (of_critic(stream, length, kind) for kind in CRITICS.values())
+        assert dead == {"value/explained_variance": pytest.approx(0, abs=1e-6), "value/variance_ratio": 1.0}
+        assert wild["value/explained_variance"] < 0
+        assert good["value/explained_variance"] > 0.7 and good["value/variance_ratio"] < 0.5
+        for metrics, is_useless in ((dead, True), (wild, True), (good, False)):
+            assert bool(find_breach("useless_values", RULES["useless_values"].limit, metrics, {}, 64)) == is_useless
+
+
+def test_the_first_values_of_a_run_have_ratio_one_however_scores_and_rewards_are_scaled(tmp_path):
+    scaled = {"normalize_scores": True, "whiten_rewards": True, "beta": 0.5, "length_penalty": 0.1, "lam": 0.9}
+    trainer = trained(tmp_path, num_rollouts=1, **scaled)
+    assert logged(trainer, "value/variance_ratio") == [1.0]
+    assert logged(trainer, "value/explained_variance") == [pytest.approx(0, abs=1e-6)]
 
 
 def test_the_shared_head_is_fitted_between_rollouts_and_pretraining_keeps_the_policy(tmp_path):

@@ -2,13 +2,14 @@
 
 import json
 import math
+import random
 from statistics import NormalDist
 
 import pytest
 
 from onetrunk.report.report import write_report
 from onetrunk.report.runs import read_run
-from onetrunk.report.verdict import Change, verdict_of
+from onetrunk.report.verdict import Change, quantile, verdict_of
 from tests.report.made_runs import write_lines, write_pipeline, write_ppo_run
 
 RESUME = "the same command with --resume auto continues it"
@@ -67,9 +68,59 @@ def test_the_verdict_says_what_happened_and_what_to_do(tmp_path, settings, level
 def test_the_interval_of_a_change_is_that_of_the_mean_difference_of_the_pairs():
     # Differences 1, 2, 3: mean 2, standard deviation 1, standard error 1 / sqrt(3).
     change = Change.of([0, 0, 0], [1, 2, 3])
-    half = NormalDist().inv_cdf(0.975) / math.sqrt(3)
+    # Student's t with 2 degrees of freedom is t = z sqrt(2 / (1 - z^2)) where z = .95 = 2 P - 1.
+    half = 0.95 * math.sqrt(2 / (1 - 0.95**2)) / math.sqrt(3)
     assert (change.low, change.high) == pytest.approx((2 - half, 2 + half), abs=1e-3)
-    assert change.sign == 1 and Change.of([0, 0], [1, -1]).sign == 0 and Change.of([1, 1], [0, 0]).sign == -1
+    assert change.sign == 0 and Change.of([0, 0, 0], [1, 1, 1.1]).sign == 1
+    assert Change.of([0, 0], [1, -1]).sign == 0 and Change.of([1, 1], [0, 0]).sign == -1
+    # The normal quantile of many, and no interval from one pair.
+    assert quantile(10_000) == pytest.approx(NormalDist().inv_cdf(0.975), abs=1e-3)
+    assert Change.of([0], [1]).sign == 0 and "may be noise" in str(Change.of([0], [1]))
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 8, 20, 48, 100])
+@pytest.mark.parametrize("noisy", [slice(None), slice(1, None)])
+def test_noise_is_called_no_change_in_about_95_percent_of_series(length, noisy):
+    draw = random.Random(length)
+    runs = [[draw.gauss(0, 1) for _ in range(length)] for _ in range(600)]
+    # The standard error of a share of 5% is 0.9% here. Short series are called no change more often.
+    assert sum(Change.along(run, "rollouts", noisy).sign != 0 for run in runs) / len(runs) < 0.075
+
+
+@pytest.mark.parametrize(("length", "rise"), [(12, 10.0), (20, 4.0), (48, 3.0), (100, 2.0)])
+def test_a_rise_of_several_standard_errors_is_found_whatever_its_shape(length, rise):
+    draw = random.Random(length)
+    for shape in (lambda x: x, lambda x: 1 - math.exp(-5 * x), lambda x: float(x > 0.5)):
+        runs = [[rise * shape(i / (length - 1)) + draw.gauss(0, 1) for i in range(length)] for _ in range(100)]
+        assert sum(Change.along(run, "rollouts").sign == 1 for run in runs) / len(runs) > 0.8
+
+
+def test_a_reward_that_is_almost_never_given_has_not_changed_by_one_rollout():
+    assert Change.along([0.0] * 7 + [0.01], "rollouts").sign == 0
+    assert Change.along([0.01] + [0.0] * 7, "rollouts").sign == 0
+    assert Change.along([0.5] * 8, "rollouts").sign == 0
+
+
+def rollouts_alone(folder, scores):
+    write_lines(folder / "_report" / "log.jsonl", [{"step": i, "score/mean": s} for i, s in enumerate(scores, 1)])
+    (folder / "_report" / "run.json").write_text(json.dumps({"verb": "ppo"}))
+    (folder / "_finished.json").write_text(json.dumps({"step": len(scores), "epoch": 1.0, "ended": None, "files": []}))
+    return verdict_of(read_run(folder))
+
+
+def test_without_held_out_prompts_noise_is_no_verdict_and_the_page_says_what_is_missing(tmp_path):
+    draw = random.Random(0)
+    for i in range(4):
+        noise = rollouts_alone(tmp_path / f"noise-{i}", [0.5 + draw.gauss(0, 0.04) for _ in range(20)])
+        assert noise.level == "mixed" and "did not change beyond its noise" in noise.findings[0]
+        assert noise.findings[1] == "no held-out prompts were scored before and after"
+        assert noise.advice.startswith("hold out rows (eval_size or eval_dataset_name)")
+    few = rollouts_alone(tmp_path / "few", [0.1, 0.9])
+    assert few.level == "mixed" and "went from 0.1 to 0.9, which may be noise" in few.findings[0]
+    risen = rollouts_alone(tmp_path / "risen", [0.2 + i / 50 + draw.gauss(0, 0.04) for i in range(20)])
+    assert risen.level == "good" and "20 rollouts)" in risen.findings[0]
+    fallen = rollouts_alone(tmp_path / "fallen", [0.9 - i / 50 + draw.gauss(0, 0.04) for i in range(20)])
+    assert fallen.level == "bad"
 
 
 def test_an_evaluation_that_lost_is_bad_and_so_is_its_pipeline_which_quotes_one_win_rate(tmp_path):
@@ -109,9 +160,22 @@ def test_what_ppo_builds_on_has_a_verdict_too(tmp_path, results, level, finding,
     assert any(finding in clause for clause in verdict.findings)
 
 
-@pytest.mark.parametrize(("last", "held_out", "level"), [(0.5, 0.6, "good"), (0.5, 0.7, "mixed"), (2.1, 2.1, "bad")])
-def test_fine_tuning_is_judged_by_its_losses(tmp_path, last, held_out, level):
-    write_lines(tmp_path / "_report" / "log.jsonl", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": last}])
+STEEP = [2.0, 0.8, 0.6, 0.55, 0.52, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("losses", "held_out", "level"),
+    [
+        (STEEP, 0.6, "good"),
+        (STEEP, 0.7, "mixed"),
+        ([2.0, 2.2, 2.5, 2.7, 2.9, 3.0], 3.0, "bad"),
+        ([2.0, 2.1, 1.9, 2.2, 2.0, 2.1], 2.1, "mixed"),
+        ([2.0, 2.1], 2.1, "mixed"),
+    ],
+)
+def test_fine_tuning_is_judged_by_its_losses(tmp_path, losses, held_out, level):
+    log = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    write_lines(tmp_path / "_report" / "log.jsonl", log)
     (tmp_path / "_report" / "run.json").write_text(json.dumps({"verb": "sft"}))
     (tmp_path / "all_results.json").write_text(json.dumps({"eval_loss": held_out}))
     assert verdict_of(read_run(tmp_path)).level == level

@@ -122,6 +122,12 @@ def test_the_limits_of_turns_and_tokens_end_an_episode(driver, length, limits, t
     assert counts_of(rollout).turns_at_limit == bool(limits)
 
 
+def test_a_last_turn_that_the_length_cuts_is_not_counted_as_the_limit_of_turns():
+    script = Scripted([[*words("runs fast"), END]])
+    rollout = play(episodes_of(Counting, max_turns=1), script, length=2)
+    assert rollout.stopped == [False] and counts_of(rollout).turns_at_limit == 0
+
+
 class Ending(Counting):
     def step(self, action):
         observation, reward, _, _, info = super().step(action)

@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import IntervalStrategy, TrainOutput
 from trl import SFTTrainer
 
 from onetrunk.checkpoints.folders import (
@@ -394,6 +394,10 @@ class ResumableTrainer(Trainer):
             self._save_waits, self.control.should_save = self.control.should_save, False
         elif self._save_waits:
             self._save_waits, self.control.should_save = False, True
+        ends = self.state.global_step >= self.state.max_steps or self.control.should_training_stop
+        if ends and self.args.logging_strategy != IntervalStrategy.NO:
+            # What was measured since the last log would be lost.
+            self.control.should_log = True
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kw)
         if not waits and self.may_save() and self.stop_signals.agreed(self.accelerator):
             raise StopAsked

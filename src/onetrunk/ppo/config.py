@@ -64,6 +64,13 @@ class PPOConfig(PPOSettings, SecretFreeArguments, TRLNames, TrainingArguments):
         return {name: value for name, value in super().to_dict().items() if name not in TRL_DEFAULTS}
 
 
+# What a run without held-out prompts prints at startup.
+HOLD_OUT = (
+    "no prompts are held out, so what is learned shows in the training rollouts alone; set eval_size or"
+    " eval_dataset_name (eval_dataset of PPOTrainer) to score the same prompts before and after"
+)
+
+
 def bf16_by_default(args: TrainingArguments) -> bool:
     """Return whether bf16 is on by default: without fp16, on an accelerator that supports it."""
     return not args.fp16 and not args.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()

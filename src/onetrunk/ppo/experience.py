@@ -196,22 +196,27 @@ class ExperienceStream:
             rewards: [R, C], KL and score included.
             stopped: [R] bool, False if the completion was cut off at max_completion_length.
         """
-        config = self.config
-        bootstrap = None
-        if config.truncated_completions == "bootstrap":
-            bootstrap = torch.where(stopped, torch.zeros_like(output.next_values), output.next_values)
-        actions, estimate = pack.completion_mask, gae
+        config, actions = self.config, pack.completion_mask
         if config.gae_unit == "turn":
-            actions, estimate = turn_starts(actions, pack.turns), partial(turn_gae, turn_ids=pack.turns)
+            actions = turn_starts(actions, pack.turns)
         lam: float | Tensor = config.lam
         if config.length_adaptive_lam is not None:
             lam = length_adaptive_lam(actions.sum(1), config.length_adaptive_lam)
         lam_value = config.lam if config.lam_value is None else config.lam_value
-        inputs = (rewards, output.values, pack.completion_mask, config.gamma)
-        advantages, returns = estimate(*inputs, lam, bootstrap)
+        advantages, returns = self.estimate(pack, output, rewards, stopped, lam)
         if isinstance(lam, Tensor) or lam != lam_value:
-            _, returns = estimate(*inputs, lam_value, bootstrap)
+            _, returns = self.estimate(pack, output, rewards, stopped, lam_value)
         return advantages, returns
+
+    def estimate(
+        self, pack: Pack, output: PackOutput, rewards: Tensor, stopped: Tensor, lam: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (advantages, returns) by generalised advantage estimation with `lam`, over `gae_unit`."""
+        bootstrap = None
+        if self.config.truncated_completions == "bootstrap":
+            bootstrap = torch.where(stopped, torch.zeros_like(output.next_values), output.next_values)
+        over_unit = partial(turn_gae, turn_ids=pack.turns) if self.config.gae_unit == "turn" else gae
+        return over_unit(rewards, output.values, pack.completion_mask, self.config.gamma, lam, bootstrap)
 
     def add_rewards(self, packs: Sequence[RolloutPack], scores: Tensor, scored: ScoredRollout) -> list[RolloutPack]:
         """Return the packs with loss masks and token rewards: the score less beta times the KL.
@@ -287,6 +292,20 @@ class ExperienceStream:
         require_finite(experiences, self.state.iteration)
         return experiences
 
+    def without_critic(self, packs: Sequence[RolloutPack], sampled: Sampled) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the observed returns of each pack, and the advantages that a critic of zeros would give it.
+
+        Observed returns contain no value, except the one that stands for the rest of a truncated completion.
+        """
+        observed, plain = [], []
+        for item in packs:
+            output, stopped = item.output, sampled.stopped[item.rows].to(self.accelerator.device, non_blocking=True)
+            following = None if output.next_values is None else torch.zeros_like(output.next_values)
+            zeros = output._replace(values=torch.zeros_like(output.values), next_values=following)
+            observed.append(self.estimate(item.pack, output, item.rewards, stopped, lam=1.0)[1])
+            plain.append(self.advantages(item.pack, zeros, item.rewards, stopped)[0])
+        return observed, plain
+
     def fit_value(self, packs: Sequence[RolloutPack], experiences: Sequence[Experience], sampled: Sampled) -> None:
         """Fit a shared value head to the returns; a value adapter trains with the policy instead."""
         if self.value_fit is not None:
@@ -350,7 +369,7 @@ class ExperienceStream:
         metrics = rollout_metrics(scored, packs, self.accelerator) | episode_metrics(scored, self.accelerator)
         self.sampler.require_played(scored.rollout, metrics)
         unscored = self._unscored_fraction(scores)
-        metrics |= value_metrics(packs, experiences, self.config.gamma, self.accelerator)
+        metrics |= value_metrics(experiences, *self.without_critic(packs, scored), self.accelerator)
         if self.corrects_sampler:
             metrics |= importance_metrics(packs, self.accelerator)
         metrics |= staleness_metrics(scored.rollout, self.state.iteration, self.config, self.data_parallel)

@@ -445,11 +445,11 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         " 100 nats per completion; negative_kl: 0.1 nats below 0; logprob_gap: 0.1 nats per token between sampler and"
         " trainer; length_collapse: 0.2 of the first rollouts' length; length_explosion: 0.3 of their share of ended"
         " completions; entropy: 0.01 nats per token; repeated_ngrams: 0.5 of the 4-grams; clip_fraction: 0.5 of the"
-        " tokens; skipped_steps: 0.8 of the steps; explained_variance: -0.5; useless_values: 0, the same"
+        " tokens; skipped_steps: 0.8 of the steps; explained_variance: -0.5; useless_values: 0.01, the same"
         " metric for five times as long; equal_scores: 1e-6, the standard deviation of scores; cut_off: 0.01 of the"
         " completions end; one_token: 1.5 tokens; no_gradient: 1e-7, its norm; tool_errors: 0.5 of the calls;"
-        " turn_limit: 0.5 of the episodes. With truncated sampling negative_kl and logprob_gap are off, and where"
-        " rollouts are sampled ahead negative_kl is.",
+        " turn_limit, length_limit: 0.5 of the episodes. With truncated sampling negative_kl and logprob_gap are off,"
+        " and where rollouts are sampled ahead negative_kl is.",
     )
     alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
     stop_on_alarm: list[str] | None = option(

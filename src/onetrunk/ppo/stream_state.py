@@ -54,6 +54,8 @@ SETTINGS = {
     # Never: they scale the policy's adapter, so its weights would mean another policy. They come from its config.
     "adapter": ["lora_alpha", "use_rslora"],
 }
+# What resuming rejects or keeps, also with allow_config_change; an alarm that advises one of them says so.
+NEW_RUN = {*SETTINGS["place"], *SETTINGS["optimizer"], *SETTINGS["adapter"], "value_head", "lora_target_modules"}
 # Always: the batch arithmetic of PPO does not depend on them; nor on num_processes, over which `load_buffer` deals the
 # rollout in use again.
 FREE_IN_PPO = frozenset(

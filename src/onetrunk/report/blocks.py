@@ -27,6 +27,10 @@ PAGE, MARKDOWN = "report.html", "report.md"
 NUM_SAMPLES = 4
 LONGEST_TEXT = 1500
 SIDES = ("before", "after")
+SAMPLES_NOTE = (
+    "Each side is one sample of every prompt. Some samples score higher or lower by chance, also where nothing was"
+    " learned: whether the mean changed is in the verdict."
+)
 # A win rate at equal length that differs by this much from the plain one is reported.
 NOTABLE_LENGTH_EFFECT = 0.1
 
@@ -180,7 +184,7 @@ def sample_blocks(run: Run) -> list[Block]:
     drawn = random.Random(0).sample(pairs, min(NUM_SAMPLES, len(pairs)))
     kinds = (("Random ones", drawn), ("The largest gains", gains), ("The largest losses", losses))
     blocks = [Block(title, samples=list(map(_sample, chosen))) for title, chosen in kinds if chosen]
-    return [Block("The same prompts before and after", blocks=blocks)] if blocks else []
+    return [Block("The same prompts before and after", text=SAMPLES_NOTE, blocks=blocks)] if blocks else []
 
 
 def lost_blocks(run: Run) -> list[Block]:

@@ -90,7 +90,7 @@ PLOTS = (
     Plot("clip_fraction", "Tokens whose gradient is clipped", "share",
          {"policy/clip_fraction": "policy", "value/clip_fraction": "value"}),
     Plot("explained_variance", "Explained variance of the value head", "share",
-         {"value/explained_variance": "value head"}, "1 is perfect; 0 is what a constant reaches."),
+         {"value/explained_variance": "value head"}, "Of observed returns: 1 is perfect, 0 a constant."),
     Plot("judge", "Monitor: reward and judge", "score",
          {"judge/proxy_score": "reward", "judge/score": "judge that PPO does not see"}),
     Plot("judge_gap", "Judge gap", "standard deviations", {"judge/gap": "reward minus judge"},

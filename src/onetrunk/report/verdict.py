@@ -1,7 +1,7 @@
 """The verdict on a run, computed from its record: what rose, what it cost, what fell, what raised an alarm, what next.
 
-A change counts only if it is beyond its noise: the 95% interval of the mean difference over the same prompts is on
-one side of 0.
+A change counts only if it is beyond its noise: the 95% interval of the difference is on one side of 0. The noise is
+that of the same prompts before and after, or, without held-out prompts, of the rollouts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, stdev
 
 from onetrunk.feedback.preferences import statistics_warnings
@@ -16,7 +17,8 @@ from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.report.runs import Run, pairs_of, stage_runs
 
 GOOD, MIXED, BAD = LEVELS = ("good", "mixed", "bad")
-Z = 1.96
+# Quantiles of Student's t for a 95% interval, for 1, 2, ... degrees of freedom.
+T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 # The stages whose result is a policy; of several, a pipeline is judged by the last kind.
 TRAINED = ("ppo", "eval")
 # A policy is far from its reference from so many nats per completion and per token on.
@@ -26,6 +28,7 @@ MONITOR = "monitor"
 LENGTH_BOUND, FAITHFUL = 0.7, 0.9
 # A held-out loss so many times the last training loss means that rows were learnt by heart.
 BY_HEART = 1.25
+HOLD_OUT = "hold out rows (eval_size or eval_dataset_name), which are scored before and after training"
 
 
 @dataclass(frozen=True)
@@ -54,34 +57,63 @@ class Change:
     Args:
         before, after: means.
         low, high: 95% interval of the difference of the means; NaN if it is not known.
-        num_prompts: how many prompts have both scores.
+        count: how many prompts have both scores, or how many values a series has.
+        unit: what was counted.
     """
 
     before: float
     after: float
     low: float = math.nan
     high: float = math.nan
-    num_prompts: int = 0
+    count: int = 0
+    unit: str = "prompts"
 
     @classmethod
     def of(cls, before: Sequence[float], after: Sequence[float]) -> Change:
         """Return the change of scores of the same prompts."""
         gains = [b - a for a, b in zip(before, after, strict=True)]
-        half = Z * stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
+        half = quantile(len(gains) - 1) * stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
         return cls(fmean(before), fmean(after), fmean(gains) - half, fmean(gains) + half, len(gains))
+
+    @classmethod
+    def along(cls, values: Sequence[float], unit: str, noisy: slice = slice(None)) -> Change:
+        """Return the change from the first to the last tenth of a series of independent values.
+
+        The noise of a value is estimated from the differences of neighbours, to which a trend adds little (von
+        Neumann 1941); two thirds of them count as independent.
+
+        Args:
+            noisy: the part of the series from which the noise is estimated.
+        """
+        part = max(1, len(values) // 10)
+        before, after = fmean(values[:part]), fmean(values[-part:])
+        squares = [(b - a) ** 2 for a, b in pairwise(values[noisy])]
+        half = quantile(len(squares) * 2 // 3) * math.sqrt(fmean(squares or [math.nan]) / part)
+        return cls(before, after, after - before - half, after - before + half, len(values), unit)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the noise is."""
+        return not math.isnan(self.low)
 
     @property
     def sign(self) -> int:
-        """1 if the score rose beyond its noise, -1 if it fell, else 0."""
-        if math.isnan(self.low):
-            return (self.after > self.before) - (self.after < self.before)
+        """1 if the score rose beyond its noise, -1 if it fell, else 0, also if the noise is not known."""
         return (self.low > 0) - (self.high < 0)
 
     def __str__(self) -> str:
+        values = f"from {self.before:.3g} to {self.after:.3g}"
+        if not self.is_known:
+            return f"went {values}, which may be noise"
         way = {1: "rose", -1: "fell", 0: "did not change beyond its noise,"}[self.sign]
-        known = not math.isnan(self.low)
-        interval = f" ({self.low:+.3g} to {self.high:+.3g}, {self.num_prompts} prompts)" if known else ""
-        return f"{way} from {self.before:.3g} to {self.after:.3g}{interval}"
+        return f"{way} {values} ({self.low:+.3g} to {self.high:+.3g}, {self.count} {self.unit})"
+
+
+def quantile(freedom: int) -> float:
+    """Return the quantile of Student's t for a 95% interval; NaN for no degree of freedom."""
+    if freedom < 1:
+        return math.nan
+    return T[freedom - 1] if freedom <= len(T) else 1.96 + 2.37 / freedom + 2.8 / freedom**2
 
 
 @dataclass(frozen=True)
@@ -103,6 +135,11 @@ class Facts:
     def is_over(self) -> bool:
         """Whether the run has come to its end."""
         return self.run.verb != "ppo" or self.run.status.startswith("finished")
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether the score is that of held-out prompts."""
+        return self.score is not None and self.score.unit == "prompts"
 
     @property
     def is_far(self) -> bool:
@@ -128,8 +165,9 @@ class Facts:
         clauses = [] if self.is_over else [self.run.status]
         clauses += contest_clauses(self.run)
         if self.score is not None:
-            where = "the score of held-out prompts" if self.score.num_prompts else "the score"
+            where = "the score of held-out prompts" if self.has_held_out else "the score"
             clauses.append(f"{where} {self.score}{cost_text(self.run)}")
+            clauses += [] if self.has_held_out else ["no held-out prompts were scored before and after"]
         clauses += ["that is far from the reference"] if self.is_far else []
         clauses += [f"{name} {change}" for name, change in self.fallen.items()]
         return clauses + [(name == MONITOR and fallen_judge(self.run)) or f"alarm {name}" for name in self.lasting]
@@ -152,6 +190,8 @@ class Facts:
         if self.level == BAD:
             return "lower learning_rate, and read the largest losses"
         if self.level == MIXED:
+            if self.run.verb == "ppo" and not self.has_held_out:
+                return HOLD_OUT
             return (
                 "read the samples; raise learning_rate or num_rollouts, or use a reward that tells completions apart"
             )
@@ -206,13 +246,15 @@ def loss_verdict(run: Run) -> Verdict | None:
     _, losses = run.series("loss")
     if len(losses) < 2 or run.verb != "sft":
         return None
-    found = [
-        f"the training loss {'fell' if losses[-1] < losses[0] else 'rose'} from {losses[0]:.3g} to {losses[-1]:.3g}"
-    ]
+    # The first values fall too steeply to say how noisy the others are.
+    change = Change.along(losses, "logged values", noisy=slice(1, None))
+    found = [f"the training loss {change}"]
     held_out = run.results.get("eval_loss")
     found += [] if held_out is None else [f"that of held-out rows is {held_out:.3g}"]
-    if losses[-1] >= losses[0]:
+    if change.sign > 0:
         return Verdict(BAD, found, "lower learning_rate, and look at the rows")
+    if not change.sign:
+        return Verdict(MIXED, found, "train longer, or lower logging_steps, so that more losses are compared")
     if held_out is not None and held_out > BY_HEART * losses[-1]:
         return Verdict(MIXED, [*found, "it learns rows by heart"], "fewer epochs, or more rows")
     return Verdict(GOOD, found, f"onetrunk chat {run.folder}")
@@ -241,13 +283,12 @@ def score_change(run: Run) -> Change | None:
     means = [side.get("score/mean") for side in sides]
     if None in means:
         means = run.series("score/mean")[1]
-        part = max(1, len(means) // 10)
-        return Change(fmean(means[:part]), fmean(means[-part:])) if len(means) > 1 else None
+        return Change.along(means, "rollouts") if len(means) > 1 else None
     num_prompts = run.results.get("num_prompts") or 0
     spread = [side.get("score/std") for side in sides]
-    if None in spread or not num_prompts:
-        return Change(*means)
-    half = Z * math.hypot(*spread) / math.sqrt(num_prompts)
+    half = (
+        math.nan if None in spread else quantile(num_prompts - 1) * math.hypot(*spread) / math.sqrt(num_prompts or 1)
+    )
     gain = means[1] - means[0]
     return Change(*means, gain - half, gain + half, num_prompts)
 
@@ -299,8 +340,8 @@ def lasting_alarms(run: Run) -> list[str]:
 def fallen_judge(run: Run) -> str | None:
     """Return how far the monitor's judge is below where it began, in words; None if it is not."""
     _, scores = run.series("judge/score")
-    is_lower = len(scores) > 1 and scores[-1] < scores[0]
-    return f"the judge that PPO does not see fell from {scores[0]:.3g} to {scores[-1]:.3g}" if is_lower else None
+    change = Change.along(scores, "measurements") if len(scores) > 1 else None
+    return f"the judge that PPO does not see {change}" if change is not None and change.sign < 0 else None
 
 
 def _scored_pairs(run: Run, key: str) -> tuple[list[float], list[float]] | None:

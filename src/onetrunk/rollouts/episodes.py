@@ -59,11 +59,12 @@ class EpisodeCounts:
     Args:
         episodes, failed_episodes: rows, and those of them whose environment could not be reset or broke.
         turns: turns that were sampled.
-        turns_at_limit: episodes that ended because they had `max_turns` turns.
+        turns_at_limit: episodes that ended because they had `max_turns` turns, the last one whole.
         tool_calls, tool_errors: calls of tools and steps of environments, and those that gave an error.
         observation_tokens: tokens that were given after the prompts.
         tool_seconds: seconds from a turn's end to its answer, summed over rows.
         waited_seconds: seconds in which every row that was not over waited for an answer.
+        truncated: episodes that a limit of their environment ended.
     """
 
     episodes: int = 0
@@ -75,6 +76,7 @@ class EpisodeCounts:
     observation_tokens: int = 0
     tool_seconds: float = 0.0
     waited_seconds: float = 0.0
+    truncated: int = 0
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

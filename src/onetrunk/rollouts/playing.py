@@ -282,10 +282,10 @@ class Playing:
         self._wait(-1, is_over=observation is None or length >= self.max_length)
         return observation
 
-    def _is_last(self, row: Row) -> bool:
-        """Return whether a row that would go on has all its turns, and count it."""
+    def _is_last(self, row: Row, stopped: bool) -> bool:
+        """Return whether a row that would go on has all its turns, and count it unless the length cut the last one."""
         row.is_cut = row.counts.turns == self.limits.max_turns
-        row.count(turns_at_limit=int(row.is_cut))
+        row.count(turns_at_limit=int(row.is_cut and stopped))
         return row.is_cut
 
     def _step(self, row: Row, token_ids: list[int], stopped: bool, _before: list[int]) -> list[int] | None:
@@ -297,6 +297,7 @@ class Playing:
             text, reward, terminated, truncated, _ = self._checked(self.calls.call(row.environment.step, action))
             row.rewards[-1], is_over = float(reward), bool(terminated or truncated)
             row.is_cut = bool(truncated and not terminated)
+            row.count(truncated=int(row.is_cut))
         except TooManyHang:
             raise
         except (TimedOut, StepFault, LostSession) as error:
@@ -307,7 +308,7 @@ class Playing:
         except BaseException as error:
             row.count(tool_errors=1)
             text = error_text(error)
-        if is_over or self._is_last(row):
+        if is_over or self._is_last(row, stopped):
             return None
         text = shortened(text, self.limits.observation_characters)
         row.messages.append({"role": "user", "content": text})
@@ -333,7 +334,7 @@ class Playing:
         row.messages.append(message)
         calls = message.get("tool_calls") or []
         # A call in a turn that was cut off may be cut off too.
-        if not calls or not stopped or self._is_last(row):
+        if not calls or not stopped or self._is_last(row, stopped):
             return None
         for first in range(0, len(calls), CALLS_AT_ONCE):
             # Of an environment that is not async, one call at a time; all others at the same time.

@@ -13,6 +13,7 @@ from typing import Any
 SHARE = (0.0, 1.0, "between 0 and 1")
 AT_LEAST_0 = (0.0, math.inf, "0 or more")
 AT_MOST_0 = (-math.inf, 0.0, "0 or less")
+AT_MOST_1 = (-math.inf, 1.0, "1 or less")
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,13 @@ RULES = {
         range=AT_MOST_0,
     ),
     "useless_values": Rule(
-        0.0,
+        0.01,
         "value/explained_variance",
         "the explained variance of the value head",
-        "a value head that does no better than a constant: rewards that no state foretells, or too few rollouts yet",
+        "a value head that does no better than a constant, whose value is 0: rewards that the state does not predict,"
+        " or too few rollouts yet",
         "raise rollout_batch_size or value_steps, set value_head to adapter, or use lam 1, whose returns need none",
-        range=AT_MOST_0,
+        range=AT_MOST_1,
         periods=5,
     ),
     "equal_scores": Rule(
@@ -176,9 +178,17 @@ RULES = {
     "turn_limit": Rule(
         0.5,
         "episode/turn_limit",
-        "the share of episodes that end at max_turns or max_completion_length",
+        "the share of episodes that end at max_turns",
         "too small a limit for the task, or a policy that never comes to an end",
-        "raise max_turns or max_completion_length, shorten observations, or reward an early end (gamma below 1)",
+        "raise max_turns, or reward an early end (gamma below 1)",
+        is_upper=True,
+    ),
+    "length_limit": Rule(
+        0.5,
+        "episode/length_limit",
+        "the share of episodes that max_completion_length ends",
+        "too small a limit for the task, long observations, or a policy that never comes to an end",
+        "raise max_completion_length, lower max_observation_characters, or reward an early end (gamma below 1)",
         is_upper=True,
     ),
 }

@@ -7,6 +7,7 @@ It is over with the first rollout in which the condition does not hold. The alar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.alarm_rules import RULES
+from onetrunk.ppo.stream_state import NEW_RUN
 
 logger = get_logger(__name__)
 
@@ -50,6 +52,8 @@ def find_breach(
         if rule.metric not in first or (name == "length_explosion" and first[rule.metric] < LEAST_STOPPED):
             return None
         bound = limit * first[rule.metric]
+    elif rule.metric == "value/explained_variance" and metrics.get("score/std", 1.0) < RULES["equal_scores"].limit:
+        return None  # With equal scores the returns are the KL alone.
     value = metrics.get(rule.metric)
     if value is None or not (value > bound if rule.is_upper else value < bound):
         return None
@@ -163,6 +167,8 @@ class Alarms(EndingCallback):
                 f"The last checkpoint from before it is {good}: --resume {Path(args.output_dir) / good}"
                 " (resume_from_checkpoint of train) resumes there, with allow_config_change if settings change"
             )
+            fixed = [name for name in re.findall(r"\w+", rule.change) if name in NEW_RUN]
+            remedy += f"; {' and '.join(fixed)} can change only in a new run" if fixed else ""
         (value, bound), side = breach, "above" if rule.is_upper else "below"
         period = f"in {num_rollouts} rollouts in a row, sampled from step {begin} on"
         self.explanation = (
@@ -220,8 +226,8 @@ class StepGuard(TrainerCallback):
         if self.num_bad_in_a_row >= limit:
             raise RuntimeError(
                 f"the gradient was not finite in {self.num_bad_in_a_row} optimizer steps in a row (step"
-                f" {state.global_step}); the weights are those before them. Lower learning_rate, or look for infinite"
-                " scores, then resume from the last checkpoint"
+                f" {state.global_step}); the weights are those before them. Look for infinite scores and resume from"
+                " the last checkpoint, or start a new run with a lower learning_rate"
             )
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

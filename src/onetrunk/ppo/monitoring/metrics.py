@@ -6,16 +6,18 @@ Each kind adds up in its own way:
   (ops/losses.py): they add over packs and processes, and average over steps. Names ending in `_max` take the largest.
 - Metrics of a rollout are global numbers already: they average over rollouts; names ending in `_max` take the largest.
 - What a reward function logs belongs to its process: it averages over calls and processes.
+
+A metric that is NaN in a rollout or a call was not measured there, and has no part in the mean.
 """
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from onetrunk.ops.advantages import gae, kl_estimate, turn_gae
+from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.importance import effective_share, importance_sums
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import DataParallel
@@ -120,16 +122,13 @@ class MetricLog:
 
     def flush(self) -> dict[str, float]:
         """Return the metrics since the last flush by their public names, and clear them. Every process calls it."""
-        metrics = {
-            name: max(values) if name.endswith("_max") else sum(values) / len(values)
-            for name, values in self._rollouts.items()
-        }
+        metrics = {name: _reduced(name, values) for name, values in self._rollouts.items()}
         # Processes may have logged under different names, so the names are gathered too.
         own: dict[str, list[float]] = defaultdict(list)
         for local in gather_object([dict(self._local)]):
             for name, values in local.items():
                 own[name] += values
-        metrics |= {name: sum(values) / len(values) for name, values in own.items()}
+        metrics |= {name: _reduced("", values) for name, values in own.items()}
         stats = self._step_numbers()
         metrics |= {public: stats[n] for n, public in STEP_NAMES.items() if n in stats}
         metrics |= {name: stats[name] for name in sorted(self._maxima)}
@@ -186,6 +185,14 @@ def without_steps(state: dict[str, Any]) -> dict[str, Any]:
     begun = {"sums": {}, "maxima": {}, "own": {}, "counts": [0, 0, state["counts"][2]]}
     of_rollout = state["of_rollout"]
     return {**state, **begun, "of_rollout": None if of_rollout is None else without_steps(of_rollout)}
+
+
+def _reduced(name: str, values: Sequence[float]) -> float:
+    """Return the mean of the values that are not NaN, or the largest of a name that ends in `_max`; NaN for none."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return math.nan
+    return max(known) if name.endswith("_max") else sum(known) / len(known)
 
 
 def _tensors(numbers: dict[str, float], device: torch.device) -> dict[str, Tensor]:
@@ -265,9 +272,10 @@ def episode_metrics(
 ) -> dict[str, float]:
     """Return what happened in the episodes of a rollout, equal on every process; {} if none were played.
 
-    Numbers are means per episode; `tool_errors` is a share of the calls, `turn_limit` (episodes that ended at a limit
-    of turns or tokens) and `failed` of the episodes. `time/tools_s` is the time in which a process only waited for
-    answers, `time/answer_s` the time from the end of a turn to its answer.
+    Numbers are means per episode; `tool_errors` is a share of the calls, `turn_limit` (episodes that ended because
+    they had `max_turns` turns), `length_limit` (those that the limit of tokens ended) and `failed` of the episodes.
+    `time/tools_s` is the time in which a process only waited for answers, `time/answer_s` the time from the end of a
+    turn to its answer.
 
     Args:
         counted: [n] bool, False for rows that another process counts too; None: all count.
@@ -277,16 +285,17 @@ def episode_metrics(
         return {}
     rows = []
     for episode, stopped in zip(played, scored.stopped.tolist(), strict=True):
-        is_at_limit = episode.failure is None and (episode.counts.turns_at_limit or not stopped)
-        rows.append([*astuple(episode.counts), is_at_limit])
+        ended = stopped or episode.failure is not None or episode.counts.turns_at_limit or episode.counts.truncated
+        rows.append([*astuple(episode.counts), not ended])
     numbers = torch.tensor(rows, dtype=torch.float64)
     numbers = numbers if counted is None else numbers[counted]
     local = torch.cat([numbers.sum(0), torch.ones(1)]).to(accelerator.device, widest_dtype(accelerator.device))
-    *totals, at_limit, processes = DataParallel(accelerator).sum(local).tolist()
+    *totals, at_length, processes = DataParallel(accelerator).sum(local).tolist()
     counts = EpisodeCounts(*totals)
     return {
         "episode/turns": counts.turns / counts.episodes,
-        "episode/turn_limit": at_limit / counts.episodes,
+        "episode/turn_limit": counts.turns_at_limit / counts.episodes,
+        "episode/length_limit": at_length / counts.episodes,
         "episode/failed": counts.failed_episodes / counts.episodes,
         "episode/tool_calls": counts.tool_calls / counts.episodes,
         "episode/tool_errors": counts.tool_errors / max(1, counts.tool_calls),
@@ -297,27 +306,29 @@ def episode_metrics(
 
 
 def value_metrics(
-    packs: Sequence[RolloutPack], experiences: Sequence[Experience], gamma: float, accelerator: Accelerator
+    experiences: Sequence[Experience], observed: Sequence[Tensor], plain: Sequence[Tensor], accelerator: Accelerator
 ) -> dict[str, float]:
     """Return how well the values of a rollout predicted it, before any step on it; over all tokens that train.
 
-    `value/explained_variance` is 1 - Var(returns - values) / Var(returns): 0 for a constant, and for returns that do
-    not vary. `value/variance_ratio` is the variance of the advantages divided by their variance without a critic: of
-    the plain return from each token on, less its mean over the batch. Below 1 the critic takes noise out of the
-    gradient.
+    `value/explained_variance` is 1 - Var(observed returns - values) / Var(observed returns): 0 for a constant, below
+    0 for values that are worse than one, NaN for returns that do not vary. The returns of the fit do not measure the
+    values, because with lam below 1 they contain them. `value/variance_ratio` is the variance of the advantages
+    divided by their variance under a critic of zeros with the same lam: 1 for zeros. Below 1 the critic takes noise
+    out of the gradient.
+
+    Args:
+        observed: [R, C] per experience, the returns with lam 1.
+        plain: [R, C] per experience, the advantages under a critic of zeros.
     """
-    wide, pairs = widest_dtype(accelerator.device), []
-    for item, experience in zip(packs, experiences, strict=True):
+    wide, columns = widest_dtype(accelerator.device), []
+    for experience, returns, advantages in zip(experiences, observed, plain, strict=True):
         mask, of_values = experience.loss_mask, experience.value_tokens
-        estimate = gae if experience.value_mask is None else partial(turn_gae, turn_ids=item.pack.turns)
-        plain, _ = estimate(item.rewards, torch.zeros_like(item.rewards), item.pack.completion_mask, gamma, lam=1.0)
-        errors = experience.returns.to(wide) - experience.old_values
-        pair = [(x.to(wide), of_values) for x in (experience.returns, errors)]
-        pairs.append([*pair, *((x.to(wide), mask) for x in (experience.advantages, plain))])
-    variances = [global_moments(list(column), accelerator)[2] for column in zip(*pairs, strict=True)]
-    returns, errors, advantages, plain = torch.stack(variances).tolist()
+        errors = returns.to(wide) - experience.old_values
+        columns.append([(returns, of_values), (errors, of_values), (experience.advantages, mask), (advantages, mask)])
+    parts = ([(x.to(wide), mask) for x, mask in column] for column in zip(*columns, strict=True))
+    returns, errors, advantages, plain = torch.stack([global_moments(part, accelerator)[2] for part in parts]).tolist()
     return {
-        "value/explained_variance": 1 - errors / returns if returns else 0.0,
+        "value/explained_variance": 1 - errors / returns if returns else math.nan,
         "value/variance_ratio": advantages / plain if plain else 1.0,
     }
 
