@@ -49,3 +49,10 @@ def test_another_seed_is_another_run(tmp_path):
     crash_runs.finish("ppo", tmp_path, None, seed=4)
     other, whole = digest_of(tmp_path), digest_of(uninterrupted("ppo"))
     assert all(other[part] != whole[part] for part in ("weights", "optimizer", "metrics", "torch"))
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "distill"])
+def test_the_steps_after_the_last_interval_are_logged_at_the_end_of_every_training(tmp_path, kind):
+    trainer = crash_runs.KINDS[kind](tmp_path, logging_steps=100)
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [9]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from onetrunk.ppo.config import HOLD_OUT
 from onetrunk.ppo.monitoring.alarms import RULES
 from onetrunk.ppo.monitoring.metrics import MetricLog
 from tests.ppo.support import assert_same, differ, even_share, logged, make_trainer, prompts, trained, trained_weights
@@ -179,6 +180,8 @@ def test_where_there_is_no_terminal_each_rollout_is_one_line(tmp_path, capsys):
     assert [line.split(":")[0] for line in lines if line.startswith("evaluation")] == [
         f"evaluation at step {step}" for step in (0, 4, 6)
     ]
+    # The first lines say what a run without held-out prompts lacks.
+    assert HOLD_OUT not in trainer.progress.opening and HOLD_OUT in make_trainer(tmp_path).progress.opening
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):

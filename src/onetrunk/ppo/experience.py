@@ -190,6 +190,8 @@ class ExperienceStream:
     def advantages(self, pack: Pack, output: PackOutput, rewards: Tensor, stopped: Tensor) -> tuple[Tensor, Tensor]:
         """Return (advantages, returns) of a pack, both [R, C], by generalised advantage estimation over `gae_unit`.
 
+        It is called again with values of 0, for `value/variance_ratio`.
+
         Args:
             pack: the rows.
             output: logprobs, values and next_values at rollout time.

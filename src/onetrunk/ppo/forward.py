@@ -65,7 +65,8 @@ class Forward:
             except FloatingPointError as error:
                 raise RuntimeError(
                     f"logprobs or values of rollout {iteration} are not finite: the policy has diverged; lower"
-                    " learning_rate or max_grad_norm and resume from an earlier checkpoint"
+                    " max_grad_norm and resume from an earlier checkpoint, or start a new run with a lower"
+                    " learning_rate"
                 ) from error
 
         if not has_time or self.is_collective:

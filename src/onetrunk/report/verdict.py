@@ -286,9 +286,9 @@ def score_change(run: Run) -> Change | None:
         return Change.along(means, "rollouts") if len(means) > 1 else None
     num_prompts = run.results.get("num_prompts") or 0
     spread = [side.get("score/std") for side in sides]
-    half = (
-        math.nan if None in spread else quantile(num_prompts - 1) * math.hypot(*spread) / math.sqrt(num_prompts or 1)
-    )
+    half = math.nan
+    if num_prompts and None not in spread:
+        half = quantile(num_prompts - 1) * math.hypot(*spread) / math.sqrt(num_prompts)
     gain = means[1] - means[0]
     return Change(*means, gain - half, gain + half, num_prompts)
 

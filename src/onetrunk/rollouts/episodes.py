@@ -59,7 +59,7 @@ class EpisodeCounts:
     Args:
         episodes, failed_episodes: rows, and those of them whose environment could not be reset or broke.
         turns: turns that were sampled.
-        turns_at_limit: episodes that ended because they had `max_turns` turns, the last one whole.
+        turns_at_limit: episodes that ended because they had `max_turns` turns, with room for more tokens.
         tool_calls, tool_errors: calls of tools and steps of environments, and those that gave an error.
         observation_tokens: tokens that were given after the prompts.
         tool_seconds: seconds from a turn's end to its answer, summed over rows.

@@ -282,10 +282,11 @@ class Playing:
         self._wait(-1, is_over=observation is None or length >= self.max_length)
         return observation
 
-    def _is_last(self, row: Row, stopped: bool) -> bool:
-        """Return whether a row that would go on has all its turns, and count it unless the length cut the last one."""
+    def _is_last(self, row: Row) -> bool:
+        """Return whether a row that would go on has all its turns, and count it unless the length ends it anyway."""
         row.is_cut = row.counts.turns == self.limits.max_turns
-        row.count(turns_at_limit=int(row.is_cut and stopped))
+        has_room = len(row.context) - len(row.prompt_ids) < self.max_length
+        row.count(turns_at_limit=int(row.is_cut and has_room))
         return row.is_cut
 
     def _step(self, row: Row, token_ids: list[int], stopped: bool, _before: list[int]) -> list[int] | None:
@@ -308,7 +309,7 @@ class Playing:
         except BaseException as error:
             row.count(tool_errors=1)
             text = error_text(error)
-        if is_over or self._is_last(row, stopped):
+        if is_over or self._is_last(row):
             return None
         text = shortened(text, self.limits.observation_characters)
         row.messages.append({"role": "user", "content": text})
@@ -334,7 +335,7 @@ class Playing:
         row.messages.append(message)
         calls = message.get("tool_calls") or []
         # A call in a turn that was cut off may be cut off too.
-        if not calls or not stopped or self._is_last(row, stopped):
+        if not calls or not stopped or self._is_last(row):
             return None
         for first in range(0, len(calls), CALLS_AT_ONCE):
             # Of an environment that is not async, one call at a time; all others at the same time.
