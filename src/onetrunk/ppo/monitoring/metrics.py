@@ -286,6 +286,7 @@ def episode_metrics(
     counts = EpisodeCounts(*totals)
     return {
         "episode/turns": counts.turns / counts.episodes,
+        "episode/turns_cut": counts.turns_cut / counts.episodes,
         "episode/turn_limit": at_limit / counts.episodes,
         "episode/failed": counts.failed_episodes / counts.episodes,
         "episode/tool_calls": counts.tool_calls / counts.episodes,
