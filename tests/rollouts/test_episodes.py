@@ -109,7 +109,7 @@ def test_an_episode_is_the_exact_ids_of_turns_and_observations(driver):
     [
         (20, {"max_turns": 1}, [0] * 3, False),
         (5, {}, [0] * 3, False),  # No room for the observation and one more token.
-        (6, {}, [0] * 3 + [-1] * 2 + [1], False),
+        (6, {}, [0] * 3 + [-1] * 2 + [1], True),  # The environment ends with this turn, of which the end is missing.
         (2, {}, [0] * 2, False),
     ],
 )

@@ -58,24 +58,25 @@ class EpisodeCounts:
 
     Args:
         episodes, failed_episodes: rows, and those of them whose environment could not be reset or broke.
-        turns, turns_cut: turns that were sampled, and those of them that `max_turn_length` cut off.
+        turns: turns that were sampled.
         turns_at_limit: episodes that ended because they had `max_turns` turns.
         tool_calls, tool_errors: calls of tools and steps of environments, and those that gave an error.
         observation_tokens: tokens that were given after the prompts.
         tool_seconds: seconds from a turn's end to its answer, summed over rows.
         waited_seconds: seconds in which every row that was not over waited for an answer.
+        turns_cut: turns that `max_turn_length` cut off.
     """
 
     episodes: int = 0
     failed_episodes: int = 0
     turns: int = 0
-    turns_cut: int = 0
     turns_at_limit: int = 0
     tool_calls: int = 0
     tool_errors: int = 0
     observation_tokens: int = 0
     tool_seconds: float = 0.0
     waited_seconds: float = 0.0
+    turns_cut: int = 0
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
