@@ -32,7 +32,8 @@ STEERING = {
     "warmup_steps", "max_grad_norm", "optim", "optim_args", "bf16", "fp16", "tf32", "full_determinism",
     "schedule", "max_staleness", "use_vllm",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min", "vllm_mode", "max_turns", "max_observation_characters",
+    "vllm_importance_sampling_clip_min", "vllm_mode", "max_turns", "max_turn_length",
+    "max_observation_characters",
 }  # fmt: skip
 # PPO takes only one value of these.
 FIXED = set(

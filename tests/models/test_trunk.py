@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.nn import functional as F
+from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from onetrunk.models.adapters import adapter_parameters
 from onetrunk.models.base_model import backbone
@@ -240,3 +241,12 @@ def test_the_gradient_of_a_pack_is_the_sum_of_those_of_its_rows(family):
         expected = sum(part[name] for part in parts)
         # Gradients of up to 100 in fp32, summed in another order.
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_a_model_without_a_key_value_cache_is_rejected_when_the_trunk_is_made():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    config = LoraConfig(target_modules=["in_proj"], task_type="CAUSAL_LM")
+    mamba2 = Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=8, num_heads=8, n_groups=1))
+    for model in (MambaForCausalLM(MambaConfig(**sizes)), mamba2):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has no key-value cache .* take a model with"):
+            TrunkModel(model, config)

@@ -117,6 +117,21 @@ def test_an_episode_that_a_limit_ends_is_no_terminal_state(tmp_path, monkeypatch
     assert trainer.added == pytest.approx([added] * 4)
 
 
+def test_a_terminated_turn_that_was_cut_off_has_no_penalty_and_keeps_its_last_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(Ending, "ends", (True, False))
+    kept = {}
+
+    def reward(completions, completion_ids, **kwargs):
+        kept.update(zip(completions, map(tuple, completion_ids), strict=True))
+        return [1.0] * len(completions)
+
+    trainer = run(tmp_path, factory=Ending, reward=reward, max_turn_length=2, missing_eos_penalty=5.0)
+    assert logged(trainer, "episode/turns_cut")[0] > 0 and logged(trainer, "completion/stopped_fraction") == [1.0]
+    stops = {1, *range(40, 64)}
+    cut = {text: ids for text, ids in kept.items() if ids[-1] not in stops}
+    assert cut and all(text == tiny_tokenizer().decode(ids, skip_special_tokens=True) for text, ids in cut.items())
+
+
 class Closing(Words):
     def __init__(self, made):
         made.append(self)
@@ -334,6 +349,8 @@ class Together(CannedBackend):
         ({"factory": None, "max_turns": 3}, "max_turns is 3, and there are neither tools nor an environment"),
         ({"backend": Together()}, "not supported with rollout_backend 'pipelined'"),
         ({"max_turns": 0}, "max_turns is 0"),
+        ({"factory": None, "max_turn_length": 3}, "max_turn_length is 3, and there are neither tools"),
+        ({"max_turn_length": 0}, "max_turn_length is 0"),
         ({"max_turns": 3, "max_tool_calling_iterations": 3}, "max_tool_calling_iterations 3 is max_turns 4"),
         ({"factory": {"x": Words}}, "no column 'environment'"),
         ({"factory": object}, "makes a object, which has no reset"),

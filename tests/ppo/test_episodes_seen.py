@@ -130,7 +130,7 @@ def test_completions_of_one_turn_have_no_such_metrics_and_no_transcript(tmp_path
 
 
 def test_metrics_of_three_episodes_by_hand():
-    counts = [EpisodeCounts(1, 0, 2, 1, 3, 1, 10, 4.0, 0.5), EpisodeCounts(1, 0, 4, 0, 3, 3, 20, 2.0, 0.5)]
+    counts = [EpisodeCounts(1, 0, 2, 1, 3, 1, 10, 4.0, 0.5), EpisodeCounts(1, 0, 4, 0, 3, 3, 20, 2.0, 0.5, 3)]
     counts.append(EpisodeCounts(1, 1, 0, 0, 0, 0, 0, 0.0, 0.5))
     episodes = [PlayedEpisode("", None, None, count, "broke" if i == 2 else None) for i, count in enumerate(counts)]
     # The first ended at max_turns, the second at the length limit; the third failed.
@@ -147,6 +147,7 @@ def test_metrics_of_three_episodes_by_hand():
         "observation_tokens": 10,
     }
     expected = {f"episode/{name}": value for name, value in expected.items()} | {"episode/tool_errors": 4 / 6}
+    expected["episode/turns_cut"] = 1
     assert found == pytest.approx(expected | {"time/tools_s": 1.5, "time/answer_s": 1.0})
     # A row that another process counts too.
     part = episode_metrics(scored, accelerator, torch.tensor([False, True, False]))

@@ -67,10 +67,9 @@ def episodes_of(factory=None, tools=None, tokenizer=WORDS, **limits):
     return Episodes(tools, factory, tokenizer, EpisodeLimits(**limits))
 
 
-def play(episodes, script, prompts=("a cat",), driver=play_in_waves, length=20, columns=None, **options):
+def play(episodes, script, prompts=("a cat",), driver=play_in_waves, length=20, columns=None, turn=None, **options):
     """Play one row per prompt; return the rollout."""
-    stops = (END,)
-    params = SamplingParams(length, 1.0, stops)
+    params = SamplingParams(length, 1.0, (END,), max_turn_length=turn)
     rows = []
     for i, prompt in enumerate(prompts):
         row = {name: column[i] for name, column in (columns or {}).items()}
@@ -110,7 +109,7 @@ def test_an_episode_is_the_exact_ids_of_turns_and_observations(driver):
     [
         (20, {"max_turns": 1}, [0] * 3, False),
         (5, {}, [0] * 3, False),  # No room for the observation and one more token.
-        (6, {}, [0] * 3 + [-1] * 2 + [1], False),
+        (6, {}, [0] * 3 + [-1] * 2 + [1], True),  # The environment ends with this turn, of which the end is missing.
         (2, {}, [0] * 2, False),
     ],
 )
@@ -128,6 +127,15 @@ def test_a_last_turn_that_the_length_cuts_is_not_counted_as_the_limit_of_turns()
     assert rollout.stopped == [False] and counts_of(rollout).turns_at_limit == 0
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_turn_that_is_too_long_is_cut_and_the_environment_reads_what_is_there(driver):
+    first, second, dog = [*words("runs fast sleeps"), END], [*words("sees"), END], words("the dog")
+    rollout = play(episodes_of(Counting), Scripted([first, second]), driver=driver, turn=2)
+    assert rollout.completion_ids == [first[:2] + dog + second] and rollout.stopped == [True]
+    assert rollout.episodes[0].environment.actions == ["runs fast", "sees"]
+    assert (counts_of(rollout).turns, counts_of(rollout).turns_cut) == (2, 1)
+
+
 class Ending(Counting):
     def step(self, action):
         observation, reward, _, _, info = super().step(action)
@@ -141,6 +149,9 @@ def test_an_episode_that_its_environment_truncates_is_cut_off_and_one_that_termi
     rollout = play(episodes_of(Ending, max_turns=2), script, ["a"] * 4, columns={"ends": ends})
     assert rollout.stopped == [True, False, True, False]
     assert rollout.turn_rewards == [[1.0], [1.0], [1.0], [1.0, 2.0]]
+    # Neither does it matter whether the length cut its last turn off.
+    long = Scripted([[*words("runs fast sleeps"), END]] * 2)
+    assert play(episodes_of(Ending), long, ["a"] * 4, columns={"ends": ends}, length=2).stopped == rollout.stopped
 
 
 def test_what_reset_says_belongs_to_the_prompt_and_each_row_has_its_own_environment_and_seed():
@@ -494,14 +505,16 @@ def test_environments_of_trl_are_chosen_by_a_column_and_score_the_episode():
     assert again.episodes[0].environment is first.environment and again.turn_rewards == rollout.turn_rewards
 
 
-def test_a_gymnasium_environment_answers_a_conversation_as_the_user():
+@pytest.mark.parametrize("turn", [None, 3])
+def test_a_gymnasium_environment_answers_a_conversation_as_the_user(turn):
+    # A turn that is cut off has the template's form too: what ends it is given, not sampled.
     tokenizer = chat_tokenizer("qwen2_5")
     episodes = episodes_of(Counting, tokenizer=tokenizer)
     episodes.check_prompts(["prompt"], conversational=True)
-    script = Scripted(turns_of(tokenizer, "one<|im_end|>", "two<|im_end|>"))
-    rollout = play(episodes, script, [CHAT], length=400, columns={"hint": [" Go."]})
+    script = Scripted(turns_of(tokenizer, "one<|im_end|>" if turn is None else "one more", "2<|im_end|>"))
+    rollout = play(episodes, script, [CHAT], length=400, columns={"hint": [" Go."]}, turn=turn)
     messages = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "the dog"}]
-    messages.append({"role": "assistant", "content": "two"})
+    messages.append({"role": "assistant", "content": "2"})
     assert rollout.episodes[0].messages == messages
     prompt = [{"role": "user", "content": "2+3? Go."}]
     whole = tokenizer.apply_chat_template([*prompt, *messages], return_dict=True)["input_ids"]

@@ -39,7 +39,8 @@ def naive(model, prompts=MANY, keys=KEYS, params=None, observation=observation):
     for row, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
         ids, logprobs, turn_ids, turn, stopped = [], [], [], 0, False
         while True:
-            left = replace(params, max_completion_length=params.max_completion_length - len(ids))
+            most = min(params.max_completion_length - len(ids), params.max_turn_length or params.max_completion_length)
+            left = replace(params, max_completion_length=most, max_turn_length=None)
             turn_key = (*key, turn) if turn else key
             one = LocalBackend(model).generate([prompt + ids], left, [turn_key])
             ids, logprobs = ids + one.completion_ids[0], [*logprobs, one.sampler_logprobs[0]]
@@ -78,6 +79,20 @@ def test_an_episode_with_its_cache_kept_equals_turns_that_are_sampled_one_by_one
         assert_equals(played(model, max_rows=most), expected)
     # Nothing runs twice: after the prompts of 20 tokens at most come observations of 9, and the token before.
     assert max(widths) <= 20 and widths.count(1) > 30
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_limit_of_turns_cuts_each_and_the_episode_goes_on(family):
+    model, params = tiny(family), params_of(max_turn_length=4)
+    expected = naive(model, params=params)
+    for most in (None, 3):
+        assert_equals(played(model, params=params, max_rows=most), expected)
+    lengths = [turns.count(turn) for _, _, turns, _ in expected for turn in range(max(turns))]
+    assert max(lengths) == 4 and lengths.count(4) > 3
+    # A limit that no turn reaches changes nothing.
+    plain, wide = played(model), played(model, params=params_of(max_turn_length=40))
+    assert plain.completion_ids == wide.completion_ids
+    assert torch.equal(torch.cat(list(plain.sampler_logprobs)), torch.cat(list(wide.sampler_logprobs)))
 
 
 def test_a_row_that_has_no_place_for_its_cache_begins_anew():

@@ -6,6 +6,7 @@ config's length, the head comes from the config and is proved by one forward (`v
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -95,6 +96,15 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"the architecture {model_type} is not supported: {_UNSUPPORTED[model_type]}; take a model of another"
             " architecture"
+        )
+
+
+def check_cache(model: PreTrainedModel) -> None:
+    """Raise a ValueError for an architecture whose forward takes no key-value cache, such as Mamba's."""
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} has no key-value cache (past_key_values), so it cannot be sampled from; take a"
+            " model with attention layers, such as a hybrid of both"
         )
 
 

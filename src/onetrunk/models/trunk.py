@@ -40,6 +40,7 @@ from onetrunk.models.adapters import (
 )
 from onetrunk.models.base_model import (
     backbone,
+    check_cache,
     check_supported,
     decoder_layers,
     disable_dropout,
@@ -115,6 +116,7 @@ class TrunkModel(PeftModelForCausalLM):
         if value_head not in VALUE_HEADS:
             raise ValueError(f"value_head {value_head!r} is none of {', '.join(VALUE_HEADS)}")
         check_supported(base.config)
+        check_cache(base)
         num_layers = len(decoder_layers(base))
         first_layer = parse_adapter_layers(adapter_layers, num_layers)
         keep_train_kernels(base)

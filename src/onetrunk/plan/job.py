@@ -298,7 +298,7 @@ def job_of(
     rewards = reward_specs(values)
     if reward is None and any("/" in spec or spec.startswith("runs") for spec in rewards):
         assumed.append("the reward takes no memory and no time on these devices; name a model with --reward_model")
-    captures = values["capture_trunk_states"]
+    captures, plays = values["capture_trunk_states"], values.get("tools") or values.get("environment")
     allocator = " ".join(os.environ.get(name, "") for name in ALLOCATOR).lower()
     return Job(
         model=model,
@@ -318,7 +318,7 @@ def job_of(
         is_offloaded=bool(values["activation_offloading"]),
         optimizer_bytes=ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
         keeps_states=values["trunk_cache"] in ("auto", "device"),
-        captures_states=(not is_half) if captures is None else bool(captures),
+        captures_states=not (is_half or plays) if captures is None else bool(captures),
         expands_segments=on_cpu or "expandable_segments:true" in allocator,
         stage_obstacle=_stage_obstacle(values, rewards),
         is_padding_free=bool(values["padding_free"]),

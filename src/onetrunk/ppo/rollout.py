@@ -464,7 +464,12 @@ class Sampler:
 
     def _decoded(self, batch: PromptBatch, rollout: Rollout) -> list[Completion]:
         rows = zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)
-        texts = [decode_completion(self.tokenizer, ids, has_stopped, prompt) for ids, has_stopped, prompt in rows]
+        # An environment may also end an episode in a turn that was cut off.
+        ends = self.params.stop_token_ids if rollout.episodes else None
+        texts = [
+            decode_completion(self.tokenizer, ids, stopped and (ends is None or ids[-1] in ends), prompt)
+            for ids, stopped, prompt in rows
+        ]
         episodes = rollout.episodes or [None] * len(texts)
         return [
             text if e is None or e.messages is None else e.messages for text, e in zip(texts, episodes, strict=True)

@@ -106,7 +106,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length max_rollout_rows"
         " num_ppo_epochs num_minibatches microbatch_tokens per_device_train_batch_size per_device_eval_batch_size"
-        " alarm_patience pipeline_batches value_steps max_turns max_observation_characters",
+        " alarm_patience pipeline_batches value_steps max_turns max_turn_length"
+        " max_observation_characters",
         lambda v: is_whole(v) and v > 0,
         "a whole number above 0",
     ),
@@ -205,6 +206,11 @@ class EpisodeConfig:
 
     max_turns: int | None = option(
         None, "With tools or an environment: most turns of an episode; None: max_completion_length decides."
+    )
+    max_turn_length: int | None = option(
+        None,
+        "With tools or an environment: most tokens of a turn. A longer one is cut off: step reads it, and the episode"
+        " goes on; with tools it is over. None: max_completion_length decides.",
     )
     tool_timeout: float = option(
         60.0, "Seconds that a call may take; above 0. The policy then reads the error of a tool; an environment fails."
@@ -320,7 +326,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     gae_unit: str = option(
         "token",
         "Over what GAE runs. 'token': the tokens that were sampled. 'turn': a turn of an episode is one action; all of"
-        " its tokens have its advantage, and only the value at its first token trains.",
+        " its tokens have its advantage, and only the value at its first token trains (all with truncated_completions"
+        " bootstrap).",
     )
     gamma: float = option(1.0, "Discount per token, or per turn with gae_unit turn, in (0, 1].")
     lam: float = option(0.95, "Lambda of GAE, in [0, 1]; 1 for completions of 100 tokens or more with one score.")

@@ -223,6 +223,7 @@ def load_sampled_model(
         pad_token_id=tokenizer.pad_token_id,
         top_p=args.top_p,
         top_k=args.top_k,
+        max_turn_length=args.max_turn_length,
     )
     sampler = Sampler(backend, rewards, tokenizer, params, episodes=episodes)
     if episodes is not None:
@@ -235,10 +236,11 @@ def load_episodes(
 ) -> Episodes | None:
     """Return the tools and environments of a run; None if its completions are one turn each."""
     if not inputs.tools and inputs.environment_factory is None:
-        if args.max_turns is not None:
-            raise ValueError(
-                f"max_turns is {args.max_turns}, and there are neither tools nor an environment; give one"
-            )
+        for name in ("max_turns", "max_turn_length"):
+            if getattr(args, name) is not None:
+                raise ValueError(
+                    f"{name} is {getattr(args, name)}, and there are neither tools nor an environment; give one"
+                )
         return None
     if args.pipeline_training or args.rollout_backend == "pipelined" or getattr(backend, "is_collective", False):
         raise ValueError(

@@ -33,6 +33,7 @@ class SamplingParams:
         pad_token_id: pads shorter prompts on the left; may be one of `stop_token_ids`.
         top_p: draw from the fewest, most probable tokens that have at least this probability together; 1: from all.
         top_k: draw from so many most probable tokens; 0: from all. Greedy decoding needs neither and ignores both.
+        max_turn_length: most tokens of one turn of an episode, which goes on after it; None: max_completion_length.
 
     Raises:
         ValueError: a value is outside its range.
@@ -44,10 +45,13 @@ class SamplingParams:
     pad_token_id: int = 0
     top_p: float = 1.0
     top_k: int = 0
+    max_turn_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_completion_length < 1:
-            raise ValueError(f"max_completion_length is {self.max_completion_length}; set it to 1 token or more")
+        for name in ("max_completion_length", "max_turn_length"):
+            most = getattr(self, name)
+            if most is not None and most < 1:
+                raise ValueError(f"{name} is {most}; set it to 1 token or more")
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise ValueError(
                 f"temperature is {self.temperature}; set it to a finite number above 0, or to 0 for greedy decoding"
@@ -68,8 +72,11 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings for the key of a kept completion: `top_p` and `top_k` only where tokens are excluded."""
-        left_out = () if self.truncates else ("top_p", "top_k")
+        """Return the settings for the key of a kept completion, those of episodes not among them.
+
+        `top_p` and `top_k` only where tokens are excluded.
+        """
+        left_out = ("max_turn_length",) if self.truncates else ("max_turn_length", "top_p", "top_k")
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 

@@ -100,10 +100,11 @@ class ChatTurns:
                     pass
             return {"role": "assistant", "content": decode_completion(self.tokenizer, token_ids, stopped, "")}
 
-    def ids_of(self, answers: Sequence[Message], stop_ids: Sequence[int] = ()) -> list[int]:
+    def ids_of(self, answers: Sequence[Message], stop_ids: Sequence[int] = (), stopped: bool = True) -> list[int]:
         """Return the ids of messages that answer a turn, and of where the assistant begins again.
 
-        The turn ended at one of `stop_ids`, so what the template writes after that belongs to the answer.
+        A turn that `stopped` ended at one of `stop_ids`, so what the template writes after that belongs to the answer;
+        to a turn that was cut off, the token that ends it too.
         """
         turn: Message = {"role": "assistant", "content": "ok"}
         if answers[0]["role"] == "tool":  # Some templates take the name from the call.
@@ -114,7 +115,7 @@ class ChatTurns:
             start = self._render(before, **self.template_kwargs)
             full = self._render([*before, *answers], add_generation_prompt=True, **self.template_kwargs)
         ends = [place for place, token in enumerate(start) if token in stop_ids]
-        start = start[: ends[-1] + 1] if ends else start
+        start = start[: ends[-1] + stopped] if ends else start
         if full[: len(start)] != start:
             raise ValueError(
                 "the chat template renders a message in another way once others follow it, so the ids of an answer"

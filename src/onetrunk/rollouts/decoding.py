@@ -32,7 +32,7 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.token_grid import Positions, known_masks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.episodes import EpisodeRow
+from onetrunk.rollouts.episodes import EpisodeRow, rows_of
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.randomness import generator_of
 
@@ -159,8 +159,7 @@ class SamplingCall:
     @cached_property
     def episodes(self) -> list[EpisodeRow]:
         """What the n rows have so far."""
-        longest = self.params.max_completion_length
-        return [EpisodeRow(list(ids), key, longest) for ids, key in zip(self.prompt_ids, self.keys, strict=True)]
+        return rows_of(self.prompt_ids, self.params, self.keys)
 
     def uniforms(self, rows: Sequence[int]) -> Tensor:
         """Return the uniforms [b, C] of the next turns of `rows`, float64; 0 before the turn."""
@@ -297,9 +296,10 @@ class DecodeState:
                 return FAULTS[code].format(f"row {row}, token {count - 1} (policy version {version})")
         return None
 
-    def ended(self, status: Sequence[int], longest: int) -> list[bool]:
-        """Return for each row whether it has stopped or has `longest` tokens."""
-        return [code == STOPPED or n == longest for code, n in zip(status, self.counts, strict=True)]
+    def ended(self, status: Sequence[int], call: SamplingCall) -> list[bool]:
+        """Return for each row whether its turn has stopped or is as long as it may be."""
+        longest = [len(call.episodes[row].token_ids) + call.episodes[row].turn_room for row in self.rows]
+        return [code == STOPPED or n == most for code, n, most in zip(status, self.counts, longest, strict=True)]
 
     def completion(self, i: int, stopped: bool) -> Completion:
         """Return what row i has drawn in its turn."""

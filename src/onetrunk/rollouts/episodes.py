@@ -65,6 +65,7 @@ class EpisodeCounts:
         tool_seconds: seconds from a turn's end to its answer, summed over rows.
         waited_seconds: seconds in which every row that was not over waited for an answer.
         truncated: episodes that a limit of their environment ended.
+        turns_cut: turns that `max_turn_length` cut off.
     """
 
     episodes: int = 0
@@ -77,6 +78,7 @@ class EpisodeCounts:
     tool_seconds: float = 0.0
     waited_seconds: float = 0.0
     truncated: int = 0
+    turns_cut: int = 0
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -110,6 +112,7 @@ class EpisodeRow:
     Args:
         prompt_ids, key: of the row; turn 0 draws by `key`, turn k by (*key, k).
         max_length: most tokens after the prompt, observations included.
+        max_turn_length: most tokens of a turn; None: no other bound.
         token_ids, turn_ids: the tokens after the prompt so far, and their turns, -1 at observations.
         logprobs: of each turn and each observation (0), float32.
         num_turns: turns so far.
@@ -119,6 +122,7 @@ class EpisodeRow:
     prompt_ids: list[int]
     key: RowKey
     max_length: int
+    max_turn_length: int | None = None
     token_ids: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
@@ -132,8 +136,13 @@ class EpisodeRow:
 
     @property
     def room(self) -> int:
-        """Tokens that are left for the next turn."""
+        """Tokens that are left of the episode."""
         return self.max_length - len(self.token_ids)
+
+    @property
+    def turn_room(self) -> int:
+        """Most tokens of the next turn."""
+        return self.room if self.max_turn_length is None else min(self.room, self.max_turn_length)
 
     @property
     def turn_key(self) -> RowKey:
@@ -198,11 +207,11 @@ def play_in_waves(
     while ready or waiting:
         by_room: dict[int, list[int]] = {}
         for index in ready:
-            by_room.setdefault(0 if has_row_limits else rows[index].room, []).append(index)
+            by_room.setdefault(0 if has_row_limits else rows[index].turn_room, []).append(index)
         for group in by_room.values():
             wave = [rows[index] for index in group]
-            limits = {"limits": [row.room for row in wave]} if has_row_limits else {}
-            most = replace(params, max_completion_length=max(row.room for row in wave))
+            limits = {"limits": [row.turn_room for row in wave]} if has_row_limits else {}
+            most = replace(params, max_completion_length=max(row.turn_room for row in wave))
             sampled = generate([row.context for row in wave], most, [row.turn_key for row in wave], **limits)
             version = sampled.policy_version
             columns = sampled.completion_ids, sampled.sampler_logprobs, sampled.stopped
@@ -239,7 +248,7 @@ def play_row_by_row(
         mark()
         row = rows[index]
         while not is_over.is_set():
-            limits = replace(params, max_completion_length=row.room)
+            limits = replace(params, max_completion_length=row.turn_room)
             sampled = generate([row.context], limits, [row.turn_key])
             token_ids, stopped = sampled.completion_ids[0], sampled.stopped[0]
             row.add_turn(token_ids, sampled.sampler_logprobs[0], stopped)
@@ -265,8 +274,8 @@ def play_row_by_row(
 
 def rows_of(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> list[EpisodeRow]:
     """Return the rows of a call before their first turns."""
-    most = params.max_completion_length
-    return [EpisodeRow(list(ids), key, most) for ids, key in zip(prompt_ids, keys, strict=True)]
+    limits = params.max_completion_length, params.max_turn_length
+    return [EpisodeRow(list(ids), key, *limits) for ids, key in zip(prompt_ids, keys, strict=True)]
 
 
 def tell(progress: Progress | None, over: Sequence[EpisodeRow], total: int) -> None:

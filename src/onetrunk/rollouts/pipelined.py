@@ -266,7 +266,7 @@ class _StageRun:
             state.append(tokens.to(self.device, non_blocking=True))
             status = status.tolist()
             error = error or state.fault(status, self.backend.policy_version)
-            ended = state.ended(status, self.call.params.max_completion_length)
+            ended = state.ended(status, self.call)
             lengths = [n for n, has_ended in zip(state.counts, ended, strict=True) if has_ended]
             if lengths:
                 num_done, num_tokens = num_done + len(lengths), num_tokens + sum(lengths)
@@ -367,7 +367,7 @@ class _StageRun:
         """Add a token to every row of the last stage; return tokens and status [2, b] on the CPU."""
         tokens, status = state.draw(logits, self.call.params)
         self.most_gib = max(self.most_gib, used_gib(self.device))
-        for place, has_ended in enumerate(state.ended(status, self.call.params.max_completion_length)):
+        for place, has_ended in enumerate(state.ended(status, self.call)):
             if has_ended:
                 self.completions[state.rows[place]] = state.completion(place, status[place] == STOPPED)
         return torch.tensor([tokens, status])

@@ -176,6 +176,7 @@ class Row:
     failure: str | None = None
     hangs: bool = False
     is_cut: bool = False  # By a limit of turns or by the environment's own, in no terminal state.
+    is_terminated: bool = False  # By the environment, also in a turn that a limit cut off.
 
     @property
     def is_chat(self) -> bool:
@@ -216,6 +217,7 @@ class Playing:
     ):
         self.turns, self.calls, self.limits, self.rows, self.poll = turns, calls, limits, rows, poll
         self.max_length, self.stop_ids = params.max_completion_length, params.stop_token_ids
+        self.max_turn_length = params.max_turn_length
         # What is wrong with this package, or ends the run; raised at the end of the call.
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -269,7 +271,7 @@ class Playing:
         observation = None
         try:
             row.context = [*before, *token_ids]
-            row.count(turns=1)
+            row.count(turns=1, turns_cut=int(not stopped and len(token_ids) == self.max_turn_length))
             row.rewards.append(0.0)
             if row.failure is None and self._error is None:
                 answer = self._step if row.kind.steps else self._call_tools
@@ -297,7 +299,7 @@ class Playing:
         try:
             text, reward, terminated, truncated, _ = self._checked(self.calls.call(row.environment.step, action))
             row.rewards[-1], is_over = float(reward), bool(terminated or truncated)
-            row.is_cut = bool(truncated and not terminated)
+            row.is_terminated, row.is_cut = bool(terminated), bool(truncated and not terminated)
             row.count(truncated=int(row.is_cut))
         except TooManyHang:
             raise
@@ -313,7 +315,9 @@ class Playing:
             return None
         text = shortened(text, self.limits.observation_characters)
         row.messages.append({"role": "user", "content": text})
-        return self.turns.ids_of(row.messages[-1:], self.stop_ids) if row.is_chat else self.turns.text_ids(text)
+        if row.is_chat:
+            return self.turns.ids_of(row.messages[-1:], self.stop_ids, stopped)
+        return self.turns.text_ids(text)
 
     @staticmethod
     def _checked(result: Any) -> tuple[Any, ...]:
@@ -386,7 +390,7 @@ class Playing:
         for i, row in enumerate(self.rows):
             row.count(episodes=1, failed_episodes=int(row.failure is not None), observation_tokens=turns[i].count(-1))
             row.count(waited_seconds=self._waited_s / len(self.rows))
-            stopped[i] = stopped[i] and not row.is_cut
+            stopped[i] = (stopped[i] or row.is_terminated) and not row.is_cut
             if row.failure is not None:  # A failed episode has no score: one token stands for it.
                 stopped[i] = stopped[i] and len(completions[i]) == 1
                 completions[i], logprobs[i], turns[i] = completions[i][:1], logprobs[i][:1], turns[i][:1]

@@ -158,7 +158,7 @@ class DecodeLoop:
         fault = state.fault(status, self.version)
         if fault is not None:
             raise RuntimeError(fault)
-        has_ended = state.ended(status, params.max_completion_length)
+        has_ended = state.ended(status, self.call)
         ended = [i for i, has in enumerate(has_ended) if has]
         for i in ended:
             self._ask(i, status[i] == STOPPED)

@@ -294,6 +294,7 @@ def episode_metrics(
     counts = EpisodeCounts(*totals)
     return {
         "episode/turns": counts.turns / counts.episodes,
+        "episode/turns_cut": counts.turns_cut / counts.episodes,
         "episode/turn_limit": counts.turns_at_limit / counts.episodes,
         "episode/length_limit": at_length / counts.episodes,
         "episode/failed": counts.failed_episodes / counts.episodes,
