@@ -146,3 +146,18 @@ def test_with_turns_as_actions_only_values_at_their_starts_train_and_lambda_coun
         assert e.value_mask.equal(starts)
         num_turns += int(starts.sum())
     assert minibatch.num_values == num_turns < minibatch.num_tokens
+
+
+@pytest.mark.parametrize("value_head", ["shared", "adapter"])
+def test_the_ends_of_turns_train_if_a_cut_is_bootstrapped_with_the_value_there(tmp_path, value_head):
+    settings = {"truncated_completions": "bootstrap", "value_head": value_head}
+    trainer = trainer_of(tmp_path, **settings)
+    minibatch = next(iter(trainer.get_train_dataloader()))["minibatch"]
+    num_values = 0
+    for e in minibatch.experiences:
+        assert e.value_tokens.equal(e.pack.completion_mask | e.pack.turn_ends)
+        num_values += int(e.value_tokens.sum())
+        # Nothing is earned between the end of a turn and the start of the next.
+        rows = e.pack.turn_ends[:, 2:3].any(1)
+        assert not rows.any() or e.returns[rows, 2].equal(e.returns[rows, 3])
+    assert minibatch.num_values == num_values > minibatch.num_tokens
