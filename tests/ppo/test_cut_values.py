@@ -24,7 +24,8 @@ class KeepsAfter(ExperienceStream):
     """Keeps what cut rows are bootstrapped with."""
 
     def advantages(self, pack, output, rewards, stopped):
-        self.trainer.after.append(output.next_values[~stopped])
+        if output.values.any():  # Not those of the comparison with a critic of zeros.
+            self.trainer.after.append(output.next_values[~stopped])
         return super().advantages(pack, output, rewards, stopped)
 
 

@@ -212,7 +212,8 @@ class ResumableTrainer(Trainer):
             for kind, moment in state.items()
             if isinstance(moment, Tensor)
         }
-        return {"resume from one of them with a lower max_grad_norm, or start over with a lower learning_rate": {**trained, **moments}}
+        remedy = "resume from one of them with a lower max_grad_norm, or start over with a lower learning_rate"
+        return {remedy: {**trained, **moments}}
 
     def needed_checkpoints(self) -> set[Path]:
         """Return checkpoints that must not be deleted now, apart from the best one."""

@@ -64,8 +64,8 @@ class EpisodeCounts:
         observation_tokens: tokens that were given after the prompts.
         tool_seconds: seconds from a turn's end to its answer, summed over rows.
         waited_seconds: seconds in which every row that was not over waited for an answer.
-        truncated: episodes that a limit of their environment ended.
         turns_cut: turns that `max_turn_length` cut off.
+        truncated: episodes that a limit of their environment ended.
     """
 
     episodes: int = 0
@@ -77,8 +77,8 @@ class EpisodeCounts:
     observation_tokens: int = 0
     tool_seconds: float = 0.0
     waited_seconds: float = 0.0
-    truncated: int = 0
     turns_cut: int = 0
+    truncated: int = 0
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
