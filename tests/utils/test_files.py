@@ -187,4 +187,4 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{i}]
 def test_yaml_whose_aliases_never_end_or_that_is_too_large_is_one_error(tmp_path, text):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"a\.yaml"):
-        read_yaml(tmp_path / "a.yaml")
+        files.read_yaml(tmp_path / "a.yaml")

@@ -161,7 +161,7 @@ def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]
         fault = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
         raise ValueError(f"{place}{where}{fault}: {problem or error}") from error
     except RecursionError as error:
-        raise ValueError(f"{place} is nested too deeply; give at most {DEEPEST_YAML} levels") from error
+        raise ValueError(f"{place} holds a value that cannot be read: it is nested too deeply") from error
     except ValueError as error:  # Such as a date that does not exist.
         raise ValueError(f"{place} holds a value that cannot be read: {error}; put it in quotes") from error
     lines = {}
