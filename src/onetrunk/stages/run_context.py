@@ -216,8 +216,8 @@ def explain(error: BaseException) -> str | None:
     if full or (isinstance(error, OSError) and error.errno in FULL):
         where, reason = getattr(error, "filename", None) or "a file", full[0] if full else error.strerror
         return (
-            f"{where} cannot be written ({reason}); make room there, or choose another output_dir, another folder for caches"
-            " (HF_HOME) or for temporary files (TMPDIR)"
+            f"{where} cannot be written ({reason}); make room there, or choose another output_dir, another folder"
+            " for caches (HF_HOME) or for temporary files (TMPDIR)"
         )
     if is_out_of_memory(error):
         return (
