@@ -46,6 +46,19 @@ def test_every_line_is_answered_with_score_and_value_by_the_policy_and_by_the_mo
     assert numbers[0] == f"(words {len(answers[0][9:].split())}, value 0.25)" and len(numbers) == 4
 
 
+def test_a_giant_line_and_half_a_character_do_not_end_the_conversation(there, monkeypatch, capsys):
+    text = "a " * 5_000_000 + "\na \ud800 dog\nthe sun\n"
+    code, lines, err = chat(monkeypatch, capsys, text, "adapter", "--max_completion_length", "2")
+    assert code == 0 and "more than 100,000 characters" in err, err
+    assert sum("value" in line for line in lines) == 2
+
+
+def test_without_a_standard_input_chat_says_so(there, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    assert cli.main(["chat", "adapter"]) == 1
+    assert "there is no standard input" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -48,6 +48,45 @@ def test_mistakes_are_answered_before_any_process_starts(words, message, capsys)
     assert message in capsys.readouterr().err
 
 
+CONFIGS = {
+    "empty": ("", "holds no settings, such as num_processes: 2"),
+    "list": ("- 2", "holds no settings"),
+    "broken": ("a: [b", "is not YAML"),
+    "port": ("distributed_type: MULTI_GPU\nmain_process_port: abc", "main_process_port is 'abc'; expected 0 to 65535"),
+    "mapping": ("num_processes: {a: 1}", "num_processes is {'a': 1}; expected 1 to 1024"),
+    "type": ("distributed_type: NOPE\nnum_processes: 2", "'NOPE' is not a valid DistributedType"),
+    "parallelism": ("parallelism_config: {parallelism_config_tp_size: 0}", "parallelism_config_tp_size is 0"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), CONFIGS.values(), ids=CONFIGS)
+def test_a_broken_config_of_accelerate_is_one_message(tmp_path, capsys, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    assert cli.main(["sft", "--num_machines", "1", "--accelerate_config", str(tmp_path / "a.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert "error: accelerate cannot launch this: " in err and message in err, err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num_processes 0", "num_processes is '0'; expected 1 to 1024"),
+        ("--num_processes 100000000", "expected 1 to 1024"),
+        ("--num_processes 2 --main_process_port 70000", "main_process_port is '70000'; expected 0 to 65535"),
+        ("--num_processes 2 --main_process_port -1", "main_process_port is '-1'"),
+        ("--num_processes 2 --num_machines 0", "num_machines is '0'"),
+        ("--num_processes 3 --num_machines 2", "num_processes 3 is no multiple of num_machines 2"),
+        ("--num_processes 2 --num_machines 2 --machine_rank 5", "machine_rank is '5'; expected 0 to 1"),
+        ("--num_processes 2 --max_restarts -1", "max_restarts is '-1'"),
+        ("--num_processes 2 --rdzv_backend nope", "nope"),
+    ],
+)
+def test_numbers_of_a_launch_that_mean_nothing_start_no_process(capsys, monkeypatch, words, message):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert cli.main(["sft", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_process_of_a_launch_launches_no_others(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert cli.main(["sft", "--num_processes", "2"]) == 2

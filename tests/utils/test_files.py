@@ -173,3 +173,18 @@ def test_a_file_has_one_writer_whose_lock_is_not_written_through_a_link(tmp_path
     with pytest.raises((OSError, RuntimeError)), files.write_lock(tmp_path / "g"):
         pass
     assert other.read_text() == "mine"
+
+
+BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{i}]}}\n" for i in range(40))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [BOMB, MERGES, "a: &a [*a]", "a: &a {b: *a}", "a: " + "[" * 5000, "a: " + "[" * 60 + "]" * 60, "#" * 2**21],
+    ids=["bomb", "merges", "loop", "loop of mappings", "unclosed", "deep", "long"],
+)
+def test_yaml_whose_aliases_never_end_or_that_is_too_large_is_one_error(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"a\.yaml"):
+        files.read_yaml(tmp_path / "a.yaml")

@@ -59,6 +59,17 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     return target / PAGE
 
 
+def write_report_checked(folders: Sequence[str | Path], target: str | Path | None = None) -> Path:
+    """Return what `write_report` does; RuntimeError if a file of a run holds something else than a run writes."""
+    try:
+        return write_report(folders, target)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError) as error:
+        raise RuntimeError(
+            f"no report of {', '.join(map(str, folders))} can be made: a file there is damaged"
+            f" ({type(error).__name__}: {error!s:.200}); restore it, or set ONETRUNK_TRACEBACK=1 to see where"
+        ) from error
+
+
 def write_report_of(folder: str | Path) -> Path | None:
     """Write the report of a run that has just ended; return its page, or None with a warning if that fails."""
     try:

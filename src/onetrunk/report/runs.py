@@ -7,7 +7,6 @@ with the log in its last checkpoint alone.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
 from onetrunk.parallel.heartbeat import read_beat
-from onetrunk.utils.files import read_json
+from onetrunk.utils.files import parse_json, read_json
 
 # Trainer pushes no path that begins with an underscore to the Hub.
 FOLDER = "_report"
@@ -123,7 +122,7 @@ def read_run(folder: str | Path) -> Run:
     if verb == "eval":
         before, run.after = (read_lines(folder / f"samples-{role}.jsonl") for role in ("opponent", "policy"))
         run.before = before or read_lines(folder / "samples-reference.jsonl")
-    run.images = sorted(folder.glob("*.png"))
+    run.images = sorted(path for path in folder.glob("*.png") if path.is_file())
     return run
 
 
@@ -140,10 +139,10 @@ def stage_runs(pipeline: Run) -> dict[str, Run]:
 def read_lines(path: Path, most: int | None = None) -> list[dict[str, Any]]:
     """Return the first mappings in a file of JSON lines, none without the file; a line that a kill cut is left out."""
     values = []
-    for line in path.read_text(encoding="utf-8").splitlines()[:most] if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[:most] if path.is_file() else ():
         with contextlib.suppress(ValueError):
-            values.append(json.loads(line))
-    return values
+            values.append(parse_json(line))
+    return [value for value in values if isinstance(value, dict)]
 
 
 def pairs_of(run: Run) -> list[tuple[dict[str, Any], dict[str, Any]]]:

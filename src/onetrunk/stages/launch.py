@@ -7,16 +7,19 @@ command line, because a recipe runs on any number of processes.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from subprocess import CalledProcessError
 from types import FrameType
 
 import psutil
 
 from onetrunk.stages.options.reading import Parser, UsageError, flags
+from onetrunk.utils.files import read_json, read_yaml
 from onetrunk.utils.shipped import shipped_folder
 
 CONFIGS = "accelerate_configs"
@@ -25,8 +28,11 @@ EXPLAINED = {
     "num_processes": "Run in so many processes, one per GPU (several machines: so many in all).",
     "accelerate_config": "How they share the work: a YAML file, or a name such as ddp (the default) or fsdp2.",
 }
-OTHERS = "num_machines machine_rank main_process_ip main_process_port rdzv_backend max_restarts"
-OTHERS += " parallelism_config_tp_size parallelism_config_dp_shard_size parallelism_config_dp_replicate_size"
+# The least value of each number; the number of machines decides how large those after it may be.
+LEAST = {"num_machines": 1, "num_processes": 1, "machine_rank": 0, "main_process_port": 0, "max_restarts": 0}
+LEAST |= {f"parallelism_config_{name}_size": 1 for name in ("tp", "dp_shard", "dp_replicate")}
+# Of a number without another limit, and of the processes of one machine.
+MOST = 1024
 TEXTS = ("accelerate_config", "main_process_ip", "rdzv_backend")
 VERBS = ("sft", "reward", "distill", "ppo", "eval")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -37,7 +43,7 @@ def split_words(verb: str, words: Sequence[str]) -> tuple[dict[str, str], list[s
     if verb not in VERBS:
         return {}, list(words)
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
-    for name in (*EXPLAINED, *OTHERS.split()):
+    for name in dict.fromkeys((*EXPLAINED, *LEAST, *TEXTS)):
         parser.add_argument(*flags(name), dest=name, type=str if name in TEXTS else int)
     known, rest = parser.parse_known_args(list(words))
     launch = {name: str(value) for name, value in vars(known).items()}
@@ -63,6 +69,7 @@ def launch(verb: str, options: dict[str, str], words: Sequence[str]) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.
             signal.signal(number, _forward)
     try:
+        _check(Path(config), options)
         launch_command(launch_command_parser().parse_args(arguments))
         return 0
     except ChildFailedError as error:
@@ -71,8 +78,29 @@ def launch(verb: str, options: dict[str, str], words: Sequence[str]) -> int:
         return _exit_code(error.returncode)
     except SignalException as error:
         return _exit_code(-error.sigval)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"accelerate cannot launch this: {error}") from error
+    except Exception as error:  # What a stage raises has ended its process, and not this one.
+        reason = str(error) or type(error).__name__
+        raise UsageError(f"accelerate cannot launch this: {reason.splitlines()[0]}") from error
+
+
+def _check(config: Path, options: Mapping[str, str]) -> None:
+    """Raise ValueError for an accelerate config that is no mapping, and for numbers that mean nothing."""
+    content = read_json(config) if config.suffix == ".json" else read_yaml(config)[0]
+    if not isinstance(content, dict):
+        raise ValueError(f"{config} holds no settings, such as num_processes: 2")
+    inner = content.get("parallelism_config")
+    settings = content | (inner if isinstance(inner, dict) else {}) | dict(options)
+    numbers = {name: settings.get(name) for name in LEAST}
+    machines = 1
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        most = {"main_process_port": 65535, "machine_rank": machines - 1, "num_processes": MOST * machines}
+        if not re.fullmatch(r"-?\d{1,9}", str(value)) or not LEAST[name] <= int(value) <= most.get(name, MOST):
+            raise ValueError(f"{name} is {value!r:.100}; expected {LEAST[name]} to {most.get(name, MOST)}")
+        machines = int(value) if name == "num_machines" else machines
+    if int(numbers["num_processes"] or machines) % machines:
+        raise ValueError(f"num_processes {numbers['num_processes']} is no multiple of num_machines {machines}")
 
 
 def _forward(number: int, frame: FrameType | None) -> None:

@@ -222,10 +222,10 @@ def explain(error: BaseException) -> str | None:
     # safetensors and tokenizers raise errors of their own.
     full = not isinstance(error, OUR_ERRORS) and re.search("|".join(map(os.strerror, FULL)), str(error))
     if full or (isinstance(error, OSError) and error.errno in FULL):
-        where = getattr(error, "filename", None) or "a file"
+        where, reason = getattr(error, "filename", None) or "a file", full[0] if full else error.strerror
         return (
-            f"{where} cannot be written ({full[0] if full else error.strerror}); make room there, or choose another output_dir, another folder for caches"
-            " (HF_HOME) or for temporary files (TMPDIR)"
+            f"{where} cannot be written ({reason}); make room there, or choose another output_dir, another folder"
+            " for caches (HF_HOME) or for temporary files (TMPDIR)"
         )
     if is_out_of_memory(error):
         return (

@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 if TYPE_CHECKING:
     from torch import Tensor
 
+LONGEST_YAML, MOST_YAML_VALUES, DEEPEST_YAML = 2**20, 100_000, 50
 NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
 
 # safetensors is imported inside the functions, so that the command line answers `--help` without loading torch.
@@ -147,12 +148,28 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _check_size(root: yaml.Node | None) -> None:
+    """Raise YAMLError for a file whose aliases, written out, are deeper or more than anyone writes, or endless."""
+    left, count = [(root, 0)], 0
+    while left:
+        node, depth = left.pop()
+        count += 1
+        if count > MOST_YAML_VALUES or depth > DEEPEST_YAML:
+            raise yaml.YAMLError(f"it holds more than {MOST_YAML_VALUES:,} values or {DEEPEST_YAML} levels")
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        for part in parts:
+            left += [(inner, depth + 1) for inner in (part if isinstance(part, tuple) else (part,))]
+
+
 def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]]:
     """Return the content of a YAML file and the line number of each top-level key."""
     place = str(path) if place is None else place
     try:
         text = path.read_text(encoding="utf-8")
+        if len(text) > LONGEST_YAML:
+            raise yaml.YAMLError(f"it has more than {LONGEST_YAML:,} characters")
         node = yaml.compose(text, yaml.SafeLoader)
+        _check_size(node)
         content = yaml.load(text, _StrictLoader)  # noqa: S506  a SafeLoader
     except UnicodeDecodeError as error:
         raise ValueError(f"{place} is not UTF-8 text ({error.reason}); give a YAML file") from error
@@ -161,7 +178,9 @@ def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]
         where = f" line {mark.line + 1}" if mark else ""
         fault = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
         raise ValueError(f"{place}{where}{fault}: {problem or error}") from error
-    except (ValueError, RecursionError) as error:  # Such as a date that does not exist.
+    except RecursionError as error:
+        raise ValueError(f"{place} holds a value that cannot be read: it is nested too deeply") from error
+    except ValueError as error:  # Such as a date that does not exist.
         raise ValueError(f"{place} holds a value that cannot be read: {error}; put it in quotes") from error
     lines = {}
     for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():

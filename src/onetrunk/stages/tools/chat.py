@@ -6,6 +6,7 @@ each line is a prompt of its own.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,12 +26,15 @@ from onetrunk.ppo.setup import ModelInputs, base_name, policy_tokenizer, resolve
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.stages.arguments import DTYPES, parse
 from onetrunk.stages.eval import restore_reference
+from onetrunk.stages.options.reading import say
 from onetrunk.stages.run_context import run_stage
 from onetrunk.types import Prompt
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable
 
 RESET = "/reset"
+# Of a line, in characters; the memory of a model grows with it.
+LONGEST_LINE = 100_000
 
 
 @dataclass
@@ -138,18 +142,27 @@ class Chat:
 
 def lines() -> Iterator[str]:
     """Return what the user writes, line by line, until the end."""
-    is_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     while True:
         try:
-            line = input("> " if is_terminal else "").strip()
+            line = f"{input('> ')}\n" if sys.stdin.isatty() else sys.stdin.readline(LONGEST_LINE + 1)
         except EOFError:
             return
-        if line:
-            yield line
+        if not line:
+            return
+        if len(line) > LONGEST_LINE:
+            while line and not line.endswith("\n"):
+                line = sys.stdin.readline(LONGEST_LINE)
+            say(f"a line has more than {LONGEST_LINE:,} characters and is passed over")
+        elif line.strip():
+            yield line.strip().encode("utf-8", "replace").decode("utf-8")
 
 
 def chat(args: ChatArguments) -> None:
     """Answer lines until there are no more."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise ValueError("there is no standard input; talk in a terminal, or pipe lines into the command")
     talk = Chat(args)
     if sys.stdin.isatty():
         print(printable(f"{args.model}; {RESET} begins anew, Ctrl-D ends"))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from onetrunk.report.blocks import MARKDOWN
-from onetrunk.report.report import write_report
+from onetrunk.report.report import write_report_checked
 from onetrunk.stages.options.words import report_words
 from onetrunk.stages.run_context import run_stage
 from onetrunk.utils.files import require_output_dir
@@ -27,7 +27,7 @@ def parse_report(argv: Sequence[str]) -> tuple[dict[str, Any]]:
 def run(words: dict[str, Any]) -> None:
     """Write the report and print where it is."""
     target = None if words["target"] is None else require_output_dir(words["target"])
-    page = write_report(words["runs"], target)
+    page = write_report_checked(words["runs"], target)
     print(f"report: wrote {page}, and {MARKDOWN} with its plots next to it")
 
 
