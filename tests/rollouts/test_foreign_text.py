@@ -286,13 +286,20 @@ class Client:
         return SimpleNamespace(observation={"text": "go"}, reward=None, done=False)
 
     def step(self, action):
+        if self.answer == "deep":
+            json.loads("[" * 100_000)
         return SimpleNamespace(**{"observation": {"text": "on"}, "reward": 0.5, "done": False, **self.answer})
 
 
-RUBBISH = [{"observation": 3}, {"observation": None}, {"reward": "much"}, {"reward": math.nan}, {"done": "perhaps"}]
+RUBBISH = [
+    *({"observation": value} for value in (3, None)),
+    *({"reward": value} for value in ("much", math.nan)),
+    {"observation": {}, "reward": None},
+    {"done": "perhaps"},
+]
 
 
-@pytest.mark.parametrize("answer", [{}, *RUBBISH], ids=str)
+@pytest.mark.parametrize("answer", [{}, "deep", *RUBBISH], ids=str)
 def test_rubbish_of_a_server_fails_the_episode(answer, monkeypatch):
     monkeypatch.setattr(openenv, "action_fields", lambda address: {"text": {"type": "string"}})
     episodes = episodes_of(lambda: openenv.OpenEnvText("http://here", Client(answer)), max_turns=2)

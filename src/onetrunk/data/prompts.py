@@ -179,16 +179,17 @@ def encode_prompt(
     return ids
 
 
-def check_prompts(rows: Dataset | ShardedRows) -> bool:
-    """Check prompts as far as possible without a tokenizer; return whether they are conversations.
+def check_prompts(rows: Dataset | ShardedRows, is_open: bool = False) -> None:
+    """Check prompts as far as possible without a tokenizer; of sharded rows only a sample.
 
-    Of sharded rows only a sample is checked.
+    Args:
+        is_open: whether an environment says or completes the prompts.
     """
+    if is_open and "prompt" not in rows.column_names:
+        return require_rows(rows)
     _check_columns(rows)
-    conversational = is_conversational(rows)
-    checks = {"prompt": column_checks(conversational)["prompt"]}
-    check_rows(rows, partial(row_fault, checks))
-    return conversational
+    check = partial(prompt_fault, conversational=is_conversational(rows), is_open=is_open)
+    check_rows(rows, partial(row_fault, {"prompt": check}))
 
 
 def _check_columns(dataset: Dataset | ShardedRows) -> None:

@@ -1,6 +1,6 @@
 """One episode while it is played: its kind, its row, and what answers its turns.
 
-Failures are observations or failed episodes; the call ends for an error of ours alone, or if too many calls hang.
+Failures are observations or failed episodes; the call ends if too many calls hang.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Playing:
     ):
         self.turns, self.calls, self.limits, self.rows, self.poll = turns, calls, limits, rows, poll
         self.max_length, self.stop_ids = params.max_completion_length, params.stop_token_ids
-        # What is wrong with this package, or ends the run; raised at the end of the call.
+        # What ends the run; raised at the end of the call.
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._num_playing, self._num_waiting = len(rows), 0

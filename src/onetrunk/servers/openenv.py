@@ -41,16 +41,17 @@ class OpenEnv:
         before = self._socket
         try:
             result = getattr(self.client, method)(*args, **kwargs)
-        except RuntimeError:  # What the server says of this call.
-            raise
         except Exception as error:
+            if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+                raise  # What the server says of this call.
             raise LostSession(f"{self.address}: {type(error).__name__}: {error}") from error
         # The client connects again by itself, to another environment.
         self._socket = self.client.async_client._ws
         if method == "step" and self._socket is not before:
             raise LostSession(f"{self.address} ended the session before the episode was over")
         kinds = (result.observation, dict), (result.reward or 0, (int, float)), (result.done or False, bool)
-        if not all(isinstance(*kind) for kind in kinds) or not math.isfinite(result.reward or 0):
+        is_empty = method == "step" and not (result.observation or result.done) and result.reward is None
+        if is_empty or not all(isinstance(*kind) for kind in kinds) or not math.isfinite(result.reward or 0):
             raise LostSession(f"{self.address} answers {method} without an observation, a finite reward and done")
         return result
 
