@@ -113,7 +113,7 @@ class Kind:
             environment = factory()
         except Exception as error:
             hint = "; it is called without arguments" if isinstance(error, TypeError) else ""
-            reason = f"{type(error).__name__}: {error}{hint}"
+            reason = f"{type(error).__name__}: {encodable(error)}{hint}"
             raise RuntimeError(f"{where} could not make an environment: {reason}") from error
         class_name = type(environment).__name__
         made = {"example": environment, "free": [environment], "made": {id(environment): environment}}

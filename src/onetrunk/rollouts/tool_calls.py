@@ -202,5 +202,4 @@ def error_text(error: BaseException | str) -> str:
 
 def shortened(text: str, longest: int) -> str:
     """Return an `encodable` text without what comes after `longest` characters, and say how much that was."""
-    text = encodable(text)
-    return text if len(text) <= longest else f"{text[:longest]} ... ({len(text) - longest} more characters)"
+    return encodable(text if len(text) <= longest else f"{text[:longest]} ... ({len(text) - longest} more characters)")
