@@ -239,6 +239,81 @@ def test_a_failed_episode_trains_nothing_and_is_no_error_below_the_limit(tmp_pat
         run(tmp_path / "many", factory=Broken, **{**settings, "max_failed_episodes_fraction": 0.0})
 
 
+class Guess:
+    """An environment in TRL's manner that owns its data: `reset` says the whole prompt."""
+
+    prompts = ("Guess the word.", "Guess the number of the day.")
+
+    def reset(self, **row):
+        Guess.made += 1
+        return self.prompts[Guess.made % 2]
+
+    def guess(self, word: str) -> str:
+        """Guess.
+
+        Args:
+            word: the word
+        """
+        return "no"
+
+
+def guessing(folder, dataset=None, factory=Guess, **settings):
+    Guess.made = 0
+
+    def length(prompts, completions, **kwargs):
+        assert {prompt[-1]["content"] for prompt in prompts} <= {*Guess.prompts}
+        return [float(len(completion[-1]["content"])) for completion in completions]
+
+    return PPOTrainer(
+        base_model(vocab_size=CHAT_VOCAB, max_position_embeddings=1024),
+        length,
+        make_config(folder, **{**SETTINGS, "num_ppo_epochs": 1, "num_minibatches": 1, **settings}),
+        dataset,
+        processing_class=chat_tokenizer(),
+        peft_config=lora(),
+        environment_factory=factory,
+    )
+
+
+@pytest.mark.parametrize("kind", ["nothing", "names"])
+def test_an_environment_may_own_its_data(tmp_path, kind):
+    dataset = {"nothing": None, "names": Dataset.from_dict({"environment": ["a", "b"] * 4})}[kind]
+    trainer = guessing(tmp_path, dataset, Guess if dataset is None else {"a": Guess, "b": Guess}, num_rollouts=2)
+    trainer.train()
+    assert len(logged(trainer, "score/mean")) == 2 and Guess.made == 8 and not any(logged(trainer, "episode/failed"))
+
+
+def test_without_rows_an_environment_says_texts_and_a_run_resumes_or_grows_longer_to_the_same_weights(tmp_path):
+    def words(folder, **settings):
+        stops = [tiny_tokenizer().convert_ids_to_tokens(i) for i in range(40, 64)]
+        config = make_config(folder, stop_tokens=stops, **{**SETTINGS, "learning_rate": 1e-3, **settings})
+        given = {"processing_class": tiny_tokenizer(), "peft_config": lora(), "environment_factory": Words}
+        return PPOTrainer(base_model(), None, config, **given)
+
+    whole = words(tmp_path / "whole", num_rollouts=3, lr_scheduler_type="constant")
+    whole.train()
+    stopped = words(tmp_path / "cut", num_rollouts=2, lr_scheduler_type="constant")
+    stopped.add_callback(StopAt(6))
+    stopped.train()
+    resumed = words(tmp_path / "cut", num_rollouts=3, lr_scheduler_type="constant")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-6"))
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    assert max(logged(whole, "score/std")) > 0
+
+
+@pytest.mark.parametrize(
+    ("factory", "settings", "message"),
+    [
+        ({"a": Guess}, {}, "needs train_dataset: rows with a column 'prompt' and 'environment'"),
+        (None, {}, "needs train_dataset: rows with a column 'prompt'$"),
+        (Guess, {"num_train_epochs": 1}, "nothing says how many; set num_rollouts"),
+    ],
+)
+def test_a_run_without_rows_needs_one_environment_and_a_length(tmp_path, factory, settings, message):
+    with pytest.raises(ValueError, match=message):
+        guessing(tmp_path, factory=factory, **settings)
+
+
 NAMED = {"alone": ALONE, "ddp": Launch("ddp"), "fsdp2": Launch("fsdp2", cases=("several_turns",))}
 RUNS = Launches("two_process_episodes.py", NAMED)
 

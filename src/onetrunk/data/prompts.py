@@ -50,6 +50,7 @@ def prepare_prompts(
     overlong_prompts: Literal["error", "drop", "truncate"] = "error",
     chat_template_kwargs: dict[str, Any] | None = None,
     template_of: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    is_open: bool = False,
 ) -> Rows:
     """Check every prompt and add the column `prompt_ids`; all other columns are unchanged.
 
@@ -65,6 +66,7 @@ def prepare_prompts(
             `max_prompt_length` tokens (the column `prompt` is unchanged).
         chat_template_kwargs: variables for the template.
         template_of: returns those of a row instead, such as the tools that its prompt shows.
+        is_open: whether an environment completes the prompts, so that the user's text may be empty.
     """
     if overlong_prompts not in OVERLONG:
         raise ValueError(f"overlong_prompts must be one of {', '.join(OVERLONG)}, got {overlong_prompts!r}")
@@ -84,7 +86,7 @@ def prepare_prompts(
 
     def encode(row: dict[str, Any]) -> list[int]:
         settings = (chat_template_kwargs or {}) if template_of is None else template_of(row)
-        ids = encode_prompt(row["prompt"], tokenizer, conversational, settings)
+        ids = encode_prompt(row["prompt"], tokenizer, conversational, settings, is_open)
         is_cut = max_prompt_length is not None and overlong_prompts == "truncate"
         return ids[-max_prompt_length:] if is_cut else ids
 
@@ -148,10 +150,14 @@ def _all_overlong(what: str, longest: int | None) -> ValueError:
 
 
 def encode_prompt(
-    prompt: Any, tokenizer: PreTrainedTokenizerBase, conversational: bool, template_kwargs: dict[str, Any]
+    prompt: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    conversational: bool,
+    template_kwargs: dict[str, Any],
+    is_open: bool = False,
 ) -> list[int]:
-    """Return the token ids of a prompt; ValueError says what is wrong with it."""
-    if fault := prompt_fault(prompt, conversational):
+    """Return the token ids of a prompt, which may lack the user's text if it `is_open`; ValueError: what is wrong."""
+    if fault := prompt_fault(prompt, conversational, is_open):
         raise ValueError(f"prompt {fault}")
     is_answered = conversational and prompt[-1]["role"] == "assistant"
     if is_answered and not template_kwargs.get("continue_final_message"):
@@ -173,16 +179,17 @@ def encode_prompt(
     return ids
 
 
-def check_prompts(rows: Dataset | ShardedRows) -> bool:
-    """Check prompts as far as possible without a tokenizer; return whether they are conversations.
+def check_prompts(rows: Dataset | ShardedRows, is_open: bool = False) -> None:
+    """Check prompts as far as possible without a tokenizer; of sharded rows only a sample.
 
-    Of sharded rows only a sample is checked.
+    Args:
+        is_open: whether an environment says or completes the prompts.
     """
+    if is_open and "prompt" not in rows.column_names:
+        return require_rows(rows)
     _check_columns(rows)
-    conversational = is_conversational(rows)
-    checks = {"prompt": column_checks(conversational)["prompt"]}
-    check_rows(rows, partial(row_fault, checks))
-    return conversational
+    check = partial(prompt_fault, conversational=is_conversational(rows), is_open=is_open)
+    check_rows(rows, partial(row_fault, {"prompt": check}))
 
 
 def _check_columns(dataset: Dataset | ShardedRows) -> None:

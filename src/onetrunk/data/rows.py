@@ -148,8 +148,12 @@ def probability_fault(value: object) -> str | None:
     return None if 0 <= value <= 1 else f"is {value}, expected a number from 0 to 1"
 
 
-def conversation_fault(messages: object) -> str | None:
-    """Check a conversation, which must be a list of messages, each with a known role and a text as content."""
+def conversation_fault(messages: object, is_open: bool = False) -> str | None:
+    """Check a conversation, which must be a list of messages, each with a known role and a text as content.
+
+    Args:
+        is_open: whether the text of the user is still to come, so that it may be empty.
+    """
     if fault := type_fault(messages, (list,), "a list"):
         return fault
     if not messages:
@@ -160,7 +164,7 @@ def conversation_fault(messages: object) -> str | None:
         role, content = message["role"], message.get("content")
         if role not in ROLES:
             return f"has a message {index} with the unknown role {role!r}, expected one of {', '.join(ROLES)}"
-        may_be_empty = role != "user" and index < len(messages) - 1
+        may_be_empty = is_open if role == "user" else index < len(messages) - 1
         if (fault := text_fault(content)) and not (content == "" and may_be_empty):
             return f"has a message {index} ({role}) whose content {fault}"
     return None
@@ -174,14 +178,14 @@ def messages_fault(messages: object) -> str | None:
     return fault
 
 
-def prompt_fault(prompt: object, conversational: bool) -> str | None:
-    """Check a prompt: a text, or if `conversational` a conversation that can be answered."""
+def prompt_fault(prompt: object, conversational: bool, is_open: bool = False) -> str | None:
+    """Check a prompt: a text, or if `conversational` a conversation that can be answered; `is_open` as there."""
     if isinstance(prompt, str if conversational else list):
         forms = ("text", "a conversation") if conversational else ("a conversation", "text")
         return f"is {forms[0]} where the first row is {forms[1]}"
     if not conversational:
         return text_fault(prompt)
-    fault = conversation_fault(prompt)
+    fault = conversation_fault(prompt, is_open)
     if fault is None and prompt[-1]["role"] not in ANSWERABLE_ROLES:
         fault = f"ends with a {prompt[-1]['role']} message, expected one of {', '.join(ANSWERABLE_ROLES)}"
     return fault

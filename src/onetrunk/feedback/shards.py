@@ -59,7 +59,7 @@ def rows_file(path: Path) -> Iterator[Callable[[Rows], None]]:
     First deletes the temporary files of a killed writer: the caller holds the folder's lock.
     """
     delete_temporaries(path.parent, path.name)
-    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8", errors="replace") as file:
         yield lambda rows: file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

@@ -218,6 +218,11 @@ class EpisodeConfig:
     max_observation_characters: int = option(
         2000, "Most characters of what a tool or an environment answers; the rest is cut off."
     )
+    observation_control_tokens: bool = option(
+        False,
+        "Read control tokens such as <|im_end|> in what a tool or an environment says as the template's own. False:"
+        " they are characters, so that no text from outside ends a turn or begins one.",
+    )
     max_failed_episodes_fraction: float = option(
         0.1,
         "Stop if more of a rollout's episodes fail, because their environment cannot be reset or breaks; 0 to 1. They"

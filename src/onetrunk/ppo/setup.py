@@ -106,7 +106,7 @@ def prepare_run(
     """Return the parts of a run. PPOTrainer has the same arguments, and LocalBackend the same `hooks`."""
     check_launch(args)
     if train_dataset is None:
-        raise ValueError("PPOTrainer needs train_dataset: rows with a column 'prompt'")
+        check_own_data(inputs.environment_factory, args)
     check_parts(args, eval_dataset, rollout_backend)
     by_name = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     held_out = {name: rows for name, rows in by_name.items() if rows is not None}
@@ -254,7 +254,11 @@ def load_episodes(
     from onetrunk.rollouts.environments import EpisodeLimits, Episodes  # Few runs have them.
 
     limits = EpisodeLimits(
-        args.max_turns, args.tool_timeout, args.max_observation_characters, args.max_failed_episodes_fraction
+        args.max_turns,
+        args.tool_timeout,
+        args.max_observation_characters,
+        args.max_failed_episodes_fraction,
+        control_tokens=args.observation_control_tokens,
     )
     factory, template_kwargs = inputs.environment_factory, args.chat_template_kwargs
     return Episodes(inputs.tools, factory, tokenizer, limits, template_kwargs)
@@ -334,18 +338,22 @@ def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def prepare_dataset(
-    dataset: Dataset | ShardedRows,
+    dataset: Dataset | ShardedRows | None,
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
     episodes: Episodes | None = None,
 ) -> Dataset | ShardedRows:
-    """Return a dataset with every prompt checked and tokenized; sharded rows, when they are read."""
-    if not isinstance(dataset, (Dataset, ShardedRows)):
+    """Return a dataset with every prompt checked and tokenized; sharded rows, when they are read; None: no dataset."""
+    is_open = episodes is not None and episodes.has_environment
+    if not isinstance(dataset, (Dataset, ShardedRows)) and not (dataset is None and is_open):
         raise ValueError(
             f"the dataset is a {type(dataset).__name__}; pass a map-style datasets.Dataset, whose order can be resumed"
             ", or ShardedRows (onetrunk.data.sharded.load_sharded_rows), which are read while training"
         )
     template_of = None
+    if is_open:
+        # Every rollout takes all rows of an environment's own, each with another seed, so that a run may grow longer.
+        dataset = episodes.with_prompts(dataset, args.rollout_batch_size)
     if episodes is not None:
         episodes.check_prompts(dataset.column_names, is_conversational(dataset))
         template_of = episodes.template_of
@@ -356,7 +364,20 @@ def prepare_dataset(
         overlong_prompts=args.overlong_prompts,
         chat_template_kwargs=args.chat_template_kwargs,
         template_of=template_of,
+        is_open=is_open,
     )
+
+
+def check_own_data(factory: Factory | Mapping[str, Factory] | None, args: PPOConfig) -> None:
+    """Check that a run without a dataset has one environment, which says the prompts at `reset`, and a length."""
+    if factory is None or isinstance(factory, Mapping):
+        more = "" if factory is None else " and 'environment', the name of one"
+        raise ValueError(f"PPOTrainer needs train_dataset: rows with a column 'prompt'{more}")
+    if args.max_steps <= 0:
+        raise ValueError(
+            "without train_dataset the environment says the prompts, and nothing says how many; set num_rollouts (or"
+            " max_steps)"
+        )
 
 
 def resolve_rewards(

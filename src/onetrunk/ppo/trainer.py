@@ -75,7 +75,8 @@ class PPOTrainer(ResumableTrainer):
             environment alone gives rewards.
         args: the settings.
         train_dataset: rows with `prompt` (text or a conversation); other columns reach the reward functions.
-            ShardedRows are read while training; they need max_prompt_length.
+            ShardedRows are read while training; they need max_prompt_length. None, or rows without `prompt`: the
+            environment says the prompts at `reset`.
         eval_dataset: held-out rows with the same columns (or several such sets by name), for `evaluate` and
             eval_strategy.
         processing_class: the policy's tokenizer; None loads it from the model's name.

@@ -1,14 +1,19 @@
 """Turns of conversations as token ids: which tools a turn calls, and the ids of the messages that answer it.
 
 Templates and their parsers are those of transformers and TRL. The ids of an answer are the difference between two
-renderings, so nothing that was sampled is encoded again.
+renderings, so nothing that was sampled is encoded again. Text that a tool, an environment or the model wrote is
+foreign: `<|im_end|>` in it is encoded as the characters that it has, so that no web page ends a turn or begins one.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +27,10 @@ from trl.chat_template_utils import (
 
 from onetrunk.data.prompts import decode_completion
 from onetrunk.types import Message
+from onetrunk.utils.redaction import encodable
+
+# Divides the control tokens in foreign text until it is encoded. No text has this character, a noncharacter.
+CUT = "\ufdd0"
 
 
 @dataclass(eq=False)
@@ -30,10 +39,12 @@ class ChatTurns:
 
     Args:
         template_kwargs: variables for the template.
+        reads_control_tokens: whether control tokens in foreign text are encoded as such.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    reads_control_tokens: bool = False
     # A fast tokenizer must not encode in two threads at once.
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -75,9 +86,44 @@ class ChatTurns:
         return {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the ids of a text without special tokens."""
+        """Return the ids of a foreign text, without special tokens around it."""
         with self._lock:
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return self._encoded(self.foreign(text))
+
+    def foreign(self, text: str) -> str:
+        """Return a foreign text with its control tokens divided, to stand in a message that is rendered."""
+        return text if self.reads_control_tokens else self._controls[0].sub(lambda m: m[0][0] + CUT + m[0][1:], text)
+
+    @cached_property
+    def _controls(self) -> tuple[re.Pattern[str], frozenset[int]]:
+        """The control tokens: the special ones, and those that the template writes, such as <think>."""
+        template = f"{self.tokenizer.chat_template} {self.template_kwargs.get('chat_template')}"
+        added = {i: t.content for i, t in self.tokenizer.added_tokens_decoder.items() if t.content.strip()}
+        words = {i: w for i, w in added.items() if self.tokenizer.added_tokens_decoder[i].special or w in template}
+        longest_first = sorted(words.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)"), frozenset(words)
+
+    def _encoded(self, text: str) -> list[int]:
+        """Return the ids of a text; a control token that is divided becomes the tokens of its characters."""
+        parts = text.split(CUT)
+        if len(parts) == 1 or not self.tokenizer.is_fast:  # Others do not say where a token stands.
+            return self.tokenizer(" ".join(parts), add_special_tokens=False)["input_ids"]
+        text, cuts = "".join(parts), set(accumulate(map(len, parts[:-1])))
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids: list[int] = []
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            is_divided = token in self._controls[1] and not cuts.isdisjoint(range(start + 1, end + 1))
+            ids += self._spelled(text[start:end]) if is_divided else [token]
+        return ids
+
+    def _spelled(self, word: str) -> list[int]:
+        ids: list[int] = []
+        for char in word:
+            token = self.tokenizer.convert_tokens_to_ids(char)
+            # By the vocabulary where possible: SentencePiece would put a space before each character.
+            is_known = token is not None and token != self.tokenizer.unk_token_id
+            ids += [token] if is_known else self.tokenizer(char, add_special_tokens=False)["input_ids"]
+        return ids
 
     def text_of(self, token_ids: list[int], stopped: bool) -> str:
         """Return the text of a turn; of its stop token too, if that is no special token, as in the whole episode."""
@@ -95,17 +141,19 @@ class ChatTurns:
                 try:
                     ids = token_ids[:-1] if stopped and token_ids[-1] != self.tokenizer.eos_token_id else token_ids
                     parsed = parse_response(self.tokenizer, ids, prefix=prefix, tools=list(tools))
-                    return {"role": "assistant", **parsed}
+                    # Escapes such as \\ud800 are no text.
+                    return {"role": "assistant", **json.loads(encodable(json.dumps(parsed, ensure_ascii=False)))}
                 except Exception:  # What a model writes may break any parser.
                     pass
             return {"role": "assistant", "content": decode_completion(self.tokenizer, token_ids, stopped, "")}
 
     def ids_of(self, answers: Sequence[Message], stop_ids: Sequence[int] = (), stopped: bool = True) -> list[int]:
-        """Return the ids of messages that answer a turn, and of where the assistant begins again.
+        """Return the ids of foreign messages that answer a turn, and of where the assistant begins again.
 
         A turn that `stopped` ended at one of `stop_ids`, so what the template writes after that belongs to the answer;
         to a turn that was cut off, the token that ends it too.
         """
+        answers = [{key: self.foreign(text) for key, text in message.items()} for message in answers]
         turn: Message = {"role": "assistant", "content": "ok"}
         if answers[0]["role"] == "tool":  # Some templates take the name from the call.
             call = {"name": answers[0]["name"], "arguments": {}}
@@ -124,5 +172,4 @@ class ChatTurns:
         return full[len(start) :]
 
     def _render(self, messages: Sequence[Message], **settings: Any) -> list[int]:
-        settings |= {"tokenize": True, "return_dict": True}
-        return self.tokenizer.apply_chat_template(list(messages), **settings)["input_ids"]
+        return self._encoded(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))

@@ -7,14 +7,18 @@ observation or a failed episode; only too many of them end the run.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any
 
 from accelerate.utils import gather_object
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from onetrunk.data.rows import Rows
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.chat_turns import ChatTurns
 from onetrunk.rollouts.playing import IN_BOTH, EpisodeLimits, Factory, Kind, Playing, Row, require_takes
@@ -58,11 +62,18 @@ class Episodes:
         if not factories:
             raise ValueError(f"{IN_BOTH} is an empty mapping; name at least one environment")
         self.kinds = {name: Kind.of(make, tools, name) for name, make in factories.items()}
-        self.turns = ChatTurns(tokenizer, dict(template_kwargs or {}))
+        self.turns = ChatTurns(tokenizer, dict(template_kwargs or {}), limits.control_tokens)
         self.calls = TimedCalls(limits.tool_timeout)
         self.has_tools = any(kind.schemas for kind in self.kinds.values())
         if self.has_tools:
             self.turns.prepare(has_tools=True)
+        for kind in self.kinds.values():
+            schemas = json.dumps(kind.schemas, ensure_ascii=False) if kind.offers else ""
+            if self.turns.foreign(schemas) != schemas:
+                raise ValueError(
+                    f"the tools of {kind.class_name} are described with control tokens of the tokenizer; correct the"
+                    " server, or set observation_control_tokens if you trust it"
+                )
 
     def __str__(self) -> str:
         kinds = self.kinds.values()
@@ -117,6 +128,19 @@ class Episodes:
                 require_takes(kind.example.reset, f"reset(self, **row); the row has {', '.join(given)}", **given)
         if conversational and not self.has_tools:
             self.turns.prepare(has_tools=False)
+
+    def with_prompts(self, rows: Rows | None, count: int) -> Rows:
+        """Return rows (None: `count` of them) with a column `prompt`; where there is none, `reset` says the prompt."""
+        if rows is not None and "prompt" in rows.column_names:
+            return rows
+        tokenizer, blank = self.turns.tokenizer, [{"role": "user", "content": ""}]
+        if not tokenizer.chat_template:  # A text must begin with a token.
+            blank = tokenizer.bos_token or tokenizer.eos_token
+        if isinstance(rows, ShardedRows):
+            return rows.then(lambda row: {**row, "prompt": blank}, added=["prompt"])
+        if rows is None:
+            return Dataset.from_dict({"prompt": [blank] * count})
+        return rows.add_column("prompt", [blank] * len(rows))
 
     def template_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables with which the template renders a row's prompt."""

@@ -1,6 +1,6 @@
 """One episode while it is played: its kind, its row, and what answers its turns.
 
-Failures are observations or failed episodes; the call ends for an error of ours alone, or if too many calls hang.
+Failures are observations or failed episodes; the call ends if too many calls hang.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from onetrunk.rollouts.tool_calls import (
 from onetrunk.servers.openenv import LostSession
 from onetrunk.types import Message, Prompt, Rollout, RowKey
 from onetrunk.utils.randomness import ENVIRONMENT_STREAM, derived_seed
+from onetrunk.utils.redaction import encodable
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ SEEDS = 2**31
 IN_BOTH = "environment_factory (environment in YAML)"
 # Calls of tools that one turn may begin at the same time.
 CALLS_AT_ONCE = 16
+# What `reset` says is not cut, because it is the task. Longer than any model reads.
+MOST_CHARACTERS = 2**20
 NOT_TOOLS = ("reset", "get_reward", "close")
 
 
@@ -55,6 +58,7 @@ class EpisodeLimits:
         observation_characters: most characters of an observation; the rest is cut off.
         failed_fraction: of the rows of a rollout; with more failed episodes the run ends.
         longest_prompt: most tokens of a prompt with the observation of `reset`; None: no bound.
+        control_tokens: whether those in an observation are read as such, and not as characters.
     """
 
     max_turns: int | None = None
@@ -62,6 +66,7 @@ class EpisodeLimits:
     observation_characters: int = 2000
     failed_fraction: float = 0.1
     longest_prompt: int | None = None
+    control_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Kind:
             environment = factory()
         except Exception as error:
             hint = "; it is called without arguments" if isinstance(error, TypeError) else ""
-            reason = f"{type(error).__name__}: {error}{hint}"
+            reason = f"{type(error).__name__}: {encodable(error)}{hint}"
             raise RuntimeError(f"{where} could not make an environment: {reason}") from error
         class_name = type(environment).__name__
         made = {"example": environment, "free": [environment], "made": {id(environment): environment}}
@@ -142,8 +147,17 @@ class Kind:
         try:
             return self.free.pop()
         except IndexError:
+            pass
+        try:
             environment = self.factory()
-            return self.made.setdefault(id(environment), environment)
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.class_name} could not be made once more beside {len(self.made)} others"
+                f" ({type(error).__name__}: {encodable(error)}); each completion of a rollout plays in its own"
+                " environment, all at once: let the factory make rollout_batch_size x num_generations of them (per"
+                " process, and those of an evaluation), or lower these settings"
+            ) from error
+        return self.made.setdefault(id(environment), environment)
 
     def close(self, calls: TimedCalls, environment: Any) -> list[Future[None]]:
         """Begin to close an environment in a thread, if it has `close` and was not closed before."""
@@ -153,7 +167,7 @@ class Kind:
             try:
                 calls.call(environment.close)
             except BaseException as error:
-                logger.warning("close of %s failed: %s: %s", self.class_name, type(error).__name__, error)
+                logger.warning("close of %s failed: %s: %s", self.class_name, type(error).__name__, encodable(error))
 
         return [in_thread(close)] if callable(getattr(known, "close", None)) else []
 
@@ -199,6 +213,13 @@ def require_takes(method: Callable[..., Any], expected: str, *args: Any, **kwarg
         raise ValueError(f"{name}{signature} cannot be called: {error}; write it as {expected}") from error
 
 
+def with_observation(prompt: list[Message], observation: str) -> list[Message]:
+    """Return a conversation with the observation of `reset` behind what the user said last."""
+    place = max(i for i, message in enumerate(prompt) if message["role"] == "user")
+    message = {**prompt[place], "content": prompt[place]["content"] + observation}
+    return [*prompt[:place], message, *prompt[place + 1 :]]
+
+
 class StepFault(Exception):
     """What `step` returned is not what an environment returns."""
 
@@ -218,7 +239,7 @@ class Playing:
         self.turns, self.calls, self.limits, self.rows, self.poll = turns, calls, limits, rows, poll
         self.max_length, self.stop_ids = params.max_completion_length, params.stop_token_ids
         self.max_turn_length = params.max_turn_length
-        # What is wrong with this package, or ends the run; raised at the end of the call.
+        # What ends the run; raised at the end of the call.
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._num_playing, self._num_waiting = len(rows), 0
@@ -249,11 +270,13 @@ class Playing:
             return
         if not isinstance(observation, str):
             raise TypeError(f"the observation is a {type(observation).__name__}; give a text")
+        if len(observation) > MOST_CHARACTERS:
+            raise ValueError(f"the observation has {len(observation)} characters, more than {MOST_CHARACTERS}")
+        observation = encodable(observation)
         if row.is_chat:
-            place = max(i for i, message in enumerate(row.prompt) if message["role"] == "user")
-            message = {**row.prompt[place], "content": row.prompt[place]["content"] + observation}
-            prompt = [*row.prompt[:place], message, *row.prompt[place + 1 :]]
-            ids = self.turns.prompt_ids(prompt, list(row.kind.schemas.values()))
+            prompt = with_observation(row.prompt, observation)
+            shown = with_observation(row.prompt, self.turns.foreign(observation))
+            ids = self.turns.prompt_ids(shown, list(row.kind.schemas.values()))
         else:
             prompt, ids = row.prompt + observation, [*row.prompt_ids, *self.turns.text_ids(observation)]
         longest = self.limits.longest_prompt
@@ -276,8 +299,10 @@ class Playing:
             if row.failure is None and self._error is None:
                 answer = self._step if row.kind.steps else self._call_tools
                 observation = answer(row, token_ids, stopped, before)
-        except Exception as error:
+        except TooManyHang as error:
             self._error = self._error or error
+        except Exception as error:  # Such as a template's that rejects what a tool said.
+            row.failure = f"the answer to a turn raised {type(error).__name__}: {encodable(error)}"
         row.context = [*row.context, *(observation or ())]
         row.count(tool_seconds=time.perf_counter() - start)
         length = len(row.context) - len(row.prompt_ids)
@@ -306,7 +331,7 @@ class Playing:
         except (TimedOut, StepFault, LostSession) as error:
             # Nobody knows in which state the environment is.
             row.count(tool_errors=1)
-            row.failure = f"step: {error}"
+            row.failure = f"step: {encodable(error)}"
             return None
         except BaseException as error:
             row.count(tool_errors=1)
@@ -376,7 +401,7 @@ class Playing:
             raise
         except BaseException as error:
             fault, row.hangs = error, row.hangs or isinstance(error, TimedOut)
-            row.failure = f"{name}: {error}" if isinstance(error, LostSession) else row.failure
+            row.failure = f"{name}: {encodable(error)}" if isinstance(error, LostSession) else row.failure
         row.count(tool_calls=1, tool_errors=int(fault is not None))
         content = content if fault is None else error_text(fault)
         return {"role": "tool", "name": name, "content": shortened(content, self.limits.observation_characters)}
@@ -395,7 +420,7 @@ class Playing:
                 stopped[i] = stopped[i] and len(completions[i]) == 1
                 completions[i], logprobs[i], turns[i] = completions[i][:1], logprobs[i][:1], turns[i][:1]
                 row.rewards = [math.nan]
-        rewards = [row.rewards if row.kind.has_reward or row.failure else None for row in self.rows]
+        rewards = [row.rewards or None if row.kind.has_reward or row.failure else None for row in self.rows]
         return replace(
             rollout,
             completion_ids=completions,
@@ -420,7 +445,10 @@ class Playing:
         if row.kind.steps or row.kind.offers or not row.kind.has_reward or row.failure is not None:
             return
         score = self.calls.call(row.environment.get_reward)
-        row.rewards[-1] = math.nan if score is None else float(score)
+        if score is None:  # It does not apply: the scores of functions count alone.
+            row.rewards = []
+        else:
+            row.rewards[-1] = float(score)
 
     def _wait(self, change: int, is_over: bool = False) -> None:
         """Keep time while all rows that are not over wait for answers."""
@@ -439,7 +467,7 @@ class Playing:
             except TooManyHang as error:
                 self._error = error
             except BaseException as error:
-                row.failure = f"{name} raised {type(error).__name__}: {error}"
+                row.failure = f"{name} raised {type(error).__name__}: {encodable(error)}"
 
         left = [in_thread(guarded, row) for row in self.rows]
         while left:

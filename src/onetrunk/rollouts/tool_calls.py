@@ -20,6 +20,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from onetrunk.rollouts.episodes import in_thread
+from onetrunk.utils.redaction import encodable
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 
@@ -192,13 +193,13 @@ def _json_type(value: Any) -> str:
 
 def error_text(error: BaseException | str) -> str:
     """Return the observation for a call that failed."""
-    if "main thread" in str(error):
+    text = encodable(error)
+    if "main thread" in text:
         warn_once(ABOUT_SIGNALS)
-    if isinstance(error, BaseException):
-        error = f"{type(error).__name__}: {error}"
+    error = f"{type(error).__name__}: {text}" if isinstance(error, BaseException) else text
     return json.dumps({"error": error}, ensure_ascii=False)
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return a text without what comes after `longest` characters, and say how much that was."""
-    return text if len(text) <= longest else f"{text[:longest]} ... ({len(text) - longest} more characters)"
+    """Return an `encodable` text without what comes after `longest` characters, and say how much that was."""
+    return encodable(text if len(text) <= longest else f"{text[:longest]} ... ({len(text) - longest} more characters)")

@@ -6,10 +6,14 @@ The client is OpenEnv's generic one, so that no package of an environment is ins
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from typing import Any
 
 import httpx2
+
+from onetrunk.servers.client import MAX_BYTES
+from onetrunk.utils.files import parse_json
 
 CONNECT_S = 10.0
 # The fields of an action that calls a tool; OpenEnv's bare Action has none.
@@ -17,7 +21,7 @@ CALL_FIELDS = {"type", "tool_name", "arguments"}
 
 
 class LostSession(RuntimeError):
-    """The connection to an environment broke, and with it the environment ended."""
+    """The connection to an environment broke, and with it the environment ended; or nobody can read its answers."""
 
 
 class OpenEnv:
@@ -37,14 +41,18 @@ class OpenEnv:
         before = self._socket
         try:
             result = getattr(self.client, method)(*args, **kwargs)
-        except RuntimeError:  # What the server says of this call.
-            raise
         except Exception as error:
+            if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+                raise  # What the server says of this call.
             raise LostSession(f"{self.address}: {type(error).__name__}: {error}") from error
         # The client connects again by itself, to another environment.
         self._socket = self.client.async_client._ws
         if method == "step" and self._socket is not before:
             raise LostSession(f"{self.address} ended the session before the episode was over")
+        kinds = (result.observation, dict), (result.reward or 0, (int, float)), (result.done or False, bool)
+        is_empty = method == "step" and not (result.observation or result.done) and result.reward is None
+        if is_empty or not all(isinstance(*kind) for kind in kinds) or not math.isfinite(result.reward or 0):
+            raise LostSession(f"{self.address} answers {method} without an observation, a finite reward and done")
         return result
 
 
@@ -55,7 +63,7 @@ class OpenEnvText(OpenEnv):
         """Answer a text, as Gymnasium's environments do."""
         [field] = action_fields(self.address)
         result = self._ask("step", {field: action})
-        return _text(result.observation), float(result.reward or 0), result.done, False, {}
+        return _text(result.observation), float(result.reward or 0), bool(result.done), False, {}
 
 
 class OpenEnvTools(OpenEnv):
@@ -69,13 +77,16 @@ class OpenEnvTools(OpenEnv):
     def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the result of a tool; RuntimeError if it failed."""
         result = self._ask("step", {"type": "call_tool", "tool_name": name, "arguments": arguments})
-        self.reward, self.is_over = self.reward + float(result.reward or 0), result.done
+        self.reward, self.is_over = self.reward + float(result.reward or 0), bool(result.done)
         error, content = result.observation.get("error"), result.observation.get("result")
-        if error:
-            raise RuntimeError(error["message"])
-        if isinstance(content, dict) and "data" in content:  # As FastMCP wraps it.
-            texts = [part["text"] for part in content.get("content") or () if "text" in part]
-            content = "\n".join(texts) if content["data"] is None else content["data"]
+        try:
+            if error:
+                raise RuntimeError(error["message"])
+            if isinstance(content, dict) and "data" in content:  # As FastMCP wraps it.
+                texts = [part["text"] for part in content.get("content") or () if "text" in part]
+                content = "\n".join(texts) if content["data"] is None else content["data"]
+        except (TypeError, LookupError, AttributeError) as fault:
+            raise LostSession(f"{self.address} answers a call of {name} in no form of a tool's result") from fault
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
@@ -103,9 +114,14 @@ def open_environment(address: str) -> OpenEnv:
 @cache
 def action_fields(address: str) -> dict[str, dict[str, Any]]:
     """Return the JSON schemas of an action's fields; ConnectionError if no OpenEnv server answers."""
+    content = bytearray()
     try:
-        reply = httpx2.get(f"{address.rstrip('/')}/schema", timeout=CONNECT_S).raise_for_status()
-        fields = dict(reply.json()["action"].get("properties") or {})
+        with httpx2.stream("GET", f"{address.rstrip('/')}/schema", timeout=CONNECT_S) as reply:
+            for part in reply.raise_for_status().iter_bytes():
+                content += part
+                if len(content) > MAX_BYTES:
+                    raise ValueError(f"its schema has more than {MAX_BYTES // 2**20} MiB")
+        fields = dict(parse_json(content)["action"].get("properties") or {})
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ConnectionError(f"no OpenEnv server answers; start it, or correct {address} ({error})") from error
     return {name: schema for name, schema in fields.items() if name != "metadata"}

@@ -144,7 +144,7 @@ class Contest:
 
 
 def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
-    rows = prompt_rows(load_dataset_rows(args))
+    rows = prompt_rows(load_dataset_rows(args), is_open=bool(args.environment))
     config = args.ppo_config(model_args.init_kwargs())
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
     # Mistakes in opponent or judge are reported before a large model loads.

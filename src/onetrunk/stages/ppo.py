@@ -121,7 +121,7 @@ def run(
     reward_funcs = data.reward_funcs or []
     require_functions(reward_funcs)
     episodes = data.episode_parts()
-    rows, held_out = load_training_rows(data, args.seed, prompt_rows)
+    rows, held_out = load_training_rows(data, args.seed, partial(prompt_rows, is_open=bool(data.environment)))
     require_push(args)
     with run_judges(reward_funcs, args, judge_settings, judge_args) as (rewards, monitor):
         trainer = make_trainer(rewards, args, model_args, rows, held_out, **episodes)

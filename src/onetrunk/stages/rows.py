@@ -78,9 +78,13 @@ def stream_training_rows(args: TrainingDataArguments) -> ShardedRows:
     return rows
 
 
-def prompt_rows(rows: TrainingRows) -> TrainingRows:
-    """Return rows of prompts, checked as far as possible without a tokenizer; raises ValueError for bad rows."""
-    check_prompts(rows)
+def prompt_rows(rows: TrainingRows, is_open: bool = False) -> TrainingRows:
+    """Return rows of prompts, checked as far as possible without a tokenizer; raises ValueError for bad rows.
+
+    Args:
+        is_open: whether an environment says or completes the prompts.
+    """
+    check_prompts(rows, is_open)
     return rows
 
 

@@ -74,8 +74,8 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` atomically, as UTF-8 and with its line ends unchanged."""
-    atomic_write_bytes(path, text.encode("utf-8"))
+    """Write `text` to `path` atomically, as UTF-8 (half a surrogate pair as `?`) and with its line ends unchanged."""
+    atomic_write_bytes(path, text.encode("utf-8", "replace"))
 
 
 def atomic_write_json(path: str | os.PathLike[str], data: Any) -> None:

@@ -75,11 +75,20 @@ def is_secret_name(name: str) -> bool:
     return name.upper().endswith(SECRET_NAMES)
 
 
+def encodable(value: Any) -> str:
+    """Return a value as text that UTF-8 can encode, whatever others put into it: half a surrogate pair becomes `?`."""
+    try:
+        text = str(value)
+    except BaseException:  # An exception, or any object of a tool or an environment.
+        text = f"a {type(value).__name__} without a text"
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def redact(text: str) -> str:
-    """Return `text` with each secret replaced by a mark such as `<redacted HF_TOKEN>`."""
+    """Return `text`, `encodable`, with each secret replaced by a mark such as `<redacted HF_TOKEN>`."""
     secrets = {value.strip(): name for name, value in os.environ.items() if is_secret_name(name)}
     names = {value: name for value, name in (_added | secrets).items() if len(value) >= LEAST_LENGTH}
-    clean = _pattern(tuple(names)).sub(lambda match: match[1] or _mark(names[match[0]]), text)
+    clean = _pattern(tuple(names)).sub(lambda match: match[1] or _mark(names[match[0]]), encodable(text))
     clean = _SHAPES.sub(_mark_of_shape, clean)
     return text if clean == text else clean
 

@@ -6,6 +6,7 @@ Settings, rows, tokenizer and the model's config are read and checked as in a ru
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def dry_run(data: PPODataArguments, args: PPOArguments, model_args: ModelArgumen
         model = AutoModelForCausalLM.from_config(config)
     parse_adapter_layers(args.adapter_layers, len(decoder_layers(model)))
     check_targets(model_args.peft_config(), model)
-    rows, held_out = load_training_rows(data, args.seed, prompt_rows)
+    rows, held_out = load_training_rows(data, args.seed, partial(prompt_rows, is_open=bool(data.environment)))
     tokenizer = policy_tokenizer(name, None, kwargs)
     check_tokenizer(tokenizer, name, (rows, held_out), config.vocab_size)
     tokens_of(args.stop_tokens or [], tokenizer)
