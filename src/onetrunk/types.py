@@ -8,6 +8,7 @@ True where an entry counts; entries that do not count are 0.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
@@ -28,8 +29,14 @@ T = TypeVar("T")
 
 
 def as_text(completion: Completion) -> str:
-    """Return a completion as a judge reads it: the contents of messages, joined by line ends."""
-    return completion if isinstance(completion, str) else "\n".join(message["content"] for message in completion)
+    """Return a completion as a judge reads it: the texts of messages, joined by line ends."""
+    return completion if isinstance(completion, str) else "\n".join(map(message_text, completion))
+
+
+def message_text(message: Message) -> str:
+    """Return the content of a message; of one without, its tool calls as JSON."""
+    calls = message.get("tool_calls") or ()
+    return message["content"] or "\n".join(json.dumps(call.get("function", call)) for call in calls)
 
 
 def as_completion(prompt: Prompt, text: str) -> Completion:

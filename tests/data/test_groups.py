@@ -29,9 +29,9 @@ def test_sides_that_begin_with_the_prompt_are_cut_where_it_ends():
         assert (group.prompt, group.texts) == ([USER], ("A robin.", "A stone."))
 
 
-def test_a_text_prompt_with_messages_that_do_not_repeat_it_stays_text():
+def test_a_text_prompt_before_messages_that_do_not_repeat_it_is_the_users():
     (group,) = groups([{"prompt": "Name a bird.", "chosen": [ROBIN], "rejected": [STONE]}])
-    assert (group.prompt, group.texts) == ("Name a bird.", ("A robin.", "A stone."))
+    assert (group.prompt, group.texts) == ([USER], ("A robin.", "A stone."))
 
 
 def test_text_without_a_prompt_column_shares_its_beginning():

@@ -1,4 +1,4 @@
-"""The settings of checkpoints that every training has. Imports no trainer; see `utils/options.py`."""
+"""The settings that every training has: checkpoints, and bfloat16. Imports no trainer; see `utils/options.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ WITHOUT_PACKAGE = ("all", "none", "", "azure_ml", "dagshub", "flyte", "kubeflow"
 
 @dataclass(repr=False)
 class CheckpointConfig:
-    """The checkpoint settings that every training has. List it before TrainingArguments among the bases."""
+    """The settings that every training has. List it before TrainingArguments among the bases.
+
+    bfloat16 autocast is the default only where an accelerator supports it.
+    """
 
     allow_config_change: bool = option(
         False, "Resume from a checkpoint although settings that steer what is learnt have changed."
@@ -41,10 +44,19 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         reject_deepspeed()  # TrainingArguments would ask for its package first.
         _check_intervals(self)
+        if self.bf16 is None:  # TRL would set it on a CPU too.
+            self.bf16 = _bf16_by_default(self)
         super().__post_init__()
         if not (self.num_train_epochs > 0 or self.max_steps > 0 or getattr(self, "num_rollouts", None) is not None):
             raise ValueError(f"num_train_epochs is {self.num_train_epochs}: no step would be trained; set it above 0")
         _check_trackers(self.report_to)
+
+
+def _bf16_by_default(args: TrainingArguments) -> bool:
+    """Return whether bf16 is on by default: without fp16, on an accelerator that supports it."""
+    import torch  # Here: settings are checked before torch is imported.
+
+    return not args.fp16 and not args.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 def _check_trackers(report_to: Sequence[str] | str | None) -> None:

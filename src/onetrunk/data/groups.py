@@ -5,9 +5,8 @@ lists    the same with lists of texts (RewardBench 2): each of the first is bett
 groups   `prompt`, `completions`: texts, or dicts with `text`, `response`, `completion` or `content`
 logs     `prompt` and `completion`, or `messages`: rows of one prompt belong together
 
-A side that is a list of messages may begin with the prompt's messages, as in UltraFeedback-binarized. Optional
-columns: `subset`, `reference` (an answer that is known to be good), `probability` (that `chosen` is better) and the
-flags `*_stopped` of `rows.py`.
+`pairs.py` reads the pairs, as for a reward model. Optional columns: `subset`, `reference` (an answer that is known to
+be good), `probability` (that `chosen` is better) and the flags `*_stopped` of `rows.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onetrunk.data.rows import (
-    SIDES,
-    bad_row,
-    conversation_fault,
-    probability_fault,
-    prompt_fault,
-    text_fault,
-    type_fault,
-)
-from onetrunk.types import Message, Prompt, as_text
+from onetrunk.data.pairs import messages_of, pair_of, prompt_of, require, text_of
+from onetrunk.data.rows import SIDES, bad_row, probability_fault, prompt_fault, text_fault, type_fault
+from onetrunk.types import Prompt, as_text
 
 Row = Mapping[str, Any]
 # Where the text of a completion stands in a dict.
@@ -89,10 +81,10 @@ def _group_of(row: Row, shape: str, subset: str) -> Group:
     subset = row.get("subset") or subset
     if shape in ("pairs", "lists"):
         group = _oriented(row, group)
-    _require(prompt_fault(group.prompt, isinstance(group.prompt, list)), "prompt")
+    require(prompt_fault(group.prompt, isinstance(group.prompt, list)), "prompt")
     reference = row.get("reference")
     if reference is not None:
-        _require(text_fault(reference), "reference")
+        require(text_fault(reference), "reference")
     return replace(group, subset=str(subset), reference=reference)
 
 
@@ -137,7 +129,7 @@ def _oriented(row: Row, group: Group) -> Group:
         raise ValueError("chosen and rejected are identical: there is nothing to prefer")
     probability = row.get("probability")
     probability = 1.0 if probability is None else probability
-    _require(probability_fault(probability), "probability")
+    require(probability_fault(probability), "probability")
     if probability >= 0.5:
         return replace(group, probability=float(probability))
     if len(group.texts) != 2:
@@ -147,96 +139,46 @@ def _oriented(row: Row, group: Group) -> Group:
 
 
 def _pair(row: Row) -> Group:
-    if any(isinstance(row[name], list) for name in SIDES):
-        prompt, sides = _without_prompt(row.get("prompt"), [_messages(row[name], name) for name in SIDES])
-    else:
-        sides = [_text(row[name], name) for name in SIDES]
-        prompt, sides = (_prompt(row["prompt"]), sides) if "prompt" in row else _shared_text(*sides)
+    prompt, sides = pair_of(row)
     stopped = tuple(_stopped(row, name) for name in SIDES)
     return Group(prompt, tuple(as_text(side) for side in sides), 1, stopped=stopped)
 
 
 def _lists(row: Row) -> Group:
-    chosen, rejected = (tuple(_text(text, name) for text in row[name]) for name in SIDES)
-    return Group(_prompt(row.get("prompt")), chosen + rejected, len(chosen))
+    chosen, rejected = (tuple(text_of(text, name) for text in row[name]) for name in SIDES)
+    return Group(prompt_of(row.get("prompt")), chosen + rejected, len(chosen))
 
 
 def _group(row: Row) -> Group:
     completions = row["completions"]
-    _require(type_fault(completions, (list,), "a list"), "completions")
+    require(type_fault(completions, (list,), "a list"), "completions")
     texts = []
     for index, entry in enumerate(completions):
         text = entry
         if isinstance(entry, Mapping):
             text = next((entry[key] for key in TEXT_KEYS if entry.get(key)), None)
         elif isinstance(entry, list):
-            text = as_text(_messages(entry, f"completion {index}"))
-        texts.append(_text(text, f"completion {index}"))
-    return Group(_prompt(row["prompt"]), tuple(texts))
+            text = as_text(messages_of(entry, f"completion {index}"))
+        texts.append(text_of(text, f"completion {index}"))
+    return Group(prompt_of(row["prompt"]), tuple(texts))
 
 
 def _log(row: Row) -> Group:
     stopped = (_stopped(row, "completion"),)
     if row.get("completion") is not None:
         completion = row["completion"]
-        read = _messages if isinstance(completion, list) else _text
+        read = messages_of if isinstance(completion, list) else text_of
         completion = read(completion, "completion")
-        return Group(_prompt(row["prompt"]), (as_text(completion),), stopped=stopped)
-    messages = _messages(row.get("messages"), "messages")
+        return Group(prompt_of(row["prompt"]), (as_text(completion),), stopped=stopped)
+    messages = messages_of(row.get("messages"), "messages")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError("messages does not end with an answer of the assistant")
-    return Group(messages[:-1], (messages[-1]["content"],), stopped=stopped)
+    return Group(messages[:-1], (as_text(messages[-1:]),), stopped=stopped)
 
 
 READERS: dict[str, Callable[[Row], Group]] = {"pairs": _pair, "lists": _lists, "groups": _group, "logs": _log}
 
 
-def _without_prompt(prompt: Any, sides: Sequence[list[Message]]) -> tuple[Prompt, list[list[Message]]]:
-    """Return the prompt of two conversations, and what follows it in each."""
-    first, second = sides
-    shared = 0
-    while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
-        shared += 1
-    beginning, rest = first[:shared], [side[shared:] for side in sides]
-    if isinstance(prompt, list):
-        given = _prompt(prompt)
-        return (beginning if beginning[: len(given)] == given else [*given, *beginning]), rest
-    if beginning:
-        # The sides begin with the prompt, which a text in the column prompt only repeats.
-        return beginning, rest
-    if prompt is None:
-        raise ValueError("has no prompt, and chosen and rejected share no message at their beginning")
-    return _prompt(prompt), rest
-
-
-def _shared_text(chosen: str, rejected: str) -> tuple[Prompt, list[str]]:
-    from trl import extract_prompt  # Here: it takes seconds, and few datasets need it.
-
-    row = extract_prompt({"chosen": chosen, "rejected": rejected})
-    if not row["prompt"].strip():
-        raise ValueError("has no prompt, and chosen and rejected share no text at their beginning")
-    return row["prompt"], [row["chosen"], row["rejected"]]
-
-
-def _prompt(prompt: Any) -> Prompt:
-    return _messages(prompt, "prompt") if isinstance(prompt, list) else _text(prompt, "prompt")
-
-
-def _text(text: Any, name: str) -> str:
-    _require(text_fault(text), name)
-    return text
-
-
-def _messages(messages: Any, name: str) -> list[Message]:
-    _require(conversation_fault(messages), name)
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
 def _stopped(row: Row, name: str) -> bool:
     """Return whether a completion ended by itself; also where only other rows have the column, which is None here."""
     return row.get(f"{name}_stopped") is not False
-
-
-def _require(fault: str | None, name: str) -> None:
-    if fault:
-        raise ValueError(f"{name} {fault}")

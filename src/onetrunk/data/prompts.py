@@ -17,6 +17,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import (
+    TEMPLATE_COLUMNS,
     Rows,
     bad_row,
     check_rows,
@@ -26,6 +27,8 @@ from onetrunk.data.rows import (
     prompt_fault,
     require_rows,
     row_fault,
+    template_variables,
+    variables_fault,
 )
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.types import Completion, Prompt, as_completion
@@ -64,8 +67,8 @@ def prepare_prompts(
         max_prompt_length: in tokens; None for no limit, which sharded rows must have.
         overlong_prompts: "error" rejects a longer prompt, "drop" removes it, "truncate" keeps its last
             `max_prompt_length` tokens (the column `prompt` is unchanged).
-        chat_template_kwargs: variables for the template.
-        template_of: returns those of a row instead, such as the tools that its prompt shows.
+        chat_template_kwargs: variables for the template; a row's columns `tools` and `chat_template_kwargs` go first.
+        template_of: returns those of a row that go before both, such as the tools that its episode has.
         is_open: whether an environment completes the prompts, so that the user's text may be empty.
     """
     if overlong_prompts not in OVERLONG:
@@ -85,7 +88,9 @@ def prepare_prompts(
         )
 
     def encode(row: dict[str, Any]) -> list[int]:
-        settings = (chat_template_kwargs or {}) if template_of is None else template_of(row)
+        settings = {**(chat_template_kwargs or {}), **template_variables(row)}
+        if template_of is not None:
+            settings |= template_of(row)
         ids = encode_prompt(row["prompt"], tokenizer, conversational, settings, is_open)
         is_cut = max_prompt_length is not None and overlong_prompts == "truncate"
         return ids[-max_prompt_length:] if is_cut else ids
@@ -216,9 +221,21 @@ def completion_columns(dataset: Dataset | ShardedRows) -> list[str]:
 
 def check_completions(rows: Rows) -> Rows:
     """Return checked rows for supervised fine-tuning, with only the columns to learn from; see `check_rows`."""
-    rows = rows.select_columns(completion_columns(rows))
     require_rows(rows)
-    return check_rows(rows, partial(row_fault, column_checks(is_conversational(rows, rows.column_names[0]))))
+    columns = completion_columns(rows)
+    conversational = is_conversational(rows, columns[0])
+    # Texts have no template, whatever tools a row also lists.
+    variables = [name for name in TEMPLATE_COLUMNS if name in rows.column_names and conversational]
+    if isinstance(rows, Dataset):
+        variables = [name for name in variables if any(value is not None for value in rows[name])]
+    checks = column_checks(conversational)
+
+    def fault(row: dict[str, Any]) -> str | None:
+        if "chat_template_kwargs" in variables and not isinstance(row["chat_template_kwargs"], dict):
+            return "chat_template_kwargs is not a dict, as in other rows"
+        return row_fault(checks, row) or variables_fault(row)
+
+    return check_rows(rows.select_columns([*columns, *variables]), fault)
 
 
 def without_written_bos(dataset: Dataset | ShardedRows, tokenizer: PreTrainedTokenizerBase) -> Dataset | ShardedRows:

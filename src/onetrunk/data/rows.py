@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,9 @@ Fault = Callable[[Any], str | None]
 SIDES = ("chosen", "rejected")
 PAIR = ("prompt", *SIDES)
 STOPPED = ("chosen_stopped", "rejected_stopped")
+# Columns that TRL passes to the chat template, and their forms.
+TEMPLATE_COLUMNS = {"tools": list, "chat_template_kwargs": dict}
+FIRST_ROWS = 100
 ANSWERABLE_ROLES = ("user", "tool", "assistant")
 # A chat template drops an unknown role or writes it as it is, so the model would learn a mistyped one.
 ROLES = (
@@ -164,10 +167,69 @@ def conversation_fault(messages: object, is_open: bool = False) -> str | None:
         role, content = message["role"], message.get("content")
         if role not in ROLES:
             return f"has a message {index} with the unknown role {role!r}, expected one of {', '.join(ROLES)}"
-        may_be_empty = is_open if role == "user" else index < len(messages) - 1
-        if (fault := text_fault(content)) and not (content == "" and may_be_empty):
+        if fault := calls_fault(message.get("tool_calls")):
+            return f"has a message {index} ({role}) whose tool_calls {fault}"
+        # A message with calls may say nothing: OpenAI writes null.
+        may_be_empty = (
+            content in (None, "")
+            if message.get("tool_calls")
+            else content == "" and (is_open if role == "user" else index < len(messages) - 1)
+        )
+        if (fault := text_fault(content)) and not may_be_empty:
             return f"has a message {index} ({role}) whose content {fault}"
     return None
+
+
+def calls_fault(calls: object) -> str | None:
+    """Check the tool calls of a message: null, or dicts with a name, or with a `function` that has one."""
+    if calls is None:
+        return None
+    if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
+        functions = [call.get("function") or call for call in calls]
+        if all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
+            return None
+    return "is not a list of calls, each with the name of its function"
+
+
+def template_variables(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a row gives to its chat template, as for TRL: `tools`, also as JSON, and `chat_template_kwargs`."""
+    variables = {}
+    for name, form in TEMPLATE_COLUMNS.items():
+        value = row.get(name)
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"{name} is text and not JSON ({error})") from error
+        if value is not None and not isinstance(value, form):
+            raise ValueError(f"{name} is of type {type(value).__name__}, expected a {form.__name__}")
+        variables |= {name: value} if value and form is list else value or {}
+    return variables
+
+
+def variables_of(columns: Mapping[str, Sequence[Any]], number: int) -> list[dict[str, Any]]:
+    """Return the `template_variables` of `number` rows, given as columns."""
+    given = {name: columns[name] for name in TEMPLATE_COLUMNS if columns.get(name) is not None}
+    return [template_variables({name: column[i] for name, column in given.items()}) for i in range(number)]
+
+
+def variables_fault(row: Mapping[str, Any]) -> str | None:
+    """Check the columns of a row that its chat template reads."""
+    try:
+        template_variables(row)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def refuse_variables(rows: Dataset | ShardedRows, what: str) -> None:
+    """Raise ValueError if the first rows have something for the chat template that `what` does not pass to it."""
+    names = [name for name in TEMPLATE_COLUMNS if name in rows.column_names]
+    used = [name for name in names if any(rows[:FIRST_ROWS][name])]
+    if used:
+        raise ValueError(
+            f"the rows have the column {used[0]}, which changes what the chat template writes, and {what} does not"
+            " read it; remove the column"
+        )
 
 
 def messages_fault(messages: object) -> str | None:
@@ -209,19 +271,12 @@ def check_preferences(rows: Rows) -> Rows:
     checks = {name: checks[name] for name in (*PAIR, *STOPPED, "probability", "margin")}
 
     def fault(row: dict[str, Any]) -> str | None:
-        if reason := row_fault(checks, row):
+        if reason := row_fault(checks, row) or variables_fault(row):
             return reason
         is_same = row["chosen"] == row["rejected"]
         return "chosen and rejected are identical: there is nothing to prefer" if is_same else None
 
     return check_rows(rows, fault)
-
-
-def check_sides(rows: Rows) -> Rows:
-    """Return rows without a `prompt` column, whose sides both begin with the prompt, with their sides checked."""
-    require_rows(rows)
-    check = conversation_fault if is_conversational(rows, "chosen") else text_fault
-    return check_rows(rows, lambda row: row_fault(dict.fromkeys(SIDES, check), row))
 
 
 def stopped_column(dataset: Dataset, name: str) -> list[bool]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onetrunk.judges.judge import Pair, Principle, Rating, Single, Verdict
-from onetrunk.types import Message, Prompt
+from onetrunk.types import Message, Prompt, message_text
 from onetrunk.utils.files import digest
 
 LABELS = ("A", "B")
@@ -170,7 +170,7 @@ def longest_text(item: Pair | Single) -> int:
 
 
 def _as_text(text: Prompt) -> str:
-    return text if isinstance(text, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in text)
+    return text if isinstance(text, str) else "\n".join(f"[{m['role']}] {message_text(m)}" for m in text)
 
 
 def _quoted(text: Prompt, forbidden: Collection[str], max_characters: int) -> str:

@@ -326,26 +326,47 @@ def encode_rows(
     end_token: bool,
     name: str,
     stopped: Sequence[bool] | None = None,
+    variables: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[list[list[int]], int]:
     """Return the token ids of each row for a reward model, and how many rows were shortened.
 
     A completion that was cut off at a length limit gets no end token, so that its score equals that of a reward
-    adapter on the policy's trunk.
+    adapter on the policy's trunk. `variables` of a row are for the chat template (`template_variables`).
     """
     stopped = [True] * len(prompts) if stopped is None else stopped
     rows = list(zip(prompts, completions, stopped, strict=True))
     conversational = bool(rows) and not isinstance(prompts[0], str)
     texts = [
-        _render(tokenizer, prompt, completion, is_stopped, name) if conversational else prompt + completion
-        for prompt, completion, is_stopped in rows
+        _render(tokenizer, prompt, completion, is_stopped, name, own) if conversational else prompt + completion
+        for (prompt, completion, is_stopped), own in zip(rows, variables or [{}] * len(rows), strict=True)
     ]
-    return encode_texts(
-        tokenizer, texts, max_length, add_special_tokens=not conversational, end_token=end_token, stopped=stopped
-    )
+    end = (turn_end(tokenizer) if conversational else tokenizer.eos_token_id) if end_token else None
+    return encode_texts(tokenizer, texts, max_length, add_special_tokens=not conversational, end=end, stopped=stopped)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the token that ends the assistant's turn, where a reward model reads a conversation's score.
+
+    It is the first special token that the chat template writes after an answer: <end_of_turn> of gemma, <|end|> of
+    Phi, at which their policies stop, where the tokenizer's end token is another. Without one it is that end token.
+    """
+    probe = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": CUT_MARK}]
+    try:
+        _, mark, rest = tokenizer.apply_chat_template(probe, tokenize=False).rpartition(CUT_MARK)
+    except Exception:  # A template may raise anything; this one does not take such a conversation.
+        mark, rest = "", ""
+    added = tokenizer.added_tokens_decoder
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if mark else []
+    return next((i for i in ids if i in added and added[i].special), tokenizer.eos_token_id)
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, prompt: Conversation, completion: list[Message], is_stopped: bool, name: str
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Conversation,
+    completion: list[Message],
+    is_stopped: bool,
+    name: str,
+    variables: dict[str, Any],
 ) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
@@ -356,13 +377,14 @@ def _render(
     if prompt and prompt[-1]["role"] == "assistant":
         # The completion continues the prompt's last message: one message, not two in a row.
         opened = messages[len(prompt) - 1]
-        joined = {**opened, "content": opened["content"] + messages[len(prompt)]["content"]}
+        rest = messages[len(prompt)]
+        joined = {**opened, **rest, "content": (opened["content"] or "") + (rest["content"] or "")}
         messages[len(prompt) - 1 : len(prompt) + 1] = [joined]
     if is_stopped:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
     # transformers' continue_final_message raises where a template rewrites the message (moves the reasoning, say).
-    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + CUT_MARK}
-    text, mark, _ = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(CUT_MARK)
+    messages[-1] = {**messages[-1], "content": (messages[-1]["content"] or "") + CUT_MARK}
+    text, mark, _ = tokenizer.apply_chat_template(messages, tokenize=False, **variables).rpartition(CUT_MARK)
     if not mark:
         raise ValueError(
             f"the chat template of reward model {name!r} leaves out the end of the last message, so a completion that"
@@ -376,7 +398,7 @@ def encode_texts(
     texts: Sequence[str],
     max_length: int | None,
     add_special_tokens: bool = True,
-    end_token: bool = False,
+    end: int | None = None,
     stopped: Sequence[bool] | None = None,
 ) -> tuple[list[list[int]], int]:
     """Tokenize texts. A text that is too long keeps its first special token and its end, where the completion is.
@@ -384,8 +406,8 @@ def encode_texts(
     Args:
         max_length: tokens; None for no limit.
         add_special_tokens: False for texts from a chat template, which writes them itself.
-        end_token: True makes every row end with the tokenizer's end token, as sampled completions do: it is added, or
-            the white space that a chat template writes after it is dropped.
+        end: token id with which every row then ends, as sampled completions do: it is added, or what a chat template
+            writes after it (white space, special tokens) is dropped. None: rows end as they are.
         stopped: n booleans, False for a text that was cut off at a length limit: it never ends with an end token.
             None: no text was cut off.
 
@@ -401,7 +423,7 @@ def encode_texts(
         rows = [without_second_bos(row, tokenizer.bos_token_id) for row in rows]
     stopped = [True] * len(rows) if stopped is None else stopped
     rows = [
-        (_with_end_token(tokenizer, row) if end_token else row) if is_stopped else _without_end_token(tokenizer, row)
+        _with_end(tokenizer, row, end) if is_stopped else _without_end_token(tokenizer, row)
         for row, is_stopped in zip(rows, stopped, strict=True)
     ]
     if max_length is None:
@@ -416,15 +438,15 @@ def encode_texts(
     return rows, num_shortened
 
 
-def _with_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> list[int]:
-    end = tokenizer.eos_token_id
+def _with_end(tokenizer: PreTrainedTokenizerBase, row: list[int], end: int | None) -> list[int]:
     if end is None:
         return row
-    if end in row:
-        last = len(row) - row[::-1].index(end)
-        if not tokenizer.decode(row[last:]).strip():
-            return row[:last]
-    return [*row, end]
+    ends = [place for place, token in enumerate(row) if token == end]
+    # The first of those after the text: a template may end the turn and then the conversation by the same token.
+    whole = row
+    while ends and not tokenizer.decode(row[ends[-1] :], skip_special_tokens=True).strip():
+        whole = row[: ends.pop() + 1]
+    return whole if whole[-1] == end else [*row, end]
 
 
 def _without_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> list[int]:

@@ -50,8 +50,6 @@ class PPOConfig(PPOSettings, SecretFreeArguments, TRLNames, TrainingArguments):
     def __post_init__(self) -> None:
         if self.fp16 and (self.use_cpu or not torch.cuda.is_available()):
             raise ValueError("fp16 needs a GPU with its gradient scaler; set bf16, or leave both out on a CPU")
-        if self.bf16 is None:
-            self.bf16 = bf16_by_default(self)
         super().__post_init__()
         for name, default in TRL_DEFAULTS.items():
             if getattr(self, name) not in (None, default):
@@ -69,11 +67,6 @@ HOLD_OUT = (
     "no prompts are held out, so what is learned shows in the training rollouts alone; set eval_size or"
     " eval_dataset_name (eval_dataset of PPOTrainer) to score the same prompts before and after"
 )
-
-
-def bf16_by_default(args: TrainingArguments) -> bool:
-    """Return whether bf16 is on by default: without fp16, on an accelerator that supports it."""
-    return not args.fp16 and not args.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 @dataclass(frozen=True)

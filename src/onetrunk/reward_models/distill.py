@@ -20,7 +20,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, require_rows, stopped_column
+from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, refuse_variables, require_rows, stopped_column
 from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.feedback.asking import chunked
 from onetrunk.feedback.ledger import Ledger
@@ -267,6 +267,7 @@ class Teacher:
 
     def label_pairs(self, rows: Dataset) -> Dataset:
         """Return preference rows with `chosen_score`, `rejected_score`, and the teacher's `probability`."""
+        refuse_variables(rows, "a teacher")
         check_preferences(rows)
         stopped = {name: stopped_column(rows, name) for name in STOPPED}
         sides = [self.member_scores(rows["prompt"], rows[name], stopped[f"{name}_stopped"]) for name in SIDES]

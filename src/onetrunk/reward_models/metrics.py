@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 
-from onetrunk.data.rows import SIDES, stopped_column
+from onetrunk.data.rows import SIDES, TEMPLATE_COLUMNS, stopped_column
 from onetrunk.judges.win_rate import resampled
 from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.distill import Teacher
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.reward import Completion
-from onetrunk.types import Prompt
+from onetrunk.types import Prompt, message_text
 
 # Rows of one timing, and the number of timings. The fastest counts, since other load can only slow one down.
 TIMED_ROWS = 256
@@ -86,7 +86,8 @@ def true_labels(rows: Dataset, has_teacher: bool) -> Tensor | None:
 def score_pairs(reward: ModelReward, rows: Dataset, labels: Tensor) -> ScoredPairs:
     """Score both sides of preference rows; a completion that was cut off is read without an end token."""
     stopped = {name: stopped_column(rows, f"{name}_stopped") for name in SIDES}
-    sides = [reward(rows["prompt"], rows[name], completion_stopped=stopped[name]) for name in SIDES]
+    columns = {name: rows[name] for name in TEMPLATE_COLUMNS if name in rows.column_names}
+    sides = [reward(rows["prompt"], rows[name], completion_stopped=stopped[name], **columns) for name in SIDES]
     return _scored_pairs(sides, labels, reward, rows)
 
 
@@ -105,7 +106,7 @@ def _scored_pairs(sides: Sequence[list[float]], labels: Tensor, reward: ModelRew
     """Return the scores of both sides with what the metrics need; the reward model's tokenizer counts the tokens."""
     lengths = []
     for name in SIDES:
-        texts = [c if isinstance(c, str) else c[-1]["content"] for c in rows[name]]
+        texts = [c if isinstance(c, str) else message_text(c[-1]) for c in rows[name]]
         lengths.append([len(ids) for ids in reward.tokenizer(texts, add_special_tokens=False)["input_ids"]])
     prompts = [json.dumps(prompt) for prompt in rows["prompt"]]
     return ScoredPairs(*map(torch.tensor, sides), labels, torch.tensor(lengths), prompts)

@@ -28,7 +28,8 @@ from trl import RewardConfig, RewardTrainer
 
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.checkpoints.resumable_trainer import ResumableTRLTrainer
-from onetrunk.data.rows import SIDES, check_preferences
+from onetrunk.data.pairs import read_pairs
+from onetrunk.data.rows import SIDES, check_preferences, variables_of
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import require_lora
 from onetrunk.models.reward_model import READS_END, length_limit
@@ -236,7 +237,9 @@ class PairEncoder:
         columns = batch["prompt"], completions, batch.get(f"{side}_stopped", [True] * number)
         present = [place for place, completion in enumerate(completions) if completion is not None]
         prompts, completions, stopped = ([column[place] for place in present] for column in columns)
-        encoded, _ = encode_rows(self.tokenizer, prompts, completions, None, self.reads_end, "to train", stopped)
+        all_variables = variables_of(batch, number)
+        settings = (None, self.reads_end, "to train", stopped, [all_variables[place] for place in present])
+        encoded, _ = encode_rows(self.tokenizer, prompts, completions, *settings)
         ids = dict(zip(present, encoded, strict=True))
         return [ids.get(place, []) for place in range(number)]
 
@@ -244,7 +247,7 @@ class PairEncoder:
 class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
-    Rows have `prompt`, `chosen`, `rejected`, and may have `chosen_stopped`, `rejected_stopped`, `probability` and
+    Rows are read by `read_pairs`: `prompt`, `chosen`, `rejected`. They may have `chosen_stopped`, `rejected_stopped`, `probability` and
     `margin` (`check_preferences`). They are tokenized as `ModelReward` does it in PPO: prompt + completion, or
     both through the chat template.
 
@@ -320,6 +323,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             return {name: self.encode(rows, tokenizer, args, f"{kind} {name}") for name, rows in dataset.items()}
         if dataset is None or isinstance(dataset, str) or set(ENCODED) <= set(dataset.column_names):
             return dataset
+        dataset = read_pairs(dataset)
         self.check_rows(dataset, args)
         encoder = self.encoder(dataset.column_names, tokenizer, args)
         # Written to the cache of `datasets` and mapped from there, so that memory does not grow with the rows; rows in
@@ -355,7 +359,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig
     ) -> list[dict[str, Any] | None]:
         """Return rows of a batch as `encode` does, None for those that are longer than max_length."""
-        limit, dataset = args.max_length, Dataset.from_list(rows)
+        limit, dataset = args.max_length, read_pairs(Dataset.from_list(rows))
         self.check_rows(dataset, args)
         encoder = self.encoder(dataset.column_names, tokenizer, args)
         columns = encoder(dataset[:], range(len(rows)))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from onetrunk.data.rows import variables_of
 from onetrunk.models.loading import is_same_source, load_config, read_tokenizer, scorer_fingerprint, tensors_digest
 from onetrunk.models.reward_model import (
     ScoreAdapter,
@@ -99,12 +100,13 @@ class ModelReward(BuiltInReward):
         self.__name__ = name or Path(source).name or type(self.model).__name__
 
     def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[float]:
-        """Return n scores. Of the columns only `completion_stopped` counts."""
+        """Return n scores. Of the columns `completion_stopped` counts, and what the chat template reads."""
         if not prompts:
             return []
         settings = (self.max_length, reads_end_token(self.model), self.__name__)
         stopped = columns.get("completion_stopped")
-        rows, num_shortened = encode_rows(self.tokenizer, prompts, completions, *settings, stopped)
+        variables = variables_of(columns, len(prompts))
+        rows, num_shortened = encode_rows(self.tokenizer, prompts, completions, *settings, stopped, variables)
         if num_shortened and not self.num_shortened:
             logger.warning(
                 f"reward model {self.__name__}: {num_shortened} of {len(rows)} texts had more than max_length"

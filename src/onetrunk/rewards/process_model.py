@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import without_second_bos
+from onetrunk.data.rows import variables_of
 from onetrunk.models.loading import load_weights, read_config, read_tokenizer, scorer_fingerprint
 from onetrunk.models.reward_model import length_limit, scorer_source
 from onetrunk.rewards.dense import PerToken
@@ -83,11 +84,13 @@ class ProcessReward(BuiltInReward):
     def __call__(
         self, prompts: list[Prompt], completions: list[Completion], completion_ids: list[list[int]], **columns: Any
     ) -> list[PerToken | None]:
-        """Return the rewards of n completions; of the columns only `completion_stopped` and `turn_ids` count."""
+        """Return the rewards of n completions; of the columns `completion_stopped` and `turn_ids` count, and what the
+        chat template reads."""
         stopped = columns.get("completion_stopped") or [True] * len(prompts)
         turn_ids = columns.get("turn_ids") or [[0] * len(ids) for ids in completion_ids]
         steps = [self.steps(*row) for row in zip(completion_ids, stopped, strict=True)]
-        rows = [self._encode(p, [text for text, _ in row]) for p, row in zip(prompts, steps, strict=True)]
+        texts = list(map(self._text, prompts, variables_of(columns, len(prompts))))
+        rows = [self._encode(before, [text for text, _ in row]) for before, row in zip(texts, steps, strict=True)]
         scored = iter(self._probabilities([row for row in rows if row is not None]))
         return [
             None if row is None else _rewards(next(scored), [end for _, end in ends], turns)
@@ -110,7 +113,7 @@ class ProcessReward(BuiltInReward):
         ]
         return [(piece, min(end, len(ids) - 1)) for piece, end in [*steps, (rest, len(ids) - 1)] if piece.strip()]
 
-    def _encode(self, prompt: Prompt, steps: Sequence[str]) -> tuple[list[int], list[int]] | None:
+    def _encode(self, prompt: str, steps: Sequence[str]) -> tuple[list[int], list[int]] | None:
         """Return token ids, and the places of the ends of the steps; None if the steps alone are too long."""
 
         def tokenized(text: str) -> list[int]:
@@ -119,14 +122,14 @@ class ProcessReward(BuiltInReward):
         pieces = [[*tokenized(step), *tokenized(self.separator)] for step in steps]
         own = [token for piece in pieces for token in piece]
         bos = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
-        before = without_second_bos([*bos, *tokenized(self._text(prompt))], self.tokenizer.bos_token_id)
+        before = without_second_bos([*bos, *tokenized(prompt)], self.tokenizer.bos_token_id)
         excess = 0 if self.max_length is None else max(0, len(before) + len(own) - self.max_length)
         if excess > len(before) - len(bos):
             return None
         before = [*bos, *before[len(bos) + excess :]]
         return [*before, *own], [len(before) + end - 1 for end in accumulate(map(len, pieces))]
 
-    def _text(self, prompt: Prompt) -> str:
+    def _text(self, prompt: Prompt, variables: dict[str, Any]) -> str:
         if isinstance(prompt, str):
             return prompt
         if not self.tokenizer.chat_template:
@@ -135,7 +138,7 @@ class ProcessReward(BuiltInReward):
                 " template; save the one that it was trained with beside it"
             )
         opens = {"continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt": True}
-        return self.tokenizer.apply_chat_template(prompt, tokenize=False, **opens)
+        return self.tokenizer.apply_chat_template(prompt, tokenize=False, **{**opens, **variables})
 
     @torch.no_grad()
     def _probabilities(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:

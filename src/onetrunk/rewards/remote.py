@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl
 
+from onetrunk.data.rows import variables_of
 from onetrunk.models.loading import load_config, read_tokenizer
 from onetrunk.models.reward_model import encode_rows, length_limit, reads_end_token
 from onetrunk.rewards.dense import PerToken, PerTurn
@@ -169,8 +170,15 @@ class RemoteReward(BuiltInReward):
         scores: list[Score] = [None] * len(prompts)
         if not prompts:
             return scores
-        tokens = [columns[name] for name in TOKENS] if self.token_ids else []
-        rows = (prompts, completions, columns.get("completion_stopped") or [True] * len(prompts), *tokens)
+        more = [columns[name] for name in TOKENS] if self.token_ids else []
+        if self.kind == "classify":
+            more = [variables_of(columns, len(prompts))]
+            if self._encode is None and any(more[0]):
+                raise ValueError(
+                    f"{self.server}: the rows have a column tools or chat_template_kwargs, which is not sent; set"
+                    " #tokenizer=, with which the rows are tokenized here"
+                )
+        rows = (prompts, completions, columns.get("completion_stopped") or [True] * len(prompts), *more)
         # A conversation that is sent as messages needs a call of its own.
         as_messages = self.kind == "classify" and not isinstance(prompts[0], str) and self._encode is None
         size = 1 if as_messages else self.batch_size
@@ -212,7 +220,10 @@ class RemoteReward(BuiltInReward):
 
     async def _call(self, to: Connection, rows: Rows) -> list[Score]:
         prompts, completions, stopped = rows[:3]
-        token_ids = None if self._encode is None else self._encode(prompts, completions, stopped=stopped)[0]
+        token_ids = None
+        if self._encode is not None:
+            variables = rows[3] if len(rows) > 3 else None
+            token_ids = self._encode(prompts, completions, stopped=stopped, variables=variables)[0]
         answer = await to.ask("POST", "", _request_body(self.kind, rows, self.model, token_ids))
         reported = answer.get("model") if isinstance(answer, dict) else None
         if self.model is not None and isinstance(reported, str) and not is_same_model(self.model, reported):

@@ -21,7 +21,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config
 from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.data.files import BUILDERS
 from onetrunk.models.loading import is_adapter
-from onetrunk.ppo.config import PPOConfig, bf16_by_default
+from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.settings import VLLMServerConfig
 from onetrunk.servers.openenv import open_environment
 from onetrunk.stages.options.reading import UsageError, read
@@ -298,10 +298,7 @@ class OptionalModelArguments(ModelArguments):
 
 @dataclass(repr=False)
 class StageTrainingArguments:
-    """What every training stage adds to its trainer's settings class; it stands before that class.
-
-    bfloat16 autocast is the default only where an accelerator supports it.
-    """
+    """What every training stage adds to its trainer's settings class; it stands before that class."""
 
     write_report: bool = option(
         True, "At the end, write _report/report.html in output_dir: curves, alarms, samples, settings."
@@ -311,8 +308,6 @@ class StageTrainingArguments:
         require_set(self, "output_dir")
         if self.run_name is not None:  # A tracker makes it a part of a path.
             require_name(self.run_name, "run_name")
-        if self.bf16 is None:
-            self.bf16 = bf16_by_default(self)
         super().__post_init__()
 
 
@@ -328,6 +323,11 @@ class RewardTrainingArguments(StageTrainingArguments):
 @dataclass(repr=False)
 class SFTArguments(StageTrainingArguments, CheckpointConfig, SecretFreeArguments, SFTConfig):
     """Settings of `onetrunk sft`."""
+
+    text_as_messages: bool = option(
+        False,
+        "Read the texts prompt and completion as messages of the user and the assistant, through the chat template.",
+    )
 
     def __post_init__(self) -> None:
         require_seed("seed", self.seed)

@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onetrunk.data.groups import ALL, Group, labelled_groups
+from onetrunk.data.groups import ALL, Group, labelled_groups, shape_of
+from onetrunk.data.pairs import how_read
+from onetrunk.data.rows import refuse_variables
 from onetrunk.feedback.asking import Asker, check_judges
 from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
@@ -87,7 +89,10 @@ def run(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> Non
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("judge runs in one process, and a launcher has started several; call onetrunk judge itself")
     rows = load_dataset_rows(args)
+    refuse_variables(rows, "judge")
     groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
+    if shape_of(rows.column_names, rows[0]) == "pairs" and (line := how_read(rows)) is not None:
+        print(line)
     constitution = GENERAL if settings.constitution is None else load_constitution(settings.constitution)
     judges = []
     for specs in specs_by_judge(settings.judge or [], settings):

@@ -8,13 +8,14 @@ from pathlib import Path
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
-from trl import extract_prompt
 
 from onetrunk.data.files import load_rows
+from onetrunk.data.pairs import how_read, read_pairs
 from onetrunk.data.prompts import check_completions, check_prompts, completion_columns
-from onetrunk.data.rows import check_preferences, check_sides, split_by_prompt, split_rows
+from onetrunk.data.rows import check_preferences, refuse_variables, split_by_prompt, split_rows
 from onetrunk.data.sharded import ShardedRows, known_rows, load_sharded_rows
 from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
+from onetrunk.types import message_text
 
 TrainingRows = Dataset | ShardedRows
 # Columns of text or conversations.
@@ -94,14 +95,11 @@ def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[Traini
 
 
 def preference_rows(rows: TrainingRows) -> TrainingRows:
-    """Return preference rows with a column `prompt`, checked; without one, TRL takes what both sides share."""
-    if "prompt" not in rows.column_names and {"chosen", "rejected"} <= set(rows.column_names):
-        rows = check_sides(rows)
-        if isinstance(rows, ShardedRows):
-            rows = rows.then(extract_prompt, added=["prompt"])
-        else:
-            rows = rows.map(extract_prompt, desc="prompts")
-    return check_preferences(rows)
+    """Return checked preference rows of one form; prints how they are read, where they have another."""
+    line = how_read(rows)
+    if line is not None and PartialState().is_main_process:
+        print(line)
+    return check_preferences(read_pairs(rows))
 
 
 def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
@@ -114,6 +112,7 @@ def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
             f"unlabelled_dataset_name {name} has no columns prompt and completion, which the teacher scores; give rows"
             " that have them"
         )
+    refuse_variables(rows, "a teacher")
     check_completions(rows)
     optional = [name for name in ("completion_stopped",) if name in rows.column_names]
     return rows.select_columns(["prompt", "completion", *optional])
@@ -122,7 +121,10 @@ def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, name: str, rows: Sequence[TrainingRows | None], vocab_size: int
 ) -> None:
-    """Check that a tokenizer has a chat template if the rows need one, and that the model has its token ids."""
+    """Check that a tokenizer has a chat template if the rows need one, and that the model has its token ids.
+
+    Prints that rows of texts are read without the chat template, if there is one.
+    """
     known = [known_rows(part) for part in rows if part is not None]
     columns = [part[column] for part in known for column in TEXT_COLUMNS if column in part.column_names]
     if any(isinstance(values[0], list) for values in columns) and not tokenizer.chat_template:
@@ -130,11 +132,17 @@ def check_tokenizer(
             f"the rows are conversations and the tokenizer of {name} has no chat template; take an instruct model's"
             " tokenizer, write a chat_template.jinja into its folder, or give the rows as text"
         )
+    if tokenizer.chat_template and all(isinstance(values[0], str) for values in columns):
+        if PartialState().is_main_process:
+            print(
+                f"the rows are texts, which are read without the chat template of {name}; to use it give lists of"
+                ' messages such as {"role": "user", "content": TEXT} (sft: or set text_as_messages: true)'
+            )
     special = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) if i is not None]
     largest = max(special, default=0)
     if len(tokenizer) > vocab_size:  # Some models leave out tokens that no text has.
         cells = [[cell] if isinstance(cell, str) else cell for values in columns for cell in values]
-        texts = [part if isinstance(part, str) else part["content"] or "" for cell in cells for part in cell]
+        texts = [part if isinstance(part, str) else message_text(part) for cell in cells for part in cell]
         largest = max([largest, *(i for ids in tokenizer(texts, verbose=False)["input_ids"] for i in ids)])
     if largest >= vocab_size:
         raise ValueError(

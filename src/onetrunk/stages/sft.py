@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from datasets import Dataset
 from trl import get_quantization_config
@@ -10,7 +11,9 @@ from trl import get_quantization_config
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.prompts import check_completions, without_written_bos
+from onetrunk.data.prompts import check_completions, completion_columns, without_written_bos
+from onetrunk.data.rows import is_conversational
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import check_targets
 from onetrunk.models.base_model import load_base, load_tokenizer
 from onetrunk.models.loading import load_config
@@ -26,7 +29,8 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
         return
     if data.streaming:
         check_streaming(args)
-    rows, held_out = load_training_rows(data, args.seed, check_completions)
+    check = as_messages if args.text_as_messages else check_completions
+    rows, held_out = load_training_rows(data, args.seed, check)
     require_push(args)
     trainer = make_trainer(args, model_args, rows, held_out)
     with recorded(trainer, resume, "sft", data, model_args):
@@ -36,6 +40,23 @@ def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
         trainer.save_metrics("eval", trainer.evaluate())
     what = "an adapter" if model_args.use_peft else "the model"
     finish("sft", trainer, what, dataset_name=data.hub_dataset)
+
+
+def as_messages(rows: TrainingRows) -> TrainingRows:
+    """Return checked rows of two texts, prompt and completion, as messages of the user and the assistant."""
+    columns = completion_columns(rows)
+    if columns != ["prompt", "completion"] or is_conversational(rows):
+        what = "conversations" if is_conversational(rows, columns[0]) else f"the column {columns[0]}"
+        raise ValueError(
+            f"text_as_messages reads texts in prompt and completion, and the rows have {what}; leave it out"
+        )
+    rows = check_completions(rows)
+
+    def read(row: dict[str, Any]) -> dict[str, Any]:
+        roles = {"prompt": "user", "completion": "assistant"}
+        return {**row, **{name: [{"role": role, "content": row[name]}] for name, role in roles.items()}}
+
+    return rows.then(read) if isinstance(rows, ShardedRows) else rows.map(read, desc="messages")
 
 
 def make_trainer(

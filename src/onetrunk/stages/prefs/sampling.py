@@ -28,6 +28,7 @@ from torch import nn
 from trl import get_quantization_config
 
 from onetrunk.data.groups import Group, read_groups, shape_of
+from onetrunk.data.rows import refuse_variables
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.asking import StopFlag
 from onetrunk.feedback.ledger import Ledger
@@ -295,7 +296,9 @@ class GivenSource(Source):
 
 def load_source_rows(args: PrefsArguments) -> Dataset | ShardedRows:
     """Return the rows of a run, in memory, or with `streaming` read as they are needed."""
-    return stream_dataset_rows(args, WINDOW) if args.streaming else load_dataset_rows(args)
+    rows = stream_dataset_rows(args, WINDOW) if args.streaming else load_dataset_rows(args)
+    refuse_variables(rows, "prefs, whose rows keep the prompt alone,")
+    return rows
 
 
 def require_ray() -> Any:

@@ -1,0 +1,192 @@
+"""Preference rows in their usual shapes become `prompt`, `chosen` and `rejected`, all texts or all conversations.
+
+    prompt  chosen, rejected
+    text    texts, or conversations that repeat the prompt (UltraFeedback binarized), or begin after it
+    none    conversations, or transcripts (HH): the prompt is what both share, up to where the answer begins
+    list    conversations that repeat the prompt, or begin after it; or texts
+
+A prompt that is cut from two texts ends where the last answer begins that both share ("\\n\\nAssistant:"). Texts
+without such a mark are cut between words, and where the prompt of another row begins this one, after that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Dataset, Features, Value
+
+from onetrunk.data.rows import SIDES, Rows, bad_row, conversation_fault, require_rows, text_fault
+from onetrunk.data.sharded import ShardedRows
+from onetrunk.types import Completion, Message, Prompt, as_completion
+
+# What stands before an answer in a transcript, at the beginning of a line, or in the usual chat templates.
+ANSWER = re.compile(
+    r"(?:^|\n)[#* ]*(?:assistant|ai|bot|response|answer|summary|tl;dr)[* ]*:"
+    r"|<\|im_start\|>assistant\n|<\|assistant\|>\n?|<start_of_turn>model\n|\[/INST\]"
+    r"|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n",
+    re.IGNORECASE,
+)
+# From here on scripts are written without spaces between words.
+FIRST_CJK = "\u2e80"
+Pair = tuple[Prompt, list[Completion]]
+
+
+def read_pairs(rows: Rows) -> Rows:
+    """Return rows of pairs with the columns of `pair_of`; rows that have them already are returned as they are."""
+    if not set(SIDES) <= set(rows.column_names):
+        return rows
+    require_rows(rows)
+    if is_read(rows[0]):
+        return rows
+    if isinstance(rows, ShardedRows):
+        return rows.then(_read, added=["prompt"] if "prompt" not in rows.column_names else ())
+    cuts = None
+    if "prompt" not in rows.column_names and isinstance(rows[0]["chosen"], str):
+        cuts = _cuts(rows)
+
+    def read(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return _read(row, None if cuts is None else cuts[index])
+        except ValueError as error:
+            raise bad_row(index, str(error)) from error
+
+    names = [name for name in ("prompt", *SIDES) if isinstance(rows[0].get(name), list)]
+    form = rows.features[names[-1]] if names else Value("string")
+    features = Features({**rows.features, **dict.fromkeys(("prompt", *SIDES), form)})
+    return rows.map(read, with_indices=True, features=features, load_from_cache_file=False, desc="prompts")
+
+
+def is_read(row: Mapping[str, Any]) -> bool:
+    """Return whether `read_pairs` leaves a row as it is; also where something is wrong with it."""
+    try:
+        prompt, sides = pair_of(row)
+    except ValueError:
+        return "prompt" in row
+    return isinstance(prompt, str) is isinstance(row.get("prompt"), str) and all(
+        len(side) == len(row[name]) for name, side in zip(SIDES, sides, strict=True)
+    )
+
+
+def how_read(rows: Dataset | ShardedRows) -> str | None:
+    """Return a line that says how pairs are read, with the first row's as an example; None for pairs as they are."""
+    if not set(SIDES) <= set(rows.column_names) or not len(rows) or is_read(rows[0]):
+        return None
+    try:
+        prompt, sides = pair_of(rows[0])
+    except ValueError:  # `read_pairs` names the row.
+        return None
+    if isinstance(prompt, list):
+        number = f"{len(prompt)} message{'' if len(prompt) == 1 else 's'}"
+        return f"prompts are read as conversations (the first has {number}), chosen and rejected begin after them"
+    return (
+        "rows without a column prompt: it is what chosen and rejected share, up to the last answer or word; the first"
+        f" ends in {prompt[-40:]!r}, then chosen begins with {sides[0][:40]!r}"
+    )
+
+
+def _read(row: Mapping[str, Any], cut: int | None = None) -> dict[str, Any]:
+    prompt, sides = pair_of(row, cut)
+    return {**row, "prompt": prompt, **dict(zip(SIDES, sides, strict=True))}
+
+
+def pair_of(row: Mapping[str, Any], cut: int | None = None) -> Pair:
+    """Return the prompt of a row and its two completions; ValueError says in a phrase what is wrong with it.
+
+    Args:
+        cut: number of characters of the prompt, where it is cut from texts; None: by these two texts alone.
+    """
+    prompt, sides = row.get("prompt"), [row[name] for name in SIDES]
+    if any(isinstance(side, list) for side in sides):
+        first, second = (messages_of(side, name) for side, name in zip(sides, SIDES, strict=True))
+        prompt = None if prompt is None else prompt_of(prompt)
+        return _without_prompt(prompt, first, second)
+    chosen, rejected = (text_of(side, name) for side, name in zip(sides, SIDES, strict=True))
+    if "prompt" in row:
+        prompt = prompt_of(prompt)
+        return prompt, [as_completion(prompt, text) for text in (chosen, rejected)]
+    cut = _cut(chosen, rejected)[0] if cut is None else cut
+    if not chosen[:cut].strip():
+        raise ValueError("has no prompt, and chosen and rejected share no words at their beginning")
+    return chosen[:cut], [chosen[cut:], rejected[cut:]]
+
+
+def _without_prompt(prompt: Prompt | None, first: list[Message], second: list[Message]) -> Pair:
+    """Return the prompt of two conversations, and what follows it in each."""
+    if isinstance(prompt, list):
+        repeats = all(len(side) > len(prompt) and side[: len(prompt)] == prompt for side in (first, second))
+        shared = len(prompt) if repeats else 0
+        return prompt, [first[shared:], second[shared:]]
+    shared = 0
+    while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
+        shared += 1
+    while shared and first[shared - 1]["role"] == "assistant":  # An answer that both begin with is no prompt.
+        shared -= 1
+    if shared and first[0]["role"] != "assistant":
+        # The sides begin with the prompt, which a text in the column prompt only repeats.
+        return first[:shared], [first[shared:], second[shared:]]
+    if prompt is None:
+        raise ValueError("has no prompt, and chosen and rejected share no message at their beginning")
+    return [{"role": "user", "content": prompt}], [first, second]
+
+
+def _cuts(rows: Dataset) -> list[int]:
+    """Return the length of each prompt that two texts share; one that begins others ends them all."""
+    cuts: list[int] = []
+    guessed: list[tuple[str, int]] = []
+    for index, (chosen, rejected) in enumerate(zip(rows["chosen"], rows["rejected"], strict=True)):
+        is_pair = isinstance(chosen, str) and isinstance(rejected, str)
+        cut, is_answer = _cut(chosen, rejected) if is_pair else (0, True)
+        cuts.append(cut)
+        if cut and not is_answer:
+            guessed.append((chosen[:cut], index))
+    shortest = None
+    for prompt, index in sorted(guessed):
+        if shortest and prompt.startswith(shortest) and (prompt == shortest or _is_border(prompt, len(shortest))):
+            cuts[index] = len(shortest)
+        else:
+            shortest = prompt
+    return cuts
+
+
+def _cut(chosen: str, rejected: str) -> tuple[int, bool]:
+    """Return where the prompt of two texts ends, and whether an answer is marked there; else it is between words."""
+    shared = len(os.path.commonprefix([chosen, rejected]))
+    marks = [match.end() for match in ANSWER.finditer(chosen, 0, shared)]
+    if marks:
+        return marks[-1], True
+    borders = (at for at in range(shared, 0, -1) if _is_border(chosen, at) and _is_border(rejected, at))
+    return next(borders, 0), False
+
+
+def _is_border(text: str, at: int) -> bool:
+    """Return whether a word may begin here: before a space, after a line end, or in a script without spaces."""
+    if at >= len(text):
+        return False
+    before, after = text[at - 1], text[at]
+    return after.isspace() or before == "\n" or max(before, after) >= FIRST_CJK
+
+
+def prompt_of(prompt: Any) -> Prompt:
+    """Return a checked prompt, a text or a conversation."""
+    return messages_of(prompt, "prompt") if isinstance(prompt, list) else text_of(prompt, "prompt")
+
+
+def messages_of(messages: Any, name: str) -> list[Message]:
+    """Return checked messages without the keys that only other messages of the file have."""
+    require(conversation_fault(messages), name)
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
+
+
+def text_of(text: Any, name: str) -> str:
+    """Return a checked text."""
+    require(text_fault(text), name)
+    return text
+
+
+def require(fault: str | None, name: str) -> None:
+    """Raise ValueError with a fault of the column `name`, if there is one."""
+    if fault:
+        raise ValueError(f"{name} {fault}")
