@@ -194,17 +194,21 @@ def read_secret(variable: str | None) -> str | None:
     """
     if variable is None:
         return None
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", variable) or re.match(r"(sk|hf|gsk|xai)[-_]", variable):
-        # Not repeated: it may be the key.
-        raise ValueError("api_key_env is not the name of an environment variable; give the name, never the key itself")
-    secret = os.environ.get(variable, "").strip()
+    secret = os.environ.get(checked_variable(variable), "").strip()
     if not secret:
         raise ValueError(
             f"api_key_env: the environment variable {variable} is not set; export it, or drop api_key_env"
         )
     add_secret(secret, variable)
-    add_secret(json.dumps(secret)[1:-1], variable)  # As JSON text spells a key with quotes.
     return secret
+
+
+def checked_variable(name: str) -> str:
+    """Return the name of an environment variable; raise ValueError for any other text, such as a key itself."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name) or re.match(r"(sk|hf|gsk|xai)[-_]", name):
+        # Not repeated: it may be the key.
+        raise ValueError("api_key_env is not the name of an environment variable; give the name, never the key itself")
+    return name
 
 
 def _json(response: httpx2.Response, secret: str | None) -> Any:

@@ -133,14 +133,19 @@ def check_launch_of(verb: str) -> None:
 def signals_as_exception() -> Iterator[None]:
     """Raise Terminated when SIGTERM, SIGUSR1 or SIGHUP arrives, so that files are closed and a message is printed.
 
-    A training replaces these handlers while it runs. Under nohup SIGHUP stays ignored.
+    Only the first is raised: another one would end the cleaning up that the first has started. A training replaces
+    these handlers while it runs. Under nohup SIGHUP stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Only the main thread can handle signals.
         return
 
+    received: list[int] = []
+
     def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
+        received.append(number)
+        if len(received) == 1:
+            raise Terminated(number)
 
     numbers = [signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

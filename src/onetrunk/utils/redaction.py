@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import io
+import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +29,18 @@ SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD")
 LEAST_LENGTH = 8
 # Keywords of huggingface_hub, transformers and API clients that hold a secret.
 SECRET_KEYWORDS = frozenset("token auth_token use_auth_token hub_token push_to_hub_token hf_token api_key".split())
+
+# How others repeat a secret with quotes, backslashes or other signs. All leave a plain key as it is.
+SPELLINGS: tuple[Callable[[str], str], ...] = (
+    lambda text: json.dumps(text)[1:-1],
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: repr(text)[1:-1],
+    lambda text: quote(text, safe="", errors="surrogatepass"),
+    lambda text: quote_plus(text, errors="surrogatepass"),
+    html.escape,
+)
+# An error in Python's spelling, inside a JSON text, inside another one; certificates have thousands of signs.
+DEEPEST_SPELLING, LONGEST_KEY = 3, 500
 
 _QUERY_NAMES = (
     "token|access_token|auth_token|refresh_token|api[_-]?key|password|passwd|secret|client_secret|sig|signature|"
@@ -87,8 +101,9 @@ def encodable(value: Any) -> str:
 def redact(text: str) -> str:
     """Return `text`, `encodable`, with each secret replaced by a mark such as `<redacted HF_TOKEN>`."""
     secrets = {value.strip(): name for name, value in os.environ.items() if is_secret_name(name)}
-    names = {value: name for value, name in (_added | secrets).items() if len(value) >= LEAST_LENGTH}
-    clean = _pattern(tuple(names)).sub(lambda match: match[1] or _mark(names[match[0]]), encodable(text))
+    named = tuple((value, name) for value, name in (_added | secrets).items() if len(value) >= LEAST_LENGTH)
+    pattern, names = _pattern(named)
+    clean = pattern.sub(lambda match: match[1] or _mark(names[match[0]]), encodable(text))
     clean = _SHAPES.sub(_mark_of_shape, clean)
     return text if clean == text else clean
 
@@ -110,11 +125,20 @@ def _redact_entry(key: Any, value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern for marks (group 1), which stay, and for secrets."""
+def _pattern(named: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], dict[str, str]]:
+    """Return a pattern for marks (group 1), which stay, and for secrets; and the name of each text that it finds.
+
+    A secret is found in every spelling that a program gives it, also in a JSON text that holds one.
+    """
+    names: dict[str, str] = {}
+    for value, name in named:
+        forms = {value}
+        for _ in range(DEEPEST_SPELLING if len(value) <= LONGEST_KEY else 1):
+            forms |= {spelling(form) for spelling in SPELLINGS for form in forms}
+        names |= dict.fromkeys(forms, name)
     # The longest first, because a secret may begin with another one.
-    longest_first = sorted(values, key=lambda value: (-len(value), value))
-    return re.compile("|".join([r"(<redacted [^<>]*>)", *map(re.escape, longest_first)]))
+    longest_first = sorted(names, key=lambda value: (-len(value), value))
+    return re.compile("|".join([r"(<redacted [^<>]*>)", *map(re.escape, longest_first)])), names
 
 
 def _mark(name: str) -> str:

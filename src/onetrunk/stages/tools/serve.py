@@ -24,7 +24,7 @@ import torch
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
 from onetrunk.rollouts.publishing import served_rank
-from onetrunk.servers.client import read_secret
+from onetrunk.servers.client import checked_variable, read_secret
 from onetrunk.stages.arguments import DTYPES, parse
 from onetrunk.stages.options.reading import say
 from onetrunk.stages.run_context import run_stage
@@ -101,7 +101,7 @@ def serve(args: ServeArguments) -> None:
     words = [args.python or sys.executable, "-m", MODULE, *server_words(args, base, dtype, on_cpu)]
     environment = ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
     if args.print:
-        key = [] if args.api_key_env is None else [f'VLLM_API_KEY="${args.api_key_env}"']
+        key = [] if args.api_key_env is None else [f'VLLM_API_KEY="${checked_variable(args.api_key_env)}"']
         print(" ".join([*(f"{name}={value}" for name, value in environment.items()), *key, shlex.join(words)]))
         return
     _require_vllm(args.python)
@@ -120,13 +120,14 @@ def run(words: Sequence[str], environment: dict[str, str]) -> None:
         code = process.wait()
         raise RuntimeError(f"vLLM ended with code {code}; its last lines above say why")
     finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        # An engine that outlives its server would keep the GPU's memory.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+        finally:  # Also after a second Ctrl-C: an engine that outlives its server would keep the GPU's memory.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _require_vllm(python: str | None) -> None:
