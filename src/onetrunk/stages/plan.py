@@ -108,8 +108,8 @@ def parse_plan(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     config = [] if own["config"] is None else ["--config", own["config"]]
     values = _defaults() | read("ppo", [*config, *words])
     settings = object.__new__(_Settings)
-    # A plan of a model alone has no folder.
-    vars(settings).update(values, output_dir=values["output_dir"] or "runs/plan")
+    # A plan of a model alone has no folder, and the default of bf16 would ask this machine.
+    vars(settings).update(values, output_dir=values["output_dir"] or "runs/plan", bf16=bool(values["bf16"]))
     try:
         settings.__post_init__()
     except (ValueError, TypeError) as error:
