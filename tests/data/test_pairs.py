@@ -5,7 +5,8 @@ from datasets import Dataset
 
 from onetrunk.data.groups import read_groups
 from onetrunk.data.pairs import how_read, read_pairs
-from onetrunk.data.rows import check_preferences, split_by_prompt
+from onetrunk.data.rows import check_preferences, split_by_prompt, template_variables
+from onetrunk.data.sharded import load_sharded_rows
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 
@@ -109,3 +110,17 @@ def test_calls_without_a_name_and_messages_without_anything_are_named(calls):
     row = {"prompt": [user("Rain?")], "chosen": [said(None, tool_calls=calls)], "rejected": [said("No")]}
     with pytest.raises(ValueError, match="row 0: chosen has a message 0"):
         read(row)
+
+
+def test_streamed_pairs_are_read_like_pairs_in_memory(tmp_path):
+    rows = [{"chosen": human(f"Tree {i}?", "I'm an oak."), "rejected": human(f"Tree {i}?", "I do.")} for i in range(4)]
+    path = tmp_path / "rows.parquet"
+    Dataset.from_list(rows).to_parquet(path)
+    streamed = check_preferences(read_pairs(load_sharded_rows(str(path))))
+    assert [streamed[i] for i in range(4)] == list(read(*rows))
+
+
+def test_a_tool_has_no_arguments_of_another_rows_tool():
+    tools = [[{"name": "f", "parameters": {name: {"type": "string"}}}] for name in ("city", "day")]
+    rows = Dataset.from_list([{"tools": own} for own in tools])
+    assert [template_variables(row)["tools"] for row in rows] == tools

@@ -1,4 +1,4 @@
-"""Where a reward model reads the score of a conversation: where the policy's answer ends, in every template."""
+"""Where a reward model reads the score of a conversation: at the token that ends the policy's answer."""
 
 import pytest
 from datasets import Dataset

@@ -90,6 +90,22 @@ def test_with_its_tokenizer_a_remote_model_reads_what_it_reads_here(tmp_path, co
         assert call(remote, prompts, completions) == pytest.approx(local(prompts, completions), abs=1e-6)
 
 
+def test_a_remote_model_reads_the_template_variables_of_a_row_or_says_that_it_does_not(tmp_path):
+    a_scorer(pad_token_id=0, reads_end_token=True).save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer(chat_template="{{ mood }} " + CHAT_TEMPLATE)
+    tokenizer.save_pretrained(tmp_path)
+    rows = [{"role": "user", "content": "the cat"}], [{"role": "assistant", "content": "a bird ."}]
+    moods = [{"mood": "warm"}, {"mood": "cold"}]
+    columns = {"prompts": [rows[0]] * 2, "completions": [rows[1]] * 2, "chat_template_kwargs": moods}
+    with StubServer(routes=ROUTES) as stub:
+        remote = RemoteReward(f"{stub.root}/classify", tokenizer=str(tmp_path), policy=PATIENT)
+        call(remote, **columns)
+        first = [tokenizer.decode(ids).split()[0] for body in stub.bodies for ids in body["input"]]
+        assert first == ["warm", "cold"]
+        with pytest.raises(ValueError, match="set #tokenizer="):
+            call(RemoteReward(f"{stub.root}/classify", policy=PATIENT), **columns)
+
+
 def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice():
     prompts, completions = rows(60)
     with StubServer(routes=ROUTES, fault="500", rate=0.5) as stub:

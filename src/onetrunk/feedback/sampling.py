@@ -25,7 +25,7 @@ from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
-from onetrunk.types import Prompt, SampledText, as_completion
+from onetrunk.types import Prompt, SampledText, as_completion, message_text
 from onetrunk.utils.files import digest
 from onetrunk.utils.randomness import PRINCIPLE_STREAM, generator_of
 
@@ -237,7 +237,7 @@ def critique_prompt(prompt: Prompt, completion: str, principle: str) -> Prompt:
     *turns, last = prompt
     if last["role"] == "assistant":
         # The completion continues a turn that the prompt has begun.
-        reply = last["content"] + completion
+        reply = message_text(last) + completion
     else:
         turns, reply = prompt, completion
     question = {"role": "user", "content": CRITIQUE_TURN.format(principle=principle)}

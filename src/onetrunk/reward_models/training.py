@@ -247,9 +247,9 @@ class PairEncoder:
 class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     """Trains a reward model on preferences with hard or soft labels.
 
-    Rows are read by `read_pairs`: `prompt`, `chosen`, `rejected`. They may have `chosen_stopped`, `rejected_stopped`,
-    `probability` and `margin` (`check_preferences`). They are tokenized as `ModelReward` does it in PPO: prompt +
-    completion, or both through the chat template.
+    Rows have `prompt`, `chosen`, `rejected` in any shape that `read_pairs` takes, and may have `chosen_stopped`,
+    `rejected_stopped`, `probability`, `margin` (`check_preferences`) and what the chat template reads. They are
+    tokenized as `ModelReward` does it in PPO: prompt + completion, or both through the chat template.
 
     Args:
         model: a sequence-classification model with one label, or a PeftModel of one; for a language model's folder or
