@@ -15,6 +15,7 @@ from types import ModuleType
 
 from onetrunk.stages.launch import launch as launched
 from onetrunk.stages.launch import split_words
+from onetrunk.stages.options.early import FileFault, check_files
 from onetrunk.stages.options.help import help_text, help_topic
 from onetrunk.stages.options.reading import UsageError, read, require_folders, say
 from onetrunk.stages.options.table import MODULES, PLAIN_MODULES, SETTINGS_MODULES, VERBS
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     verb, *rest = words or [""]
     # A stage turns its errors into messages itself; what leaves it is a bug.
-    errors = (ValueError, OSError, RuntimeError) if verb in PLAIN_MODULES else UsageError
+    errors = (ValueError, OSError, RuntimeError) if verb in PLAIN_MODULES else (UsageError, FileFault)
     try:
         code = _without_stage(words)
         if code is None:
@@ -93,7 +94,7 @@ def _without_stage(words: Sequence[str]) -> int | None:
 
 
 def _is_answered(verb: str, words: Sequence[str]) -> bool:
-    """Print the help of a stage if that is asked for, and return whether it was; raise UsageError for a mistake.
+    """Print the help of a stage if that is asked for, and return whether it was; raise for a mistake.
 
     The stage reads the words again, and checks the values too.
     """
@@ -104,7 +105,9 @@ def _is_answered(verb: str, words: Sequence[str]) -> bool:
         if topic is not None:
             print(help_text(verb, topic), flush=True)
             return True
-        require_folders(verb, read(verb, words))
+        values = read(verb, words)
+        require_folders(verb, values)
+        check_files(values, verb)
     return False
 
 

@@ -1,6 +1,13 @@
-"""`onetrunk ppo --dry_run`: what a run would do, and what would stop it."""
+"""`--dry_run`: what a run of a stage would do, and what would stop it."""
 
-from tests.stages.small_runs import run
+import subprocess
+import sys
+
+import pytest
+
+from onetrunk.cli import main
+from onetrunk.stages.options.early import check_files
+from tests.stages.small_runs import run, words_of
 
 BATCHES = "--rollout_batch_size 4 --num_generations 2 --num_minibatches 2 --num_ppo_epochs 3 --num_rollouts 5"
 BATCHES += " --max_completion_length 8 --per_device_train_batch_size 3 --save_strategy steps --save_steps 6"
@@ -34,3 +41,54 @@ def test_a_dry_run_finds_what_would_stop_a_run(in_folder, tmp_path, capsys):
     (old_run / "checkpoint-1").mkdir(parents=True)
     assert run("ppo", "--dry_run", "--output_dir", old_run) == 1
     assert "holds a run already (checkpoint-1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "parts"),
+    [
+        ("sft", "", ["a LoRA adapter on base", "rows: 8, held out: none", "about 2 optimizer steps of 8 rows"]),
+        ("reward", "--eval_size 2", ["a reward adapter on base", "rows: 6, held out: 2"]),
+        ("distill", "", ["teacher: the column probability", "a reward model from base"]),
+        ("eval", "", ["base, compared with no other model", "8 prompts, of at most 2 tokens"]),
+        ("prefs", "", ["prompts: 8, 4 completions each", "judge: rubric, by short with 1 principles"]),
+        ("judge", "--judge rubric --dataset_name reward.jsonl --constitution principles.yaml", ["8 with 8 pairs"]),
+    ],
+)
+def test_every_stage_has_a_dry_run_that_writes_nothing(in_folder, capsys, verb, options, parts):
+    before = sorted(in_folder.rglob("*"))
+    command = ["judge", "--output_dir", "out"] if verb == "judge" else words_of(verb)
+    assert main([*command, *options.split(), "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert sorted(in_folder.rglob("*")) == before
+    for part in ("dry run: nothing is trained or written", *parts):
+        assert part in out, part
+    wrong = [*options.split(), "--dataset_columns", '{"prompt": "question"}', "--dry-run"]
+    assert main([*command, *wrong]) != 0
+    assert "must name distinct columns of the dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "message"),
+    [
+        ("prefs", ["--constitution", "bad.yaml"], "the constitution bad.yaml has no principles"),
+        ("sft", ["--dataset_columns", '{"prompt": "question"}'], "must name distinct columns of the dataset"),
+        ("sft", ["--dataset_name", "prompts.jsonl"], "has the columns prompt; expected prompt and completion"),
+        ("ppo", ["--dataset_name", "q.csv"], "has the columns answer, question; expected prompt"),
+        ("reward", ["--dataset_name", "sft.jsonl"], "expected chosen and rejected"),
+    ],
+)
+def test_a_wrong_constitution_or_column_is_answered_before_torch_is_imported(in_folder, verb, options, message):
+    (in_folder / "bad.yaml").write_text("name: bad\nprinciples: []\n")
+    (in_folder / "q.csv").write_text("question,answer\nwhy,so\n")
+    code = "import sys; from onetrunk.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *words_of(verb, *options)], capture_output=True, text=True)
+    assert message in done.stderr and done.stdout == "1 False\n", done.stderr
+
+
+def test_columns_under_another_name_or_in_another_row_are_found(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "why"}\n{"question": "how", "completion": "so"}\n')
+    check_files({"dataset_name": str(rows), "dataset_columns": {"prompt": "question"}}, "sft")
+    check_files({"dataset_name": str(rows), "environment": "game.py:Game"}, "ppo")
+    rows.write_text("not JSON\n")
+    check_files({"dataset_name": str(rows)}, "sft")  # The stage names the line.

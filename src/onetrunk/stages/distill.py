@@ -130,13 +130,7 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
         return
     if data.streaming:
         check_streaming(args, reads_alone=bool(data.teacher))
-    pairs, held_out = load_preference_rows(data, args.seed)
-    singles = load_unlabelled_rows(data.unlabelled_dataset_name, data.unlabelled_dataset_split)
-    if not data.teacher and "probability" not in pairs.column_names:
-        raise ValueError(
-            "no teacher: name reward models in teacher, or give rows with a column probability, which a judge gave"
-            " (`onetrunk prefs` writes them)"
-        )
+    pairs, held_out, singles = load_labels(data, args.seed)
     require_push(args)
     model, tokenizer, peft_config = make_student(args, student, (pairs, held_out, singles))
     teacher, labelled, labelled_held_out = label(data, args, pairs, held_out, singles)
@@ -149,6 +143,18 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
         if is_first:
             report(trainer, data, teacher, pairs, held_out)
     finish("distill", trainer, result_of(student), dataset_name=data.hub_dataset)
+
+
+def load_labels(data: DistillDataArguments, seed: int) -> tuple[TrainingRows, Dataset | None, Dataset | None]:
+    """Return training pairs, held-out pairs and rows with one completion; without a teacher they have its labels."""
+    pairs, held_out = load_preference_rows(data, seed)
+    singles = load_unlabelled_rows(data.unlabelled_dataset_name, data.unlabelled_dataset_split)
+    if not data.teacher and "probability" not in pairs.column_names:
+        raise ValueError(
+            "no teacher: name reward models in teacher, or give rows with a column probability, which a judge gave"
+            " (`onetrunk prefs` writes them)"
+        )
+    return pairs, held_out, singles
 
 
 def make_student(

@@ -7,7 +7,6 @@ run's folder, so that a resumed run gets the same answers.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,7 +28,6 @@ from onetrunk.report.runs import FOLDER, SAMPLES
 from onetrunk.rewards.combine import resolve_reward
 from onetrunk.rewards.reward import JudgeReward, RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
-from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.run_context import begin, finish, recorded, run_stage
@@ -227,13 +225,4 @@ parse_ppo = partial(
     dataclass_types=(PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments),
     check=check_settings,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stage, or print what it would do; return the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not set(DRY_RUN) & set(words):
-        return run_stage("ppo", parse_ppo, run, words)
-    from onetrunk.stages.tools.dry_run import dry_run
-
-    return run_stage("ppo", parse_ppo, dry_run, words, is_dry=True)
+main = partial(run_stage, "ppo", parse_ppo, run)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from onetrunk.stages.launch import EXPLAINED
 from onetrunk.stages.launch import VERBS as LAUNCHED
-from onetrunk.stages.options.reading import RESUME, Parser, UsageError
+from onetrunk.stages.options.reading import RESUME, WITH_DRY_RUN, Parser, UsageError
 from onetrunk.stages.options.table import SETTINGS_MODULES, VERBS, Option, load_options, shown_options
 
 WIDTH, INDENT = 100, 34
@@ -98,8 +98,8 @@ def _introduction(verb: str, shown: Sequence[Option]) -> list[str]:
             "--resume auto",
             "Resume from the last checkpoint in output_dir, if there is one; or true, or a checkpoint folder.",
         )
-    if verb == "ppo":
-        lines += _entry("--dry_run", "Check everything, print rows, steps and memory; train and write nothing.")
+    if verb in WITH_DRY_RUN:
+        lines += _entry("--dry_run", "Check settings, rows and model, print what a run would do; write nothing.")
     if verb in LAUNCHED:
         lines += [line for name, text in EXPLAINED.items() for line in _entry(f"--{name} VALUE", text)]
     text = f"The options with WORD in their names, such as {shown[0].name}; --help all explains all {len(shown)}."

@@ -22,8 +22,9 @@ from onetrunk.utils.shipped import find_config, missing_config_hint, with_shippe
 
 AUTO = "auto"
 RESUME = "resume_from_checkpoint"
-# Of ppo; not an option, because a YAML file cannot have it.
+# Of the stages; not an option, because a YAML file cannot have it.
 DRY_RUN = ("--dry_run", "--dry-run")
+WITH_DRY_RUN = ("sft", "judge", "prefs", "reward", "distill", "ppo", "eval")
 # Verbs whose first word may be the value of an option -> that option.
 FIRST_WORDS = {"serve": "model", "export": "model", "chat": "model"}
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
@@ -129,7 +130,7 @@ def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
     parser = make_parser(option for name, option in options.items() if name not in RENAMED)
     parser.add_argument("--config")
     parser.add_argument("--resume", **({"dest": RESUME} if RESUME in options else {"choices": [AUTO]}))
-    if verb == "ppo":
+    if verb in WITH_DRY_RUN:
         parser.add_argument(*DRY_RUN, action="store_true")
     written, unknown = parser.parse_known_args(_with_first_word(verb, argv))
     words = {name: value for name, value in vars(written).items() if name in options}

@@ -11,7 +11,7 @@ from onetrunk.plan.hardware import MARKETS
 from onetrunk.plan.job import DTYPES, SCHEDULES, SPREAD
 from onetrunk.plan.search import OBJECTIVES
 from onetrunk.plan.timing import ENGINES
-from onetrunk.stages.options.reading import Parser, UsageError
+from onetrunk.stages.options.reading import DRY_RUN, Parser, UsageError
 from onetrunk.utils.shipped import find_config
 
 DESCRIPTION = """Memory, time and cost of a PPO run, and the best plan for the hardware that you have or would rent.
@@ -37,7 +37,7 @@ def run_words(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("pipeline", help="a YAML file with output_dir and stages")
     parser.add_argument("--from", dest="first", metavar="STAGE", help="begin here; earlier stages' output is used")
     parser.add_argument("--until", dest="last", metavar="STAGE", help="end with this stage")
-    parser.add_argument("--dry-run", dest="is_dry", action="store_true", help="show what would run, and run nothing")
+    parser.add_argument(*DRY_RUN, dest="is_dry", action="store_true", help="show what would run, and run nothing")
     text = "let a stage start over if something it depends on has changed; deletes its checkpoints and result"
     parser.add_argument("--overwrite", dest="overwrites", action="store_true", help=text)
     text = "start this stage over, even if it is done"
