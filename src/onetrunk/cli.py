@@ -17,7 +17,7 @@ from onetrunk.stages.launch import launch as launched
 from onetrunk.stages.launch import split_words
 from onetrunk.stages.options.early import FileFault, check_files
 from onetrunk.stages.options.help import help_text, help_topic
-from onetrunk.stages.options.reading import UsageError, read, require_folders, say
+from onetrunk.stages.options.reading import DRY_RUN, WITH_DRY_RUN, UsageError, read, require_folders, say
 from onetrunk.stages.options.table import MODULES, PLAIN_MODULES, SETTINGS_MODULES, VERBS
 from onetrunk.stages.options.words import READERS
 from onetrunk.utils.redaction import print_any_text
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if _is_answered(verb, rest):
                 code = 0
             else:
-                code = launched(verb, launch, rest) if launch else _stage(verb).main(rest)
+                code = launched(verb, launch, rest) if launch else _run_stage(verb, rest)
         sys.stdout.flush()
         return code
     except SystemExit as end:  # argparse, after --help.
@@ -116,9 +116,14 @@ def run(verb: str) -> int:
     return main([verb, *sys.argv[1:]])
 
 
-def _stage(verb: str) -> ModuleType:
-    """Import the stage of a verb."""
-    name = MODULES[verb]
+def _run_stage(verb: str, words: Sequence[str]) -> int:
+    if verb in WITH_DRY_RUN and set(DRY_RUN) & set(words):
+        return _imported("onetrunk.stages.tools.dry_run").main(verb, words)
+    return _imported(MODULES[verb]).main(words)
+
+
+def _imported(name: str) -> ModuleType:
+    """Import the module of a stage."""
     is_new = name not in sys.modules
     with without_collection():
         stage = import_module(name)

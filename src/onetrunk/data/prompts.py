@@ -215,7 +215,7 @@ def completion_columns(dataset: Dataset | ShardedRows) -> list[str]:
     """Return the columns that SFT learns from: prompt and completion, or messages, or text."""
     kind = next((kind for kind in COMPLETION_KINDS if set(kind) <= set(dataset.column_names)), None)
     if kind is None:
-        raise missing_columns(dataset, "prompt and completion, or messages, or text")
+        raise missing_columns(dataset.column_names, "prompt and completion, or messages, or text")
     return list(kind)
 
 

@@ -69,15 +69,15 @@ def is_conversational(rows: Dataset | ShardedRows, column: str = "prompt") -> bo
     return isinstance(next((value for value in rows[column] if value is not None), None), list)
 
 
-def missing_columns(dataset: Dataset | ShardedRows, expected: str) -> ValueError:
+def missing_columns(names: Sequence[str], expected: str) -> ValueError:
     """Return the error for a dataset without the columns that `expected` describes."""
     remedy = "say which yours are: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
-    if {"completion", "label"} <= set(dataset.column_names):
+    if {"completion", "label"} <= set(names):
         remedy = (
             "each of these rows judges one completion (KTO); make pairs of a completion with label true and one with"
             " false of the same prompt"
         )
-    columns = ", ".join(sorted(dataset.column_names)) or "none"
+    columns = ", ".join(sorted(names)) or "none"
     return ValueError(f"the dataset has the columns {columns}; expected {expected}: {remedy}")
 
 
@@ -272,7 +272,7 @@ def check_preferences(rows: Rows) -> Rows:
     """Return checked rows of preferences; see `check_rows`."""
     missing = [name for name in PAIR if name not in rows.column_names]
     if missing:
-        raise missing_columns(rows, f"prompt, chosen and rejected, and {', '.join(missing)} is missing")
+        raise missing_columns(rows.column_names, f"prompt, chosen and rejected, and {', '.join(missing)} is missing")
     require_rows(rows)
     checks = column_checks(is_conversational(rows))
     checks = {name: checks[name] for name in (*PAIR, *STOPPED, "probability", "margin")}

@@ -41,7 +41,7 @@ from onetrunk.parallel.sharding import launch_layout
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.report.verdict import verdict_of
-from onetrunk.stages.options.reading import DRY_RUN, WITH_DRY_RUN, UsageError, say
+from onetrunk.stages.options.reading import UsageError, say
 from onetrunk.utils.files import (
     atomic_write_json,
     delete_temporaries,
@@ -89,10 +89,13 @@ def run_stage(
     parse: Callable[[list[str]], tuple[Any, ...]],
     work: Callable[..., None],
     argv: Sequence[str] | None = None,
+    is_dry: bool = False,
 ) -> int:
-    """Run a stage, or print what it would do, and return its exit code. Raises only errors that are bugs.
+    """Run a stage and return its exit code. Raises only errors that are bugs.
 
-    `parse` turns the words after the verb into the arguments of `work`.
+    Args:
+        parse: turns the words after the verb into the arguments of `work`.
+        is_dry: the work writes nothing, so the output folder is not locked.
     """
     # Deprecated names that PEFT and transformers use of each other: no user of a stage can act on them.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|accelerate")
@@ -100,15 +103,8 @@ def run_stage(
     print_any_text()
     try:
         with secrets_redacted(), signals_as_exception():
-            words = list(sys.argv[1:] if argv is None else argv)
-            parsed = parse(words)
+            parsed = parse(list(sys.argv[1:] if argv is None else argv))
             check_launch_of(verb)  # Before any model loads.
-            is_dry = verb in WITH_DRY_RUN and bool(set(DRY_RUN) & set(words))
-            if is_dry:
-                from onetrunk.stages.tools.dry_run import WORK
-
-                work = WORK[verb]
-            # A dry run writes nothing, so it locks no folder.
             with _output_folder(() if is_dry else parsed):
                 work(*parsed)
         return 0

@@ -50,18 +50,16 @@ def check_columns(names: list[str], renamed: Mapping[str, str], needed: tuple[tu
         check_renaming(names, renamed)
     ours = {name for name in names if name not in renamed.values()} | set(renamed)
     if needed and not any(ours.issuperset(columns) for columns in needed):
-        expected = ", or ".join(" and ".join(columns) for columns in needed)
-        raise ValueError(
-            f"the dataset has the columns {', '.join(sorted(ours))}; expected {expected}: say which yours are:"
-            " dataset_columns {prompt: yours} in a recipe"
-        )
+        from onetrunk.data.rows import missing_columns
+
+        raise missing_columns(sorted(ours), ", or ".join(" and ".join(columns) for columns in needed))
 
 
 def column_names(path: Path) -> list[str] | None:
     """Return the columns of a file of rows; None for one of another kind, or one that its reader will reject."""
     try:
         if path.suffix == ".csv":
-            with path.open(encoding="utf-8", newline="") as file:
+            with path.open(encoding="utf-8-sig", newline="") as file:
                 return next(csv.reader(file), None)
         if path.suffix == ".jsonl":
             rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -45,12 +45,14 @@ from onetrunk.stages.arguments import (
     SFTArguments,
     TrainingDataArguments,
 )
-from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels
-from onetrunk.stages.eval import EvalArguments, named_opponent
-from onetrunk.stages.ppo import require_functions
+from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels, parse_distill
+from onetrunk.stages.eval import EvalArguments, named_opponent, parse_eval
+from onetrunk.stages.judge import parse_judge
+from onetrunk.stages.ppo import parse_ppo, require_functions
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.sampling import open_source
-from onetrunk.stages.reward import load_kwargs, score_peft_config
+from onetrunk.stages.prefs.stage import parse_prefs
+from onetrunk.stages.reward import load_kwargs, parse_reward, score_peft_config
 from onetrunk.stages.rows import (
     TrainingRows,
     check_tokenizer,
@@ -59,6 +61,8 @@ from onetrunk.stages.rows import (
     load_training_rows,
     prompt_rows,
 )
+from onetrunk.stages.run_context import run_stage
+from onetrunk.stages.sft import parse_sft
 
 
 def sft(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
@@ -154,9 +158,21 @@ def judge(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> N
     show(", ".join(settings.judge or []), [*lines, *judge_lines(settings)])
 
 
-WORK: dict[str, Callable[..., None]] = {
-    "sft": sft, "reward": reward, "distill": distill, "ppo": ppo, "eval": evaluate, "prefs": prefs, "judge": judge,
-}  # fmt: skip
+STAGES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
+    "sft": (parse_sft, sft),
+    "judge": (parse_judge, judge),
+    "prefs": (parse_prefs, prefs),
+    "reward": (parse_reward, reward),
+    "distill": (parse_distill, distill),
+    "ppo": (parse_ppo, ppo),
+    "eval": (parse_eval, evaluate),
+}
+
+
+def main(verb: str, words: Sequence[str]) -> int:
+    """Print what the stage of a verb would do; return the exit code."""
+    parse, work = STAGES[verb]
+    return run_stage(verb, parse, work, words, is_dry=True)
 
 
 def show(model: str, lines: Sequence[str]) -> None:
