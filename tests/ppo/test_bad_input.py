@@ -117,7 +117,11 @@ REFUSED = [
     ({"reward": needs_answer, **ANSWERS}, "'needs_answer' needs answer", TypeError),
     ({"reward": "no.such.module"}, "there is no module 'no'", ValueError),
     ({"reward": "nobody/nothing"}, "the reward model 'nobody/nothing' cannot be loaded", RuntimeError),
-    ({"reward": [even_share, even_share], "reward_tokenizers": tiny_tokenizer()}, "1 reward_processing_classes for 2", ValueError),
+    (
+        {"reward": [even_share, even_share], "reward_tokenizers": tiny_tokenizer()},
+        "1 reward_processing_classes for 2 reward functions",
+        ValueError,
+    ),
     ({"reward_weights": [1.0, 2.0]}, "2 reward weights for 1 reward functions", ValueError),
 ]  # fmt: skip
 

@@ -122,7 +122,7 @@ def test_fields_that_the_stream_rests_on_keep_their_value(caplog, name, required
 REFUSED = [
     ({"rollout_batch_size": 6.5}, "rollout_batch_size is 6.5; it must be a whole number"),
     ({"num_minibatches": True}, "num_minibatches is True; it must be a whole number above 0"),
-    ({"generation_kwargs": {"num_beams": 4, "top_p": 0.9}}, "generation_kwargs has num_beams; it may have temperature"),
+    ({"generation_kwargs": {"num_beams": 4, "top_p": 0.9}}, "generation_kwargs has num_beams; it may have"),
     ({"generation_kwargs": {"top_p": 0.9}, "top_p": 0.5}, "is top_p 0.9 here, and top_p is 0.5; keep one of them"),
     ({"generation_kwargs": "top_p"}, "generation_kwargs is 'top_p'; it must be a dict"),
     ({"fp16": True}, "fp16 needs a GPU"),
