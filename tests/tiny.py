@@ -60,7 +60,33 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True, **_GROUPED},
 }
 FAMILIES = tuple(_FAMILIES)
-"""Every family that `tiny_model` builds."""
+"""Every family that `tiny_model` builds, besides `moe` and `hybrid`."""
+_MAMBA = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "num_hidden_layers": 3}
+_FAMILIES |= {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, **_GROUPED},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        **_MAMBA,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+        **_MAMBA,
+    },
+}
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -79,6 +105,16 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).eval()
+
+
+def moe() -> PreTrainedModel:
+    """Build a mixture of experts of two layers, whose experts are parameters without modules."""
+    return tiny_model("qwen3_moe", num_hidden_layers=2)
+
+
+def hybrid(family: str) -> PreTrainedModel:
+    """Build a model of Mamba and attention layers: nemotron_h or falcon_h1."""
+    return tiny_model(family)
 
 
 def tiny_tokenizer(

@@ -1,11 +1,11 @@
 """Switching roles, the reference, what trains and what never does; and adapters that the trunk can't carry."""
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from onetrunk.models.adapters import adapter_parameters, copy_adapter, layer_index, role
@@ -24,9 +24,10 @@ from tests.models.branches import (
     loss_of,
     move,
     same,
+    step_gradients,
     weights_of,
 )
-from tests.tiny import tiny_model
+from tests.tiny import hybrid, moe, tiny_model
 
 BOTH = ("policy", "reference")
 
@@ -169,9 +170,107 @@ def test_an_adapter_is_told_from_a_module_of_the_same_name():
         (lora(target_modules=r".*(q_proj|lm_head)"), "output head carries an adapter"),
         (lora(target_modules=r".*(q_proj|embed_tokens)"), "matches the embedding"),
         (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*set it to True or 'gaussian'"),
-        (lora(trainable_token_indices=[3]), "trainable_token_indices trains rows of the embedding"),
+        (lora(target_parameters=["lm_head.weight"]), "names 'lm_head.weight', which is no parameter of the decoder"),
+        (lora(target_parameters=["experts.up"]), "names 'experts.up', which is no parameter of the decoder layers"),
     ],
 )
 def test_adapters_that_the_trunk_cannot_carry_are_refused(config, sentence):
     with pytest.raises(ValueError, match=sentence):
         TrunkModel(tiny_model("llama"), config)
+
+
+# Fields of PEFT's LoraConfig with a value other than the default, by what the trunk does with them.
+SUPPORTED = {
+    "r": 2,
+    "target_modules": ["q_proj"],
+    "exclude_modules": ["k_proj"],
+    "lora_alpha": 3,
+    "lora_dropout": 0.5,
+    "fan_in_fan_out": True,
+    "use_rslora": True,
+    "init_lora_weights": "gaussian",
+    "layers_to_transform": [1],
+    "layers_pattern": "layers",
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "use_dora": True,
+    "lora_bias": True,
+    "target_parameters": ["mlp.up_proj.weight"],
+}
+REJECTED = {
+    "bias": "lora_only",
+    "modules_to_save": ["norm"],
+    "megatron_config": {"a": 1},
+    "trainable_token_indices": [3],
+    "velora_config": {"a": 1},
+    "alora_invocation_tokens": [3],
+    "use_qalora": True,
+    "monteclora_config": {"a": 1},
+    "layer_replication": [(0, 2)],
+    "use_bdlora": {"a": 1},
+    "arrow_config": {"a": 1},
+    "kasa_config": {"a": 1},
+}
+# They act with a field or a value that is rejected, or are notes of PEFT's.
+WITHOUT_EFFECT = set(
+    "megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size runtime_config"
+    " ensure_weight_tying task_type peft_type auto_mapping peft_version base_model_name_or_path revision"
+    " inference_mode".split()
+)
+
+
+def test_every_field_of_lora_config_is_supported_or_rejected():
+    assert {f.name for f in fields(LoraConfig)} == SUPPORTED.keys() | REJECTED.keys() | WITHOUT_EFFECT
+
+
+@pytest.mark.parametrize("name", sorted(SUPPORTED))
+def test_with_a_supported_field_the_first_ratio_is_1_and_adapters_off_are_the_base(name):
+    settings = {name: SUPPORTED[name]}
+    if name in ("layers_pattern", "layers_to_transform", "target_parameters"):
+        settings |= {"target_modules": ["q_proj"], "layers_to_transform": [1]}
+    trunk, pack = TrunkModel(tiny_model("llama"), lora(**settings), value_head="adapter"), a_pack()
+    output = trunk(pack=pack, roles=BOTH)
+    assert torch.allclose(output.logprobs, output.ref_logprobs, atol=1e-6)
+    move(trunk)
+    with trunk.as_role("reference"):
+        assert same(logits(trunk), logits(tiny_model("llama")))
+    assert not torch.allclose(logits(trunk), logits(tiny_model("llama")), atol=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(REJECTED))
+def test_a_rejected_field_is_named(name):
+    config = lora()
+    setattr(config, name, REJECTED[name])
+    with pytest.raises(ValueError, match=f"peft_config.{name}"):
+        TrunkModel(tiny_model("llama"), config)
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize("layers", ["all", "top-1"])
+def test_adapters_on_experts_keep_the_base_train_and_load_again(tmp_path, layers):
+    pack, config = a_pack(), LoraConfig(r=2, target_parameters=EXPERTS)
+    trunk = TrunkModel(moe(), config, value_head="adapter", adapter_layers=layers)
+    assert trunk.cut == (1 if layers == "top-1" else 0)
+    output, gradients = step_gradients(trunk, pack, roles=("policy", "value", "reference"))
+    assert same(output.logprobs, output.ref_logprobs) and len(gradients) >= 4 * (2 - trunk.cut)
+    move(trunk)
+    with trunk.as_role("reference"):
+        assert same(logits(trunk), logits(moe()))
+    trunk.save_pretrained(tmp_path)
+    expected = logits(trunk)
+    assert not torch.allclose(expected, logits(moe()), atol=0.01)
+    assert torch.allclose(logits(PeftModel.from_pretrained(moe(), tmp_path).eval()), expected, atol=1e-6)
+    again = TrunkModel(moe(), config, value_head="adapter", adapter_layers=layers)
+    again.load_branches(tmp_path)
+    assert same(logits(again), expected)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "falcon_h1"])
+def test_all_linear_leaves_out_what_peft_rejects_in_hybrid_models(family):
+    trunk = build_trunk(hybrid(family), value_head="adapter")
+    adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapter_parameters(trunk, "default")}
+    assert {"in_proj", "q_proj", "o_proj"} <= adapted and "out_proj" not in adapted
+    output = trunk(pack=a_pack(), roles=BOTH)
+    assert same(output.logprobs, output.ref_logprobs)

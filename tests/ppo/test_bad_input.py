@@ -32,7 +32,16 @@ def unloadable_model():
     return folder
 
 
-def build(tmp_path, model=None, reward=even_share, dataset=None, eval_dataset=None, tokenizer=None, **settings):
+def build(
+    tmp_path,
+    model=None,
+    reward=even_share,
+    dataset=None,
+    eval_dataset=None,
+    tokenizer=None,
+    reward_tokenizers=None,
+    **settings,
+):
     return PPOTrainer(
         str(model or unloadable_model()),
         reward,
@@ -40,6 +49,7 @@ def build(tmp_path, model=None, reward=even_share, dataset=None, eval_dataset=No
         prompts() if dataset is None else dataset,
         eval_dataset,
         tokenizer,
+        reward_tokenizers,
         peft_config=LoraConfig(r=2, target_modules="all-linear"),
     )
 
@@ -107,6 +117,11 @@ REFUSED = [
     ({"reward": needs_answer, **ANSWERS}, "'needs_answer' needs answer", TypeError),
     ({"reward": "no.such.module"}, "there is no module 'no'", ValueError),
     ({"reward": "nobody/nothing"}, "the reward model 'nobody/nothing' cannot be loaded", RuntimeError),
+    (
+        {"reward": [even_share, even_share], "reward_tokenizers": tiny_tokenizer()},
+        "1 reward_processing_classes for 2 reward functions",
+        ValueError,
+    ),
     ({"reward_weights": [1.0, 2.0]}, "2 reward weights for 1 reward functions", ValueError),
 ]  # fmt: skip
 

@@ -1,13 +1,18 @@
 """PPOConfig: foreign and unknown keys, fields without meaning, ranges, batch arithmetic: rejected with the fix."""
 
 import dataclasses
+from typing import get_args, get_type_hints
 
 import pytest
+from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import TrlParser
 
 from onetrunk.ppo.config import TRL_DEFAULTS, PPOConfig, describe_steps, plan_batches
 from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, RANGES, WITHOUT_EFFECT
+from onetrunk.reward_models.distill import RewardDistillationConfig
+from onetrunk.reward_models.training import RewardModelConfig
+from onetrunk.stages.arguments import SFTArguments
 
 USE = {"use_vllm": True}
 COLOCATE = {**USE, "vllm_mode": "colocate"}
@@ -117,8 +122,9 @@ def test_fields_that_the_stream_rests_on_keep_their_value(caplog, name, required
 REFUSED = [
     ({"rollout_batch_size": 6.5}, "rollout_batch_size is 6.5; it must be a whole number"),
     ({"num_minibatches": True}, "num_minibatches is True; it must be a whole number above 0"),
-    ({"rollout_batch_size": None}, "rollout_batch_size is None"),
-    ({"max_grad_norm": None}, "max_grad_norm is None; it must be 0 (no clipping) or more"),
+    ({"generation_kwargs": {"num_beams": 4, "top_p": 0.9}}, "generation_kwargs has num_beams; it may have"),
+    ({"generation_kwargs": {"top_p": 0.9}, "top_p": 0.5}, "is top_p 0.9 here, and top_p is 0.5; keep one of them"),
+    ({"generation_kwargs": "top_p"}, "generation_kwargs is 'top_p'; it must be a dict"),
     ({"fp16": True}, "fp16 needs a GPU"),
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "follows a loss on labels"),
     ({"optim": "schedule_free_adamw"}, "its weights in training are not those that it evaluates"),
@@ -177,6 +183,33 @@ def test_a_value_out_of_range_or_a_contradiction_is_refused_by_a_sentence(settin
     with pytest.raises(ValueError) as error:
         config(**settings)
     assert sentence in str(error.value)
+
+
+NONE_IS_OFF = {"beta": 0.0, "max_grad_norm": 0.0}
+# None is a value of its own: no clipping with a value adapter, no bound of a ratio.
+NONE_CONTRADICTS = ("value_clip", "vllm_importance_sampling_clip_max")
+
+
+@pytest.mark.parametrize("settings_class", [PPOConfig, RewardModelConfig, RewardDistillationConfig, SFTArguments])
+def test_none_means_off_or_the_default_in_every_setting(settings_class):
+    given = {"output_dir": "unused", "use_cpu": True}
+    default, types = settings_class(**given), get_type_hints(settings_class)
+    for name in fields(settings_class).keys() - given.keys():
+        if settings_class is PPOConfig and name in NONE_CONTRADICTS:
+            with pytest.raises(ValueError, match=name):
+                settings_class(**given, **{name: None})
+            continue
+        value = getattr(settings_class(**given, **{name: None}), name)
+        expected = NONE_IS_OFF.get(name, getattr(default, name))
+        may_be_none = value is None and type(None) in get_args(types[name])
+        assert may_be_none or value == expected or type(value) is type(expected) is AcceleratorConfig, name
+
+
+def test_generation_kwargs_are_read_as_the_settings_that_exist(caplog):
+    asked = {"max_new_tokens": 7, "top_p": 0.9, "top_k": 5, "temperature": 0.7, "do_sample": True, "min_p": None}
+    read = config(generation_kwargs=asked)
+    assert (read.max_completion_length, read.top_p, read.top_k, read.temperature) == (7, 0.9, 5, 0.7)
+    assert read.generation_kwargs is None and "read as max_completion_length 7, top_p 0.9" in caplog.text
 
 
 def test_every_range_is_checked_by_name_and_its_settings_exist():

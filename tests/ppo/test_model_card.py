@@ -5,11 +5,22 @@ from pathlib import Path
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from peft import LoraConfig
 
 import onetrunk
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts
-from tests.tiny import tiny_tokenizer
+from tests.ppo.support import (
+    assert_same,
+    base_model,
+    even_share,
+    logged,
+    lora,
+    make_config,
+    make_trainer,
+    prompts,
+    trained_weights,
+)
+from tests.tiny import moe, tiny_tokenizer
 
 
 def from_folder(tmp_path, **settings):
@@ -70,6 +81,22 @@ def test_with_a_base_at_a_relative_path_the_lines_run_too_also_in_a_checkpoint(t
     text = (tmp_path / "private/my-run/README.md").read_text()
     assert "vllm serve ../tiny-base --enable-lora --max-lora-rank 8 --lora-modules my-run=.\n" in text
     assert str(tmp_path) not in text
+
+
+def test_a_run_that_adapts_experts_is_saved_with_a_card_and_resumes_exactly(tmp_path):
+    def trainer(name, **settings):
+        args = make_config(tmp_path / name, save_strategy="steps", save_steps=1, **settings)
+        config = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+        return PPOTrainer(moe(), even_share, args, prompts(), None, tiny_tokenizer(), peft_config=config)
+
+    whole = trainer("whole", num_rollouts=2)
+    whole.train()
+    assert logged(whole, "policy/ratio_max")[0] == 1.0
+    text = (tmp_path / "whole" / "checkpoint-2" / "README.md").read_text()
+    assert "| targets | down_proj, gate_up_proj |\n" in text and "vllm serve" not in text
+    resumed = trainer("resumed", num_rollouts=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
 
 
 def test_a_base_from_the_hub_is_named_in_the_metadata_and_linked(tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from onetrunk.utils.options import option, reject_deepspeed
+from onetrunk.utils.options import option, reject_deepspeed, replace_none
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -42,6 +42,7 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
+        replace_none(self)
         reject_deepspeed()  # TrainingArguments would ask for its package first.
         _check_intervals(self)
         if self.bf16 is None:  # TRL would set it on a CPU too.

@@ -41,7 +41,10 @@ UNSUPPORTED_OPTIONS = {
     "velora_config": "approximates the gradients",
     "use_qalora": "has not been tried",
     "use_bdlora": "has not been tried",
+    "megatron_config": "is for Megatron's parallel layers, which the trunk does not have",
 }
+# Families in which PEFT rejects LoRA on out_proj: their fused kernel reads its weight without calling the layer.
+READS_OUT_PROJ = ("falcon_h1", "nemotron_h")
 
 
 def find_tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
@@ -218,19 +221,40 @@ def policy_config(config: PeftConfig, first_layer: int, num_layers: int) -> Lora
     return config
 
 
-def fit_layers(config: LoraConfig, layers: nn.ModuleList) -> None:
+def fit_layers(config: LoraConfig, base: nn.Module, layers: nn.ModuleList) -> None:
     """Set the fields of the config that PEFT would guess wrong or with a warning.
 
     If the config chooses layers, 'all-linear' becomes the names of the linear modules: PEFT would make it full paths
-    in a model of fewer than 20 linear modules, and those overrule the choice. `fan_in_fan_out` means that the weights
-    are transposed (GPT-2's Conv1D).
+    in a model of fewer than 20 linear modules, and those overrule the choice. So it does where PEFT rejects one of
+    them. `fan_in_fan_out` means that the weights are transposed (GPT-2's Conv1D).
     """
+    if config.target_parameters:
+        _fit_parameters(config, base, layers)
+    reads_out_proj = base.config.model_type in READS_OUT_PROJ
     linear = {name: type(m) for name, m in layers.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     kinds = set(linear.values())
     if kinds in ({Conv1D}, {nn.Linear}):
         config.fan_in_fan_out = kinds == {Conv1D}
-    if config.target_modules == "all-linear" and config.layers_to_transform is not None:
-        config.target_modules = sorted({name.rsplit(".", 1)[-1] for name in linear})
+    if config.target_modules == "all-linear" and (config.layers_to_transform is not None or reads_out_proj):
+        names = {name.rsplit(".", 1)[-1] for name in linear}
+        config.target_modules = sorted(names - {"out_proj"} if reads_out_proj else names)
+
+
+def _fit_parameters(config: LoraConfig, base: nn.Module, layers: nn.ModuleList) -> None:
+    """Check `target_parameters`, and write the chosen layers into them: PEFT adapts parameters of every layer."""
+    layers_name = list_name(base, layers)
+    layer_of = {name: layer_index(name, layers_name) for name, _ in base.named_parameters()}
+    matches = {t: [n for n in layer_of if n == t or n.endswith(f".{t}")] for t in config.target_parameters}
+    wrong = [t for t, names in matches.items() if not names or any(layer_of[name] is None for name in names)]
+    if wrong:
+        raise ValueError(
+            f"peft_config.target_parameters names {', '.join(map(repr, wrong))}, which is no parameter of the decoder"
+            " layers; name the last parts of a path in them, such as 'mlp.experts.down_proj'"
+        )
+    chosen = config.layers_to_transform
+    if chosen is not None:
+        chosen = [chosen] if isinstance(chosen, int) else chosen
+        config.target_parameters = [name for names in matches.values() for name in names if layer_of[name] in chosen]
 
 
 def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:

@@ -124,7 +124,7 @@ class TrunkModel(PeftModelForCausalLM):
         disable_dropout(base)
         # An initial adapter keeps all its layers; `freeze_below` freezes the lower ones.
         config = policy_config(peft_config, first_layer if initial_adapter is None else 0, num_layers)
-        fit_layers(config, decoder_layers(base))
+        fit_layers(config, base, decoder_layers(base))
         with peft_calls():
             super().__init__(base, config, POLICY)
         if hasattr(base.get_input_embeddings(), "base_layer"):

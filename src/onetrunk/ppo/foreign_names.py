@@ -85,8 +85,11 @@ _TRL_NAMES = by_name(
         " log_completions_hub_repo",
         "an evaluation samples num_generations completions": "num_generations_eval",
         "with kl_in_loss a token always counts by its ratio": "use_bias_correction_kl",
+        "it changes no setting": "generation_kwargs",
     }
 )
+# Keys of `generation_kwargs` that are settings here.
+_GENERATION = {name: name for name in ("temperature", "top_p", "top_k")} | {"max_new_tokens": "max_completion_length"}
 
 
 def _meaning(name: str, value: Any, settings: Any) -> dict[str, Any]:
@@ -111,9 +114,25 @@ def _meaning(name: str, value: Any, settings: Any) -> dict[str, Any]:
         case "vllm_server_host" | "vllm_server_port" if settings.use_vllm:
             host, port = settings.vllm_server_host or "127.0.0.1", settings.vllm_server_port or 8000
             return {"vllm_server_base_url": [f"http://{host}:{port}"]}
+        case "generation_kwargs":
+            return _generation_settings(value)
         case "loss_type" if value not in ("grpo", "bnpo", "dr_grpo", "dapo"):  # These differ in normalisation only.
             raise ValueError(f"loss_type {value} is another objective than PPO's; override PPOTrainer.compute_loss")
     return {}
+
+
+def _generation_settings(keywords: Any) -> dict[str, Any]:
+    if not isinstance(keywords, Mapping):
+        raise ValueError(f"generation_kwargs is {keywords!r}; it must be a dict, such as {{top_p: 0.9}}")
+    # None is generate's own default, and sampling is always on here.
+    given = {k: v for k, v in keywords.items() if v is not None and (k, v) != ("do_sample", True)}
+    unknown = [str(key) for key in given if key not in _GENERATION]
+    if unknown:
+        raise ValueError(
+            f"generation_kwargs has {', '.join(unknown)}; it may have {', '.join(_GENERATION)}, and the rest would"
+            " sample from another distribution than the policy's; leave it out"
+        )
+    return {_GENERATION[key]: value for key, value in given.items()}
 
 
 def _share(value: int, settings: Any, name: str) -> int:

@@ -109,7 +109,7 @@ def write_card(
     if where == "." and is_local and not Path(base).is_absolute() and not Path(folder).is_absolute():
         # A base's path is relative to where the run was started, the card's to its folder.
         near = os.path.relpath(base, published_path(Path(folder)))
-    can_serve = not config.use_dora and config.bias == "none"
+    can_serve = not config.use_dora and config.bias == "none" and not config.target_parameters
     card = ModelCard.from_template(
         ModelCardData(
             base_model=hub_base,
@@ -140,9 +140,10 @@ def write_card(
 def _tables(trainer: Trainer, model: TrunkModel) -> dict[str, dict[str, Any]]:
     """Return the facts under each heading: of the adapter, the training, its last metrics, and its judges."""
     config, args, rewards = model.peft_config[POLICY], trainer.args, trainer.sampler.rewards
-    num_layers, targets = len(decoder_layers(model)), config.target_modules
-    if not isinstance(targets, str):
-        targets = ", ".join(sorted({target.rsplit(".", 1)[-1] for target in targets}))
+    num_layers, modules = len(decoder_layers(model)), config.target_modules or []
+    modules = [modules] if isinstance(modules, str) else {target.rsplit(".", 1)[-1] for target in modules}
+    parameters = {target.rsplit(".", 1)[-1] for target in config.target_parameters or []}
+    targets = ", ".join([*sorted(modules), *sorted(parameters)])
     adapter = {
         "rank": config.r,
         "alpha": config.lora_alpha,

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from onetrunk.checkpoints.config import CheckpointConfig
@@ -21,8 +21,10 @@ from onetrunk.utils.options import (
     IMPORTANCE_MODES,
     TRUNK_CACHES,
     VALUE_HEADS,
+    defaults_of,
     is_whole,
     option,
+    replace_none,
     require_seed,
     require_split,
     require_truncation,
@@ -471,6 +473,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     )
 
     def __post_init__(self) -> None:
+        replace_none(self, self._inherited_defaults())
         lines = self._read_inherited()
         self._check_inherited()
         self._check_ranges()
@@ -523,7 +526,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
 
     def _inherited_defaults(self) -> dict[str, Any]:
         """Return the default of every field, also of those that this class does not have itself."""
-        return {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(self)}
+        return defaults_of(self)
 
     def _read_inherited(self) -> list[str]:
         """Give inherited and TRL's settings the values that they have here, and return lines for the user."""

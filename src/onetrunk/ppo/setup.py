@@ -393,11 +393,12 @@ def resolve_rewards(
     rewards, tokenizers = inputs.reward_funcs, inputs.reward_tokenizers
     rewards = [] if rewards is None else rewards
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
-    tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
+    if not isinstance(tokenizers, (list, tuple)):
+        tokenizers = [tokenizers] * (len(rewards) if tokenizers is None else 1)
     if len(tokenizers) != len(rewards):
         raise ValueError(
-            f"{len(tokenizers)} reward_processing_classes for {len(rewards)} reward functions; give one each (None"
-            " for functions)"
+            f"{len(tokenizers)} reward_processing_classes for {len(rewards)} reward functions; give a list with one"
+            " for each (None for functions, and for a model's own tokenizer)"
         )
     resolved: list[RewardFunction | str] = []
     for reward, tokenizer in zip(rewards, tokenizers, strict=True):

@@ -80,7 +80,8 @@ class PPOTrainer(ResumableTrainer):
         eval_dataset: held-out rows with the same columns (or several such sets by name), for `evaluate` and
             eval_strategy.
         processing_class: the policy's tokenizer; None loads it from the model's name.
-        reward_processing_classes: tokenizers of reward models, one per reward function (None for functions).
+        reward_processing_classes: tokenizers of reward models, a list with one per reward function (None for
+            functions); one tokenizer alone only for a single reward function.
         callbacks: further callbacks.
         optimizers: an optimizer and a scheduler instead of those that `args` describe.
         quantization_config: for a model loaded by name (4 or 8 bit).

@@ -41,7 +41,7 @@ from onetrunk.parallel.sharding import check_stage_launch, check_stage_layout, t
 from onetrunk.parallel.staged import keep_stage, reduce_gradients
 from onetrunk.parallel.stages import LayerSplit
 from onetrunk.rewards.model import encode_rows
-from onetrunk.utils.options import is_whole, option, require_seed, require_split
+from onetrunk.utils.options import is_whole, option, replace_none, require_seed, require_split
 from onetrunk.utils.redaction import SecretFreeArguments
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,7 @@ class RewardModelConfig(StageTrainingConfig, CheckpointConfig, SecretFreeArgumen
     remove_unused_columns: bool = option(False, "Always False: the labels are columns that the model does not take.")
 
     def __post_init__(self) -> None:
+        replace_none(self)
         require_seed("seed", self.seed)
         require_seed("data_seed", self.data_seed)
         super().__post_init__()

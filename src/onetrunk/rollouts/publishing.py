@@ -157,6 +157,7 @@ def check_servable(config: LoraConfig, what: str = "the adapter") -> None:
     problems = {
         "is DoRA (use_dora), whose magnitudes vLLM does not load": config.use_dora,
         f"has modules_to_save {config.modules_to_save}": config.modules_to_save,
+        "adapts parameters (target_parameters), which has not been tried with vLLM": config.target_parameters,
         f"has a bias ({config.bias!r})": config.bias != "none" or getattr(config, "lora_bias", False),
     }
     targets = config.target_modules if isinstance(config.target_modules, (list, set, tuple)) else []

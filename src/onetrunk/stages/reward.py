@@ -94,7 +94,7 @@ def score_peft_config(
     if args.adapter_layers != "all":
         layers = decoder_layers(model)
         config = policy_config(config, parse_adapter_layers(args.adapter_layers, len(layers)), len(layers))
-        fit_layers(config, layers)
+        fit_layers(config, model, layers)
     config.task_type = "SEQ_CLS"
     return config
 

@@ -14,8 +14,8 @@ from onetrunk.checkpoints.resume_settings import check_streaming
 from onetrunk.data.prompts import check_completions, completion_columns, without_written_bos
 from onetrunk.data.rows import is_conversational
 from onetrunk.data.sharded import ShardedRows
-from onetrunk.models.adapters import check_targets
-from onetrunk.models.base_model import load_base, load_tokenizer
+from onetrunk.models.adapters import check_targets, fit_layers
+from onetrunk.models.base_model import decoder_layers, load_base, load_tokenizer
 from onetrunk.models.loading import load_config
 from onetrunk.parallel.sharding import cast_when_sharded
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments, parse
@@ -79,15 +79,17 @@ def make_trainer(
         check_tokenizer(tokenizer, name, (train, held_out), vocab_size)
     with cast_when_sharded(quantization):
         model = load_base(name, quantization_config=quantization, **kwargs)
-    if model_args.use_peft:
-        check_targets(model_args.peft_config(), model)
+    lora = model_args.peft_config() if model_args.use_peft else None
+    if lora is not None:
+        check_targets(lora, model)
+        fit_layers(lora, model, decoder_layers(model))
     trainer = ResumableSFTTrainer(
         model=model,
         args=args,
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,
-        peft_config=model_args.peft_config() if model_args.use_peft else None,
+        peft_config=lora,
     )
     if len(trainer.train_dataset) == 0:
         raise ValueError(f"max_length is {args.max_length}, and no row keeps a token of its completion; raise it")

@@ -10,8 +10,8 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import field, fields
-from typing import Any, TypeVar
+from dataclasses import MISSING, field, fields
+from typing import Any, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T", bound=type)
 
@@ -22,12 +22,31 @@ TRUNK_CACHES = ("auto", "off", "device", "cpu")
 IMPORTANCE_MODES = ("token_truncate", "token_mask")
 # The ranks of LoRA that vLLM reserves memory for.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# What None means where neither the type nor the default says it.
+_OFF = {"beta": 0.0, "max_grad_norm": 0.0, "report_to": "none"}
 
 
 def option(default: Any, text: str, choices: Sequence[str] | None = None) -> Any:
     """Return a dataclass field that TrlParser shows with a help text, and checks against `choices`."""
     metadata: dict[str, Any] = {"help": text}
     return field(default=default, metadata=metadata | ({"choices": list(choices)} if choices else {}))
+
+
+def defaults_of(settings: Any) -> dict[str, Any]:
+    """Return the default of every field of a settings object that has one."""
+    by_field = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(settings)}
+    return {name: default for name, default in by_field.items() if default is not MISSING}
+
+
+def replace_none(settings: Any, defaults: dict[str, Any] | None = None) -> None:
+    """Set each setting that is None, and has another default and no meaning for None, to off or to its default."""
+    defaults = defaults_of(settings) if defaults is None else defaults
+    unset = [name for name, default in defaults.items() if getattr(settings, name) is None and default is not None]
+    # The annotations of the class: transformers' parser rewrites the types of fields.
+    types = get_type_hints(type(settings)) if unset else {}
+    for name in unset:
+        if name in _OFF or type(None) not in get_args(types.get(name)):
+            setattr(settings, name, _OFF.get(name, defaults[name]))
 
 
 def require_seed(name: str, value: int | None) -> None:

@@ -63,7 +63,7 @@ MODULES = SETTINGS_MODULES | WORD_MODULES | PLAIN_MODULES
 # Fields of TRL's ModelConfig that a stage rejects, and why.
 WITHOUT_MEANING = {
     "lora_modules_to_save": "the base stays frozen, and the value head is saved next to the adapter",
-    "lora_target_parameters": "adapters stand on linear layers; use lora_target_modules",
+    "lora_target_parameters": "commands adapt linear layers (lora_target_modules); PPOTrainer takes it in peft_config",
     "lora_task_type": "it is always CAUSAL_LM",
     "bnb_4bit_quant_storage": "it is for sharded training, which is not supported yet",
 }
