@@ -154,10 +154,18 @@ def test_environments_are_closed_once_when_a_run_ends_and_after_an_evaluation(tm
     trainer = words_trainer(tmp_path, partial(Closing, made), failing, eval_dataset=prompts(3))
     with contextlib.nullcontext() if error is None else pytest.raises(error):
         trainer.train()
-    assert len(made) >= 5 and {environment.closed for environment in made} == {1}
+    assert len(made) == 4 and {environment.closed for environment in made} == {1}
     if error is None:
         trainer.evaluate()
-        assert len(made) >= 8 and {environment.closed for environment in made} == {1}
+        assert len(made) == 7 and {environment.closed for environment in made} == {1}
+
+
+def test_a_pool_of_as_many_environments_as_rows_is_enough(tmp_path):
+    """One of them is looked at before training, and played in as the others are."""
+    pool = iter([Words() for _ in range(4)])
+    trainer = words_trainer(tmp_path, lambda: next(pool), num_rollouts=2, max_failed_episodes_fraction=0)
+    trainer.train()
+    assert logged(trainer, "episode/failed") == [0.0, 0.0]
 
 
 class Once(Words):
@@ -257,6 +265,15 @@ class Guess:
         return "no"
 
 
+class Asks:
+    """One that only says prompts: it has no tools, so an episode is one answer."""
+
+    prompts = Guess.prompts
+
+    def reset(self, **row):
+        return Guess.reset(self)
+
+
 def guessing(folder, dataset=None, factory=Guess, **settings):
     Guess.made = 0
 
@@ -275,10 +292,10 @@ def guessing(folder, dataset=None, factory=Guess, **settings):
     )
 
 
-@pytest.mark.parametrize("kind", ["nothing", "names"])
-def test_an_environment_may_own_its_data(tmp_path, kind):
-    dataset = {"nothing": None, "names": Dataset.from_dict({"environment": ["a", "b"] * 4})}[kind]
-    trainer = guessing(tmp_path, dataset, Guess if dataset is None else {"a": Guess, "b": Guess}, num_rollouts=2)
+@pytest.mark.parametrize("factory", [Guess, Asks, {"a": Guess, "b": Asks}])
+def test_an_environment_may_own_its_data(tmp_path, factory):
+    dataset = Dataset.from_dict({"environment": ["a", "b"] * 4}) if isinstance(factory, dict) else None
+    trainer = guessing(tmp_path, dataset, factory, num_rollouts=2)
     trainer.train()
     assert len(logged(trainer, "score/mean")) == 2 and Guess.made == 8 and not any(logged(trainer, "episode/failed"))
 

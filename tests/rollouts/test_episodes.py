@@ -771,7 +771,6 @@ def undocumented(a: int):
     ("arguments", "message"),
     [
         ({"factory": NoReset}, "makes a NoReset, which has no reset"),
-        ({"factory": NoTools}, "without public methods, which would be its tools, or step"),
         ({"factory": Undocumented}, "the tool 'guess' cannot be described.*no docstring"),
         ({"factory": OldReset}, r"OldReset.reset\(\) cannot be.*'seed'; write it as reset\(self, \*, seed=None"),
         ({"factory": TwoActions}, r"TwoActions.step\(action, other\) cannot be.*'other'; write it as step\(self"),

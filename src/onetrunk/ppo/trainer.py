@@ -207,7 +207,8 @@ class PPOTrainer(ResumableTrainer):
 
     def get_train_dataloader(self) -> ExperienceStream:
         """Return the experience stream; it is not prepared by accelerate, which would read one item ahead."""
-        self.end_training()  # Of an earlier call.
+        if self._stream is not None:  # Of an earlier call; environments made before training are played in.
+            self.end_training()
         stream = self.stream_class(self)
         if self._resume_from is not None:
             with reading_content(self._resume_from):

@@ -126,7 +126,7 @@ class Episodes:
         for kind in self.kinds.values():
             if kind.factory is not None and not (kind.steps or kind.offers):  # TRL's
                 require_takes(kind.example.reset, f"reset(self, **row); the row has {', '.join(given)}", **given)
-        if conversational and not self.has_tools:
+        if conversational and not self.has_tools and any(kind.steps for kind in self.kinds.values()):
             self.turns.prepare(has_tools=False)
 
     def with_prompts(self, rows: Rows | None, count: int) -> Rows:

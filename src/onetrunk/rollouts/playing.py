@@ -135,8 +135,8 @@ class Kind:
         if not schemas.keys().isdisjoint(own):
             raise ValueError(f"{class_name} has {', '.join(own)}, and so has tools; rename one")
         schemas |= own
-        if not schemas:
-            raise ValueError(f"{where} makes a {class_name} without public methods, which would be its tools, or step")
+        if not schemas:  # It says prompts, as in TRL, or scores answers.
+            logger.warning("%s has no public methods (tools) and no step: its episodes have one turn", class_name)
         has_reward = offers or callable(getattr(environment, "get_reward", None))
         return cls(factory, class_name, functions, schemas, offers=offers, has_reward=has_reward, **made)
 
@@ -364,7 +364,7 @@ class Playing:
         row.messages.append(message)
         calls = message.get("tool_calls") or []
         # A call in a turn that was cut off may be cut off too.
-        if not calls or not stopped or self._is_last(row):
+        if not calls or not row.kind.schemas or not stopped or self._is_last(row):
             return None
         for first in range(0, len(calls), CALLS_AT_ONCE):
             # Of an environment that is not async, one call at a time; all others at the same time.
