@@ -68,7 +68,14 @@ def run(folder, **arguments):
 TOP = {"adapter_layers": "top-1", "num_rollouts": 2, "rollout_batch_size": 8}
 
 
-@pytest.mark.parametrize("settings", [TOP, {**TOP, "capture_trunk_states": True}, {**TOP, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(TOP, marks=pytest.mark.slow),
+        {**TOP, "capture_trunk_states": True},
+        pytest.param({**TOP, "top_p": 0.9}, marks=pytest.mark.slow),
+    ],
+)
 def test_slow_answers_change_no_bit_of_the_weights(tmp_path, settings):
     quick = run(tmp_path / "quick", **settings)
     slow = run(tmp_path / "slow", factory=SlowWords, **settings)

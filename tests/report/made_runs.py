@@ -67,3 +67,24 @@ def write_pipeline(folder: Path) -> Path:
     (folder / "chain").mkdir()
     (folder / "chain" / "pipeline.json").write_text(json.dumps({"pipeline": "p.yaml", "stages": stages}))
     return folder / "chain"
+
+
+def write_judge_run(folder: Path) -> Path:
+    """Write what a measurement of one judge on pairs of two subsets leaves."""
+    metrics = {"rows": 4, "decided": 4, "accuracy": 0.75, "accuracy_interval": [0.3, 0.95], "position": {}}
+    entry = {"all": metrics, "subsets": {"a": metrics, "b": metrics}, "findings": ["it prefers the longer one"]}
+    agreement = {"one and two": {"pairs": 4, "agreement": 0.5}}
+    results = {"judges": {"one": entry}, "agreement": agreement, "costs": {"one": {"calls": 4, "usd": 0.1}}}
+    rows = [{"prompt": f"p{i}", "better": "b", "other": "o"} for i in range(4)]
+    write_lines(folder / "pairs.jsonl", [row | {"judges": {"one": {"probability": 0.4}}} for row in rows])
+    (folder / "metrics.json").write_text(json.dumps(results | {"dataset": "d", "constitution": "c"}))
+    return folder
+
+
+def write_preferences(folder: Path) -> Path:
+    """Write preference rows of five pairs, of which the judge labelled four."""
+    counts, bins = {"pairs": 5, "labelled": 4, "ties": 1}, {"0.50-0.55": 1, "0.95-1.00": 3}
+    rows = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": "r", "probability": i / 10} for i in range(5, 10)]
+    write_lines(folder / "data" / "preferences.jsonl", rows)
+    (folder / "statistics.json").write_text(json.dumps({"counts": counts, "rows": {"label_histogram": bins}}))
+    return folder

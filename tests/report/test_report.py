@@ -19,7 +19,7 @@ from onetrunk.report.blocks import MARKDOWN, PAGE, Block, Figure, rendered
 from onetrunk.report.plots import PLOTS, draw, drawn
 from onetrunk.report.report import write_report, write_report_of
 from onetrunk.report.runs import read_run
-from tests.report.made_runs import ALARM, ppo_log, write_lines, write_pipeline, write_ppo_run
+from tests.report.made_runs import ALARM, ppo_log, write_lines, write_pipeline, write_ppo_run, write_preferences
 
 
 def svgs(page):
@@ -224,12 +224,7 @@ def test_a_folder_named_like_a_script_is_a_relative_address(tmp_path):
 
 
 def test_the_page_of_preference_rows_has_pairs_and_a_histogram_of_the_labels(tmp_path):
-    bins = {"0.50-0.55": 1, "0.95-1.00": 3}
-    counts = {"pairs": 5, "labelled": 4, "ties": 1}
-    (tmp_path / "statistics.json").write_text(json.dumps({"counts": counts, "rows": {"label_histogram": bins}}))
-    rows = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": "r", "probability": i / 10} for i in range(5, 10)]
-    write_lines(tmp_path / "data" / "preferences.jsonl", rows)
-    text = write_report([tmp_path]).read_text()
+    text = write_report([write_preferences(tmp_path)]).read_text()
     sure, unsure = text.index("The judge is sure"), text.index("The judge is not sure")
     assert sure < text.index("<pre>c9</pre>") < unsure < text.index("<pre>c5</pre>") and "chosen, 90%" in text
     assert [*svgs(text)] == ["labels"] and "0.95-1.00" in svgs(text)["labels"]

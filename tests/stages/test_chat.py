@@ -8,7 +8,7 @@ import torch
 from onetrunk import cli
 from onetrunk.models.build import build_trunk
 from tests.ppo.support import base_model, lora
-from tests.tiny import tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 
 @pytest.fixture
@@ -51,6 +51,24 @@ def test_a_giant_line_and_half_a_character_do_not_end_the_conversation(there, mo
     code, lines, err = chat(monkeypatch, capsys, text, "adapter", "--max_completion_length", "2")
     assert code == 0 and "more than 100,000 characters" in err, err
     assert sum("value" in line for line in lines) == 2
+
+
+def test_a_line_that_fails_is_one_message_and_the_next_one_is_answered(there, monkeypatch, capsys):
+    (there / "picky.py").write_text(
+        "def picky(prompts, **kwargs):\n    return [1.0 / (prompts[0][-1]['content'] != 'a dog') for _ in prompts]\n"
+    )
+    for folder in ("base", "adapter"):
+        tokenizer = tiny_tokenizer()
+        refusal = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+        tokenizer.chat_template = refusal + CHAT_TEMPLATE
+        tokenizer.save_pretrained(folder)
+    words = ["adapter", "--reward_funcs", "picky.py:picky", "--max_completion_length", "2"]
+    code, lines, err = chat(monkeypatch, capsys, "a dog\nbad\n" + "a cat " * 200 + "\nthe sun\n", *words)
+    assert code == 0 and "Traceback" not in err, err
+    for reason in ("picky", "no bad words", "tokens and the model 128 positions"):
+        assert err.count(reason) == 1, err
+    assert err.count("the conversation goes on") == 3
+    assert sum("(picky 1, value" in line for line in lines) == 1
 
 
 def test_without_a_standard_input_chat_says_so(there, monkeypatch, capsys):

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from onetrunk.utils.files import load_tensors, require_finite_tensors
+from onetrunk.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -167,21 +169,31 @@ def check_adapter_config(config: PeftConfig) -> None:
             raise ValueError(f"peft_config.{option} {reason}; leave it unset")
 
 
+def match_modules(config: LoraConfig, model: nn.Module) -> None:
+    """Match a config's expressions with the modules' names; ValueError if one is no expression, or has no end."""
+    config = copy.copy(config)
+    config.target_modules = config.target_modules or []  # None: PEFT knows the names.
+    with time_limit("matching the LoRA config's expressions (target_modules, exclude_modules, rank_pattern, ...)"):
+        try:
+            for name, _ in model.named_modules():
+                if check_target_module_exists(config, name):
+                    get_pattern_key([*config.rank_pattern, *config.alpha_pattern], name)
+        except re.error as error:
+            raise ValueError(f"LoRA config: {error.pattern!r} is no regular expression ({error})") from error
+
+
 def check_targets(config: PeftConfig, model: nn.Module) -> None:
     """Raise a ValueError if a name in `target_modules` is no module of a base model; PEFT adapts only the others.
 
     The rule is PEFT's: a name is the last parts of a module's path, and a text alone is a pattern of whole paths.
     """
     targets = config.target_modules
+    match_modules(config, model)
     if targets is None or targets == "all-linear":
         return
     modules = dict(model.named_modules())
     if isinstance(targets, str):
-        try:
-            pattern = re.compile(targets)
-        except re.error as error:
-            raise ValueError(f"LoRA target_modules {targets!r} is no regular expression ({error})") from error
-        missing = [] if any(map(pattern.fullmatch, modules)) else [targets]
+        missing = [] if any(map(re.compile(targets).fullmatch, modules)) else [targets]
     else:
         missing = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in modules)]
     if not missing:

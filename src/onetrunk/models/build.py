@@ -36,6 +36,7 @@ from onetrunk.models.adapters import (
     check_targets,
     layer_index,
     list_name,
+    match_modules,
     parse_adapter_layers,
     read_adapter,
     set_adapter_weights,
@@ -136,6 +137,7 @@ def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     if REWARD in trunk.peft_config:
         trunk.delete_adapter(REWARD)
     with adding_adapter(adapter.name):
+        match_modules(adapter.config, trunk.get_base_model())
         trunk.add_adapter(REWARD, copy.deepcopy(adapter.config))
     set_adapter_weights(trunk, adapter.weights, REWARD, adapter.name)
     for parameter in adapter_parameters(trunk, REWARD).values():

@@ -1,8 +1,8 @@
 """Load models, tokenizers and adapters that others wrote, and recognise a model again.
 
 Every `from_pretrained` of onetrunk is called here. Weights are safetensors, code of a repository runs only at a pinned
-commit, and what a library raises becomes one LoadError that names the file to blame. A crafted file may still hang or
-exhaust the memory, as it does in plain transformers.
+commit, and what a library raises becomes one LoadError that names the file to blame. An expression or
+template without an end is rejected; a crafted file may still exhaust the memory, as it does in plain transformers.
 
 In every signature `kind` is for the message: "model", "reward model", "adapter", or it begins with "tokenizer". `name`
 is a folder or a name on the Hub, `revision` a branch, tag or commit there, `source` what `pinned_source` returns.
@@ -33,9 +33,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, find_adapter_config_file, has_file
 
-from onetrunk.models.adapters import require_lora
+from onetrunk.models.adapters import match_modules, require_lora
 from onetrunk.utils.files import atomic_write_json, parse_json
 from onetrunk.utils.startup import peft_calls
+from onetrunk.utils.time_limit import time_limit
 
 CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
@@ -303,12 +304,16 @@ def load_weights(
 
 
 def read_tokenizer(name: str, kind: str = "tokenizer", **source: Any) -> PreTrainedTokenizerBase:
-    """Return the tokenizer at `name`, unchanged."""
+    """Return the tokenizer at `name`, unchanged; its chat template has an end for a short message."""
     source = {"trust_remote_code": False, **source}
     check_source(name, kind)
     with reading(kind, name, source.get("revision")):
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
         tokenizer("a", verbose=False)
+        if tokenizer.chat_template:
+            # What else a template refuses here, it may accept in the rows.
+            with time_limit("the chat template, for one short message,"), contextlib.suppress(Exception):
+                tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     return tokenizer
 
 
@@ -363,10 +368,11 @@ def read_adapter_weights(name: str, revision: str | None = None) -> dict[str, Te
 
 def put_adapter_on(base: PreTrainedModel, name: str, revision: str | None = None, **kwargs: Any) -> PeftModel:
     """Return `base` with the adapter at `name` on it."""
-    read_adapter_config(name, revision)
+    config = read_adapter_config(name, revision)
     read_adapter_weights(name, revision)
     check_base_marks(base, name, revision)
     with adding_adapter(name):
+        match_modules(config, base)
         return PeftModel.from_pretrained(base, name, revision=revision, **kwargs)
 
 

@@ -27,7 +27,7 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.stages.arguments import DTYPES, parse
 from onetrunk.stages.eval import restore_reference
 from onetrunk.stages.options.reading import say
-from onetrunk.stages.run_context import run_stage
+from onetrunk.stages.run_context import explain, run_stage
 from onetrunk.types import Prompt
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable
@@ -96,16 +96,30 @@ class Chat:
         torch.manual_seed(args.seed)
 
     def answer(self, text: str) -> None:
-        """Print the answers to a line, and remember that of the policy."""
-        self.messages.append({"role": "user", "content": text})
-        prompt: Prompt = list(self.messages) if self.is_chat else text
+        """Print the answers to a line, and remember it with that of the policy; a line that fails is forgotten."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt: Prompt = messages if self.is_chat else text
         sides = {"policy": "policy", "before": "reference"} if self.args.compare else {"": "policy"}
-        answers = {title: self._sample(title, role, prompt) for title, role in sides.items()}
-        self.messages.append({"role": "assistant", "content": next(iter(answers.values()))})
+        try:
+            answers = [self._sample(title, role, prompt) for title, role in sides.items()]
+        except Exception as error:  # A chat template or a reward function may raise anything.
+            say(
+                f"error: {explain(error) or repr(error)}",
+                "the line is forgotten; the conversation goes on",
+                after_bar=True,
+            )
+        else:
+            self.messages = [*messages, {"role": "assistant", "content": answers[0]}]
 
     @torch.no_grad()
     def _sample(self, title: str, role: str, prompt: Prompt) -> str:
         ids = torch.tensor([encode_prompt(prompt, self.tokenizer, self.is_chat, {})], device=self.model.device)
+        positions = getattr(self.model.get_base_model().config.get_text_config(), "max_position_embeddings", None)
+        room = self.args.max_completion_length if positions is None else positions - ids.shape[1]
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {ids.shape[1]} tokens and the model {positions} positions; write less, or {RESET}"
+            )
         print(f"[{title}] " * bool(title), end="", flush=True)
         temperature = self.args.temperature
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -115,7 +129,7 @@ class Chat:
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 streamer=streamer,
-                max_new_tokens=self.args.max_completion_length,
+                max_new_tokens=min(room, self.args.max_completion_length),
                 eos_token_id=self.stops,
                 pad_token_id=self.tokenizer.pad_token_id,
                 # As in training: nothing of the base's own generation config.
@@ -168,7 +182,7 @@ def chat(args: ChatArguments) -> None:
         print(printable(f"{args.model}; {RESET} begins anew, Ctrl-D ends"))
     for line in lines():
         if line == RESET:
-            talk.messages.clear()
+            talk.messages = []
         else:
             talk.answer(line)
 
