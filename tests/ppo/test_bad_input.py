@@ -89,7 +89,7 @@ REFUSED = [
     ({"dataset": QUESTIONS}, "no column 'prompt', only question", ValueError),
     ({"eval_dataset": QUESTIONS}, "no column 'prompt', only question", ValueError),
     ({"dataset": prompts().select([])}, "holds no rows", ValueError),
-    ({"dataset": prompts().to_iterable_dataset()}, "the dataset is a IterableDataset; pass a map-style", ValueError),
+    ({"dataset": "rows.json"}, "the dataset is a str; pass a map-style", ValueError),
     ({"dataset": of_messages("user")}, "conversations and the tokenizer has no chat template", ValueError),
     (
         {"dataset": of_messages("system"), "tokenizer": tiny_tokenizer(chat_template=CHAT_TEMPLATE)},

@@ -547,12 +547,12 @@ class ResumableTrainer(Trainer):
             PushFailed: with the reason, and the command that pushes the saved result.
         """
         # Imported by a run that pushes, and by no other.
-        from onetrunk.checkpoints.hub import HUB_ERRORS, push_failed, warn_of_failed_pushes
+        from onetrunk.checkpoints.hub import HUB_ERRORS, push_failed, repo_name, warn_of_failed_pushes
 
         try:
             return super().push_to_hub(*args, **kwargs)
         except HUB_ERRORS as error:
-            repository = str(self.hub_model_id or self.args.hub_model_id)
+            repository = str(self.hub_model_id or repo_name(self.args))
             raise push_failed(f"the result is in {self.args.output_dir}", repository, error) from error
         finally:
             warn_of_failed_pushes(self)

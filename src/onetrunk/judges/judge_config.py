@@ -23,7 +23,7 @@ from onetrunk.judges.judge import Judge, model_name
 from onetrunk.judges.template import VERDICT_TOKENS
 from onetrunk.utils.files import digest
 from onetrunk.utils.import_path import find_object, is_dotted_path
-from onetrunk.utils.options import option
+from onetrunk.utils.options import option, replace_none
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,7 @@ class JudgeConfig:
     judge_samples: int = option(5, "Votes on a question if the server returns no log probabilities.")
 
     def __post_init__(self) -> None:
+        replace_none(self)
         if isinstance(self.judge, str):
             self.judge = [self.judge]
         for name in ("rubric", "judge_extra_body"):

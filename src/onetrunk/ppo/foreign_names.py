@@ -52,6 +52,8 @@ _SAMPLER = "sampling here follows the policy itself, or its top_p or top_k; leav
 _LAUNCH = "the launch decides, on the command line of sft, reward, distill, ppo and eval only:"
 # Keys without a counterpart, or with one of another meaning.
 REASONS = {
+    "env": "set environment variables before the command: CUDA_VISIBLE_DEVICES=0 onetrunk ...",
+    "rollout_func": "give environment_factory or tools for episodes, or rollout_backend for another sampler",
     "stages": "the file is a pipeline, which onetrunk run FILE runs",
     "min_p": _SAMPLER,
     "repetition_penalty": _SAMPLER,
@@ -63,6 +65,26 @@ REASONS = {
     "accelerate_config": f"{_LAUNCH} --accelerate_config fsdp2",
     "trust_remote_code": "pass model_init_kwargs: {trust_remote_code: true, revision: <commit>}",
 }
+
+
+# TRL's metrics, and ours; None: an evaluation does not have it.
+METRICS = {
+    "reward": "score/mean",
+    "reward_std": "score/std",
+    "kl": "kl/ref",
+    "completions/mean_length": "completion/length",
+    "loss": None,
+    "entropy": None,
+    "clip_ratio": None,
+}
+
+
+def our_metric(name: str) -> str | None:
+    """Return our name of a metric of TRL's GRPOTrainer, without eval_; any other name is returned unchanged."""
+    if name.startswith("rewards/") and name.endswith("/mean"):
+        return f"score/{name.removeprefix('rewards/').removesuffix('/mean')}"
+    is_of_training = name.startswith(("policy/", "value/", "time/", "alarm/", "clip_ratio/"))
+    return None if is_of_training else METRICS.get(name, name)
 
 
 # Names of TRL's GRPOConfig that are read, and why a value changes nothing here, where it may be so.
@@ -103,6 +125,8 @@ def _meaning(name: str, value: Any, settings: Any) -> dict[str, Any]:
             return {"vllm_importance_sampling_clip_max": value}
         case "steps_per_generation":
             return {"num_minibatches": _share(value, settings, "gradient_accumulation_steps")}
+        case "generation_kwargs":
+            return _generation_settings(value)
         case "generation_batch_size":
             return {"rollout_batch_size": _share(value, settings, "num_generations")}
         case "mask_truncated_completions" if value:
@@ -114,8 +138,6 @@ def _meaning(name: str, value: Any, settings: Any) -> dict[str, Any]:
         case "vllm_server_host" | "vllm_server_port" if settings.use_vllm:
             host, port = settings.vllm_server_host or "127.0.0.1", settings.vllm_server_port or 8000
             return {"vllm_server_base_url": [f"http://{host}:{port}"]}
-        case "generation_kwargs":
-            return _generation_settings(value)
         case "loss_type" if value not in ("grpo", "bnpo", "dr_grpo", "dapo"):  # These differ in normalisation only.
             raise ValueError(f"loss_type {value} is another objective than PPO's; override PPOTrainer.compute_loss")
     return {}

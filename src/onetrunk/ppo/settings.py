@@ -95,6 +95,10 @@ REFUSED_OPTIMIZERS = {
 }
 
 
+class Derived(int):
+    """A number that other settings decided; in a copy of the settings (dataclasses.replace) they decide it again."""
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -573,6 +577,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
 
     def _derive(self) -> None:
         """Set what other settings decide, where it is None."""
+        for name in ("max_steps", "max_turns", "max_staleness"):
+            if isinstance(getattr(self, name), Derived):
+                setattr(self, name, type(self).__dataclass_fields__[name].default)
         if self.num_rollouts is not None:
             steps = self.num_rollouts * self.slots_per_rollout
             if self.max_steps not in (-1, steps):
@@ -580,7 +587,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
                     f"num_rollouts {self.num_rollouts} makes {steps} optimizer steps, but max_steps is"
                     f" {self.max_steps}; set one of them"
                 )
-            self.max_steps = steps
+            self.max_steps = Derived(steps)
         if self.max_tool_calling_iterations is not None:
             turns = self.max_tool_calling_iterations + 1
             if self.max_turns not in (None, turns):
@@ -588,11 +595,11 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
                     f"max_tool_calling_iterations {turns - 1} is max_turns {turns}, and max_turns is {self.max_turns};"
                     " set one of them"
                 )
-            self.max_turns = turns
+            self.max_turns = Derived(turns)
         if self.truncated_completions is None:
             self.truncated_completions = "terminal" if self.missing_eos_penalty is None else "penalize"
         if self.max_staleness is None:
-            self.max_staleness = 0 if self.schedule == "sync" else 1
+            self.max_staleness = Derived(0 if self.schedule == "sync" else 1)
         if self.metric_for_best_model is None and (self.load_best_model_at_end or _word(self.save_strategy) == "best"):
             # Trainer would look for a loss, which an evaluation by sampling does not have.
             self.metric_for_best_model = "score/mean"

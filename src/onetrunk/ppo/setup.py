@@ -6,6 +6,8 @@ Settings, tokenizer, rows and rewards are checked first; the model loads last, b
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -46,6 +48,7 @@ from onetrunk.parallel.sharding import (
     train_in_stages,
 )
 from onetrunk.ppo.config import PPOConfig, plan_batches
+from onetrunk.ppo.foreign_names import our_metric
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.rewards.combine import RewardSet
@@ -57,6 +60,8 @@ from onetrunk.utils.files import require_name, require_output_dir
 
 if TYPE_CHECKING:
     from onetrunk.rollouts.environments import Episodes, Factory
+
+logger = logging.getLogger(__name__)
 
 Reward = RewardFunction | str | PreTrainedModel
 
@@ -108,8 +113,9 @@ def prepare_run(
     if train_dataset is None:
         check_own_data(inputs.environment_factory, args)
     check_parts(args, eval_dataset, rollout_backend)
+    train_dataset = map_style(train_dataset, "train_dataset", rows_needed(args))
     by_name = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    held_out = {name: rows for name, rows in by_name.items() if rows is not None}
+    held_out = {n: map_style(rows, "eval_dataset") for n, rows in by_name.items() if rows is not None}
     backend = rollout_backend or load_backend(args, **hooks)
     check_schedule(args, backend)
     parts = load_sampled_model(inputs, args, [train_dataset, *held_out.values()], backend)
@@ -133,6 +139,37 @@ def prepare_run(
         plan,
         MemoryCheck(longest_prompt),
     )
+
+
+def rows_needed(args: PPOConfig) -> int | None:
+    """Return the number of prompts that a run reads, if its settings say it."""
+    if args.max_steps <= 0:
+        return None
+    return math.ceil(args.max_steps / args.slots_per_rollout) * args.rollout_batch_size
+
+
+def map_style(rows: Any, name: str, limit: int | None = None) -> Any:
+    """Return rows that have a length: those of a list, of a DatasetDict's only split, or of an iterable dataset.
+
+    An iterable training set is read as far as the run will need it, at most `limit` rows, so that a resumed run draws
+    the same order as an uninterrupted one.
+    """
+    if isinstance(rows, (DatasetDict, IterableDatasetDict)):
+        if len(rows) != 1:
+            raise ValueError(f"{name} has the splits {', '.join(rows)}; pass one of them, such as rows[{min(rows)!r}]")
+        rows = next(iter(rows.values()))
+    if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+        return Dataset.from_list(rows)
+    if not isinstance(rows, IterableDataset):
+        return rows
+    if name == "train_dataset" and limit is None:
+        raise ValueError(
+            "train_dataset is an IterableDataset, whose length is not known; set num_rollouts or max_steps, or use"
+            " ShardedRows (onetrunk.data.sharded.load_sharded_rows), which are read while training"
+        )
+    held = Dataset.from_list(list(rows if limit is None else rows.take(limit)), features=rows.features)
+    logger.warning("%s is an IterableDataset: its first %d rows are kept in memory", name, len(held))
+    return held
 
 
 def load_backend(config: PPOConfig, **hooks: Callable[..., None]) -> RolloutBackend:
@@ -540,12 +577,8 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
     names = list(eval_dataset) if isinstance(eval_dataset, dict) else []
     for name in names:
         require_name(name, "the name of an evaluation set")
-    metric = args.metric_for_best_model
-    if names and metric and not metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names)):
-        raise ValueError(
-            f"metric_for_best_model is {metric!r}, and the evaluation sets are {', '.join(names)}: say which of them"
-            f" decides, for example {names[0]}_score/mean"
-        )
+    if args.metric_for_best_model:
+        args.metric_for_best_model = named_metric(args.metric_for_best_model.removeprefix("eval_"), names)
     if rollout_backend is None:
         return
     kind = type(rollout_backend).__name__
@@ -557,6 +590,24 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
     if args.use_vllm or args.rollout_backend != "local":
         setting = "use_vllm is set" if args.use_vllm else f"rollout_backend is {args.rollout_backend!r} in the config"
         raise ValueError(f"{setting} and rollout_backend is a {kind}; give one of them")
+
+
+def named_metric(metric: str, names: Sequence[str]) -> str:
+    """Return our name of a metric of an evaluation, which may be TRL's; ValueError if no evaluation gives it."""
+    name = next((name for name in names if metric.startswith(f"{name}_")), None)
+    if names and name is None:
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, and the evaluation sets are {', '.join(names)}: say which of them"
+            f" decides, for example {names[0]}_score/mean"
+        )
+    prefix = "" if name is None else f"{name}_"
+    ours = our_metric(metric.removeprefix(prefix))
+    if ours is None:
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, which is measured in training only; an evaluation gives score/mean,"
+            " score/<function>, kl/ref, completion/length and what reward functions log"
+        )
+    return prefix + ours
 
 
 def check_stage_training(args: PPOConfig, quantization_config: Any, scores_on_trunk: bool) -> None:

@@ -8,6 +8,7 @@ The math is in onetrunk.ops. Whatever touches private members of Trainer belongs
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import shutil
 import time
@@ -35,12 +36,13 @@ from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import HOLD_OUT, PPOConfig, describe_steps
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
+from onetrunk.ppo.foreign_names import explain_key
 from onetrunk.ppo.monitoring.alarms import Alarms, StepEnd, StepGuard
 from onetrunk.ppo.monitoring.metrics import MetricLog, without_steps
 from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout
-from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, prepare_dataset, prepare_run
+from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, map_style, prepare_dataset, prepare_run
 from onetrunk.ppo.stream_state import STATE_FILE, check_state, processes_per_row, run_settings, written_settings
 from onetrunk.rollouts.async_sampler import samples_ahead
 from onetrunk.rollouts.base import RolloutBackend
@@ -133,7 +135,11 @@ class PPOTrainer(ResumableTrainer):
         rollout_backend: RolloutBackend | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Factory | Mapping[str, Factory] | None = None,
+        **foreign: Any,
     ):
+        if foreign:
+            known = inspect.signature(PPOTrainer.__init__).parameters
+            raise TypeError(f"PPOTrainer: {'; '.join(explain_key(name, [*known]) for name in foreign)}")
         args = PPOConfig(output_dir="ppo-output") if args is None else args
         about_model = (model, reward_funcs, processing_class, reward_processing_classes, quantization_config)
         inputs = ModelInputs(*about_model, peft_config, tools, environment_factory)
@@ -170,6 +176,11 @@ class PPOTrainer(ResumableTrainer):
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
         if not args.disable_tqdm:
             self.progress.add_to(self)
+
+    # As in GRPOTrainer.
+    beta = property(lambda self: self.args.beta)
+    ref_model = property(lambda self: None, doc="None: the reference is the frozen base, or a copy of an adapter.")
+    reward_funcs = property(lambda self: self.sampler.rewards.functions)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer; with value_learning_rate a value adapter and its head get their own groups."""
@@ -499,6 +510,7 @@ class PPOTrainer(ResumableTrainer):
         if isinstance(dataset, dict):
             parts = [self.evaluate(d, ignore_keys, f"{metric_key_prefix}_{name}") for name, d in dataset.items()]
             return {name: value for part in parts for name, value in part.items()}
+        dataset = map_style(dataset, "eval_dataset")
         if "prompt_ids" not in dataset.column_names:
             dataset = prepare_dataset(dataset, self.processing_class, self.args, self.sampler.episodes)
             check_lengths(self.model, self.args, [dataset])
@@ -515,6 +527,10 @@ class PPOTrainer(ResumableTrainer):
         if is_own:
             self._last_evaluation = {"step": self.state.global_step, "metrics": metrics}
         return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ValueError: PPO has no labels to predict."""
+        raise ValueError("PPOTrainer has no predict; evaluate(eval_dataset) samples completions and scores them")
 
     def values(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Tensor]:
         """Return what the value function says before each token of some completions (`ValueModel.values`)."""
