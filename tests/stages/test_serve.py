@@ -70,6 +70,16 @@ def test_for_an_adapter_its_base_is_served(model, tmp_path, capsys):
     assert line[line.index("--model") + 1] == str(model)
 
 
+def test_a_relative_base_is_printed_as_the_absolute_path(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(model.parent)
+    adapter = sft_model()
+    adapter.peft_config["default"].base_model_name_or_path = model.name
+    adapter.save_pretrained(tmp_path)
+    for given in (model.name, tmp_path):
+        _, line = printed(capsys, "--model", given)
+        assert line[line.index("--model") + 1] == str(model.resolve())
+
+
 def test_a_key_is_passed_in_the_environment_and_never_printed(model, capsys, monkeypatch):
     monkeypatch.setenv("SERVER_KEY", "abc123def456ghi789")
     assert cli.main(["serve", str(model), "--api_key_env", "SERVER_KEY", "--print"]) == 0

@@ -1,8 +1,8 @@
 """Load models, tokenizers and adapters that others wrote, and recognise a model again.
 
 Every `from_pretrained` of onetrunk is called here. Weights are safetensors, code of a repository runs only at a pinned
-commit, and what a library raises becomes one LoadError that names the file to blame. An expression or
-template without an end is rejected; a crafted file may still exhaust the memory, as it does in plain transformers.
+commit, and what a library raises becomes one LoadError that names the file to blame. An expression or a template
+without an end is rejected; a crafted file may still exhaust the memory, as it does in plain transformers.
 
 In every signature `kind` is for the message: "model", "reward model", "adapter", or it begins with "tokenizer". `name`
 is a folder or a name on the Hub, `revision` a branch, tag or commit there, `source` what `pinned_source` returns.

@@ -37,7 +37,7 @@ from onetrunk.rollouts.publishing import check_servable, served_rank
 from onetrunk.stages.arguments import DTYPES, PushArguments, parse
 from onetrunk.stages.run_context import run_stage
 from onetrunk.stages.tools.ollama import modelfile
-from onetrunk.stages.tools.serve import checkpoint_dtype
+from onetrunk.stages.tools.serve import checkpoint_dtype, whole_path
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import markdown_text, redact
@@ -173,11 +173,6 @@ def vllm_command(args: ExportArguments, base: str | None) -> str:
     template = source_file(args.model, "chat_template.jinja")
     # The base may have none, or another one.
     return shlex.join(words + (["--chat-template", str(template.resolve())] if template else []))
-
-
-def whole_path(name: str) -> str:
-    """Return the absolute path of a folder, because a printed command may run elsewhere; a Hub's name unchanged."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def write_card(folder: Path, args: ExportArguments, base: str | None) -> None:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -98,7 +99,7 @@ def serve(args: ServeArguments) -> None:
     on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
     revision = args.revision if base == args.model else None
     dtype = checkpoint_dtype(base, revision) if args.dtype == "auto" else args.dtype
-    words = [args.python or sys.executable, "-m", MODULE, *server_words(args, base, dtype, on_cpu)]
+    words = [args.python or sys.executable, "-m", MODULE, *server_words(args, whole_path(base), dtype, on_cpu)]
     environment = ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
     if args.print:
         key = [] if args.api_key_env is None else [f'VLLM_API_KEY="${checked_variable(args.api_key_env)}"']
@@ -140,6 +141,11 @@ def _require_vllm(python: str | None) -> None:
             )
     elif shutil.which(python) is None:
         raise ValueError(f"python is {python!r}, and no such program can be run; give the path of an interpreter")
+
+
+def whole_path(name: str) -> str:
+    """Return the absolute path of a folder, because a printed command may run elsewhere; a Hub's name unchanged."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def checkpoint_dtype(base: str, revision: str | None) -> str:
