@@ -11,8 +11,8 @@ from peft import LoraConfig
 
 from onetrunk.models.base_model import load_tokenizer
 from onetrunk.models.build import build_trunk
-from onetrunk.utils import time_limit as limits
-from onetrunk.utils.time_limit import time_limit
+from onetrunk.utils import startup as limits
+from onetrunk.utils.startup import time_limit
 from tests.ppo.support import base_model, lora
 from tests.tiny import tiny_tokenizer
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from onetrunk.utils.files import load_tensors, require_finite_tensors
-from onetrunk.utils.time_limit import time_limit
+from onetrunk.utils.startup import time_limit
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,7 @@ from transformers.utils import cached_file, find_adapter_config_file, has_file
 
 from onetrunk.models.adapters import match_modules, require_lora
 from onetrunk.utils.files import atomic_write_json, parse_json
-from onetrunk.utils.startup import peft_calls
-from onetrunk.utils.time_limit import time_limit
+from onetrunk.utils.startup import peft_calls, time_limit
 
 CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
