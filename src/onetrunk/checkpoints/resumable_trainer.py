@@ -395,7 +395,8 @@ class ResumableTrainer(Trainer):
             self._save_waits, self.control.should_save = self.control.should_save, False
         elif self._save_waits:
             self._save_waits, self.control.should_save = False, True
-        ends = self.state.global_step >= self.state.max_steps or self.control.should_training_stop
+        # Other stops are pauses: the resumed run logs at its interval, as an uninterrupted one does.
+        ends = self.state.global_step >= self.state.max_steps or end_of(self, end_state(self)) is not None
         if ends and self.args.logging_strategy != IntervalStrategy.NO:
             # What was measured since the last log would be lost.
             self.control.should_log = True

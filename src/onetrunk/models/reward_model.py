@@ -446,7 +446,7 @@ def _with_end(tokenizer: PreTrainedTokenizerBase, row: list[int], end: int | Non
     whole = row
     while ends and not tokenizer.decode(row[ends[-1] :], skip_special_tokens=True).strip():
         whole = row[: ends.pop() + 1]
-    return whole if whole[-1] == end else [*row, end]
+    return whole if whole[-1:] == [end] else [*row, end]
 
 
 def _without_end_token(tokenizer: PreTrainedTokenizerBase, row: list[int]) -> list[int]:
