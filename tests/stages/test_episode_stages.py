@@ -80,7 +80,7 @@ STOPS = ["cat", "dog", "the", "runs", "a", "sees", "not", "on", "small"]
 
 def test_rows_without_a_prompt_are_enough_for_an_environment_that_says_it(material, capsys):
     write_rows(material / "prompts.jsonl", [{"environment": "nouns"}] * 4)
-    assert cli.main(command("ppo", reward_funcs=["reward.py:short"])) == 1 and "no column 'prompt'" in error_of(capsys)
+    assert cli.main(command("ppo", reward_funcs=["reward.py:short"])) == 1 and "expected prompt" in error_of(capsys)
     settings = {"environment": {"nouns": "game.py:Nouns"}, "stop_tokens": STOPS}
     for verb in ("ppo", "eval"):
         assert cli.main(command(verb, **settings)) == 0

@@ -5,10 +5,10 @@ from accelerate.commands.launch import launch_command_parser
 
 from onetrunk.stages.launch import VERBS as LAUNCHED
 from onetrunk.stages.launch import config_file, split_words
+from onetrunk.stages.options.reading import DRY_RUN
 from onetrunk.stages.options.table import PLAIN_MODULES, VERBS
 from onetrunk.stages.pipeline import load_pipeline, parse_run
 from onetrunk.stages.plan import parse_plan
-from onetrunk.stages.ppo import DRY_RUN
 from onetrunk.stages.tools.recipes import parse_recipes
 from onetrunk.stages.tools.report import parse_report
 from tests.stages.recipes import DOCUMENTS, PARSERS, RECIPES, ROOT, SCRIPTS, commands_of

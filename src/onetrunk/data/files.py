@@ -169,3 +169,15 @@ def check_renaming(names: Sequence[str], columns: Mapping[str, str]) -> None:
         raise ValueError(
             f"the dataset already has {', '.join(taken)}; rename or remove it before renaming another to it"
         )
+
+
+def missing_columns(names: Sequence[str], expected: str) -> ValueError:
+    """Return the error for a dataset without the columns that `expected` describes."""
+    remedy = "say which yours are: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
+    if {"completion", "label"} <= set(names):
+        remedy = (
+            "each of these rows judges one completion (KTO); make pairs of a completion with label true and one with"
+            " false of the same prompt"
+        )
+    columns = ", ".join(sorted(names)) or "none"
+    return ValueError(f"the dataset has the columns {columns}; expected {expected}: {remedy}")

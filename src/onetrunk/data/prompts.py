@@ -16,6 +16,7 @@ import pyarrow.compute
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from onetrunk.data.files import missing_columns
 from onetrunk.data.rows import (
     TEMPLATE_COLUMNS,
     Rows,
@@ -23,7 +24,6 @@ from onetrunk.data.rows import (
     check_rows,
     column_checks,
     is_conversational,
-    missing_columns,
     prompt_fault,
     require_rows,
     row_fault,

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from datasets import Dataset
 
+from onetrunk.data.files import missing_columns
 from onetrunk.data.sharded import ShardedRows
 
 Rows = TypeVar("Rows", bound=Dataset | ShardedRows)
@@ -67,18 +68,6 @@ def is_conversational(rows: Dataset | ShardedRows, column: str = "prompt") -> bo
     if isinstance(rows, ShardedRows):
         return isinstance(rows[0][column], list)
     return isinstance(next((value for value in rows[column] if value is not None), None), list)
-
-
-def missing_columns(names: Sequence[str], expected: str) -> ValueError:
-    """Return the error for a dataset without the columns that `expected` describes."""
-    remedy = "say which yours are: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
-    if {"completion", "label"} <= set(names):
-        remedy = (
-            "each of these rows judges one completion (KTO); make pairs of a completion with label true and one with"
-            " false of the same prompt"
-        )
-    columns = ", ".join(sorted(names)) or "none"
-    return ValueError(f"the dataset has the columns {columns}; expected {expected}: {remedy}")
 
 
 def require_rows(dataset: Dataset | ShardedRows) -> None:

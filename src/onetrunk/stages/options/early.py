@@ -13,11 +13,10 @@ from typing import Any
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.utils.files import parse_json
 
-# Columns of which a stage needs one set. ShareGPT's conversations are read as messages.
-MESSAGES = (("messages",), ("conversations",))
+# Columns of which a stage needs one set.
 NEEDED = {
-    "sft": (("prompt", "completion"), ("text",), *MESSAGES),
-    **dict.fromkeys(("ppo", "eval"), (("prompt",), *MESSAGES)),
+    "sft": (("prompt", "completion"), ("messages",), ("text",)),
+    **dict.fromkeys(("ppo", "eval"), (("prompt",), ("messages",))),
     **dict.fromkeys(("reward", "distill"), (("chosen", "rejected"),)),
 }
 # A larger file is left to the stage.
@@ -49,8 +48,9 @@ def check_columns(names: list[str], renamed: Mapping[str, str], needed: tuple[tu
 
         check_renaming(names, renamed)
     ours = {name for name in names if name not in renamed.values()} | set(renamed)
-    if needed and not any(ours.issuperset(columns) for columns in needed):
-        from onetrunk.data.rows import missing_columns
+    readable = ours | {"messages"} if "conversations" in ours else ours  # As ShareGPT calls them.
+    if needed and not any(readable.issuperset(columns) for columns in needed):
+        from onetrunk.data.files import missing_columns
 
         raise missing_columns(sorted(ours), ", or ".join(" and ".join(columns) for columns in needed))
 
