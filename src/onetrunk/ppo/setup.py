@@ -605,7 +605,7 @@ def named_metric(metric: str, names: Sequence[str]) -> str:
     if ours is None:
         raise ValueError(
             f"metric_for_best_model is {metric!r}, which is measured in training only; an evaluation gives score/mean,"
-            " score/<function>, kl/ref, completion/length and what reward functions log"
+            " score/<function>, kl/ref and completion/length"
         )
     return prefix + ours
 
