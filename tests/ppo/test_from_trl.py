@@ -53,6 +53,8 @@ def test_lists_a_single_split_and_iterable_rows_train_and_evaluate_as_a_dataset_
 def test_rows_whose_number_is_not_known_say_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match="whose length is not known; set num_rollouts or max_steps, or use ShardedR"):
         make_trainer(tmp_path, dataset=prompts().to_iterable_dataset(), num_train_epochs=1)
+    with pytest.raises(ValueError, match="train_dataset holds no rows; give at least one"):
+        make_trainer(tmp_path, dataset=[])
     with pytest.raises(ValueError, match=r"train_dataset has the splits train, test; pass one of them, such as rows"):
         make_trainer(tmp_path, dataset=DatasetDict(train=prompts(), test=prompts()))
 
@@ -82,8 +84,14 @@ def test_the_metric_of_the_best_model_may_have_trls_name(tmp_path, theirs, ours)
 
 
 def test_a_metric_that_no_evaluation_gives_is_named_before_the_model_loads(tmp_path):
-    for metric in ("eval_loss", "policy/entropy", "clip_ratio/low_mean"):
-        with pytest.raises(ValueError, match="which is measured in training only; an evaluation gives score/mean"):
+    for metric in (
+        "eval_loss",
+        "policy/entropy",
+        "clip_ratio/low_mean",
+        "completions/clipped_ratio",
+        "tools/call_frequency",
+    ):
+        with pytest.raises(ValueError, match="which no evaluation gives; it gives score/mean"):
             make_trainer(tmp_path, eval_dataset=prompts(4), **BEST, eval_steps=1, metric_for_best_model=metric)
 
 

@@ -17,7 +17,7 @@ from onetrunk.feedback.shards import rows_file
 from onetrunk.models.build import BaseShape, make_base
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rollouts import playing
-from onetrunk.rollouts.chat_turns import ChatTurns
+from onetrunk.rollouts.chat_turns import CUT, ChatTurns
 from onetrunk.rollouts.playing import MOST_CHARACTERS
 from onetrunk.servers import openenv
 from onetrunk.utils.files import atomic_write_json
@@ -125,6 +125,13 @@ def test_control_tokens_that_somebody_says_are_characters(kind, way):
         assert any(said in message["content"] for message in messages)
     trusted, _ = heard(tokenizer, way, EVIL, control_tokens=True)
     assert len(controls(tokenizer, trusted)) > len(controls(tokenizer, plain))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_mark_of_foreign_text_divides_no_token_of_the_template(kind, way):
+    (ids, _), (plain, _) = (heard(TOKENIZERS[kind], way, text) for text in (CUT + "Found." + CUT, "Found."))
+    assert controls(TOKENIZERS[kind], ids) == controls(TOKENIZERS[kind], plain)
 
 
 def test_the_name_of_a_tool_that_a_model_made_up_is_characters_too():

@@ -188,3 +188,9 @@ def test_yaml_whose_aliases_never_end_or_that_is_too_large_is_one_error(tmp_path
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"a\.yaml"):
         files.read_yaml(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("value", [10**400, math.nan, math.inf, True, "1", None, 1.5])
+def test_a_number_that_is_none_or_too_large_is_a_type_error(value):
+    with pytest.raises(TypeError, match="where a finite int is expected"):
+        files.read_number(value, int)

@@ -77,14 +77,25 @@ METRICS = {
     "entropy": None,
     "clip_ratio": None,
 }
+# Beginnings of further names, TRL's and ours, that an evaluation does not have.
+OF_TRAINING = (
+    "policy/",
+    "value/",
+    "time/",
+    "alarm/",
+    "clip_ratio/",
+    "completions/",
+    "tools/",
+    "frac_reward",
+    "sampling/sampling_logp",
+)
 
 
 def our_metric(name: str) -> str | None:
     """Return our name of a metric of TRL's GRPOTrainer, without eval_; any other name is returned unchanged."""
     if name.startswith("rewards/") and name.endswith("/mean"):
         return f"score/{name.removeprefix('rewards/').removesuffix('/mean')}"
-    is_of_training = name.startswith(("policy/", "value/", "time/", "alarm/", "clip_ratio/"))
-    return None if is_of_training else METRICS.get(name, name)
+    return None if name not in METRICS and name.startswith(OF_TRAINING) else METRICS.get(name, name)
 
 
 # Names of TRL's GRPOConfig that are read, and why a value changes nothing here, where it may be so.

@@ -158,6 +158,8 @@ def map_style(rows: Any, name: str, limit: int | None = None) -> Any:
         if len(rows) != 1:
             raise ValueError(f"{name} has the splits {', '.join(rows)}; pass one of them, such as rows[{min(rows)!r}]")
         rows = next(iter(rows.values()))
+    if isinstance(rows, list) and not rows:
+        raise ValueError(f"{name} holds no rows; give at least one")
     if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
         return Dataset.from_list(rows)
     if not isinstance(rows, IterableDataset):
@@ -168,7 +170,7 @@ def map_style(rows: Any, name: str, limit: int | None = None) -> Any:
             " ShardedRows (onetrunk.data.sharded.load_sharded_rows), which are read while training"
         )
     held = Dataset.from_list(list(rows if limit is None else rows.take(limit)), features=rows.features)
-    logger.warning("%s is an IterableDataset: its first %d rows are kept in memory", name, len(held))
+    logger.warning("%s is an IterableDataset: its first %d rows are kept in memory, and no others", name, len(held))
     return held
 
 
@@ -604,7 +606,7 @@ def named_metric(metric: str, names: Sequence[str]) -> str:
     ours = our_metric(metric.removeprefix(prefix))
     if ours is None:
         raise ValueError(
-            f"metric_for_best_model is {metric!r}, which is measured in training only; an evaluation gives score/mean,"
+            f"metric_for_best_model is {metric!r}, which no evaluation gives; it gives score/mean,"
             " score/<function>, kl/ref and completion/length"
         )
     return prefix + ours

@@ -29,7 +29,7 @@ from onetrunk.data.prompts import decode_completion
 from onetrunk.types import Message
 from onetrunk.utils.redaction import encodable
 
-# Divides the control tokens in foreign text until it is encoded. No text has this character, a noncharacter.
+# Divides the control tokens in foreign text until it is encoded. A noncharacter; foreign text loses its own.
 CUT = "\ufdd0"
 
 
@@ -92,6 +92,7 @@ class ChatTurns:
 
     def foreign(self, text: str) -> str:
         """Return a foreign text with its control tokens divided, to stand in a message that is rendered."""
+        text = text.replace(CUT, "")  # Next to a token of the template it would divide that one.
         return text if self.reads_control_tokens else self._controls[0].sub(lambda m: m[0][0] + CUT + m[0][1:], text)
 
     @cached_property

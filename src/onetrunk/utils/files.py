@@ -11,7 +11,6 @@ import contextlib
 import glob
 import hashlib
 import json
-import math
 import os
 import re
 import secrets
@@ -27,6 +26,7 @@ from filelock import FileLock, Timeout
 if TYPE_CHECKING:
     from torch import Tensor
 
+LARGEST = 1e300
 LONGEST_YAML, MOST_YAML_VALUES, DEEPEST_YAML = 2**20, 100_000, 50
 NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
 
@@ -120,7 +120,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_number(value: Any, kind: type = float) -> Any:
     """Return a number from a file or an answer as a float or an int; TypeError for any other value."""
-    if type(value) not in (int, float) or not math.isfinite(value) or kind(value) != value:
+    # Whole numbers may be too large for a float, where isfinite would raise.
+    if type(value) not in (int, float) or not -LARGEST <= value <= LARGEST or kind(value) != value:
         raise TypeError(f"{value!r:.80} where a finite {kind.__name__} is expected")
     return kind(value)
 
