@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onetrunk import cli
-from onetrunk.stages.launch import config_file, split_words
+from onetrunk.stages.launch import SIGNALS, config_file, split_words
 from onetrunk.stages.options.reading import UsageError
 from tests.stages.small_runs import ROOT, make_material, words_of
 
@@ -85,6 +85,13 @@ def test_numbers_of_a_launch_that_mean_nothing_start_no_process(capsys, monkeypa
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert cli.main(["sft", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_launch_leaves_the_signal_handlers_as_they_were(tmp_path):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    (tmp_path / "a.yaml").write_text("- 2")
+    assert cli.main(["sft", "--num_machines", "1", "--accelerate_config", str(tmp_path / "a.yaml")]) == 2
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_a_process_of_a_launch_launches_no_others(monkeypatch, capsys):

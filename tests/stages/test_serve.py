@@ -171,6 +171,8 @@ time.sleep(3600)
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
 def test_signals_that_come_while_a_server_ends_leave_no_part_of_it(tmp_path, monkeypatch, number, ending):
     monkeypatch.setattr(serve, "STOP_S", 1.0)
+    # Ignored where the tests run in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def send():
         wait_until(lambda: len(os.listdir(tmp_path)) == 2)
@@ -184,6 +186,7 @@ def test_signals_that_come_while_a_server_ends_leave_no_part_of_it(tmp_path, mon
         with pytest.raises(ending):
             serve.run([sys.executable, "-c", DEAF, str(tmp_path)], dict(os.environ))
         thread.join()
+    signal.signal(signal.SIGINT, before)
     wait_until(lambda: not any(is_alive(pid) for pid in os.listdir(tmp_path)))
 
 

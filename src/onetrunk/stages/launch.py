@@ -65,9 +65,8 @@ def launch(verb: str, options: dict[str, str], words: Sequence[str]) -> int:
     arguments = ["--config_file", config, *given, "--module", "onetrunk", verb, *words]
     if "max_restarts" not in options:  # Stopped processes would be started again.
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGQUIT")  # torch waits 30 s for a checkpoint, we wait longer.
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.
-            signal.signal(number, _forward)
+    numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # As under nohup.
+    before = {number: signal.signal(number, _forward) for number in numbers}
     try:
         _check(Path(config), options)
         launch_command(launch_command_parser().parse_args(arguments))
@@ -81,6 +80,9 @@ def launch(verb: str, options: dict[str, str], words: Sequence[str]) -> int:
     except Exception as error:  # What a stage raises has ended its process, and not this one.
         reason = str(error) or type(error).__name__
         raise UsageError(f"accelerate cannot launch this: {reason.splitlines()[0]}") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _check(config: Path, options: Mapping[str, str]) -> None:
