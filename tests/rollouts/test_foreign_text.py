@@ -1,6 +1,7 @@
 """What tools, environments and servers say: it becomes characters, never control tokens, and ends no run."""
 
 import contextlib
+import copy
 import json
 import math
 import threading
@@ -13,11 +14,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from onetrunk.data.foreign import CUT
 from onetrunk.feedback.shards import rows_file
 from onetrunk.models.build import BaseShape, make_base
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rollouts import playing
-from onetrunk.rollouts.chat_turns import CUT, ChatTurns
+from onetrunk.rollouts.chat_turns import ChatTurns
 from onetrunk.rollouts.playing import MOST_CHARACTERS
 from onetrunk.servers import openenv
 from onetrunk.utils.files import atomic_write_json
@@ -127,11 +129,14 @@ def test_control_tokens_that_somebody_says_are_characters(kind, way):
     assert len(controls(tokenizer, trusted)) > len(controls(tokenizer, plain))
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_mark_of_foreign_text_divides_no_token_of_the_template(kind, way):
-    (ids, _), (plain, _) = (heard(TOKENIZERS[kind], way, text) for text in (CUT + "Found." + CUT, "Found."))
-    assert controls(TOKENIZERS[kind], ids) == controls(TOKENIZERS[kind], plain)
+def test_the_mark_of_foreign_text_divides_no_token_of_the_template(kind):
+    tokenizer = copy.deepcopy(TOKENIZERS[kind])
+    # The text stands between two tokens, as in Mistral's.
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    turns = ChatTurns(tokenizer)
+    marked, plain = (turns.ids_of([{"role": "user", "content": text}], (END,)) for text in (CUT + "a" + CUT, "a"))
+    assert marked == plain
 
 
 def test_the_name_of_a_tool_that_a_model_made_up_is_characters_too():

@@ -24,6 +24,7 @@ from peft import LoraConfig, PeftConfig
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from onetrunk.data.foreign import ForeignText
 from onetrunk.data.prompts import without_second_bos
 from onetrunk.models.adapters import check_adapter_config, require_lora
 from onetrunk.models.base_model import repair_padding
@@ -331,17 +332,23 @@ def encode_rows(
     """Return the token ids of each row for a reward model, and how many rows were shortened.
 
     A completion that was cut off at a length limit gets no end token, so that its score equals that of a reward
-    adapter on the policy's trunk. `variables` of a row are for the chat template (`template_variables`).
+    adapter on the policy's trunk. `variables` of a row are for the chat template (`template_variables`). The messages
+    of a completion are foreign text: special tokens that a policy or a tool spells out are characters, as in the ids
+    of the rollout. A text is read as it stands, because a template may have rendered it beforehand.
     """
     stopped = [True] * len(prompts) if stopped is None else stopped
     rows = list(zip(prompts, completions, stopped, strict=True))
-    conversational = bool(rows) and not isinstance(prompts[0], str)
+    if not rows or isinstance(prompts[0], str):
+        texts = [prompt + completion for prompt, completion, _ in rows]
+        end = tokenizer.eos_token_id if end_token else None
+        return encode_texts(tokenizer, texts, max_length, end=end, stopped=stopped)
+    foreign = ForeignText(tokenizer, None)
     texts = [
-        _render(tokenizer, prompt, completion, is_stopped, name, own) if conversational else prompt + completion
+        _render(tokenizer, prompt, foreign.divide_all(completion), is_stopped, name, own)
         for (prompt, completion, is_stopped), own in zip(rows, variables or [{}] * len(rows), strict=True)
     ]
-    end = (turn_end(tokenizer) if conversational else tokenizer.eos_token_id) if end_token else None
-    return encode_texts(tokenizer, texts, max_length, add_special_tokens=not conversational, end=end, stopped=stopped)
+    end = turn_end(tokenizer) if end_token else None
+    return _finished(tokenizer, foreign.encode_all(texts), max_length, end, stopped)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -397,7 +404,6 @@ def encode_texts(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     max_length: int | None,
-    add_special_tokens: bool = True,
     end: int | None = None,
     stopped: Sequence[bool] | None = None,
 ) -> tuple[list[list[int]], int]:
@@ -405,9 +411,7 @@ def encode_texts(
 
     Args:
         max_length: tokens; None for no limit.
-        add_special_tokens: False for texts from a chat template, which writes them itself.
-        end: token id with which every row then ends, as sampled completions do: it is added, or what a chat template
-            writes after it (white space, special tokens) is dropped. None: rows end as they are.
+        end: token id with which every row then ends, as sampled completions do. None: rows end as they are.
         stopped: n booleans, False for a text that was cut off at a length limit: it never ends with an end token.
             None: no text was cut off.
 
@@ -415,12 +419,25 @@ def encode_texts(
         n lists of token ids, and how many of them were shortened.
     """
     # Not verbose: texts that are too long are shortened here, and counted.
-    rows = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"] if texts else []
+    rows = tokenizer(list(texts), verbose=False)["input_ids"] if texts else []
+    rows = [without_second_bos(row, tokenizer.bos_token_id) for row in rows]
+    return _finished(tokenizer, rows, max_length, end, stopped)
+
+
+def _finished(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[list[int]],
+    max_length: int | None,
+    end: int | None,
+    stopped: Sequence[bool] | None,
+) -> tuple[list[list[int]], int]:
+    """Give rows their end token, and shorten those that are too long (`encode_texts`).
+
+    What a chat template writes after the end token (white space, special tokens) is dropped.
+    """
     empty = [index for index, row in enumerate(rows) if not row]
     if empty:
         raise ValueError(f"the texts at {empty[:20]} have no tokens to score; leave empty completions out")
-    if add_special_tokens:
-        rows = [without_second_bos(row, tokenizer.bos_token_id) for row in rows]
     stopped = [True] * len(rows) if stopped is None else stopped
     rows = [
         _with_end(tokenizer, row, end) if is_stopped else _without_end_token(tokenizer, row)

@@ -8,12 +8,10 @@ foreign: `<|im_end|>` in it is encoded as the characters that it has, so that no
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,12 +23,10 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
+from onetrunk.data.foreign import CUT, ForeignText
 from onetrunk.data.prompts import decode_completion
 from onetrunk.types import Message
 from onetrunk.utils.redaction import encodable
-
-# Divides the control tokens in foreign text until it is encoded. A noncharacter; foreign text loses its own.
-CUT = "\ufdd0"
 
 
 @dataclass(eq=False)
@@ -88,43 +84,16 @@ class ChatTurns:
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a foreign text, without special tokens around it."""
         with self._lock:
-            return self._encoded(self.foreign(text))
+            return self._foreign.encode(self.foreign(text))
 
     def foreign(self, text: str) -> str:
-        """Return a foreign text with its control tokens divided, to stand in a message that is rendered."""
-        text = text.replace(CUT, "")  # Next to a token of the template it would divide that one.
-        return text if self.reads_control_tokens else self._controls[0].sub(lambda m: m[0][0] + CUT + m[0][1:], text)
+        """Return a foreign text to stand in a message that is rendered: its control tokens are characters."""
+        return text.replace(CUT, "") if self.reads_control_tokens else self._foreign.divide(text)
 
     @cached_property
-    def _controls(self) -> tuple[re.Pattern[str], frozenset[int]]:
-        """The control tokens: the special ones, and those that the template writes, such as <think>."""
-        template = f"{self.tokenizer.chat_template} {self.template_kwargs.get('chat_template')}"
-        added = {i: t.content for i, t in self.tokenizer.added_tokens_decoder.items() if t.content.strip()}
-        words = {i: w for i, w in added.items() if self.tokenizer.added_tokens_decoder[i].special or w in template}
-        longest_first = sorted(words.values(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)"), frozenset(words)
-
-    def _encoded(self, text: str) -> list[int]:
-        """Return the ids of a text; a control token that is divided becomes the tokens of its characters."""
-        parts = text.split(CUT)
-        if len(parts) == 1 or not self.tokenizer.is_fast:  # Others do not say where a token stands.
-            return self.tokenizer(" ".join(parts), add_special_tokens=False)["input_ids"]
-        text, cuts = "".join(parts), set(accumulate(map(len, parts[:-1])))
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids: list[int] = []
-        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            is_divided = token in self._controls[1] and not cuts.isdisjoint(range(start + 1, end + 1))
-            ids += self._spelled(text[start:end]) if is_divided else [token]
-        return ids
-
-    def _spelled(self, word: str) -> list[int]:
-        ids: list[int] = []
-        for char in word:
-            token = self.tokenizer.convert_tokens_to_ids(char)
-            # By the vocabulary where possible: SentencePiece would put a space before each character.
-            is_known = token is not None and token != self.tokenizer.unk_token_id
-            ids += [token] if is_known else self.tokenizer(char, add_special_tokens=False)["input_ids"]
-        return ids
+    def _foreign(self) -> ForeignText:
+        templates = f"{self.tokenizer.chat_template} {self.template_kwargs.get('chat_template')}"
+        return ForeignText(self.tokenizer, templates)
 
     def text_of(self, token_ids: list[int], stopped: bool) -> str:
         """Return the text of a turn; of its stop token too, if that is no special token, as in the whole episode."""
@@ -173,4 +142,4 @@ class ChatTurns:
         return full[len(start) :]
 
     def _render(self, messages: Sequence[Message], **settings: Any) -> list[int]:
-        return self._encoded(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))
+        return self._foreign.encode(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))
