@@ -17,8 +17,8 @@ from onetrunk.judges.reward_model import load_reward_judge
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.distill import Teacher
 from onetrunk.rewards import RewardSet
+from onetrunk.rewards.judge import JudgeReward
 from onetrunk.rewards.model import load_reward
-from onetrunk.rewards.reward import JudgeReward
 from tests.models.reward_adapters import a_reward_trunk, saved_base, saved_reward_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 

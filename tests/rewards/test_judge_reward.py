@@ -4,7 +4,7 @@ import pytest
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle
-from onetrunk.rewards.reward import JudgeReward
+from onetrunk.rewards.judge import JudgeReward
 from tests.judges.fakes import ToldJudge
 
 TWO = Constitution(

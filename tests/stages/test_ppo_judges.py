@@ -10,7 +10,7 @@ from onetrunk import cli
 from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.judge import Principle
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
-from onetrunk.rewards.reward import JudgeReward
+from onetrunk.rewards.judge import JudgeReward
 from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
 from tests.ppo.support import make_trainer, prompts

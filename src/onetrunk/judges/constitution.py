@@ -23,7 +23,7 @@ from onetrunk.judges.judge import Principle, Rating, ScoringJudge, Single, Verdi
 from onetrunk.servers.fleet import run_async
 from onetrunk.types import as_completion
 from onetrunk.utils.files import digest, read_yaml
-from onetrunk.utils.import_path import source_identity
+from onetrunk.utils.import_path import checked_scores, source_identity
 
 KEYS = ("name", "principles")
 PRINCIPLE_KEYS = ("text", "weight", "tags")
@@ -187,33 +187,6 @@ class RubricJudge(ScoringJudge):
                 f" {', '.join(self.checks)}: give the principle one of them, or add a check"
             )
         return tags
-
-
-def checked_scores(name: str, result: Any, num_rows: int) -> list[float | None]:
-    """Return what a check or a reward function returned as one number per completion, None where it does not apply.
-
-    Raises:
-        TypeError: not a list of numbers. ValueError: another number of scores, or something that is not one number.
-    """
-    returned = f"{name} returned"
-    if inspect.iscoroutine(result):
-        result.close()
-        raise TypeError(f"{returned} a coroutine; define it with 'async def'")
-    values = result.tolist() if hasattr(result, "tolist") else result
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
-        raise TypeError(f"{returned} {type(values).__name__}; expected a list of {num_rows} numbers")
-    values = list(values)
-    if len(values) != num_rows:
-        raise ValueError(
-            f"{returned} {len(values)} scores, expected {num_rows}: one per completion, None where it does not apply"
-        )
-    for index, value in enumerate(values):
-        if value is not None and not hasattr(value, "__float__"):
-            raise TypeError(f"{returned} {value!r} at index {index}; expected a number or None")
-    try:
-        return [None if value is None else float(value) for value in values]
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{returned} something that is not one number: {error}") from error
 
 
 def _not_applied(by_tag: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ from onetrunk.utils.startup import imported_when_used
 
 _HOMES = {
     "Completion": "reward",
-    "JudgeReward": "reward",
+    "JudgeReward": "judge",
     "ModelReward": "model",
     "PerToken": "dense",
     "PerTurn": "dense",

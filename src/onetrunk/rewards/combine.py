@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from onetrunk.judges.constitution import checked_scores
 from onetrunk.rewards.dense import PerTurn, dense_entries, weighted_scores
 from onetrunk.rewards.model import TrunkReward
 from onetrunk.rewards.reward import (
@@ -32,7 +31,7 @@ from onetrunk.rewards.reward import (
 )
 from onetrunk.types import Prompt
 from onetrunk.utils.files import unique_names
-from onetrunk.utils.import_path import find_object
+from onetrunk.utils.import_path import checked_scores, find_object
 
 # Columns of the dataset that functions receive under another name, or not at all.
 OWN_COLUMNS = ("prompt", "prompt_ids", "completion", "completion_ids")

@@ -18,10 +18,7 @@ from typing import Any, Protocol, SupportsFloat
 import torch
 from torch import Tensor
 
-from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.judge import Judge
-from onetrunk.judges.labels import Memory, kept_ratings
-from onetrunk.types import Completion, Prompt, as_text
+from onetrunk.types import Completion, Prompt
 from onetrunk.utils.files import digest
 from onetrunk.utils.import_path import source_identity
 
@@ -163,27 +160,3 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | Non
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return None
-
-
-class JudgeReward(BuiltInReward):
-    """The judge's mean rating over the principles of a constitution, weighted; in YAML `reward_funcs: [judge]`.
-
-    Rows on which the judge abstains or gives no answer have no reward (None). Without a memory of the judge's earlier
-    answers every question is asked. The name is for metrics.
-    """
-
-    def __init__(self, judge: Judge, constitution: Constitution, *, memory: Memory | None = None, name: str = "judge"):
-        self.judge, self.constitution, self.memory = judge, constitution, memory
-        self.__name__ = name
-
-    def __call__(self, prompts: list[Prompt], completions: list[Completion], **columns: Any) -> list[float | None]:
-        """Return n ratings in [0, 1]."""
-        if not prompts:
-            return []
-        texts = [as_text(completion) for completion in completions]
-        stopped = columns.get("completion_stopped")
-        return kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
-
-    def content(self) -> str:
-        asked = digest([self.judge.identity, []])[:16]
-        return f"judge, sha256 {asked}, constitution {self.constitution.version[:16]}"

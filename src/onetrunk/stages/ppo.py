@@ -26,7 +26,8 @@ from onetrunk.ppo.settings import MONITOR_ACTIONS, check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.runs import FOLDER, SAMPLES
 from onetrunk.rewards.combine import resolve_reward
-from onetrunk.rewards.reward import JudgeReward, RewardFunction, names_a_model
+from onetrunk.rewards.judge import JudgeReward
+from onetrunk.rewards.reward import RewardFunction, names_a_model
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows

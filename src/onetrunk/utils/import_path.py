@@ -1,4 +1,4 @@
-"""Find an object of the user's by its name: package.module.name, or path/to/file.py:name."""
+"""Functions of the user: found by name (package.module.name or path/to/file.py:name), their answers checked."""
 
 from __future__ import annotations
 
@@ -108,3 +108,30 @@ def _plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
     kinds = (str, int, bool, type(None))
     plain = {str(name): value for name, value in settings.items() if isinstance(value, kinds)}
     return plain | {str(name): repr(value) for name, value in settings.items() if isinstance(value, float)}
+
+
+def checked_scores(name: str, result: Any, num_rows: int) -> list[float | None]:
+    """Return what a check or a reward function returned as one number per completion, None where it does not apply.
+
+    Raises:
+        TypeError: not a list of numbers. ValueError: another number of scores, or something that is not one number.
+    """
+    returned = f"{name} returned"
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(f"{returned} a coroutine; define it with 'async def'")
+    values = result.tolist() if hasattr(result, "tolist") else result
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{returned} {type(values).__name__}; expected a list of {num_rows} numbers")
+    values = list(values)
+    if len(values) != num_rows:
+        raise ValueError(
+            f"{returned} {len(values)} scores, expected {num_rows}: one per completion, None where it does not apply"
+        )
+    for index, value in enumerate(values):
+        if value is not None and not hasattr(value, "__float__"):
+            raise TypeError(f"{returned} {value!r} at index {index}; expected a number or None")
+    try:
+        return [None if value is None else float(value) for value in values]
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{returned} something that is not one number: {error}") from error
