@@ -9,9 +9,12 @@ import pytest
 import torch
 from datasets import Dataset
 
+from onetrunk.data.rows import variables_of
+from onetrunk.models.reward_model import encode_rows
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.rewards.combine import RewardSet
 from tests.chat import CHAT_VOCAB, END, chat_tokenizer, tool_call
 from tests.fakes import CannedBackend, CopyBackend
 from tests.places import CPU
@@ -423,6 +426,30 @@ def test_a_chat_model_trains_on_episodes_with_tools(tmp_path):
     assert len(called) == 2 and [m["role"] for m in called[0]] == ["assistant", "tool", "assistant"]
     assert called[0][1] == {"role": "tool", "name": "add", "content": "5"}
     assert logged(trainer, "score/mean") == [0.5] and logged(trainer, "policy/ratio_max") == [1.0]
+
+
+def test_a_reward_model_reads_an_episode_with_the_tools_that_its_prompt_shows(tmp_path):
+    tokenizer, read = chat_tokenizer(), []
+
+    def model(prompts, completions, **columns):
+        variables = variables_of(columns, len(prompts))
+        rows, _ = encode_rows(tokenizer, prompts, completions, None, True, "rm", None, variables)
+        shown = tokenizer.apply_chat_template(prompts, tools=columns["tools"][0], add_generation_prompt=True)
+        read.extend(zip(rows, shown["input_ids"], strict=True))
+        return [0.0] * len(rows)
+
+    chat_trainer(tmp_path, model, Caller(), max_tool_calling_iterations=1).train()
+    assert len(read) == 4 and all("add" in tokenizer.decode(prompt) for _, prompt in read)
+    assert all(row[: len(prompt)] == prompt for row, prompt in read)
+
+
+def test_a_reward_function_may_leave_out_the_tools():
+    def zeros(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, x):
+        return [0.0] * len(prompts)
+
+    rewards = RewardSet(zeros)
+    rewards.check_columns(["x", "tools"])
+    assert rewards.score(["a"], ["b"], [[1]], {"x": [1], "tools": [[{}]]}).total.tolist() == [0.0]
 
 
 def test_a_tiny_chat_model_that_calls_no_tool_trains(tmp_path):

@@ -432,12 +432,15 @@ class Sampler:
             return of_played([score for _, score in sorted(zip(rows, scores, strict=True))])
 
         completions = self._decoded(batch, rollout)
+        columns = {name: of_played(column) for name, column in batch.columns.items()}
+        if self.episodes is not None and self.episodes.has_tools:  # For the templates of reward models.
+            columns["tools"] = of_played([episode.tools for episode in rollout.episodes])
         score = functools.partial(
             self.rewards.score,
             of_played(batch.prompts),
             of_played(completions),
             [list(rollout.completion_ids[i]) for i in played],  # A function may change them.
-            columns={name: of_played(column) for name, column in batch.columns.items()},
+            columns=columns,
             trunk_scores=trunk_scores,
             completion_stopped=of_played(rollout.stopped),
             turn_ids=of_played(rollout.turn_ids),

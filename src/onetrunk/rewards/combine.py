@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from onetrunk.data.rows import TEMPLATE_COLUMNS
 from onetrunk.rewards.dense import PerTurn, dense_entries, weighted_scores
 from onetrunk.rewards.model import TrunkReward
 from onetrunk.rewards.reward import (
@@ -265,10 +266,11 @@ os.register_at_fork(after_in_child=_background_loop.cache_clear)
 
 
 def _keywords_for(function: Callable[..., Any], keywords: Iterable[str]) -> list[str]:
-    """Return the keywords that a function is called with: OPTIONAL only if it lists it or takes all."""
+    """Return the keywords that a function is called with: OPTIONAL and a template's variables if it takes them."""
     named = {p.name for p in parameters_of(function) or () if p.kind is not p.POSITIONAL_ONLY}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(function) or ())
-    return [keyword for keyword in keywords if keyword not in OPTIONAL or takes_all or keyword in named]
+    rest = (*OPTIONAL, *TEMPLATE_COLUMNS)
+    return [keyword for keyword in keywords if keyword not in rest or takes_all or keyword in named]
 
 
 def _check_signature(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> None:

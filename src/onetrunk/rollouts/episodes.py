@@ -94,6 +94,7 @@ class PlayedEpisode:
         environment: what the row was played in; None if tools alone answer.
         counts: what happened in it.
         failure: why it could not be played; None if it was. It has no score.
+        tools: the schemas that the prompt shows.
         leave: takes `environment` once the episode is scored: for later ones, or, if something broke, to close it.
     """
 
@@ -102,6 +103,7 @@ class PlayedEpisode:
     environment: Any
     counts: EpisodeCounts
     failure: str | None = None
+    tools: Sequence[dict[str, Any]] = ()
     leave: Callable[[Any], Any] = lambda environment: None
 
 

@@ -438,7 +438,8 @@ class Playing:
         messages = row.messages if row.is_chat else None
         may_return = row.environment is not None and row.failure is None and not row.hangs
         leave = row.kind.free.append if may_return else partial(row.kind.close, self.calls)
-        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, leave)
+        tools = list(row.kind.schemas.values())
+        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, tools, leave)
 
     def _read_reward(self, row: Row) -> None:
         """Ask a TRL environment for the score of its episode, which arrives with the last turn."""
