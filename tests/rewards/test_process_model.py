@@ -66,6 +66,26 @@ def test_the_score_of_a_step_arrives_at_its_separator(tmp_path, num_labels):
     check(reward, "a fish", words("<eos>"), [0])
 
 
+def test_an_end_token_that_a_policy_spells_is_characters(tmp_path):
+    tokenizer = bytes_tokenizer()
+    model = saved(tmp_path, tokenizer)
+    spelled = [tokenizer.convert_tokens_to_ids(char) for char in "a<eos>b"]
+    row = [*tokenizer("p")["input_ids"], *spelled, *tokenizer("\n")["input_ids"]]
+    expected = [0] * len(spelled) + read(model, row, [len(row) - 1])
+    check(ProcessReward(tmp_path, tokenizer), "p", [*spelled, tokenizer.eos_token_id], expected)
+
+
+def test_a_conversation_is_rendered_with_the_variables_of_its_row(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if tools %} {{ tools[0].name }}{% endif %} bird"
+    model = saved(tmp_path, tokenizer)
+    reward = ProcessReward(tmp_path, tokenizer, separator=" .")
+    given = {"prompts": [[{"role": "user", "content": "the cat"}]], "completions": ["-"]}
+    [found] = reward(**given, completion_ids=[words("dog . <eos>")], tools=[[{"name": "fish"}]])
+    expected = read(model, words("<bos> the cat fish bird dog ."), [6])
+    assert found.rewards == pytest.approx([0, *expected, 0], abs=1e-6)
+
+
 # Separator, prompt, steps, then input_ids and labels as PRMTrainer.tokenize_row of TRL 1.9 made them (-100: no label).
 # Later versions of TRL have no PRMTrainer.
 TRL_ROWS = [

@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from onetrunk.data.foreign import ForeignText
 from onetrunk.data.prompts import without_second_bos
 from onetrunk.data.rows import variables_of
 from onetrunk.models.loading import load_weights, read_config, read_tokenizer, scorer_fingerprint
@@ -116,13 +117,11 @@ class ProcessReward(BuiltInReward):
     def _encode(self, prompt: str, steps: Sequence[str]) -> tuple[list[int], list[int]] | None:
         """Return token ids, and the places of the ends of the steps; None if the steps alone are too long."""
 
-        def tokenized(text: str) -> list[int]:
-            return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-        pieces = [[*tokenized(step), *tokenized(self.separator)] for step in steps]
+        foreign = ForeignText(self.tokenizer, None)
+        pieces = [[*foreign.encode(foreign.divide(step)), *foreign.encode(self.separator)] for step in steps]
         own = [token for piece in pieces for token in piece]
         bos = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
-        before = without_second_bos([*bos, *tokenized(prompt)], self.tokenizer.bos_token_id)
+        before = without_second_bos([*bos, *foreign.encode(prompt)], self.tokenizer.bos_token_id)
         excess = 0 if self.max_length is None else max(0, len(before) + len(own) - self.max_length)
         if excess > len(before) - len(bos):
             return None
