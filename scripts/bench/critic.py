@@ -169,14 +169,18 @@ HEADS = {
 def explained(
     rollouts: list[list[dict[str, Tensor]]], values_of: Any, learn: Any = None
 ) -> tuple[float, float, float]:
-    """Return mean explained variance after the first tenth, its share above 0, and the mean variance ratio."""
+    """Return mean explained variance after the first tenth, its share above 0, and the mean variance ratio.
+
+    As `value/explained_variance` and `value/variance_ratio`: observed returns (lam 1), and a critic of zeros with LAM.
+    """
     results = []
     for number, packs in enumerate(rollouts):
         columns: list[list[Tensor]] = []
         for pack in packs:
             mask, values = pack["mask"], values_of(pack) * pack["mask"]
-            advantages, returns = gae(pack["rewards"], values, mask, 1.0, LAM)
-            plain, _ = gae(pack["rewards"], torch.zeros_like(values), mask, 1.0, 1.0)
+            zeros = torch.zeros_like(values)
+            advantages, plain = (gae(pack["rewards"], v, mask, 1.0, LAM)[0] for v in (values, zeros))
+            _, returns = gae(pack["rewards"], zeros, mask, 1.0, 1.0)
             columns.append([x[mask] for x in (values, returns, advantages, plain)])
         values, returns, advantages, plain = (torch.cat(column) for column in zip(*columns, strict=True))
         results.append((1 - (returns - values).var() / returns.var(), advantages.var() / plain.var()))

@@ -153,6 +153,7 @@ def ppo_config(work: Workload, folder: str, given: argparse.Namespace) -> PPOCon
         num_minibatches=given.num_minibatches,
         max_completion_length=work.completion,
         beta=0.05,
+        lam=0.95,  # TRL's default.
         adapter_layers=given.adapter_layers,
         shuffle_dataset=False,
         use_cpu=work.device == "cpu",

@@ -57,6 +57,7 @@ PPO = TRAIN | {
     "rollout_batch_size": 8,
     "num_rollouts": 3,
     "num_ppo_epochs": 2,
+    "lam": 0.95,
     "max_completion_length": 8,
     "save_steps": 6,
 }

@@ -30,6 +30,7 @@ SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "num_ppo_epochs": 1,
     "learning_rate": 1e-2,
+    "lam": 0.95,
     "seed": 3,
 }
 

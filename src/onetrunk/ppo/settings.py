@@ -341,7 +341,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         " bootstrap).",
     )
     gamma: float = option(1.0, "Discount per token, or per turn with gae_unit turn, in (0, 1].")
-    lam: float = option(0.95, "Lambda of GAE, in [0, 1]; 1 for completions of 100 tokens or more with one score.")
+    lam: float = option(
+        1.0, "Lambda of GAE, in [0, 1]. Below 1, a score reaches a token n steps earlier with weight lam^n."
+    )
     lam_value: float | None = option(None, "Lambda of the value targets only; None: lam.")
     length_adaptive_lam: float | None = option(
         None, "alpha of lam = 1 - 1 / (alpha * length), with gae_unit turn of the number of turns; None: off."
