@@ -1,6 +1,7 @@
 """Tests of `onetrunk.data.files`: what is read, and what is refused with which words."""
 
 import json
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict, disable_progress_bars
@@ -114,6 +115,15 @@ def test_one_separator_is_a_path_only_inside_an_existing_folder(tmp_path, monkey
     # The tests run offline, so a name that is not a path ends at the Hub that does not answer.
     with pytest.raises(RuntimeError, match="owner/rows cannot be reached"):
         load_rows("owner/rows")
+
+
+@pytest.mark.parametrize("name", ["text", "./json", "csv"])
+def test_a_folder_with_the_name_of_a_builder_is_read_as_a_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("text", "json", "csv"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").write_text(json.dumps({"prompt": folder}) + "\n")
+    assert load_rows(name)["prompt"] == [Path(name).name]
 
 
 def test_an_unknown_split_is_refused_with_those_there_are(tmp_path):

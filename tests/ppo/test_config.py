@@ -48,6 +48,7 @@ def config(**settings):
         ({"loss_type": "cispo"}, "loss_type cispo is another objective than PPO's"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "3 is not divisible by gradient_accumulation"),
         ({"num_iterations": 2, "num_ppo_epochs": 3}, "num_iterations 2 is num_ppo_epochs 2 here, and num_ppo_epochs"),
+        ({"datasets": []}, "datasets: one dataset_name, or a file with the rows of all of them"),
         ({"trust_remote_code": True}, "pass model_init_kwargs: {trust_remote_code: true, revision: <commit>}"),
         ({"learning_rat": 1}, "unknown key 'learning_rat': did you mean 'learning_rate'?"),
         ({"num_minibatch": 1}, "unknown key 'num_minibatch': did you mean 'num_minibatches'?"),
@@ -63,8 +64,17 @@ def test_every_key_of_grpo_config_is_taken_at_its_default_there():
     """A script that writes a default down runs; what TRL's names mean here is in our own fields afterwards."""
     assert len(TRL_DEFAULTS) > 40
     taken = config(**TRL_DEFAULTS)
-    assert all(getattr(taken, name) is None for name in TRL_DEFAULTS)
+    assert all(getattr(taken, name) in (None, False) for name in TRL_DEFAULTS)
     assert taken.num_ppo_epochs == 1 and not TRL_DEFAULTS.keys() & taken.to_dict().keys()
+
+
+def test_rollouts_of_fewer_steps_than_an_optimizer_step_are_one_rollout():
+    assert config(steps_per_generation=1, gradient_accumulation_steps=16).num_minibatches == 1
+    assert config(steps_per_generation=4, gradient_accumulation_steps=4).num_minibatches == 1
+
+
+def test_trls_default_of_trust_remote_code_may_be_written_out():
+    assert config(trust_remote_code=False).trust_remote_code is config().trust_remote_code is False
 
 
 @pytest.mark.parametrize("as_words", [False, True])

@@ -95,6 +95,12 @@ def test_a_metric_that_no_evaluation_gives_is_named_before_the_model_loads(tmp_p
             make_trainer(tmp_path, eval_dataset=prompts(4), **BEST, eval_steps=1, metric_for_best_model=metric)
 
 
+@pytest.mark.parametrize("metric", ["rewards/h/mean", "score/h"])
+def test_a_best_metric_of_a_reward_function_that_there_is_none_of_is_named_before_the_model_loads(tmp_path, metric):
+    with pytest.raises(ValueError, match="no reward function is named 'h'; there is even_share"):
+        make_trainer(tmp_path, eval_dataset=prompts(4), **BEST, eval_steps=1, metric_for_best_model=metric)
+
+
 def test_arguments_and_methods_of_trls_trainer_that_are_missing_here_say_what_to_use(tmp_path):
     config = make_config(tmp_path)
     with pytest.raises(TypeError, match="rollout_func: give environment_factory or tools for episodes, or rollout_b"):
@@ -103,6 +109,8 @@ def test_arguments_and_methods_of_trls_trainer_that_are_missing_here_say_what_to
         PPOTrainer(base_model(), even_share, config, prompts(), evaldataset=None)
     trainer = make_trainer(tmp_path, beta=0.3)
     assert (trainer.beta, trainer.ref_model, trainer.reward_funcs) == (0.3, None, [even_share])
+    assert (trainer.reward_func_names, trainer.reward_processing_classes) == (["even_share"], [None])
+    assert trainer.reward_weights.tolist() == [1.0]
     with pytest.raises(ValueError, match=r"has no predict; evaluate\(eval_dataset\) samples"):
         trainer.predict(prompts(2))
     with pytest.raises(RuntimeError, match=f"could not be pushed to {tmp_path.name}: HF_HUB_OFFLINE"):

@@ -104,7 +104,9 @@ def dataset_builder(name: str, config_name: str | None, **settings: Any) -> data
             return builder
         if is_path and not path.is_dir():
             raise FileNotFoundError
-        builder = datasets.load_dataset_builder(str(path) if is_path else name, config_name, **settings)
+        # A whole path: a folder named text or json is not the builder of that name.
+        source = os.path.abspath(path) if is_path else name
+        builder = datasets.load_dataset_builder(source, config_name, **settings)
         files = [str(file) for part in (builder.config.data_files or {}).values() for file in part] if is_path else []
         outside = [file for file in files if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(path))]
         if outside:

@@ -18,9 +18,7 @@ from onetrunk.utils.redaction import SecretFreeArguments
 _OURS = PPOSettings.__dataclass_fields__.keys() | TrainingArguments.__dataclass_fields__.keys()
 _TRL_TYPES = get_type_hints(GRPOConfig)
 # The names that only TRL's GRPOConfig has, and their defaults there. TrlParser sees fields only; None: not given.
-TRL_DEFAULTS = {
-    f.name: f.default for f in fields(GRPOConfig) if f.name not in (*_OURS, "trust_remote_code") and f.init
-}
+TRL_DEFAULTS = {f.name: f.default for f in fields(GRPOConfig) if f.name not in _OURS and f.init}
 TRLNames = make_dataclass("TRLNames", [(name, _TRL_TYPES[name] | None, field(default=None)) for name in TRL_DEFAULTS])
 
 
@@ -38,9 +36,6 @@ class PPOConfig(PPOSettings, SecretFreeArguments, TRLNames, TrainingArguments):
         ValueError: a value out of range, settings that contradict each other, or a key of another trainer.
     """
 
-    # Not a field: scripts written for TRL read it. Remote code is asked for in model_init_kwargs, with its commit.
-    trust_remote_code = False
-
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
         explanation = explain_unknown_keys(cls, kwargs)
         if explanation:
@@ -56,6 +51,7 @@ class PPOConfig(PPOSettings, SecretFreeArguments, TRLNames, TrainingArguments):
                 reason = REASONS.get(name, "PPO here has nothing like it; leave it out")
                 raise ValueError(f"{name} is {getattr(self, name)!r}: {reason}")
             setattr(self, name, None)
+        self.trust_remote_code = False  # Scripts written for TRL pass it to from_pretrained.
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values, without TRL's names, which have no value any more."""

@@ -54,6 +54,7 @@ _LAUNCH = "the launch decides, on the command line of sft, reward, distill, ppo 
 REASONS = {
     "env": "set environment variables before the command: CUDA_VISIBLE_DEVICES=0 onetrunk ...",
     "rollout_func": "give environment_factory or tools for episodes, or rollout_backend for another sampler",
+    "datasets": "one dataset_name, or a file with the rows of all of them; mixtures are made by the datasets library",
     "stages": "the file is a pipeline, which onetrunk run FILE runs",
     "min_p": _SAMPLER,
     "repetition_penalty": _SAMPLER,
@@ -135,7 +136,10 @@ def _meaning(name: str, value: Any, settings: Any) -> dict[str, Any]:
         case "vllm_importance_sampling_cap":
             return {"vllm_importance_sampling_clip_max": value}
         case "steps_per_generation":
-            return {"num_minibatches": _share(value, settings, "gradient_accumulation_steps")}
+            # Rollouts of fewer steps than an optimizer step are samples of one policy: together one rollout.
+            per_step = settings.gradient_accumulation_steps
+            is_part = value > 0 and per_step % value == 0
+            return {"num_minibatches": 1 if is_part else _share(value, settings, "gradient_accumulation_steps")}
         case "generation_kwargs":
             return _generation_settings(value)
         case "generation_batch_size":

@@ -226,6 +226,12 @@ def load_sampled_model(
     if not functions and not gives_rewards and episodes is not None:
         raise ValueError("the tools or environments give no rewards; give reward_funcs, or an environment get_reward")
     rewards = RewardSet(functions, args.reward_weights, has_environment=gives_rewards)
+    best = (args.metric_for_best_model or "").partition("score/")[2]
+    if best and not gives_rewards and best not in ("mean", "std", *rewards.names):
+        raise ValueError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}, and no reward function is named {best!r}; there"
+            f" is {', '.join(rewards.names)}"
+        )
     added = ["environments"] if episodes is not None and episodes.has_environment else []
     for dataset in datasets:
         rewards.check_columns([*(n for n in dataset.column_names if n not in ("prompt", "prompt_ids")), *added])

@@ -181,6 +181,9 @@ class PPOTrainer(ResumableTrainer):
     beta = property(lambda self: self.args.beta)
     ref_model = property(lambda self: None, doc="None: the reference is the frozen base, or a copy of an adapter.")
     reward_funcs = property(lambda self: self.sampler.rewards.functions)
+    reward_func_names = property(lambda self: self.sampler.rewards.names)
+    reward_weights = property(lambda self: torch.tensor(self.sampler.rewards.weights))
+    reward_processing_classes = property(lambda self: [getattr(f, "tokenizer", None) for f in self.reward_funcs])
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer; with value_learning_rate a value adapter and its head get their own groups."""

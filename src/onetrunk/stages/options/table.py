@@ -127,7 +127,7 @@ def load_options(verb: str) -> dict[str, Option]:
     if "rollout_batch_size" in options:
         fixed = {name: reason for name, (_, reason) in FIXED.items()}
         theirs = _fields_of(module, "GRPOConfig")
-        foreign = {name: theirs[name] for name in theirs if name not in (*options, "trust_remote_code")}
+        foreign = {name: theirs[name] for name in theirs if name not in options}
         for name, option in foreign.items():
             kinds = option.kinds | {"NoneType"}
             options[name] = replace(option, default=None, help="", kinds=kinds, choices=None)
