@@ -226,12 +226,8 @@ def load_sampled_model(
     if not functions and not gives_rewards and episodes is not None:
         raise ValueError("the tools or environments give no rewards; give reward_funcs, or an environment get_reward")
     rewards = RewardSet(functions, args.reward_weights, has_environment=gives_rewards)
-    best = (args.metric_for_best_model or "").partition("score/")[2]
-    if best and not gives_rewards and best not in ("mean", "std", *rewards.names):
-        raise ValueError(
-            f"metric_for_best_model is {args.metric_for_best_model!r}, and no reward function is named {best!r}; there"
-            f" is {', '.join(rewards.names)}"
-        )
+    if not gives_rewards:
+        check_best_score(args.metric_for_best_model, rewards.names)
     added = ["environments"] if episodes is not None and episodes.has_environment else []
     for dataset in datasets:
         rewards.check_columns([*(n for n in dataset.column_names if n not in ("prompt", "prompt_ids")), *added])
@@ -616,6 +612,16 @@ def named_metric(metric: str, names: Sequence[str]) -> str:
             " score/<function>, kl/ref and completion/length"
         )
     return prefix + ours
+
+
+def check_best_score(metric: str | None, functions: Sequence[str]) -> None:
+    """Raise ValueError if the best checkpoint is chosen by the score of a function that there is none of."""
+    name = (metric or "").partition("score/")[2]
+    if name and name not in ("mean", "std", *functions):
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}, and no reward function is named {name!r}; there is"
+            f" {', '.join(functions)}"
+        )
 
 
 def check_stage_training(args: PPOConfig, quantization_config: Any, scores_on_trunk: bool) -> None:
