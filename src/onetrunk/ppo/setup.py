@@ -226,8 +226,7 @@ def load_sampled_model(
     if not functions and not gives_rewards and episodes is not None:
         raise ValueError("the tools or environments give no rewards; give reward_funcs, or an environment get_reward")
     rewards = RewardSet(functions, args.reward_weights, has_environment=gives_rewards)
-    if not gives_rewards:
-        check_best_score(args.metric_for_best_model, rewards.names)
+    check_best_score(args.metric_for_best_model, rewards.names, gives_rewards)
     added = ["environments"] if episodes is not None and episodes.has_environment else []
     for dataset in datasets:
         rewards.check_columns([*(n for n in dataset.column_names if n not in ("prompt", "prompt_ids")), *added])
@@ -614,10 +613,10 @@ def named_metric(metric: str, names: Sequence[str]) -> str:
     return prefix + ours
 
 
-def check_best_score(metric: str | None, functions: Sequence[str]) -> None:
-    """Raise ValueError if the best checkpoint is chosen by the score of a function that there is none of."""
+def check_best_score(metric: str | None, functions: Sequence[str], gives_rewards: bool) -> None:
+    """Raise ValueError for the score of a reward function that there is none of, and no environment either."""
     name = (metric or "").partition("score/")[2]
-    if name and name not in ("mean", "std", *functions):
+    if name and not gives_rewards and name not in ("mean", "std", *functions):
         raise ValueError(
             f"metric_for_best_model is {metric!r}, and no reward function is named {name!r}; there is"
             f" {', '.join(functions)}"
