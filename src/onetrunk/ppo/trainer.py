@@ -118,6 +118,14 @@ class PPOTrainer(ResumableTrainer):
 
     # --- construction -----------------------------------------------------------------------------------------------
 
+    def __new__(cls, *args: Any, **keywords: Any) -> PPOTrainer:
+        # Here, not in `__init__`, whose signature then shows a mistake to a type checker.
+        known = inspect.signature(cls.__init__).parameters
+        unknown = [name for name in keywords if name not in known]
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+            raise TypeError(f"{cls.__name__}: {'; '.join(explain_key(name, [*known]) for name in unknown)}")
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -135,11 +143,7 @@ class PPOTrainer(ResumableTrainer):
         rollout_backend: RolloutBackend | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Factory | Mapping[str, Factory] | None = None,
-        **foreign: Any,
     ):
-        if foreign:
-            known = inspect.signature(PPOTrainer.__init__).parameters
-            raise TypeError(f"PPOTrainer: {'; '.join(explain_key(name, [*known]) for name in foreign)}")
         args = PPOConfig(output_dir="ppo-output") if args is None else args
         about_model = (model, reward_funcs, processing_class, reward_processing_classes, quantization_config)
         inputs = ModelInputs(*about_model, peft_config, tools, environment_factory)
