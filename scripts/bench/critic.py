@@ -30,7 +30,7 @@ from onetrunk.ops.advantages import gae
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
 
-LAM = 0.95
+LAM = 1.0
 NEW_WEIGHT = 0.1
 # What a head reads: the last hidden state of the policy or of the frozen trunk, or that of the frozen middle layer.
 STATES = ("policy", "frozen", "middle")
@@ -42,15 +42,17 @@ class Recording(ExperienceStream):
     folder = Path("runs/critic")
     oracle = None
 
-    def advantages(self, pack: Any, output: Any, rewards: Tensor, stopped: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what PPO does, and keep the pack."""
+    def add_advantages(self, packs: Any, sampled: Any) -> Any:
+        """Return what PPO does, and keep the packs."""
+        self.kept = [{name: tensor.clone() for name, tensor in self._kept(item).items()} for item in packs]
+        return super().add_advantages(packs, sampled)
+
+    def _kept(self, item: Any) -> dict[str, Tensor]:
+        pack = item.pack
         (frozen, middle), (policy, _) = self._states(pack, "reference"), self._states(pack, "policy")
-        kept = {"policy": policy, "frozen": frozen, "middle": middle, "rewards": rewards, "mask": pack.completion_mask}
-        kept["online"] = output.values
-        if self.oracle is not None:
-            kept["oracle"] = self.oracle(self.model, pack)
-        self.kept = [*getattr(self, "kept", []), {name: tensor.clone() for name, tensor in kept.items()}]
-        return super().advantages(pack, output, rewards, stopped)
+        kept = {"policy": policy, "frozen": frozen, "middle": middle, "mask": pack.completion_mask}
+        kept |= {"rewards": item.rewards, "online": item.output.values}
+        return kept if self.oracle is None else {**kept, "oracle": self.oracle(self.model, pack)}
 
     @torch.no_grad()
     def _states(self, pack: Any, role: str) -> tuple[Tensor, Tensor]:
@@ -71,7 +73,6 @@ class Recording(ExperienceStream):
             f"{number}.{name}": tensor for number, pack in enumerate(self.kept) for name, tensor in pack.items()
         }
         save_file(tensors, self.folder / f"{self.state.iteration:04d}.safetensors")
-        self.kept = []
         return super().whiten(experiences)
 
 
@@ -162,7 +163,7 @@ HEADS = {
     "rate 3e-3, unscaled": Head(learning_rate=3e-3, scaled=False),
     "unscaled": Head(scaled=False),
     "last 4 rollouts": Head(rollouts=4),
-    "targets of lam 1": Head(lam=1.0),
+    "targets of lam 0.95": Head(lam=0.95),
 }
 
 
