@@ -163,6 +163,14 @@ def test_prompt_columns_but_the_last_get_no_logits():
     assert widths == [1, 1, 1]
 
 
+def test_the_head_gets_one_whole_column_in_half_precision_on_a_cpu():
+    """Of a strided column torch would copy the head's matrix once for each row: gigabytes and seconds."""
+    model, columns = tiny("llama").bfloat16(), []
+    model.lm_head.register_forward_pre_hook(lambda head, inputs: columns.append(inputs[0]))
+    generate(model, SamplingParams(3))
+    assert all(column.shape[1] == 1 and column.is_contiguous() for column in columns)
+
+
 @pytest.mark.parametrize(("family", "half_weights"), [("qwen2", True), ("gemma3", False)])
 def test_logprobs_are_taken_in_float32_under_bfloat16_weights_and_autocast(family, half_weights):
     model = tiny(family).bfloat16() if half_weights else tiny(family)

@@ -109,7 +109,7 @@ class StageModel:
         last_only: keywords that limit the model's logits to the last column.
     """
 
-    def __init__(self, model: nn.Module, layers: range, last_only: dict[str, int] | None = None):
+    def __init__(self, model: nn.Module, layers: range, last_only: dict[str, Any] | None = None):
         self.model = model
         self.layers = layers
         self.last_only = last_only or {}

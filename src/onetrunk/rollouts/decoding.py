@@ -147,7 +147,7 @@ class SamplingCall:
     params: SamplingParams
     keys: Sequence[RowKey]
     capture: StateCapture | None
-    last_only: dict[str, int]
+    last_only: dict[str, Any]
     new_cache: Callable[[], DynamicCache] | None = None
     in_waves: bool = False
 

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
@@ -180,7 +180,13 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def last_logits_only(model: nn.Module) -> dict[str, int]:
+def last_logits_only(model: nn.Module) -> dict[str, int | Tensor]:
     """Return the keywords with which a model computes the logits of the last column only; none if it has no such."""
     causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(causal_lm.forward).parameters else {}
+    if "logits_to_keep" not in inspect.signature(causal_lm.forward).parameters:
+        return {}
+    weight = getattr(causal_lm.get_output_embeddings(), "weight", None)
+    if weight is None or weight.device.type != "cpu" or weight.dtype == torch.float32:
+        return {"logits_to_keep": 1}
+    # In half precision on a CPU torch copies the head for each row of a strided column; an index copies the column.
+    return {"logits_to_keep": torch.tensor([-1])}
