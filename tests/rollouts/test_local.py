@@ -168,7 +168,7 @@ def test_the_head_gets_one_whole_column_in_half_precision_on_a_cpu():
     model, columns = tiny("llama").bfloat16(), []
     model.lm_head.register_forward_pre_hook(lambda head, inputs: columns.append(inputs[0]))
     generate(model, SamplingParams(3))
-    assert all(column.shape[1] == 1 and column.is_contiguous() for column in columns)
+    assert columns and all(column.shape[1] == 1 and column.is_contiguous() for column in columns)
 
 
 @pytest.mark.parametrize(("family", "half_weights"), [("qwen2", True), ("gemma3", False)])

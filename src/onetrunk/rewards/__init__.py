@@ -10,8 +10,8 @@ one number per completion, or None where it does not apply:
 
 It receives `prompts`, `completions` (texts, or lists with one assistant message for conversations), `completion_ids`,
 `completion_stopped` (False for a completion that was cut off at max_completion_length), `turn_ids` (the number of the
-turn of each token, -1 at observations), every other column of the dataset (here `min_words`), `trainer_state`,
-`log_extra` and `log_metric`; `**kwargs` takes the ones it does not use.
+turn of each token, -1 at observations), `tools` in episodes that have some (their schemas), every other column of the
+dataset (here `min_words`), `trainer_state`, `log_extra` and `log_metric`; `**kwargs` takes the ones it does not use.
 All functions get the same lists, so it must not change them.
 
 Several rewards are summed with weights:

@@ -67,6 +67,7 @@ class ProcessReward(BuiltInReward):
         self.policy_tokenizer, self.separator, self.batch_size = policy_tokenizer, separator, batch_size
         source = scorer_source(path)
         self.tokenizer = read_tokenizer(source, f"tokenizer of the {KIND}")
+        self.foreign = ForeignText(self.tokenizer, None)
         self.model = _load(source).to(device or "cpu")
         self.max_length = length_limit(self.model, self.tokenizer)
         self.__name__ = Path(source).name
@@ -117,7 +118,7 @@ class ProcessReward(BuiltInReward):
     def _encode(self, prompt: str, steps: Sequence[str]) -> tuple[list[int], list[int]] | None:
         """Return token ids, and the places of the ends of the steps; None if the steps alone are too long."""
 
-        foreign = ForeignText(self.tokenizer, None)
+        foreign = self.foreign
         pieces = [[*foreign.encode(foreign.divide(step)), *foreign.encode(self.separator)] for step in steps]
         own = [token for piece in pieces for token in piece]
         bos = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
