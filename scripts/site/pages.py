@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = "ppo models rollouts rewards judges feedback checkpoints stages plan report".split()
 GUIDES = [*(ROOT / f"src/onetrunk/{room}/README.md" for room in ROOMS), ROOT / "accelerate_configs/README.md"]
 RECIPES = sorted(ROOT.glob("recipes/*/README.md"))
+PICTURES = ("scripts/**/*.png", "scripts/**/*.svg", "recipes/*/*.png")
 MEASUREMENTS = [ROOT / "scripts/README.md", *sorted(ROOT.glob("scripts/*/**/*.md"))]
 # Packages whose public names are shown, and modules that are shown whole.
 PACKAGES = ("onetrunk", "onetrunk.rewards", "onetrunk.rollouts")
@@ -42,7 +43,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(file)
     documents = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")]
     documents += [*GUIDES, *RECIPES, *MEASUREMENTS]
-    for path in [*documents, *ROOT.glob("scripts/**/*.png"), *ROOT.glob("scripts/**/*.svg")]:
+    pictures = [path for pattern in PICTURES for path in ROOT.glob(pattern)]
+    for path in [*documents, *pictures]:
         files.append(File.generated(config, _source(path), abs_src_path=str(path)))
     options = {f"reference/options/{verb}.md": _options_page(verb) for verb in VERBS}
     python = dict(_python_pages())
