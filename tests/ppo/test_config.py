@@ -4,10 +4,11 @@ import dataclasses
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import TrlParser
 
-from onetrunk.ppo.config import TRL_DEFAULTS, PPOConfig, describe_steps, plan_batches
+from onetrunk.ppo.config import TRL_DEFAULTS, PPOConfig, describe_cpu, describe_steps, plan_batches
 from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, RANGES, WITHOUT_EFFECT
 from onetrunk.reward_models.distill import RewardDistillationConfig
@@ -110,6 +111,15 @@ def test_a_line_says_how_many_completions_a_step_has_and_how_many_trl_would_take
     settings = {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
     line = "rollout: 512 completions (64 prompts x 8), then 4 steps of 512 completions"
     assert describe_steps(config(**settings)) == f"{line}; in GRPOTrainer these settings are steps of 32"
+
+
+def test_a_run_on_a_cpu_says_what_half_precision_and_a_busy_machine_change():
+    assert describe_cpu(torch.float32, threads=1, load=9.0, cores=2) == []
+    assert describe_cpu(torch.float32, threads=2, load=0.2, cores=2) == []
+    (busy,) = describe_cpu(torch.float32, threads=2, load=1.5, cores=2)
+    assert busy.startswith("threads: torch uses 2, and other processes keep 1.5 of 2 cores busy") and "OMP" in busy
+    (rounded,) = describe_cpu(torch.bfloat16, threads=1, load=0.0, cores=2)
+    assert rounded.startswith("precision: on a CPU the adapter is not merged into a bfloat16 base")
 
 
 @pytest.mark.parametrize("name", sorted(INHERITED_WITHOUT_MEANING | WITHOUT_EFFECT))

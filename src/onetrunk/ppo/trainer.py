@@ -33,7 +33,7 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.ppo.config import HOLD_OUT, PPOConfig, describe_steps
+from onetrunk.ppo.config import PPOConfig, describe_startup
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.foreign_names import explain_key
@@ -150,8 +150,8 @@ class PPOTrainer(ResumableTrainer):
         hooks = {"progress": self._show_sampling, "poll": self._poll_sampling}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan
-        advice = f"\n{HOLD_OUT}" if run.eval_dataset is None else ""
-        self.progress = RolloutProgress(f"{describe_steps(args)}\n{run.trunk_plan.report}{advice}")
+        about = (run.trunk_plan.report, run.parts.model.get_base_model().dtype, run.eval_dataset is not None)
+        self.progress = RolloutProgress(describe_startup(args, *about))
         self.guard = StepGuard(lambda: self.accelerator.scaler is not None)
         self.alarms = Alarms(
             self._metrics_of_rollout, lambda metrics: self.metric_log.add_rollout(metrics), self.may_save
