@@ -57,6 +57,14 @@ def test_what_play_samples_is_what_the_environment_of_the_chain_answers_and_pays
         assert [step[1] for step in steps] == pytest.approx(task.turn_rewards(prompt, row[len(prompt) :]))
 
 
+def test_the_pretrained_task_names_the_command_that_makes_its_model(tmp_path, bench):
+    task = bench("learning_tasks").make_task("replies", tmp_path)
+    assert task.known(0) == {}
+    command = rf"python recipes/smollm2-135m-cpu/prepare.py --output_dir {tmp_path}/smollm2-135m"
+    with pytest.raises(FileNotFoundError, match=command):
+        task.prompts(0)
+
+
 @pytest.mark.slow
 def test_the_study_runs_ours_and_grpo_and_goes_on_where_it_ended(tmp_path):
     command = [sys.executable, str(BENCH / "study.py"), "--tasks", "one_token", "--trainers", "ours", "grpo"]

@@ -21,14 +21,14 @@ from typing import Any
 import datasets
 from datasets import Dataset
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import TASKS, FourTurns
+from learning_tasks import TINY_TASKS, FourTurns
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 
 from onetrunk import PPOTrainer
 from tests import learning
 
-RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TASKS}
+RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TINY_TASKS}
 PAIRS = [(1e-3, 1e-3), (1e-3, 1e-2), (3e-3, 3e-3), (3e-3, 1e-2)]
 PAIRS_OF_SUMS = [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2), (4e-3, 1e-2)]
 WITH_ADAPTER = {
@@ -36,16 +36,17 @@ WITH_ADAPTER = {
         {"learning_rate": policy, "value_learning_rate": value}
         for policy, value in (PAIRS_OF_SUMS if task in ("sums", "sparse") else PAIRS)
     ]
-    for task in TASKS
+    for task in TINY_TASKS
 }
 # The best rate of few layers is higher.
-HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in TASKS}
+HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in TINY_TASKS}
 CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in FOUR_RATES[1:]]}
 del RATES[FourTurns.name], HIGHER[FourTurns.name]
+PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]}
 ARMS = [
     Arm("turn-rewards", {"pays": "turns"}, CHAIN),
     Arm("sum", {"pays": "end"}, CHAIN),
-    Arm("shared", {}, RATES),
+    Arm("shared", {}, {**RATES, **PRETRAINED}),
     Arm("adapter", {"value_head": "adapter"}, WITH_ADAPTER),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
     # GAE without decay: the whole return after a token, less its value.
@@ -77,14 +78,14 @@ def make_trainer(task: Any, rule: Rule, settings: dict[str, Any], seed: int, rol
     settings = {**settings, "num_rollouts": rollouts}
     if isinstance(task, FourTurns):
         return learning.make_chain_trainer(task.chain, seed, folder, **settings)
-    config = learning.make_config(folder, seed, task.length, {"beta": task.beta, **settings})
+    config = learning.make_config(folder, seed, task.length, {**task.settings, "beta": task.beta, **settings})
     trainer = PPOTrainer(
         task.model(seed),
         rule.function(),
         config,
         Dataset.from_dict({"prompt": [task.text(row) for row in task.prompts(seed).tolist()]}),
         processing_class=rule.tokenizer,
-        peft_config=LoraConfig(**learning.LORA),
+        peft_config=LoraConfig(**task.lora),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

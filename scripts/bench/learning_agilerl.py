@@ -38,19 +38,18 @@ import torch
 from agilerl.algorithms.ppo_llm import PPO
 from agilerl.utils.ppo_value_head import AutoModelForCausalLMWithValueHead
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import EOS, PAD, TASKS, FourTurns
+from learning_tasks import TINY_TASKS, FourTurns
 from peft import LoraConfig
 from torch import Tensor
 from transformers import set_seed
 
-from tests import learning
-
-RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TASKS}
+RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TINY_TASKS}
 CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in (1e-3, 2e-3, 4e-3)]}
 del RATES[FourTurns.name]
+PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]}
 ARMS = [
     Arm("agilerl", {"pays_kl": False}, RATES),
-    Arm("agilerl-kl-reward", {"pays_kl": True}, RATES),
+    Arm("agilerl-kl-reward", {"pays_kl": True}, {**RATES, **PRETRAINED}),
     Arm("agilerl-turns", {"pays_kl": True, "unit": "turn"}, CHAIN),
     Arm("agilerl-turn-means", {"pays_kl": True, "unit": "turn", "turn_value": "mean"}, CHAIN),
     Arm("agilerl-tokens", {"pays_kl": True}, CHAIN),
@@ -60,19 +59,19 @@ ARMS = [
 
 def make_agent(task: Any, settings: dict[str, Any], seed: int) -> PPO:
     """Return AgileRL's agent of a task, with the settings of the learning tests under AgileRL's names."""
-    given, rate, pays_kl = learning.SETTINGS, settings["learning_rate"], settings["pays_kl"]
+    given, rate, pays_kl = task.settings, settings["learning_rate"], settings["pays_kl"]
     # AgileRL takes the first padding for the end of a completion: it expects both to be the same token. It does not
     # sample the episodes of a chain, in which EOS also ends a turn, and whose rows are all of one length.
-    pad = PAD if isinstance(task, FourTurns) else EOS
+    pad = task.pad_id if isinstance(task, FourTurns) else task.eos_id
     core.HAS_LIGER_KERNEL = False  # Its kernels need a GPU.
     set_seed(seed)
     model = task.model(seed)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = pad, EOS
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = pad, task.eos_id
     agent = PPO(
         pad_token_id=pad,
-        pad_token="<pad>" if pad == PAD else "<eos>",
+        pad_token=task.tokenizer().convert_ids_to_tokens(pad),
         actor_network=AutoModelForCausalLMWithValueHead(model),
-        lora_config=LoraConfig(**learning.LORA, task_type="CAUSAL_LM"),
+        lora_config=LoraConfig(**task.lora, task_type="CAUSAL_LM"),
         batch_size=given["rollout_batch_size"],
         beta=0.0 if pays_kl else task.beta,
         kl_clamp=None,
@@ -126,7 +125,7 @@ def train_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float) -> float:
     # What learn begins with; it is given the same result again.
     scored = agent._fused_forward_no_grad(ids, batch_size=len(ids))
     agent._fused_forward_no_grad = lambda *args, **kwargs: scored
-    kl = (scored[1] - scored[0]).masked_fill(~mask, 0.0)
+    kl = (scored[1] - scored[0]).float().masked_fill(~mask, 0.0)
     rewards, turns = token_rewards(scores, mask, kl, beta)
     agent.learn(([ids], [mask], rewards), turn_ids=turns)
     del agent._fused_forward_no_grad
@@ -145,7 +144,7 @@ def play_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float, settings: di
     turns = torch.cat([torch.full((len(ids), prompts.shape[1] - 1), -1), turns], 1)
     mask = turns >= 0
     scored = agent._fused_forward_no_grad(ids, batch_size=len(ids))
-    kl = (scored[1] - scored[0]).masked_fill(~mask, 0.0)
+    kl = (scored[1] - scored[0]).float().masked_fill(~mask, 0.0)
     # A turn is an action and EOS.
     kl_rewards = -beta * kl[mask].view(len(ids), -1, 2)
     if settings.get("unit") == "turn":
@@ -162,7 +161,7 @@ def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[
     warnings.simplefilter("ignore")
     agent, rule, curve = make_agent(task, settings, seed), Rule(task, task.tokenizer()), Curve()
     prompts, peaks = task.prompts(seed), (agent.lr, agent.lr_critic)
-    size, generator = learning.SETTINGS["rollout_batch_size"], torch.Generator().manual_seed(seed)
+    size, generator = task.settings["rollout_batch_size"], torch.Generator().manual_seed(seed)
     order: list[int] = []
     start = time.process_time()
     for rollout in range(rollouts):

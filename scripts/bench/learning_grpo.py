@@ -21,17 +21,16 @@ import datasets
 import torch
 from datasets import Dataset
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import TASKS, FourTurns
+from learning_tasks import TINY_TASKS, FourTurns
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests import learning
-
 GROUP = 8
 # The best rate is lower than that of PPO.
-RATES = {task: [{"learning_rate": rate} for rate in (1.25e-4, 2.5e-4, *FOUR_RATES)] for task in TASKS}
+RATES = {task: [{"learning_rate": rate} for rate in (1.25e-4, 2.5e-4, *FOUR_RATES)] for task in TINY_TASKS}
 RATES[FourTurns.name] = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
+RATES["replies"] = [{"learning_rate": rate} for rate in (2.5e-4, 5e-4, 1e-3)]
 ARMS = [Arm("grpo", {"scale_rewards": "none"}, RATES)]
 
 
@@ -76,7 +75,7 @@ def make_trainer(
     task: Any, rule: Rule, settings: dict[str, Any], seed: int, rollouts: int, folder: str
 ) -> GRPOTrainer:
     """Return TRL's trainer of a task, with the settings of the learning tests under TRL's names."""
-    given = learning.SETTINGS
+    given = task.settings
     config = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -101,14 +100,14 @@ def make_trainer(
         **settings,
     )
     model = task.model(seed)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 1
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = task.pad_id, task.eos_id
     trainer = GRPOTrainer(
         model,
         rule.function(),
         config,
         Dataset.from_dict({"prompt": [task.text(row) for row in task.prompts(seed).tolist()]}),
         processing_class=rule.tokenizer,
-        peft_config=LoraConfig(**learning.LORA, task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(**task.lora, task_type="CAUSAL_LM"),
         rollout_func=rollout_func(task, rule.tokenizer) if isinstance(task, FourTurns) else None,
     )
     trainer.remove_callback(PrinterCallback)
@@ -120,7 +119,7 @@ def run(task: Any, settings: dict[str, Any], seed: int, rollouts: int) -> tuple[
     with tempfile.TemporaryDirectory() as folder:
         rule = Rule(task, task.tokenizer())
         trainer = make_trainer(task, rule, settings, seed, rollouts, folder)
-        recorder = Recorder(rule, learning.SETTINGS["num_ppo_epochs"])
+        recorder = Recorder(rule, task.settings["num_ppo_epochs"])
         trainer.add_callback(recorder)
         trainer.train()
     return recorder.curve, task.held_out(trainer.model)

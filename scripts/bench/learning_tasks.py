@@ -4,7 +4,8 @@
 `noisy` adds noise to its reward. `chain` is a game of four turns with a reward each, whose best attainable
 objective is known too. `early` scores the first four tokens of 128. `sums` is addition of two numbers of two digits by
 a small Qwen2, which plain cross-entropy has taught until it is right in 40%; in `sparse` it is right in 5% at the
-start. Nothing here imports a trainer by itself, because the environments of other libraries import it too.
+start. Tasks of a pretrained model are in learning_pretrained.py. Nothing here imports a trainer by itself, because the
+environments of other libraries import it too.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class FourTokens:
     name = "four_tokens"
     rules = learning.TASK_B
     length = rules.length
+    settings = learning.SETTINGS
+    lora = learning.LORA
+    pad_id, eos_id = PAD, EOS
 
     @property
     def beta(self) -> float:
@@ -196,6 +200,9 @@ class Sums:
     taught_enough: float = TAUGHT_ENOUGH
     name: str = "sums"
     length: int = LONGEST_SUM
+    settings = learning.SETTINGS
+    lora = learning.LORA
+    pad_id, eos_id = PAD, EOS
 
     def model(self, seed: int) -> PreTrainedModel:
         """Return the taught model, the same for every seed."""
@@ -293,12 +300,17 @@ def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
     return logprobs.masked_fill(ids == PAD, 0.0)
 
 
-TASKS = ("one_token", "four_tokens", "noisy", "chain", "early", "sums", "sparse")
+TINY_TASKS = ("one_token", "four_tokens", "noisy", "chain", "early", "sums", "sparse")
+TASKS = (*TINY_TASKS, "replies")
 
 
 def make_task(name: str, folder: str | Path) -> Any:
-    """Return a task by name; a taught model is kept in `folder`."""
+    """Return a task by name; a taught model is kept in `folder`, a pretrained one is read from there."""
     plain = {task.name: task for task in (OneToken, FourTokens, Noisy, FourTurns, Early)}
     if name in plain:
         return plain[name]()
+    if name == "replies":
+        from learning_pretrained import Replies
+
+        return Replies(Path(folder) / "smollm2-135m")
     return Sums(Path(folder) / f"base-{name}", name=name, taught_enough=TAUGHT_ENOUGH if name == "sums" else 0.05)
