@@ -59,14 +59,11 @@ class Replies:
 
     def model(self, seed: int) -> PreTrainedModel:
         """Return the pretrained model in bfloat16, the same for every seed."""
-        return AutoModelForCausalLM.from_pretrained(self.folder / "base", dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_pretrained(self._part("base"), dtype=torch.bfloat16).eval()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return its tokenizer; FileNotFoundError where the recipe's script has not written it."""
-        if not (self.folder / "base" / "config.json").is_file():
-            command = f"python recipes/smollm2-135m-cpu/prepare.py --output_dir {self.folder}"
-            raise FileNotFoundError(f"there is no model in {self.folder}; make it: {command}")
-        return AutoTokenizer.from_pretrained(self.folder / "base")
+        """Return its tokenizer."""
+        return AutoTokenizer.from_pretrained(self._part("base"))
 
     def prompts(self, seed: int) -> Tensor:
         """Return the requests of the most frequent length, so that no implementation has to pad, [prompts, tokens]."""
@@ -125,4 +122,11 @@ class Replies:
         return self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
 
     def _conversations(self, name: str) -> list[list[dict[str, str]]]:
-        return [json.loads(line)["prompt"] for line in (self.folder / f"{name}.jsonl").read_text().splitlines()]
+        lines = self._part(f"{name}.jsonl").read_text().splitlines()
+        return [json.loads(line)["prompt"] for line in lines]
+
+    def _part(self, name: str) -> Path:
+        if not (self.folder / name).exists():
+            command = f"python recipes/smollm2-135m-cpu/prepare.py --output_dir {self.folder}"
+            raise FileNotFoundError(f"{self.folder / name} does not exist; make it: {command}")
+        return self.folder / name
