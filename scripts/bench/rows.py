@@ -46,6 +46,8 @@ def _row(label: str, shared: str, own: str, *required: float, limits_memory: boo
     return Row(label, tuple(shared.split()), tuple(own.split()), *required, limits_memory=limits_memory)
 
 
+_SMOLLM2 = "--shape smollm2 --mixed --prompt 48 --completion 48 --rollout 32 --microbatch 16"
+
 # A small reward model is our choice of method: TRL runs the full one in that row too.
 CPU_ROWS = {
     "equal-all": _row("equal lengths, adapters on all layers", "", "--adapter_layers all", 1.7, 2.2),
@@ -76,6 +78,9 @@ CPU_ROWS = {
     "big-vocab-mixed": _row(
         "big vocabulary, mixed lengths, top quarter", "--shape big_vocab --mixed", "--adapter_layers top-3"
     ),
+    "smollm2-all": _row("SmolLM2-135M, mixed lengths, all 30 layers", _SMOLLM2, "--adapter_layers all"),
+    "smollm2-top": _row("SmolLM2-135M, mixed lengths, top 8 of 30 layers", _SMOLLM2, "--adapter_layers top-8"),
+    "smollm2-top-bf16": _row("the same in bfloat16", f"{_SMOLLM2} --dtype bfloat16", "--adapter_layers top-8"),
 }
 
 _CUDA = "--device cuda --dtype bfloat16 --mixed --prompt 512 --completion 512 --rollout 128 --microbatch 8 --shape"

@@ -52,10 +52,12 @@ def _shape(vocab: int, hidden: int, layers: int, intermediate: int, heads: int, 
 
 
 # The output head is 14% of the parameters of `base` and 37% of `big_vocab`; of real models some 27% (0.5B) to 7% (7B).
+# `smollm2` is SmolLM2-135M with the biases of a Qwen2.
 SHAPES = {
     "tiny": _shape(96, 32, 4, 64, 4),
     "base": _shape(16_000, 512, 16, 1536, 8),
     "big_vocab": _shape(32_000, 384, 12, 1152, 6),
+    "smollm2": _shape(49_152, 576, 30, 1536, 9, 3),
     "0.5b": _shape(151_936, 896, 24, 4864, 14),
     "1.5b": _shape(151_936, 1536, 28, 8960, 12),
     "7b": _shape(152_064, 3584, 28, 18_944, 28, 4),
@@ -134,7 +136,8 @@ class Workload:
 
     def scalar_config(self, small: bool = False) -> Qwen2Config:
         """Return the config of a model that scores texts; `small` is a distilled one."""
-        narrow = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4}
+        narrow = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768}
+        narrow |= {"num_attention_heads": 4, "num_key_value_heads": 2}
         return self.config(num_labels=1, **(narrow if small and self.shape != "tiny" else {}))
 
     def scalar_model(self, small: bool = False) -> PreTrainedModel:
