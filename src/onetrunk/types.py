@@ -203,7 +203,8 @@ class Experience:
     Args:
         pack: the rows.
         loss_mask: [R, C] bool, True at the tokens that train (`completion_mask` without the rows that do not train).
-        old_logprobs: logprobs of the policy at rollout time, from the training forward.
+        old_logprobs: logprobs of the policy at rollout time, from the training forward; with policy_objective dis
+            those of the sampler.
         old_values: values at rollout time.
         advantages: whitened if the config says so.
         returns: targets of the value head.
@@ -267,9 +268,11 @@ class LossCoefficients:
     """What the PPO loss takes from the settings; all but kl_weight have the names of PPOConfig.
 
     Args:
+        policy_objective: "clip" (PPO) or "dis" (`ops.losses.direct_policy_loss`).
         epsilon: clip range of the ratio below 1.
         epsilon_high: clip range of the ratio above 1 (clip-higher, DAPO 2503.14476); epsilon where None.
         dual_clip: bound above 1 on the ratio at negative advantages; None: off.
+        dis_epsilon_low, dis_epsilon_high: with dis, how far below and above 1 a ratio trains.
         value_clip: clip range of a value around its rollout value; None: off.
         value_coef: weight of the value loss.
         entropy_coef: weight of the entropy bonus.
@@ -287,6 +290,9 @@ class LossCoefficients:
     kl_weight: float = 0.0
     kl_estimator: str = "k1"
     ratio_unit: str = "token"
+    policy_objective: str = "clip"
+    dis_epsilon_low: float = 0.3
+    dis_epsilon_high: float = 5.0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ STEERING = {
     "max_completion_length", "stop_tokens", "chat_template_kwargs", "reward_weights", "missing_eos_penalty",
     "length_penalty", "truncated_completions", "normalize_scores", "score_clip", "kl_estimator", "kl_horizon", "gamma",
     "gae_unit", "lam", "lam_value", "length_adaptive_lam", "whiten_advantages", "whiten_rewards", "epsilon",
-    "ratio_unit", "epsilon_high", "dual_clip", "value_clip", "value_coef", "value_steps", "entropy_coef", "target_kl",
+    "ratio_unit", "epsilon_high", "dual_clip", "policy_objective", "dis_epsilon_low", "dis_epsilon_high", "value_clip", "value_coef", "value_steps", "entropy_coef", "target_kl",
     "value_pretraining_rollouts", "value_head", "capture_trunk_states", "lr_scheduler_type", "lr_scheduler_kwargs",
     "warmup_steps", "max_grad_norm", "optim", "optim_args", "bf16", "fp16", "tf32", "full_determinism",
     "schedule", "max_staleness", "use_vllm",

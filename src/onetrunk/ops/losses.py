@@ -35,7 +35,7 @@ def ppo_loss(
     Args:
         experience: the pack; its `loss_mask` says which tokens count, its `value_tokens` which values do.
         output: logprobs (with entropy) or values of the current model, or all; the gradient flows here.
-        coefficients: the numbers.
+        coefficients: the settings of the loss.
         num_tokens: denominator of every term and stat; the counted tokens, at least 1, where None.
         num_values: that of the value loss, if it differs.
 
@@ -58,11 +58,14 @@ def ppo_loss(
         loss = loss + c.value_coef * value
     if output.logprobs is None:
         return loss, stats
-    policy, stats["policy"] = policy_loss(
-        output.logprobs, experience.old_logprobs, experience.advantages, mask,
-        c.epsilon, c.epsilon_high, c.dual_clip, experience.weights, num_tokens,
-        experience.pack.turns if c.ratio_unit == "turn" else None,
-    )  # fmt: skip
+    probabilities = (output.logprobs, experience.old_logprobs, experience.advantages, mask)
+    if c.policy_objective == "dis":
+        policy, stats["policy"] = direct_policy_loss(*probabilities, c.dis_epsilon_low, c.dis_epsilon_high, num_tokens)
+    else:
+        policy, stats["policy"] = policy_loss(
+            *probabilities, c.epsilon, c.epsilon_high, c.dual_clip, experience.weights, num_tokens,
+            experience.pack.turns if c.ratio_unit == "turn" else None,
+        )  # fmt: skip
     loss = loss + policy
     if output.entropy is not None:
         entropy = masked_mean(at_least_float32(output.entropy), mask, num_tokens=num_tokens)
@@ -129,15 +132,61 @@ def policy_loss(
         losses = losses * _kept(mask, weights).detach()
 
     loss = masked_mean(losses, mask, num_tokens=num_tokens)
-    with torch.no_grad():
-        stats = {
-            "loss": loss.detach(),
-            "clip_fraction": masked_mean(is_clipped.to(losses.dtype), mask, num_tokens=num_tokens),
-            "ratio_mean": masked_mean(ratio, mask, num_tokens=num_tokens),
-            "ratio_max": torch.cat([_kept(mask, ratio).flatten(), ratio.new_zeros(1)]).max(),
-            "approx_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask, num_tokens=num_tokens),
-        }
+    return loss, _policy_stats(loss, is_clipped, ratio, log_ratio, mask, num_tokens)
+
+
+def direct_policy_loss(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+    num_tokens: float | Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """Return the loss of direct double-sided importance sampling (DIS) and its stats.
+
+    Per token -A * r with r = exp(logprobs - sampler_logprobs), whose gradient is that of -A * stopgrad(r) * logprob.
+    A token with r outside (1 - epsilon_low, 1 + epsilon_high) has no gradient, whatever the sign of A, and stays in
+    the denominator. There is no snapshot of the policy: r corrects for the whole way from the sampler to the policy.
+
+    Args:
+        logprobs, advantages, mask, num_tokens: as in `policy_loss`; the gradient flows into logprobs.
+        sampler_logprobs: [R, C] of the policy that drew the tokens, of whatever version.
+        epsilon_low, epsilon_high: how far below and above 1 a ratio trains.
+
+    Returns:
+        The loss, a scalar, and the stats of `policy_loss`, with `masked_below` and `masked_above`: the tokens without
+        gradient on each side; `clip_fraction` is their sum, and `approx_kl` that of the sampler against the policy.
+
+    Source: SAO 2607.07508.
+    """
+    log_ratio, advantages = _log_ratio(logprobs, sampler_logprobs, mask), _kept(mask, advantages)
+    ratio = torch.exp(log_ratio)
+    below, above = outside_dis_bounds(ratio, epsilon_low, epsilon_high)
+    loss = masked_mean(torch.where(below | above, 0.0, -advantages * ratio), mask, num_tokens=num_tokens)
+    stats = _policy_stats(loss, below | above, ratio, log_ratio, mask, num_tokens)
+    for name, side in {"masked_below": below, "masked_above": above}.items():
+        stats[name] = masked_mean(side.to(ratio.dtype), mask, num_tokens=num_tokens).detach()
     return loss, stats
+
+
+def outside_dis_bounds(ratio: Tensor, epsilon_low: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
+    """Return where a ratio is too small and where it is too large to train (`direct_policy_loss`)."""
+    return ratio <= 1 - epsilon_low, ratio >= 1 + epsilon_high
+
+
+@torch.no_grad()
+def _policy_stats(
+    loss: Tensor, is_clipped: Tensor, ratio: Tensor, log_ratio: Tensor, mask: Tensor, num_tokens: float | Tensor | None
+) -> Stats:
+    return {
+        "loss": loss.detach(),
+        "clip_fraction": masked_mean(is_clipped.to(ratio.dtype), mask, num_tokens=num_tokens),
+        "ratio_mean": masked_mean(ratio, mask, num_tokens=num_tokens),
+        "ratio_max": torch.cat([_kept(mask, ratio).flatten(), ratio.new_zeros(1)]).max(),
+        "approx_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask, num_tokens=num_tokens),
+    }
 
 
 def kl_loss(

@@ -149,9 +149,16 @@ def staleness_metrics(rollout: Rollout, iteration: int, config: PPOConfig, ranks
     """Return how many rollouts the policy was trained on since rows were sampled; {} if they have no versions."""
     if rollout.policy_versions is None:
         return {}
-    ages = iteration - torch.tensor(rollout.policy_versions) / config.slots_per_rollout
+    ages = row_ages(rollout, iteration, config)
     ages = ranks.gather(ages.to(ranks.accelerator.device, non_blocking=True)).cpu()
     return {"sampling/staleness": ages.mean().item(), "sampling/staleness_max": ages.max().item()}
+
+
+def row_ages(rollout: Rollout, iteration: int, config: PPOConfig) -> Tensor:
+    """Return [n]: on how many rollouts the policy was trained since each row was sampled; 0 without versions."""
+    if rollout.policy_versions is None:
+        return torch.zeros(len(rollout))
+    return iteration - torch.tensor(rollout.policy_versions) / config.slots_per_rollout
 
 
 def save_rows(folder: str | Path, rank: int, rows: Mapping[RowKey, StartedRow]) -> None:

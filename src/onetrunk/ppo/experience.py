@@ -34,10 +34,11 @@ from onetrunk.ops.advantages import (
 from onetrunk.ops.masking import masked_whiten, turn_starts
 from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.sharding import equal_counts
-from onetrunk.ppo.async_rollouts import AsyncSource, staleness_metrics
+from onetrunk.ppo.async_rollouts import AsyncSource, row_ages, staleness_metrics
 from onetrunk.ppo.config import plan_batches
 from onetrunk.ppo.forward import Forward
 from onetrunk.ppo.monitoring.metrics import (
+    dis_metrics,
     episode_metrics,
     global_moments,
     importance_metrics,
@@ -98,7 +99,8 @@ class ExperienceStream:
         # truncated one draws from another distribution.
         corrects = config.vllm_importance_sampling_correction
         differs = self.sampler.has_own_weights or config.truncates
-        self.corrects_sampler = differs if corrects is None else corrects
+        self.is_direct = config.policy_objective == "dis"  # The loss itself corrects for the sampler.
+        self.corrects_sampler = differs and not self.is_direct if corrects is None else corrects
         self.score_moments = RunningMoments()
         self.settings = trainer.settings_of_run()
         self.state = StreamState()
@@ -280,7 +282,7 @@ class ExperienceStream:
             experience = Experience(
                 pack=item.pack,
                 loss_mask=item.loss_mask,
-                old_logprobs=output.logprobs,
+                old_logprobs=item.sampler_logprobs(sampled.rollout).float() if self.is_direct else output.logprobs,
                 old_values=output.values,
                 advantages=advantages,
                 returns=returns,
@@ -374,6 +376,10 @@ class ExperienceStream:
         metrics |= value_metrics(experiences, *self.without_critic(packs, scored), self.accelerator)
         if self.corrects_sampler:
             metrics |= importance_metrics(packs, self.accelerator)
+        if self.is_direct:
+            ages = row_ages(scored.rollout, self.state.iteration, self.config)
+            bounds = self.config.dis_epsilon_low, self.config.dis_epsilon_high
+            metrics |= dis_metrics(packs, scored, ages, bounds, self.accelerator)
         metrics |= staleness_metrics(scored.rollout, self.state.iteration, self.config, self.data_parallel)
         metrics |= self.sampler.metrics()
         metrics |= {"reward/unscored_fraction": unscored, "kl/beta": self.state.beta}

@@ -39,6 +39,11 @@ PIPELINE_SETTINGS = (*STAGE_SETTINGS, "pipeline_batches")
 SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_timeout", "vllm_request_timeout", "vllm_api_key_env")
 ENGINE_SETTINGS = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
 IS_CLIP = "vllm_importance_sampling_clip"
+# What policy_objective dis replaces.
+CLIP_SETTINGS = (
+    *("epsilon", "epsilon_high", "dual_clip", "ratio_unit"),
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", f"{IS_CLIP}_max", f"{IS_CLIP}_min"),
+)
 
 # Fields of TrainingArguments and of TRL's ModelConfig that must keep their default, by the reason.
 _WITHOUT_MEANING = {
@@ -119,6 +124,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip target_kl"
+        " dis_epsilon_low dis_epsilon_high"
         " value_learning_rate gamma vllm_server_timeout vllm_request_timeout tool_timeout",
         lambda v: _is_number(v) and v > 0,
         "a number above 0",
@@ -135,6 +141,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("dual_clip", lambda v: _is_number(v) and v > 1, "above 1"),
     ("epsilon", lambda v: v < 1, "below 1"),
+    ("dis_epsilon_low", lambda v: v <= 1, "at most 1"),
     ("vllm_gpu_memory_utilization", lambda v: _is_number(v) and 0 < v < 1, "above 0 and below 1"),
     (
         "value_pretraining_rollouts trace_rollouts max_staleness max_tool_calling_iterations",
@@ -152,6 +159,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("schedule", *_one_of("sync", "one_step", "async")),
     ("gae_unit", *_one_of("token", "turn")),
     ("ratio_unit", *_one_of("token", "turn")),
+    ("policy_objective", *_one_of("clip", "dis")),
     ("rollout_backend", *_one_of("local", "pipelined")),
     ("vllm_mode", *_one_of("server", "colocate")),
     ("vllm_importance_sampling_mode", *_one_of(*IMPORTANCE_MODES)),
@@ -367,6 +375,18 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         "token",
         "What has a ratio of new to old probability. 'token': each token. 'turn': each turn of an episode, the"
         " geometric mean of the ratios of its tokens.",
+    )
+    policy_objective: str = option(
+        "clip",
+        "'clip': PPO. The ratio is that to the policy at the start of the update, and is clipped; importance weights"
+        " correct for another sampler. 'dis': direct double-sided importance sampling (SAO). The ratio is that to the"
+        " sampler, of whatever version; a token whose ratio is out of bounds does not train.",
+    )
+    dis_epsilon_low: float = option(
+        0.3, "With policy_objective dis: tokens with a ratio of at most 1 - this do not train; at most 1."
+    )
+    dis_epsilon_high: float = option(
+        5.0, "With policy_objective dis: tokens with a ratio of at least 1 + this do not train."
     )
     epsilon: float = option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
     epsilon_high: float | None = option(None, "Upper clip range; None: epsilon.")
@@ -626,6 +646,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         names = ("value_clip", "value_coef") if self.value_head == "shared" else ("value_steps",)
         changed = ", ".join(_changed(self, names))
         yield changed, f"{changed} has no effect with value_head {self.value_head!r}; leave it out"
+        names = CLIP_SETTINGS if self.policy_objective == "dis" else ("dis_epsilon_low", "dis_epsilon_high")
+        changed = ", ".join(_changed(self, names))
+        yield changed, f"{changed} has no effect with policy_objective {self.policy_objective!r}; leave it out"
         yield self.kl_target is not None and not self.beta, "kl_target adapts beta by factors: start it above 0"
         yield (
             (self.truncated_completions == "penalize") != (self.missing_eos_penalty is not None),

@@ -48,7 +48,7 @@ SETTINGS = {
     "place": "rollout_batch_size num_generations num_ppo_epochs num_minibatches shuffle_dataset"
     " seed data_seed kl_target value_learning_rate".split(),
     # Only between two rollouts: the rollout in use was sampled and scored under them.
-    "rollout": ["temperature", "kl_in_loss", "beta"],
+    "rollout": ["temperature", "kl_in_loss", "beta", "policy_objective"],
     # Without effect: the optimizer's state, which the checkpoint holds, keeps them.
     "optimizer": "learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split(),
     # Never: they scale the policy's adapter, so its weights would mean another policy. They come from its config.

@@ -382,6 +382,9 @@ class PPOTrainer(ResumableTrainer):
             kl_weight=self._stream.state.beta if args.kl_in_loss else 0.0,
             kl_estimator=args.kl_estimator,
             ratio_unit=args.ratio_unit,
+            policy_objective=args.policy_objective,
+            dis_epsilon_low=args.dis_epsilon_low,
+            dis_epsilon_high=args.dis_epsilon_high,
         )
         loss, stats = ppo_loss(experience, output, coefficients, minibatch.num_tokens, minibatch.num_values)
         self._keep_stats(stats, experience, output)

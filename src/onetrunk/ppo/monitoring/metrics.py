@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.importance import effective_share, importance_sums
+from onetrunk.ops.losses import outside_dis_bounds
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.rollout import RolloutPack, ScoredRollout
@@ -38,6 +39,8 @@ from onetrunk.types import Experience
 STEP_NAMES = {
     "policy/loss": "policy/loss",
     "policy/clip_fraction": "policy/clip_fraction",
+    "policy/masked_below": "policy/masked_below",
+    "policy/masked_above": "policy/masked_above",
     "policy/approx_kl": "kl/approx",
     "policy/entropy": "policy/entropy",
     "kl/loss": "kl/loss",
@@ -47,6 +50,8 @@ STEP_NAMES = {
 PHASES = ("generate", "score", "update")
 # Turns that have a metric each.
 NUM_TURNS = 8
+# The largest staleness that has a metric of its own.
+OLDEST = 16
 
 
 class MetricLog:
@@ -341,6 +346,31 @@ def importance_metrics(packs: Sequence[RolloutPack], accelerator: Accelerator) -
     shares = effective_share(weights, squares, num_tokens), clipped / num_tokens.clamp(min=1)
     names = "sampling/effective_sample_size", "sampling/clipped_weights"
     return dict(zip(names, torch.stack(shares).tolist(), strict=True))
+
+
+def dis_metrics(
+    packs: Sequence[RolloutPack],
+    scored: ScoredRollout,
+    ages: Tensor,
+    bounds: tuple[float, float],
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Return the share of tokens that policy_objective dis masks before the first step, by the staleness of their row.
+
+    Args:
+        ages: [n] of the rows, in rollouts; those above OLDEST count as OLDEST.
+        bounds: dis_epsilon_low and dis_epsilon_high.
+    """
+    device = accelerator.device
+    totals = torch.zeros(2, OLDEST + 1, dtype=widest_dtype(device), device=device)
+    ages = ages.ceil().long().clamp(0, OLDEST)
+    for item in packs:
+        ratio = (item.output.logprobs - item.sampler_logprobs(scored.rollout)).exp()
+        below, above = outside_dis_bounds(ratio, *bounds)
+        counts = torch.stack([((below | above) & item.loss_mask).sum(1), item.loss_mask.sum(1)])
+        totals.index_add_(1, ages[item.rows].to(device), counts.to(totals.dtype))
+    columns = DataParallel(accelerator).sum(totals).T.tolist()
+    return {f"sampling/masked_at_staleness_{age}": masked / n for age, (masked, n) in enumerate(columns) if n}
 
 
 def _policy_columns(item: RolloutPack, sampler_logprobs: Tensor) -> Tensor:

@@ -1,0 +1,110 @@
+"""Direct double-sided importance sampling: by hand, against a loop, against PPO, and in expectation over a bandit."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from onetrunk.ops.losses import direct_policy_loss, policy_loss
+from tests.ops.test_losses import EXACT, random_step
+
+many = settings(max_examples=200, deadline=None)
+
+
+def gradient_of(loss, leaf):
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return gradient
+
+
+def test_five_tokens_by_hand():
+    # Bounds .7 and 6: ratios 1, .71 and 5.9 train, .7 and 6 do not, and stay in the denominator.
+    ratios = torch.tensor([[1.0, 0.71, 5.9, 0.7, 6.0]], dtype=torch.float64)
+    leaf = ratios.log().requires_grad_()
+    advantages = torch.tensor([[1.0, -2.0, 3.0, 4.0, -5.0]], dtype=torch.float64)
+    loss, stats = direct_policy_loss(leaf, torch.zeros(1, 5), advantages, torch.ones(1, 5).bool(), 0.3, 5.0)
+    assert loss.item() == pytest.approx((-1 + 1.42 - 17.7) / 5)
+    assert gradient_of(loss, leaf).flatten().tolist() == pytest.approx([-0.2, 1.42 / 5, -17.7 / 5, 0, 0])
+    found = {name: stats[name].item() for name in ("masked_below", "masked_above", "clip_fraction")}
+    assert found == pytest.approx({"masked_below": 0.2, "masked_above": 0.2, "clip_fraction": 0.4})
+    assert stats["approx_kl"].item() == pytest.approx(sum(r - 1 - math.log(r) for r in ratios.flatten().tolist()) / 5)
+
+
+@many
+@given(seed=st.integers(0, 9999), low=st.sampled_from([0.1, 0.3, 0.8, 1.0]), high=st.sampled_from([0.1, 1.0, 5.0]))
+def test_the_gradient_is_that_of_the_weighted_logprob_in_range_and_zero_elsewhere(seed, low, high):
+    logprobs, sampled, advantages, _, mask = random_step(seed)
+    leaf = logprobs.clone().requires_grad_()
+    loss, _ = direct_policy_loss(leaf, sampled, advantages, mask, low, high)
+    twin = torch.zeros((), dtype=torch.float64)
+    for place in mask.nonzero().tolist():
+        ratio = math.exp(logprobs[tuple(place)] - sampled[tuple(place)])
+        if 1 - low < ratio < 1 + high:
+            twin = twin - ratio * advantages[tuple(place)] * leaf[tuple(place)]
+    expected = gradient_of(twin / max(1, int(mask.sum())) + 0 * leaf.sum(), leaf)
+    assert_close(gradient_of(loss, leaf), expected, **EXACT)
+
+
+@many
+@given(seed=st.integers(0, 9999))
+def test_on_policy_it_is_the_first_step_of_ppo_bit_for_bit(seed):
+    logprobs, _, advantages, _, mask = random_step(seed)
+    ours, theirs = (logprobs.clone().requires_grad_() for _ in range(2))
+    direct, stats = direct_policy_loss(ours, logprobs, advantages, mask, 0.3, 5.0)
+    clipped, _ = policy_loss(theirs, logprobs, advantages, mask, 0.2)
+    assert direct.item() == clipped.item() and stats["clip_fraction"] == 0
+    assert torch.equal(gradient_of(direct, ours), gradient_of(clipped, theirs))
+
+
+@many
+@given(seed=st.integers(0, 9999), cut=st.integers(1, 5))
+def test_the_losses_and_stats_of_packs_add_up_to_those_of_the_step(seed, cut):
+    step, whole = random_step(seed), {}
+    num_tokens = step[4].sum().clamp(min=1)
+    for part in (slice(0, cut), slice(cut, 6)):
+        logprobs, sampled, advantages, _, mask = (x[part] for x in step)
+        loss, stats = direct_policy_loss(logprobs, sampled, advantages, mask, 0.3, 1.0, num_tokens)
+        for name, value in {**stats, "total": loss}.items():
+            whole[name] = whole.get(name, 0.0) + value
+    logprobs, sampled, advantages, _, mask = step
+    loss, stats = direct_policy_loss(logprobs, sampled, advantages, mask, 0.3, 1.0)
+    for name, value in {**stats, "total": loss}.items():
+        if name != "ratio_max":
+            assert_close(whole[name], value, **EXACT)
+
+
+def test_nothing_that_does_not_count_reaches_loss_or_gradient():
+    logprobs, sampled, advantages, _, mask = random_step(0)
+    clean, _ = direct_policy_loss(logprobs, sampled, advantages, mask, 0.3, 5.0)
+    poisoned = [torch.where(mask, x, torch.nan) for x in (logprobs, sampled, advantages)]
+    leaf = poisoned[0].requires_grad_()
+    loss, _ = direct_policy_loss(leaf, *poisoned[1:], mask, 0.3, 5.0)
+    assert loss.item() == clean.item()
+    assert (gradient_of(loss, leaf)[~mask] == 0).all()
+
+
+@many
+@given(seed=st.integers(0, 9999))
+def test_over_samples_of_two_old_policies_it_is_the_gradient_of_the_policy_restricted_to_ratios_in_range(seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores, *old = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(4, generator=generator, dtype=torch.float64)
+    leaf = scores.clone().requires_grad_()
+    policy, old = leaf.log_softmax(0), [x.log_softmax(0) for x in old]
+    expected_loss = 0.0
+    for sampler in old:
+        for action, probability in enumerate(sampler.exp() / len(old)):
+            one = (x[action].reshape(1, 1) for x in (policy, sampler, advantages))
+            expected_loss = (
+                expected_loss + probability * direct_policy_loss(*one, torch.ones(1, 1).bool(), 0.3, 1.0)[0]
+            )
+    # d/d score of sum over the actions in range of pi * A * d log pi.
+    pi, true = policy.detach().exp(), torch.zeros(4, dtype=torch.float64)
+    for sampler in old:
+        for action in range(4):
+            if 0.7 < pi[action] / sampler[action].exp() < 2.0:
+                one_hot = torch.eye(4, dtype=torch.float64)[action]
+                true += pi[action] * advantages[action] * (one_hot - pi) / len(old)
+    assert_close(gradient_of(expected_loss + 0 * leaf.sum(), leaf), -true, **EXACT)

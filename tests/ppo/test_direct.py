@@ -1,0 +1,100 @@
+"""policy_objective dis in a run: which logprobs it compares with, what is masked and logged, and what it rejects."""
+
+import math
+
+import pytest
+import torch
+
+from onetrunk.models.trunk import TrunkModel
+from tests.fakes import CopyBackend
+from tests.ppo.support import (
+    assert_same,
+    base_model,
+    logged,
+    lora,
+    make_config,
+    make_trainer,
+    trained_weights,
+    without_wall_clock,
+)
+from tests.ppo.test_importance_correction import Shifted, recorded
+from tests.ppo.test_schedules import StopAt, ahead, sampler
+
+DIS = {"policy_objective": "dis"}
+
+
+def test_on_samples_of_the_policy_itself_its_first_step_is_that_of_ppo(tmp_path):
+    runs = [make_trainer(tmp_path / name, policy_objective=name, num_ppo_epochs=1) for name in ("clip", "dis")]
+    for run in runs:
+        run.train()
+    # The sampler's logprobs are those of decoding, which round differently.
+    clip, dis = (trained_weights(run.model) for run in runs)
+    assert all(torch.allclose(clip[name], dis[name], atol=2e-5) for name in clip)
+    assert logged(runs[1], "policy/masked_below") == logged(runs[1], "policy/masked_above") == [0]
+
+
+def test_the_ratio_is_that_to_the_sampler_and_what_is_out_of_bounds_is_logged(tmp_path):
+    # The sampler claims 4 times the probability of every other token, and a quarter of the rest: ratios 1/4 and 4.
+    trainer, experiences = recorded(tmp_path, Shifted(math.log(4), turns=True), **DIS, num_rollouts=2)
+    counts, below = 0, 0
+    for experience in experiences:
+        assert experience.weights is None
+        mask = experience.loss_mask
+        even = (torch.arange(mask.shape[1]) % 2 == 0).expand_as(mask)
+        counts, below = counts + int(mask.sum()), below + int((even & mask).sum())
+    shares = logged(trainer, "sampling/masked_at_staleness_0")
+    assert sum(shares) / 2 == pytest.approx(below / counts, abs=0.05)
+    assert logged(trainer, "policy/masked_below")[0] == pytest.approx(shares[0], abs=1e-6)
+    assert logged(trainer, "policy/masked_above") == [0, 0]
+    assert "sampling/effective_sample_size" not in trainer.state.log_history[0]
+    trainer, _ = recorded(tmp_path / "b", Shifted(math.log(4), turns=True), **DIS, dis_epsilon_high=2.5)
+    assert logged(trainer, "policy/masked_above")[0] > 0.2
+
+
+def test_rows_sampled_ahead_are_compared_with_the_version_that_drew_them(tmp_path):
+    trainer = ahead(tmp_path, sampler(), "async", max_staleness=2, **DIS)
+    trainer.train()
+    names = {name for log in trainer.state.log_history for name in log if name.startswith("sampling/masked_at")}
+    assert {f"sampling/masked_at_staleness_{age}" for age in (0, 1, 2)} == names
+    fresh, *_, stale = logged(trainer, "sampling/staleness_max")
+    assert (fresh, stale) == (0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [5, 8], ids=["in a rollout", "between two rollouts"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, step):
+    settings = {"max_staleness": 2, **DIS}
+    whole = ahead(tmp_path / "whole", sampler(), "async", **settings)
+    whole.train()
+    ahead(tmp_path / "cut", sampler(), "async", callbacks=[StopAt(step)], **settings).train()
+    resumed = ahead(tmp_path / "cut", sampler(), "async", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{step}"))
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    histories = [without_wall_clock(trainer.state.log_history) for trainer in (resumed, whole)]
+    assert histories[0] == histories[1]
+
+
+def test_the_kl_in_the_loss_counts_a_token_by_the_ratio_to_the_sampler(tmp_path):
+    backend = CopyBackend(TrunkModel(base_model(), lora()))
+    settings = {"kl_in_loss": True, "kl_estimator": "k2", "beta": 0.1, "num_rollouts": 2, "rollout_backend": backend}
+    trainer = make_trainer(tmp_path, **DIS, **settings)
+    trainer.train()
+    assert all(math.isfinite(value) for value in logged(trainer, "kl/loss"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy_objective": "sao"}, "policy_objective is 'sao'; it must be one of clip, dis"),
+        ({"dis_epsilon_low": 0.5}, "dis_epsilon_low has no effect with policy_objective 'clip'"),
+        ({**DIS, "dis_epsilon_low": 1.5}, "dis_epsilon_low is 1.5; it must be at most 1"),
+        ({**DIS, "dis_epsilon_high": 0.0}, "dis_epsilon_high is 0.0; it must be a number above 0"),
+        ({**DIS, "epsilon": 0.1, "dual_clip": 3.0}, "epsilon, dual_clip has no effect with policy_objective 'dis'"),
+        ({**DIS, "ratio_unit": "turn"}, "ratio_unit has no effect with policy_objective 'dis'"),
+        ({**DIS, "vllm_importance_sampling_correction": True}, "vllm_importance_sampling_correction has no effect"),
+    ],
+)
+def test_settings_of_the_other_objective_are_rejected(tmp_path, settings, message):
+    with pytest.raises(ValueError) as raised:
+        make_config(tmp_path, **settings)
+    assert message in str(raised.value)
