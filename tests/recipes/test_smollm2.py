@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onetrunk import cli
-from tests.stages.recipes import ROOT, load_recipe_module
+from tests.recipes.pretrained import link_recipes, make_base_of_wheel
+from tests.stages.recipes import load_recipe_module
 
 NAME = "smollm2-135m-cpu"
 prepare = load_recipe_module(NAME, "prepare")
@@ -72,12 +73,8 @@ SIZES = {
 @pytest.mark.slow
 def test_the_chain_runs_on_the_pretrained_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    monkeypatch.setattr("sys.argv", ["prepare.py"])
-    if prepare.main() != 0:
-        reason = capsys.readouterr().err
-        assert "pip cannot download" in reason
-        pytest.skip(reason)
+    link_recipes(tmp_path)
+    make_base_of_wheel(monkeypatch, capsys)
     runs = tmp_path / "runs" / NAME
     tokenizer = AutoTokenizer.from_pretrained(runs / "base")
     model = AutoModelForCausalLM.from_pretrained(runs / "base")
