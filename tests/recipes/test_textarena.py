@@ -1,0 +1,92 @@
+"""textarena: a game by hand, the rows, and the chain on the pretrained model."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from onetrunk import cli
+from tests.recipes.pretrained import link_recipes, make_base_of_wheel
+from tests.stages.recipes import ROOT, load_recipe_module
+
+# Not a dev dependency: it brings nltk, chess and websockets, and one recipe alone needs it.
+pytest.importorskip("textarena", reason="pip install textarena")
+
+NAME = "textarena"
+game = load_recipe_module(NAME, "game")
+prepare = load_recipe_module(NAME, "prepare")
+
+
+def play(guesses, seed=3):
+    table = game.GuessTheNumber()
+    prompt, info = table.reset(seed=0, options={"seed": seed})
+    assert "between 1 and 10" in prompt and info == {}
+    return table, [table.step(guess) for guess in guesses]
+
+
+def number_of(seed):
+    table, _ = play([], seed)
+    return table.game.state.game_state["game_number"]
+
+
+def test_a_game_by_hand():
+    number = number_of(3)
+    below = [f"[{number - 1}]"] if number > 1 else []
+    table, steps = play([*below, f"[{number}]"])
+    assert [step[0] for step in steps[:-1]] == ["The target number is higher."] * len(below)
+    assert steps[-1][1:] == (1, True, False, {})
+    assert game.won([table], prompts=None) == [1.0]
+
+
+def test_a_lost_game_earns_how_near_its_last_guess_was():
+    number = number_of(3)
+    guesses = [guess for guess in range(1, 11) if guess != number][:4]
+    table, steps = play([f"[{guess}]" for guess in guesses])
+    # textarena grants one guess more than max_turns.
+    assert [step[2] for step in steps] == [False] * 3 + [True]
+    assert [step[1] for step in steps] == [0.0] * 3 + [pytest.approx(1 - abs(guesses[-1] - number) / 9)]
+    assert game.won([table]) == [0.0]
+
+
+def test_the_seed_of_the_row_chooses_the_number():
+    assert [number_of(seed) for seed in range(5)] == [number_of(seed) for seed in range(5)]
+    assert len({number_of(seed) for seed in range(100)}) == 10
+
+
+def test_the_template_only_marks_what_the_assistant_says():
+    template = (ROOT / "recipes/textarena/chat_template.jinja").read_text()
+    marks = ("{% generation %}", "{% endgeneration %}")
+    assert all(template.count(mark) == 1 for mark in marks)
+
+
+def test_the_readme_shows_the_glue():
+    folder = ROOT / "recipes" / NAME
+    assert (folder / "game.py").read_text() in (folder / "README.md").read_text()
+
+
+# Of each stage: enough to run through all of it.
+SIZES = {
+    "sft": "--max_steps 1 --per_device_train_batch_size 2",
+    "ppo": "--num_rollouts 2 --rollout_batch_size 4 --eval_dataset_split train[:2]",
+    "eval": "--dataset_split train[:4]",
+}
+
+
+@pytest.mark.slow
+def test_the_chain_runs_on_the_pretrained_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    link_recipes(tmp_path)
+    make_base_of_wheel(monkeypatch, capsys)
+    monkeypatch.setattr("sys.argv", ["prepare.py"])
+    assert prepare.main() == 0
+    runs = tmp_path / "runs"
+    rows = [json.loads(line) for line in (runs / NAME / "sft.jsonl").read_text().splitlines()]
+    for verb, options in SIZES.items():
+        assert cli.main([verb, "--config", f"recipes/{NAME}/{verb}.yaml", *options.split()]) == 0, verb
+    shown = [
+        AutoTokenizer.from_pretrained(folder).apply_chat_template(rows[0]["messages"], tokenize=False)
+        for folder in (runs / "smollm2-135m-cpu/base", runs / NAME / "sft")
+    ]
+    assert shown[0] == shown[1]
+    metrics = json.loads((runs / NAME / "eval/metrics.json").read_text())
+    assert {"score/won", "score/GuessTheNumber"} <= set(metrics["policy"])
