@@ -12,7 +12,7 @@ def generator(name):
 
 
 def right(completions, entry, **columns):
-    """Return the score of each completion, 1 for the right answer. `entry` is what the generator made, as JSON."""
+    """Return each score: 1 if right, a share if the text has the answer in it. `entry` is the generator's, as JSON."""
     texts = [completion[0]["content"].strip() for completion in completions]
     entries = [json.loads(text) for text in entry]
     names = [made["metadata"]["source_dataset"] for made in entries]
