@@ -7,11 +7,23 @@ import re
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import TrainerState
 
 from onetrunk.ppo.config import HOLD_OUT
 from onetrunk.ppo.monitoring.alarms import RULES
 from onetrunk.ppo.monitoring.metrics import MetricLog
-from tests.ppo.support import assert_same, differ, even_share, logged, make_trainer, prompts, trained, trained_weights
+from onetrunk.ppo.monitoring.progress import RolloutProgress
+from tests.ppo.support import (
+    assert_same,
+    differ,
+    even_share,
+    logged,
+    make_config,
+    make_trainer,
+    prompts,
+    trained,
+    trained_weights,
+)
 
 STEP = """loss grad_norm learning_rate policy/loss policy/clip_fraction kl/approx policy/entropy policy/ratio_max
 time/update_s memory/peak_gib epoch step""".split()
@@ -182,6 +194,20 @@ def test_where_there_is_no_terminal_each_rollout_is_one_line(tmp_path, capsys):
     ]
     # The first lines say what a run without held-out prompts lacks.
     assert HOLD_OUT not in trainer.progress.opening and HOLD_OUT in make_trainer(tmp_path).progress.opening
+
+
+def test_the_time_left_counts_the_sampling_of_a_rollout_as_that_of_all_its_steps(tmp_path, capsys, monkeypatch):
+    # A rollout takes 10 s before its first of 4 steps and 2 s for each; a line is written at the first step.
+    args = make_config(tmp_path, num_rollouts=3, num_ppo_epochs=4)
+    progress, clock = RolloutProgress(), iter([0.0, 12.0, 30.0, 48.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    state = TrainerState(max_steps=12, is_world_process_zero=True)
+    progress.on_train_begin(args, state, None)
+    for state.global_step in (1, 5, 9):
+        progress.on_log(args, state, None, logs={"score/mean": 0.0})
+    left = [line.rpartition("; ")[2] for line in shown(capsys).splitlines()]
+    # 12 s for 4 steps, of which 11 are to come; then 18 s for each 4 steps.
+    assert left == ["00:33 left", "00:31 left", "00:13 left"]
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):

@@ -62,7 +62,7 @@ class StepProgress(TrainerCallback):
         self.bar: tqdm | None = None
         self._is_training = False
         self._metrics: dict[str, str] = {}
-        self._first_step, self._begun = 0, 0.0
+        self._first_step, self._begun, self._is_first_line = 0, 0.0, True
 
     def add_to(self, trainer: Trainer) -> None:
         """Replace transformers' own progress bar by this one."""
@@ -76,6 +76,10 @@ class StepProgress(TrainerCallback):
     def _place(self, args: TrainingArguments, state: TrainerState) -> str:
         return f"step {state.global_step}/{state.max_steps}"
 
+    def _steps_paid_for(self, args: TrainingArguments, state: TrainerState) -> int:
+        """Return how many steps the time since the start of training, or since the first line, has made."""
+        return state.global_step
+
     def _shown(self, logs: dict[str, Any], prefix: str = "") -> dict[str, str]:
         return {short: f"{logs[prefix + name]:.3g}" for short, name in self.shown.items() if prefix + name in logs}
 
@@ -87,7 +91,7 @@ class StepProgress(TrainerCallback):
         if self.opening:
             _line(self.opening)
         self._is_training, self._metrics = True, {}
-        self._first_step, self._begun = state.global_step, time.monotonic()
+        self._first_step, self._begun, self._is_first_line = state.global_step, time.monotonic(), True
         if self.has_bar:
             # The first step of a rollout takes far longer than the others: only the mean over all predicts the end.
             settings = {"unit": "step", "dynamic_ncols": True, "smoothing": 0, "disable": False}
@@ -110,9 +114,11 @@ class StepProgress(TrainerCallback):
         elif not self.has_bar and evaluated:
             _line(f"evaluation at step {state.global_step}: {_listed(evaluated)}")
         elif not self.has_bar and first in measured and self._is_training:
-            per_step = (time.monotonic() - self._begun) / max(1, state.global_step - self._first_step)
-            left = tqdm.format_interval(per_step * (state.max_steps - state.global_step))
+            now, steps = time.monotonic(), self._steps_paid_for(args, state) - self._first_step
+            left = tqdm.format_interval((now - self._begun) / max(1, steps) * (state.max_steps - state.global_step))
             _line(f"{self._place(args, state)}: {_listed(measured)}; {left} left")
+            if self._is_first_line:
+                self._first_step, self._begun, self._is_first_line = state.global_step, now, False
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         self._is_training = False
@@ -158,6 +164,11 @@ class RolloutProgress(StepProgress):
 
     def _place(self, args: PPOConfig, state: TrainerState) -> str:
         return f"rollout {math.ceil(state.global_step / args.slots_per_rollout)}/{self._total_rollouts}"
+
+    def _steps_paid_for(self, args: PPOConfig, state: TrainerState) -> int:
+        # Before its first step a rollout has been sampled and scored, most of what it costs.
+        slots = args.slots_per_rollout
+        return math.ceil(state.global_step / slots) * slots if self._is_first_line else state.global_step
 
     def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._total_rollouts = math.ceil(state.max_steps / args.slots_per_rollout)
