@@ -105,7 +105,7 @@ def main() -> int:
     show_samples()
     table, short = results()
     Console().print(table)
-    print(f"demo: how it went: {RUNS / 'pipeline' / '_report' / 'report.html'}")
+    print(f"demo: report: {RUNS / 'pipeline' / '_report' / 'report.html'}")
     print(f"demo: took {time.perf_counter() - start:.0f} s; a second `make demo` skips what is done")
     for shortfall in short:
         print(f"demo: FAILED, {shortfall}", file=sys.stderr)

@@ -76,4 +76,4 @@ def test_the_demo_wins_over_its_start_and_says_so(tmp_path):
     demo = str(ROOT / "recipes/tiny/demo.py")
     run = subprocess.run([sys.executable, demo], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "what the chain reached" in run.stdout and "demo: how it went: runs/tiny/pipeline" in run.stdout
+    assert "what the chain reached" in run.stdout and "demo: report: runs/tiny/pipeline" in run.stdout

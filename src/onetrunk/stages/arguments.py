@@ -107,7 +107,7 @@ class SamplingArguments(VLLMServerConfig, AskingArguments):
     top_p: float = option(
         1.0, "Sample from the fewest tokens that have this probability together; above 0, at most 1 (all tokens)."
     )
-    top_k: int = option(0, "Sample from so many most probable tokens; 0: from all.")
+    top_k: int = option(0, "Sample from the k most probable tokens; 0: from all.")
     stop_tokens: list[str] | None = option(
         None, "Tokens that end a completion, in addition to the model's EOS, as text."
     )

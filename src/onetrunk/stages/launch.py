@@ -25,7 +25,7 @@ from onetrunk.utils.shipped import shipped_folder
 CONFIGS = "accelerate_configs"
 # Shown by `--help`; the others as in `accelerate launch --help`.
 EXPLAINED = {
-    "num_processes": "Run in so many processes, one per GPU (several machines: so many in all).",
+    "num_processes": "Number of processes, one per GPU, over all machines.",
     "accelerate_config": "How they share the work: a YAML file, or a name such as ddp (the default) or fsdp2.",
 }
 # The least value of each number; the number of machines decides how large those after it may be.

@@ -359,7 +359,7 @@ def say_how(folder: str | Path, verb: str, with_report: bool = True) -> None:
     if verdict is not None:
         print(printable(f"{verb}: {verdict.level.upper()}: {verdict}"))
     if page is not None:
-        print(f"{verb}: how it went: {page}")
+        print(f"{verb}: report: {page}")
 
 
 def _finished(args: TrainingSettings) -> str | None:
