@@ -1,6 +1,6 @@
 """What the processes of test_two_process_ahead run: `python two_process_ahead.py FOLDER`, under a launcher.
 
-For each schedule a run with rollouts ahead, and one that stops in the middle of a rollout. Each process has a sampler
+For each case a run with rollouts ahead, and one that stops in the middle of a rollout. Each process has a sampler
 of its own; rows are scored as they arrive.
 """
 
@@ -24,24 +24,26 @@ from tests.fakes import CopyBackend  # noqa: E402
 from tests.ppo.support import StopAt, base_model, lora, make_trainer, prompts, trained_weights, without_wall_clock  # noqa: E402
 
 STOP = 6
-CASES: dict[str, dict[str, Any]] = {"one_step": {}, "async": {"max_staleness": 2}}
+CASES: dict[str, dict[str, Any]] = {"one_step": {"schedule": "one_step"}}
+CASES["async"] = {"schedule": "async", "max_staleness": 2}
+CASES["dis"] = {**CASES["async"], "policy_objective": "dis"}
 # Rollouts of 4 steps. SGD: weights are linear in the gradient.
 RUN = {"num_rollouts": 4, "num_ppo_epochs": 2, "num_minibatches": 2, "rollout_batch_size": 8}
 RUN |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "normalize_scores": True}
 
 
-def make(folder: Path, schedule: str, *callbacks: Any) -> PPOTrainer:
+def make(folder: Path, case: str, *callbacks: Any) -> PPOTrainer:
     backend = CopyBackend(TrunkModel(base_model(), lora()))
-    settings = {**RUN, "schedule": schedule, **CASES[schedule]}
+    settings = {**RUN, **CASES[case]}
     return make_trainer(folder, dataset=prompts(16), rollout_backend=backend, callbacks=callbacks, **settings)
 
 
 def main(folder: Path) -> None:
-    for schedule in CASES:
-        trainer = make(folder / schedule / "whole", schedule)
+    for case in CASES:
+        trainer = make(folder / case / "whole", case)
         trainer.train()
         rank = trainer.accelerator.process_index
-        save_file(trained_weights(trainer.model), folder / f"weights-{schedule}-{rank}.safetensors")
+        save_file(trained_weights(trainer.model), folder / f"weights-{case}-{rank}.safetensors")
         facts = {
             "num_processes": trainer.accelerator.num_processes,
             "kinds": sorted(
@@ -53,8 +55,8 @@ def main(folder: Path) -> None:
             ),
             "history": without_wall_clock(trainer.state.log_history),
         }
-        (folder / f"facts-{schedule}-{rank}.json").write_text(json.dumps(facts))
-        make(folder / schedule / "cut", schedule, StopAt(STOP)).train()
+        (folder / f"facts-{case}-{rank}.json").write_text(json.dumps(facts))
+        make(folder / case / "cut", case, StopAt(STOP)).train()
     trainer.accelerator.end_training()
 
 

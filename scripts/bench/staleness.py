@@ -1,0 +1,127 @@
+"""Which objective bears samples that are k rollouts old: the exact J of the policy at the end, as a share of J*.
+
+    python scripts/bench/staleness.py --lags 2 8 --seeds 0 1 2      # half an hour on 1 core
+
+Task B of tests/learning.py (four tokens, beta 0.1), whose optimum is enumerated. A sampler with weights of its own
+draws from the policy of k rollouts ago; 60 rollouts of 128 completions, one pass over each. The root of the repository
+must be in PYTHONPATH. Results: learning/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+import datasets
+import torch
+from torch import Tensor, nn
+
+from onetrunk.models.adapters import POLICY, adapter_parameters
+from onetrunk.rollouts import LocalBackend
+from tests import learning
+
+TASK = learning.TASK_B
+# Prompts on which J is enumerated.
+MEASURED_PROMPTS = 64
+IS = "vllm_importance_sampling"
+ARMS: dict[str, dict[str, Any]] = {
+    "clip, weights up to 3 (default)": {},
+    "clip, weights up to 2": {f"{IS}_clip_max": 2.0},
+    "clip, no weights": {f"{IS}_correction": False},
+    "dis": {"policy_objective": "dis"},
+    "dis, bounds 0.8 and 3": {"policy_objective": "dis", "dis_epsilon_low": 0.8, "dis_epsilon_high": 3.0},
+    "dis, target_kl 0.2": {"policy_objective": "dis", "target_kl": 0.2},
+    "dis, target_kl 0.05": {"policy_objective": "dis", "target_kl": 0.05},
+}
+
+
+class Lagging:
+    """Samples from the policy of `lag` rollouts ago, or the oldest that there is."""
+
+    has_own_weights = True
+
+    def __init__(self, lag: int):
+        self.lag, self.kept = lag, []
+
+    def sync(self, model: nn.Module, version: int) -> None:
+        """Keep the policy's weights."""
+        if not self.kept:
+            self.model, self.local = model, LocalBackend(model)
+        self.kept.append((version, self._copy()))
+        del self.kept[: -(self.lag + 1)]
+
+    def generate(self, prompt_ids: Any, params: Any, keys: Any) -> Any:
+        """Sample from the oldest weights that are kept."""
+        version, old = self.kept[0]
+        now = self._copy()
+        self._load(old, version)
+        rollout = self.local.generate(prompt_ids, params, keys)
+        self._load(now, self.kept[-1][0])
+        return replace(rollout, policy_versions=[version] * len(prompt_ids), states=None)
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in adapter_parameters(self.model, POLICY).items()}
+
+    @torch.no_grad()
+    def _load(self, weights: dict[str, Tensor], version: int) -> None:
+        for name, parameter in adapter_parameters(self.model, POLICY).items():
+            parameter.copy_(weights[name])
+        self.local.sync(self.model, version)
+
+
+@torch.no_grad()
+def share_of_optimum(model: nn.Module, seed: int) -> float:
+    """Return J of a policy over all completions, as a share of the best policy's."""
+    prompts, scores = learning.task_prompts(TASK, seed)[:MEASURED_PROMPTS], learning.all_scores(TASK)
+    reference = learning.outcome_logprobs(learning.reference_model(TASK, seed), TASK, prompts)
+    policy = learning.outcome_logprobs(model.eval(), TASK, prompts)
+    objective = (policy.exp() * scores).sum(1).mean().item() - TASK.beta * learning.exact_kl(policy, reference)
+    return objective / learning.optimum(reference, scores, TASK.beta).objective
+
+
+def run(arm: dict[str, Any], lag: int, rate: float, seed: int, rollouts: int) -> float:
+    """Train once; return the share of J* that the policy attains."""
+    settings = {"num_ppo_epochs": 1, "num_rollouts": rollouts, "learning_rate": rate, "lam": 1.0, **arm}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = learning.make_trainer(TASK, seed, folder, rollout_backend=Lagging(lag), alarm_limits=OFF, **settings)
+        trainer.train()
+    return share_of_optimum(trainer.model, seed)
+
+
+# A sampler that lags sets off alarms; they say nothing here.
+OFF = dict.fromkeys(("logprob_gap", "negative_kl", "cut_off", "clip_fraction", "entropy", "kl"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    summary, _, details = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lags", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--rollouts", type=int, default=60)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    columns = [(lag, rate) for lag in given.lags for rate in given.rates]
+    print("| objective | " + " | ".join(f"{lag} old, rate {rate:g}" for lag, rate in columns) + " |")
+    print("|---" * (1 + len(columns)) + "|", flush=True)
+    for name in given.arms:
+        cells = []
+        for lag, rate in columns:
+            shares = [run(ARMS[name], lag, rate, seed, given.rollouts) for seed in given.seeds]
+            cells.append(f"{sum(shares) / len(shares):.2f} ({min(shares):.2f})")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
