@@ -11,6 +11,7 @@ that of the recorded run for all of them. Needs the repository's root in PYTHONP
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.advantages import gae
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.ppo.value_fit import FULL_ROLLOUT
 
 LAM = 1.0
 NEW_WEIGHT = 0.1
@@ -130,7 +132,8 @@ class Head:
     Args:
         states: which of STATES it reads.
         width: of its hidden layer; 0: linear.
-        steps, learning_rate, batch: of Adam after each rollout.
+        steps: of Adam after a rollout of FULL_ROLLOUT completions; fewer in proportion, as in training.
+        learning_rate, batch: of a step.
         scaled: whether the scale of the returns is divided out.
         rollouts: from how many of the last rollouts tokens are drawn.
         lam: of the targets.
@@ -213,7 +216,8 @@ def fitted(rollouts: list[list[dict[str, Tensor]]], given: Head) -> tuple[float,
             moments = (first, max(1e-6, second - first**2) ** 0.5)
             head.rescale(*moments)
         std = moments[1]
-        for _ in range(given.steps):
+        num_rows = sum(len(pack["mask"]) for pack in packs)
+        for _ in range(math.ceil(given.steps * min(1.0, len(past[-1][1]) / given.batch, num_rows / FULL_ROLLOUT))):
             rows = torch.randint(len(states), (given.batch,), generator=generator)
             loss = ((head(states[rows]) - returns[rows]) / std).square().mean() / 2
             optimizer.zero_grad()

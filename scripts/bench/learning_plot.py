@@ -29,6 +29,7 @@ COLORS = {
     "adapter": "tab:green",
     "top-1": "tab:red",
     "lam-1": "tab:orange",
+    "40-fits": "tab:cyan",
     "grpo": "tab:purple",
     "agilerl": "tab:pink",
     "agilerl-kl-reward": "tab:brown",

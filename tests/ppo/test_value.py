@@ -15,7 +15,7 @@ from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.ppo.monitoring.alarms import find_breach
 from onetrunk.ppo.monitoring.metrics import value_metrics
 from onetrunk.ppo.rollout import RolloutPack
-from onetrunk.ppo.value_fit import BATCH_SIZE, ValueFit
+from onetrunk.ppo.value_fit import BATCH_SIZE, FULL_ROLLOUT, ValueFit
 from onetrunk.types import Experience, PackOutput
 from tests.ppo.support import Recorder, differ, logged, make_config, make_trainer, trained, trained_weights
 
@@ -57,7 +57,7 @@ def data(num_tokens, seed=0):
 
 def fit_of(tmp_path, steps=40, processes=None):
     head = ValueHead(8, 16).requires_grad_(False)
-    config = make_config(tmp_path, value_steps=steps, rollout_batch_size=4)
+    config = make_config(tmp_path, value_steps=steps, rollout_batch_size=FULL_ROLLOUT)
     return ValueFit(head, config, processes or Processes())
 
 
@@ -103,6 +103,15 @@ def test_a_small_rollout_gets_fewer_steps(tmp_path):
     fit.fit([item], [experience], [0], 0)
     # One sum is that of the returns; 40 steps of 512 tokens would draw each of 64 tokens 320 times.
     assert fit.data_parallel.num_sums - 1 == 40 * 64 // BATCH_SIZE
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(1, 1), (32, 10), (128, 40), (512, 40)])
+def test_a_rollout_of_few_completions_gets_fewer_steps_however_long_they_are(tmp_path, rows, steps):
+    states, returns = data(1024)
+    config = make_config(tmp_path, rollout_batch_size=rows)
+    fit = ValueFit(ValueHead(8, 16).requires_grad_(False), config, Processes())
+    fit.fit(*([part] for part in a_pack_of(states, returns, [1024], [0])), [0], 0)
+    assert fit.data_parallel.num_sums - 1 == steps
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])

@@ -274,7 +274,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         "Sample from the fewest tokens that have this probability together; above 0, at most 1 (all tokens). Below 1"
         " it biases training, because what is left out is never sampled; importance weights correct the rest.",
     )
-    top_k: int = option(0, "Sample from so many most probable tokens; 0: from all. Biases training as top_p does.")
+    top_k: int = option(0, "Sample from the k most probable tokens; 0: from all. Biases training as top_p does.")
     stop_tokens: list[str] | None = option(None, "Texts of tokens that end a completion, besides the model's EOS.")
     max_rollout_rows: int | None = option(None, "Most rows that a process decodes at once; None: all of the rollout.")
     rollout_backend: str = option(
@@ -406,7 +406,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     value_steps: int = option(
         40,
         "With value_head shared: steps of 512 tokens by which the head is fitted to the returns of each rollout. A"
-        " rollout of fewer tokens gets fewer.",
+        " rollout of fewer than 128 completions, or 512 tokens, gets fewer in proportion.",
     )
 
     # Trunk

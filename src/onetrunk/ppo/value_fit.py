@@ -22,6 +22,9 @@ OPTIMIZER_FILE = "value_optimizer.safetensors"
 LEARNING_RATE = 1e-3
 # Tokens of one step.
 BATCH_SIZE = 512
+# Completions of a rollout that gets all of its steps. The returns of a completion are nearly one number, so a head
+# overfits few completions, however many tokens they have.
+FULL_ROLLOUT = 128
 # Weight of a rollout in the running mean and standard deviation of the returns; early rollouts weigh more.
 NEW_WEIGHT = 0.1
 
@@ -29,9 +32,9 @@ NEW_WEIGHT = 0.1
 class ValueFit:
     """Takes `value_steps` steps of Adam after every rollout, on the squared error of tokens drawn from it.
 
-    A rollout of fewer tokens than one batch gets fewer steps, so that a token is drawn at most `value_steps` times on
-    average. Tokens are drawn by their number in the rollout of all processes, each of which adds the gradient of its
-    own: the number of processes changes only the order of sums.
+    A rollout of fewer completions than FULL_ROLLOUT or of fewer tokens than one batch gets fewer steps, in proportion.
+    Tokens are drawn by their number in the rollout of all processes, each of which adds the gradient of its own: the
+    number of processes changes only the order of sums.
 
     Args:
         head: the head of the trunk; its parameters need no gradients outside the fit.
@@ -97,7 +100,7 @@ class ValueFit:
 
     def _run(self, states: Tensor, returns: Tensor, places: Tensor, iteration: int) -> float:
         generator = torch.Generator().manual_seed(derived_seed(self.seed, VALUE_STREAM, iteration))
-        num_steps = math.ceil(self.num_steps * min(1.0, len(places) / BATCH_SIZE))
+        num_steps = math.ceil(self.num_steps * min(1.0, len(places) / BATCH_SIZE, self.num_rows / FULL_ROLLOUT))
         total, parameters = torch.zeros((), device=self._device), list(self.head.parameters())
         std = self.head.moments[1]
         self.head.requires_grad_(True)
