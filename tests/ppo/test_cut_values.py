@@ -9,6 +9,8 @@ from tests.ppo.test_episodes_in_training import Words, words_trainer
 # From every state the rest is worth 1, so every value is.
 FITS = {"truncated_completions": "bootstrap", "gamma": 1.0, "lam": 1.0, "beta": 0.0, "max_completion_length": 40}
 SMALL = {"learning_rate": 0.0, "rollout_batch_size": 16, "num_rollouts": 6, "num_minibatches": 1, "num_ppo_epochs": 1}
+# As many as a rollout of 128 completions has.
+SMALL["value_steps"] = 160
 
 
 class OneIsLeft(Words):
