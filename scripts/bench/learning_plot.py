@@ -98,6 +98,9 @@ def read_arms(path: Path) -> list[ArmRuns]:
     finals, tried = [], {}
     for run in runs:
         (tried.setdefault(run["arm"], []) if run["seed"] == TUNING_SEED else finals).append(run)
+    # The longest runs chose the rates.
+    longest = {arm: max(run["rollouts"] for run in own) for arm, own in tried.items()}
+    tried = {arm: [run for run in own if run["rollouts"] == longest[arm]] for arm, own in tried.items()}
     best = {arm: max(own, key=lambda run: run["last"]["objective"])["rates"] for arm, own in tried.items()}
     finals = sorted((run for run in finals if run["rates"] == best[run["arm"]]), key=lambda run: run["seed"])
     task, arms = make_task(path.stem, path.parent), []

@@ -138,14 +138,15 @@ def study(given: argparse.Namespace, arms: list[Arm], run: Run) -> None:
             _run_once(task, arm, rates, TUNING_SEED, given.tuning_rollouts, results, run)
     for seed in given.seeds:
         for arm in arms:
-            _run_once(task, arm, best_rates(results, arm, task.name), seed, given.rollouts, results, run)
+            rates = best_rates(results, arm, task.name, given.tuning_rollouts)
+            _run_once(task, arm, rates, seed, given.rollouts, results, run)
 
 
-def best_rates(results: Results, arm: Arm, task: str) -> dict[str, float]:
-    """Return the entry of the grid with the highest objective on the preliminary seed."""
+def best_rates(results: Results, arm: Arm, task: str, rollouts: int) -> dict[str, float]:
+    """Return the entry of the grid with the highest objective after `rollouts` rollouts on the preliminary seed."""
 
     def objective(rates: dict[str, float]) -> float:
-        tried = results.find(arm=arm.name, seed=TUNING_SEED, rates=rates)
+        tried = results.find(arm=arm.name, seed=TUNING_SEED, rates=rates, rollouts=rollouts)
         if tried is None:
             raise RuntimeError(f"{results.path} has no run of arm {arm.name} with {rates} on seed {TUNING_SEED}")
         return tried["last"]["objective"]

@@ -28,7 +28,7 @@ SIZES = {
     "early": (40, 20),
     "sums": (50, 20),
     "sparse": (80, 40),
-    "replies": (20, 6),
+    "replies": (20, 20),
 }
 SEEDS = ("0", "1", "2", "3", "4")
 SCRIPTS = {
