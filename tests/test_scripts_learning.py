@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +65,17 @@ def test_the_pretrained_task_names_the_command_that_makes_its_model(tmp_path, be
     command = rf"python recipes/smollm2-135m-cpu/prepare.py --output_dir {tmp_path}/smollm2-135m"
     with pytest.raises(FileNotFoundError, match=command):
         task.prompts(0)
+
+
+@pytest.mark.slow
+def test_staleness_prints_a_table(tmp_path):
+    command = [sys.executable, str(BENCH / "staleness.py"), "--lags", "1", "--rates", "1e-3", "--seeds", "0"]
+    command += ["--arms", "dis", "--rollouts", "2"]
+    paths = os.pathsep.join(str(BENCH.parents[1] / name) for name in ("", "src"))
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    assert done.returncode == 0, done.stderr
+    (share,) = re.findall(r"^\| dis \| (\S+) \(\S+\) \|$", done.stdout, re.MULTILINE)
+    assert 0 < float(share) < 1
 
 
 @pytest.mark.slow

@@ -132,6 +132,10 @@ def study(given: argparse.Namespace, arms: list[Arm], run: Run) -> None:
     """Tune every arm on the preliminary seed, then run all arms of a seed one after another."""
     torch.set_num_threads(1)
     task, results = make_task(given.task, given.work), Results(given.out / f"{given.task}.jsonl")
+    try:
+        task.tokenizer()
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: {error}") from None
     arms = [arm for arm in arms if arm.name in given.arms and task.name in arm.grid]
     for arm in arms:
         for rates in arm.grid[task.name]:

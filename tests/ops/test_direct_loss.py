@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from onetrunk.ops.losses import direct_policy_loss, policy_loss
+from onetrunk.ops.losses import direct_policy_loss, kl_loss, policy_loss
 from tests.ops.test_losses import EXACT, random_step
 
 many = settings(max_examples=200, deadline=None)
@@ -108,3 +108,14 @@ def test_over_samples_of_two_old_policies_it_is_the_gradient_of_the_policy_restr
                 one_hot = torch.eye(4, dtype=torch.float64)[action]
                 true += pi[action] * advantages[action] * (one_hot - pi) / len(old)
     assert_close(gradient_of(expected_loss + 0 * leaf.sum(), leaf), -true, **EXACT)
+
+
+@many
+@given(seed=st.integers(0, 9999))
+def test_the_kl_in_the_loss_needs_no_weights_if_the_ratio_is_that_to_the_sampler(seed):
+    logprobs, old, sampled, reference, mask = random_step(seed)
+    gradients = []
+    for before, weights in ((sampled, None), (old, (old - sampled).exp())):
+        leaf = logprobs.clone().requires_grad_()
+        gradients.append(gradient_of(kl_loss(leaf, before, reference, mask, "k2", weights), leaf))
+    assert_close(*gradients, **EXACT)

@@ -128,7 +128,7 @@ def describe_cpu(dtype: torch.dtype, threads: int, load: float, cores: int) -> l
         name = str(dtype).removeprefix("torch.")
         lines.append(
             f"precision: on a CPU the adapter is not merged into a {name} base while it samples, as it is in float32;"
-            " by rounding sampling/logprob_gap_mean is about 0.05"
+            " rounding alone makes sampling/logprob_gap_mean up to 0.05"
         )
     if threads > 1 and threads + load > 1.25 * cores:
         lines.append(
