@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList
 from workload import EOS, FORBIDDEN, PAD, Workload
 
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.episodes import play_in_waves
+from onetrunk.rollouts.episodes.rows import play_in_waves
 from onetrunk.rollouts.local import LocalBackend
 
 NUM_TURNS, TURN, OBSERVATION = 4, 16, 16

@@ -82,6 +82,8 @@ class Rollout:
         turn_rewards: n lists, the environment's reward of each turn (NaN: it broke; None: it gives none); None: no
             environment gives rewards.
         episodes: what is known of each row's episode (`rollouts.episodes.PlayedEpisode`); None: no episodes.
+        restarts: n lists of places in the completion at which a new context begins (compaction): given tokens, then
+            sampled ones, none of which reads anything before them; None: the contexts of this run are not compacted.
     """
 
     prompt_ids: Sequence[list[int]]
@@ -95,9 +97,18 @@ class Rollout:
     turn_ids: Sequence[list[int]] | None = None
     turn_rewards: Sequence[list[float] | None] | None = None
     episodes: Sequence[Any] | None = None
+    restarts: Sequence[list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)
+
+    def contexts(self, row: int) -> list[range]:
+        """Return where the contexts that compaction gave are in the completion of a row."""
+        if self.restarts is None:
+            return []
+        turns = self.turn_ids[row]
+        ends = (next(i for i in range(start, len(turns)) if turns[i] >= 0) for start in self.restarts[row])
+        return [range(start, end) for start, end in zip(self.restarts[row], ends, strict=True)]
 
     @property
     def sampled_turns(self) -> list[tuple[int, list[int]]]:

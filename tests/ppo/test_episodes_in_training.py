@@ -341,17 +341,19 @@ def test_a_run_without_rows_needs_one_environment_and_a_length(tmp_path, factory
         guessing(tmp_path, factory=factory, **settings)
 
 
-NAMED = {"alone": ALONE, "ddp": Launch("ddp"), "fsdp2": Launch("fsdp2", cases=("several_turns",))}
+NAMED = {"alone": ALONE, "ddp": Launch("ddp"), "fsdp2": Launch("fsdp2", cases=("several_turns", "compacted"))}
 RUNS = Launches("two_process_episodes.py", NAMED)
 
 
 @pytest.mark.multi_process
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_two_processes_train_on_episodes_of_several_turns_as_one_does(how):
-    RUNS.require_weights_of_one(CPU, how, "several_turns")
-    alone, found = (RUNS.facts(CPU, launch, "several_turns") for launch in ("alone", how))
+@pytest.mark.parametrize("case", ["several_turns", "compacted"])
+def test_two_processes_train_on_episodes_of_several_turns_as_one_does(how, case):
+    RUNS.require_weights_of_one(CPU, how, case)
+    alone, found = (RUNS.facts(CPU, launch, case) for launch in ("alone", how))
     assert min(alone["metrics"]["episode/turns"]) > 2
+    assert case == "several_turns" or min(alone["metrics"]["episode/compactions"]) > 1
     assert ("DTensor" in found["kinds"]) == (how == "fsdp2")
     for metric, values in alone["metrics"].items():
         assert found["metrics"][metric] == pytest.approx(values, rel=2e-3, abs=2e-4), metric

@@ -16,7 +16,7 @@ from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.record import RunRecord
 from onetrunk.report.report import write_report
 from onetrunk.rewards.reward import Scores
-from onetrunk.rollouts.episodes import EpisodeCounts, PlayedEpisode
+from onetrunk.rollouts.episodes.rows import EpisodeCounts, PlayedEpisode
 from onetrunk.types import Rollout
 from tests.ppo.support import logged, make_trainer, prompts, trained
 from tests.ppo.test_tensorboard import events_of, text

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.monitoring.metrics import rollout_metrics
-from onetrunk.ppo.rollout import PromptBatch, RolloutPack, ScoredRollout
+from onetrunk.ppo.packs import RolloutPack
+from onetrunk.ppo.rollout import PromptBatch, ScoredRollout
 from onetrunk.rewards.reward import Scores
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend

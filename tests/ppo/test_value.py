@@ -14,7 +14,7 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.ppo.monitoring.alarms import find_breach
 from onetrunk.ppo.monitoring.metrics import value_metrics
-from onetrunk.ppo.rollout import RolloutPack
+from onetrunk.ppo.packs import RolloutPack
 from onetrunk.ppo.value_fit import BATCH_SIZE, FULL_ROLLOUT, ValueFit
 from onetrunk.types import Experience, PackOutput
 from tests.ppo.support import Recorder, differ, logged, make_config, make_trainer, trained, trained_weights

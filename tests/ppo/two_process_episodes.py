@@ -17,13 +17,23 @@ torch.set_num_threads(1)
 from safetensors.torch import save_file  # noqa: E402
 
 from onetrunk.ppo.rollout import PromptOrder  # noqa: E402
-from onetrunk.rollouts.playing import SEEDS  # noqa: E402
+from onetrunk.rollouts.episodes.playing import SEEDS  # noqa: E402
 from onetrunk.utils.randomness import ENVIRONMENT_STREAM, derived_seed  # noqa: E402
 from tests.ppo.support import logged, trained_weights  # noqa: E402
 from tests.ppo.test_episodes_in_training import Words, words_trainer  # noqa: E402
 
 LIMITS = {"some_fail": 0.5, "too_many_fail": 0.4}
-SEVERAL_TURNS = "several_turns"
+SEVERAL_TURNS = {
+    "several_turns": {"max_completion_length": 30, "gae_unit": "turn", "value_head": "adapter"},
+    # Processes get other numbers of segments.
+    "compacted": {
+        "max_completion_length": 80,
+        "max_turn_length": 3,
+        "max_context_length": 22,
+        "kept_turns": 1,
+        "compaction_prompt": " the lantern",
+    },
+}
 # SGD, as in two_processes.py.
 SETTINGS = {"num_rollouts": 2, "rollout_batch_size": 8, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 METRICS = ("score/mean", "episode/failed", "episode/turns", "reward/turn_0", "kl/ref", "policy/loss", "grad_norm")
@@ -55,23 +65,28 @@ def run(name: str, folder: Path) -> None:
     (folder / f"{name}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(facts))
 
 
-def run_several_turns(folder: Path) -> None:
-    """Train on episodes of three turns, whose rewards arrive where they were earned; keep weights and metrics."""
-    name, rank = folder / SEVERAL_TURNS, os.environ.get("RANK", "0")
-    units = {"gae_unit": "turn", "value_head": "adapter"}
-    trainer = words_trainer(name, Words, max_completion_length=30, lr_scheduler_type="constant", **units, **SETTINGS)
+class Long(Words):
+    turns = 5
+
+
+def run_several_turns(case: str, folder: Path) -> None:
+    """Train on episodes of several turns, whose rewards arrive where they were earned; keep weights and metrics."""
+    name, rank = folder / case, os.environ.get("RANK", "0")
+    factory = Long if case == "compacted" else Words
+    trainer = words_trainer(name, factory, lr_scheduler_type="constant", **SEVERAL_TURNS[case], **SETTINGS)
     before = trained_weights(trainer.model)
     trainer.train()
     save_file(before, f"{name}-{rank}-before.safetensors")
     save_file(trained_weights(trainer.model), f"{name}-{rank}.safetensors")
     kinds = sorted({type(p).__name__ for p in trainer.model.parameters()})
-    facts = {"metrics": {metric: logged(trainer, metric) for metric in METRICS}, "kinds": kinds}
+    metrics = {metric: logged(trainer, metric) for metric in (*METRICS, "episode/compactions")}
+    facts = {"metrics": {metric: values for metric, values in metrics.items() if values}, "kinds": kinds}
     Path(f"{name}-{rank}.json").write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":
-    for case in sys.argv[2:] or [SEVERAL_TURNS, *LIMITS]:
-        if case == SEVERAL_TURNS:
-            run_several_turns(Path(sys.argv[1]))
+    for case in sys.argv[2:] or [*SEVERAL_TURNS, *LIMITS]:
+        if case in SEVERAL_TURNS:
+            run_several_turns(case, Path(sys.argv[1]))
         else:
             run(case, Path(sys.argv[1]))

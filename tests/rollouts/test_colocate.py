@@ -17,7 +17,7 @@ from onetrunk.models.build import build_trunk
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.setup import load_backend
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, RolloutBackend, SamplingParams, VersionedBackend
-from onetrunk.rollouts.episodes import play_in_waves
+from onetrunk.rollouts.episodes.rows import play_in_waves
 from tests.ppo.support import base_model, logged, lora, make_trainer, prompts
 from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import PROMPTS

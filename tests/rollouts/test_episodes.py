@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from onetrunk.rollouts import tool_calls
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.environments import EpisodeLimits, Episodes
-from onetrunk.rollouts.episodes import EpisodeCounts, in_thread, play_in_waves, play_row_by_row
+from onetrunk.rollouts.episodes.environments import EpisodeLimits, Episodes
+from onetrunk.rollouts.episodes.rows import EpisodeCounts, in_thread, play_in_waves, play_row_by_row
+from onetrunk.rollouts.episodes.tool_calls import argument_fault, schema_of
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.rollouts.tool_calls import argument_fault, schema_of
 from onetrunk.types import Rollout
 from tests.chat import END, chat_tokenizer, tool_call
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -19,8 +19,8 @@ from onetrunk.feedback.shards import rows_file
 from onetrunk.models.build import BaseShape, make_base
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rollouts import playing
-from onetrunk.rollouts.chat_turns import ChatTurns
-from onetrunk.rollouts.playing import MOST_CHARACTERS
+from onetrunk.rollouts.episodes.chat_turns import ChatTurns
+from onetrunk.rollouts.episodes.playing import MOST_CHARACTERS
 from onetrunk.servers import openenv
 from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.redaction import redact

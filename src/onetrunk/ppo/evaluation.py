@@ -25,15 +25,8 @@ from onetrunk.parallel.groups import DataParallel, pack_outputs
 from onetrunk.parallel.sharding import equal_counts, reshard
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.metrics import episode_metrics, rollout_metrics
-from onetrunk.ppo.rollout import (
-    Sampled,
-    Sampler,
-    ScoredRollout,
-    prompt_batch,
-    rollout_packs,
-    with_importance,
-    with_turn_values,
-)
+from onetrunk.ppo.packs import joined, rollout_packs, with_importance
+from onetrunk.ppo.rollout import CONTEXT, Sampled, Sampler, ScoredRollout, prompt_batch, with_turn_values
 from onetrunk.rewards.dense import turn_sums
 from onetrunk.types import Completion
 from onetrunk.utils.files import require_name
@@ -91,6 +84,7 @@ def evaluate_prompts(
         outputs = pack_outputs(model, [item.pack for item in packs], roles, temperature)
         outputs = (output._replace(value_states=None) for output in outputs)
         packs = [replace(item, output=output) for item, output in zip(packs, outputs, strict=True)]
+        packs = joined(packs, rollout)
     if sampler.params.truncates and role == "policy":
         packs = [with_importance(item, rollout, clip_max=None) for item in packs]
     reshard(model)
@@ -166,13 +160,14 @@ def where_rewarded(scored: ScoredRollout, row: int) -> dict[str, list[Any]]:
 
 
 def transcript(scored: ScoredRollout, row: int) -> list[dict[str, Any]]:
-    """Return the turns of an episode and the observations between them, with each turn's reward and first value."""
+    """Return the turns of an episode and what was given between them, with each turn's reward and first value."""
     has_score = bool(scored.scores.total[row].isfinite())
     rewards = turn_sums(scored.arrivals(row)) if has_score else []
     values = [] if scored.turn_values is None else scored.turn_values[row]
     entries: list[dict[str, Any]] = []
     for turn, text in scored.parts[row]:
-        entry: dict[str, Any] = {"observation": text} if turn < 0 else {"turn": turn, "text": text}
+        given = {CONTEXT: "context"}.get(turn, "observation")
+        entry: dict[str, Any] = {given: text} if turn < 0 else {"turn": turn, "text": text}
         for name, numbers in (("reward", rewards), ("value", values)):
             if 0 <= turn < len(numbers):
                 entry[name] = round(numbers[turn], 6)
@@ -184,8 +179,9 @@ def transcript_text(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return a `transcript` as lines of text."""
     lines = []
     for entry in entries:
-        if "observation" in entry:
-            lines.append(f"[observation] {entry['observation']}")
+        given = next((name for name in ("observation", "context") if name in entry), None)
+        if given is not None:
+            lines.append(f"[{given}] {entry[given]}")
             continue
         numbers = [f"{name} {entry[name]:.3g}" for name in ("reward", "value") if name in entry]
         title = ", ".join([f"turn {entry['turn']}", *numbers])

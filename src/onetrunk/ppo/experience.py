@@ -45,17 +45,15 @@ from onetrunk.ppo.monitoring.metrics import (
     rollout_metrics,
     value_metrics,
 )
+from onetrunk.ppo.packs import RolloutPack, cut, joined, rollout_packs, with_importance
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
-    RolloutPack,
     RolloutSource,
     Sampled,
     ScoredRollout,
     SyncSource,
     prompt_batch,
-    rollout_packs,
-    with_importance,
     with_turn_values,
 )
 from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, save_buffer, save_state
@@ -139,13 +137,14 @@ class ExperienceStream:
             packs = self.form_packs(sampled.rollout)
             with self.run_model(packs) as running:  # 2 old logprobs, values, reference
                 scored = self.score(sampled, running.result)  # 3 raw scores, meanwhile
-                packs = self.add_weights(running.result(), sampled.rollout)
+                rows = running.result()
+            packs = self.add_weights(joined(rows, sampled.rollout), sampled.rollout)
         scores = self.shape_scores(scored)
         packs = self.add_rewards(packs, scores, scored)  # 4 the score over the tokens, minus beta * KL
         experiences = self.add_advantages(packs, scored)  # 5 GAE
         self.log_rollout(scored, scores, packs, experiences)  # metrics, KL controller; no algorithm
         self.fit_value(packs, experiences, scored)  # the value head, for the next rollout
-        return self.whiten(experiences)  # 6 advantages of mean 0 and variance 1
+        return self.whiten(cut(experiences, rows))  # 6 advantages of mean 0 and variance 1
 
     def prompts(self, iteration: int) -> PromptBatch:
         """Return this process's prompts of a rollout, one per completion."""

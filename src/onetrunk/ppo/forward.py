@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from onetrunk.models.frozen_layers import TrunkCache
 from onetrunk.parallel.groups import pack_outputs
 from onetrunk.parallel.sharding import is_collective, reshard
-from onetrunk.ppo.rollout import RolloutPack
+from onetrunk.ppo.packs import RolloutPack
 from onetrunk.types import Experience
 
 

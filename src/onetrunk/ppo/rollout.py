@@ -1,4 +1,4 @@
-"""Rollouts: which prompts come when, what samples them (RolloutSource), and the packs that the model takes."""
+"""Rollouts: which prompts come when, what samples and scores them, and before which update (RolloutSource)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import decode_completion
 from onetrunk.data.sharded import BlockOrder, ShardedRows
-from onetrunk.models.trunk import PackOutput
-from onetrunk.ops.importance import ImportanceWeights, importance_weights
 from onetrunk.ops.masking import on_cpu, turn_starts
-from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs, split_packs
+from onetrunk.ops.packing import deal_rows
 from onetrunk.parallel.groups import DataParallel, once_per_group
+from onetrunk.ppo.packs import RolloutPack
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.dense import Arrival, arrivals
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
-from onetrunk.rollouts.episodes import play_in_waves, play_row_by_row
-from onetrunk.types import Completion, Message, Pack, Prompt, Rollout, RowKey, to_device
+from onetrunk.rollouts.episodes.rows import play_in_waves, play_row_by_row
+from onetrunk.types import Completion, Message, Prompt, Rollout, RowKey
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
 
 if TYPE_CHECKING:
     from onetrunk.ppo.config import PPOConfig
-    from onetrunk.rollouts.environments import Episodes
+    from onetrunk.rollouts.episodes.environments import Episodes
 
 
 @dataclass(frozen=True)
@@ -151,12 +149,17 @@ class Sampled:
         return torch.tensor(self.rollout.stopped)
 
 
+# Stands for a turn's number where a compacted context begins.
+CONTEXT = -2
+
+
 @dataclass(frozen=True)
 class ScoredRollout(Sampled):
     """Completions as text, and their scores.
 
     Args:
-        parts: of each episode, (turn, text) of its turns and observations (turn -1); None: no episodes.
+        parts: of each episode, (turn, text) of its turns, its observations (turn -1) and the contexts that compaction
+            gave (turn CONTEXT); None: no episodes.
         turn_values: of each episode, the value at the first token of every turn; None: not known.
     """
 
@@ -178,40 +181,6 @@ class ScoredRollout(Sampled):
         return arrivals(self.scores, row, turns)
 
 
-@dataclass(frozen=True)
-class RolloutPack:
-    """Rows of a rollout that go through the model together, and their results; R rows, C completion tokens.
-
-    Args:
-        pack: the rows as the model takes them.
-        rows: their numbers in the rollout of this process.
-        states: [N, H] trunk states captured while sampling, without padding, or None.
-        output: the model's outputs, None for the roles that have not run.
-        loss_mask, rewards: [R, C] the tokens that train, and KL and score per token; None until the rollout is scored.
-        importance: importance weights [R, C] of the tokens, or None.
-    """
-
-    pack: Pack
-    rows: list[int]
-    states: Tensor | None = None
-    output: PackOutput = PackOutput()
-    loss_mask: Tensor | None = None
-    rewards: Tensor | None = None
-    importance: ImportanceWeights | None = None
-
-    def sampler_logprobs(self, rollout: Rollout) -> Tensor:
-        """Return the sampler's logprobs [R, C] of the pack's rows in float64, on its device, 0 at padding."""
-        rows = [rollout.sampler_logprobs[row].double().cpu() for row in self.rows]
-        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device, non_blocking=True)
-
-    def dense_rewards(self, scores: Scores, scale: float) -> Tensor | None:
-        """Return what arrives at each token [R, C], divided by `scale`, on its device; None: nothing inside."""
-        if scores.by_token is None:
-            return None
-        rows = [scores.by_token[row] / scale for row in self.rows]
-        return pad_sequence(rows, batch_first=True).to(self.pack.input_ids.device, non_blocking=True)
-
-
 def with_turn_values(scored: ScoredRollout, packs: Sequence[RolloutPack]) -> ScoredRollout:
     """Return a rollout with the values of its turns, from the outputs of its packs, if it has episodes."""
     if scored.parts is None:
@@ -222,12 +191,6 @@ def with_turn_values(scored: ScoredRollout, packs: Sequence[RolloutPack]) -> Sco
     for item, of_pack in zip(packs, on_cpu(values), strict=True):
         found |= {row: own[~own.isnan()].tolist() for row, own in zip(item.rows, of_pack, strict=True)}
     return replace(scored, turn_values=[found[row] for row in range(len(scored.rollout))])
-
-
-def with_importance(item: RolloutPack, rollout: Rollout, **bounds: Any) -> RolloutPack:
-    """Return a pack that the policy has scored with the importance weights of its tokens (`importance_weights`)."""
-    sampled, mask = item.sampler_logprobs(rollout).float(), item.pack.completion_mask
-    return replace(item, importance=importance_weights(item.output.logprobs, sampled, mask, **bounds))
 
 
 def longest_prompt_of(dataset: Dataset | ShardedRows, config: PPOConfig) -> int:
@@ -241,42 +204,6 @@ def prompt_batch(dataset: Dataset | ShardedRows, rows: Sequence[int], keys: Sequ
     """Return the rows of a dataset (with `prompt` and `prompt_ids`) as a PromptBatch."""
     columns = dataset[list(rows)]
     return PromptBatch(columns.pop("prompt"), columns.pop("prompt_ids"), columns, list(keys))
-
-
-def rollout_packs(
-    rollout: Rollout,
-    minibatches: Sequence[Sequence[int]],
-    limits: PackLimits,
-    pad_id: int,
-    device: torch.device,
-    agree: Callable[[list[int]], list[int]] | None = None,
-) -> list[RolloutPack]:
-    """Return the packs of a rollout on `device`, with the trunk states that the sampler captured.
-
-    Args:
-        minibatches: the rows of each minibatch; a pack holds rows of one minibatch only.
-        limits: the most rows and tokens that a pack may have.
-        agree: maps the number of packs of each minibatch to the number that it must have (`equal_counts`).
-    """
-    prompts, completions, states = rollout.prompt_ids, rollout.completion_ids, rollout.states
-    lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-    plans = [plan_packs([lengths[i] for i in members], limits) for members in minibatches]
-    if agree is not None:
-        counts = agree([len(plan) for plan in plans])
-        plans = [split_packs(plan, count) for plan, count in zip(plans, counts, strict=True)]
-    packs = []
-    for number, (members, plan) in enumerate(zip(minibatches, plans, strict=True)):
-        for places in plan:
-            rows = [members[place] for place in places]
-            turns = None if rollout.turn_ids is None else [rollout.turn_ids[i] for i in rows]
-            pack = make_pack([prompts[i] for i in rows], [completions[i] for i in rows], pad_id, number, turns)
-            captured, width = None, pack.input_ids.shape[1]
-            if states is not None:
-                own, real = (x.to(states.device, non_blocking=True) for x in (torch.tensor(rows), pack.places.real))
-                captured = states.index_select(0, own)[:, :width].flatten(0, 1).index_select(0, real)
-            pack = to_device(pack, device)
-            packs.append(RolloutPack(pack, rows, captured))
-    return packs
 
 
 @dataclass(frozen=True)
@@ -466,7 +393,12 @@ class Sampler:
             self.episodes.require_played(rollout, metrics["episode/failed"])
 
     def _decoded(self, batch: PromptBatch, rollout: Rollout) -> list[Completion]:
-        rows = zip(rollout.completion_ids, rollout.stopped, batch.prompts, strict=True)
+        given = [{i for context in rollout.contexts(row) for i in context} for row in range(len(rollout))]
+        said = [
+            [t for i, t in enumerate(ids) if i not in own] if own else ids
+            for ids, own in zip(rollout.completion_ids, given, strict=True)
+        ]
+        rows = zip(said, rollout.stopped, batch.prompts, strict=True)
         # An environment may also end an episode in a turn that was cut off.
         ends = self.params.stop_token_ids if rollout.episodes else None
         texts = [
@@ -482,7 +414,9 @@ class Sampler:
         if rollout.turn_ids is None:
             return None
         parts = []
-        for ids, turns in zip(rollout.completion_ids, rollout.turn_ids, strict=True):
+        for row, (ids, turns) in enumerate(zip(rollout.completion_ids, rollout.turn_ids, strict=True)):
+            given = {i for context in rollout.contexts(row) for i in context}
+            turns = [CONTEXT if i in given else turn for i, turn in enumerate(turns)]
             cuts = [i for i in range(len(ids)) if i == 0 or turns[i] != turns[i - 1]]
             spans = zip(cuts, [*cuts[1:], len(ids)], strict=True)
             decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)

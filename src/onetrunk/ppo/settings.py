@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 from onetrunk.checkpoints.config import CheckpointConfig
@@ -117,7 +118,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "rollout_batch_size num_generations num_rollouts max_prompt_length max_completion_length max_rollout_rows"
         " num_ppo_epochs num_minibatches microbatch_tokens per_device_train_batch_size per_device_eval_batch_size"
-        " alarm_patience pipeline_batches value_steps max_turns max_turn_length"
+        " alarm_patience pipeline_batches value_steps max_turns max_turn_length max_context_length max_compactions"
         " max_observation_characters",
         lambda v: is_whole(v) and v > 0,
         "a whole number above 0",
@@ -144,7 +145,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("dis_epsilon_low", lambda v: v <= 1, "at most 1"),
     ("vllm_gpu_memory_utilization", lambda v: _is_number(v) and 0 < v < 1, "above 0 and below 1"),
     (
-        "value_pretraining_rollouts trace_rollouts max_staleness max_tool_calling_iterations",
+        "value_pretraining_rollouts trace_rollouts max_staleness max_tool_calling_iterations kept_turns",
         lambda v: is_whole(v) and v >= 0,
         "0 or more",
     ),
@@ -225,6 +226,21 @@ class EpisodeConfig:
         None,
         "With tools or an environment: most tokens of a turn. A longer one is cut off: step reads it, and the episode"
         " goes on; with tools it is over. None: max_completion_length decides.",
+    )
+    max_context_length: int | None = option(
+        None,
+        "With tools or an environment: most tokens of a context, a turn included. Before it overflows, the context is"
+        " compacted: the policy writes a summary, a turn that trains as any other, and goes on from the prompt, the"
+        " summary and the last turns. max_completion_length bounds all contexts together. None: off.",
+    )
+    max_compactions: int | None = option(None, "With max_context_length: most compactions of an episode. None: any.")
+    kept_turns: int = option(
+        2, "With max_context_length: last turns, with their answers, that stay word by word; fewer if they do not fit."
+    )
+    compaction_prompt: str = option(
+        "Summarise the conversation so far in a few sentences: the task, what was found out, and what is left to do."
+        " You will go on from this summary alone.",
+        "With max_context_length: what asks for a summary.",
     )
     tool_timeout: float = option(
         60.0, "Seconds that a call may take; above 0. The policy then reads the error of a tool; an environment fails."
@@ -504,7 +520,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         self._check_inherited()
         self._check_ranges()
         self._derive()
-        for is_wrong, message in (*self._objective_faults(), *self._sampling_faults(), *self._stage_faults()):
+        faults = self._objective_faults(), self._sampling_faults(), self._compaction_faults(), self._stage_faults()
+        for is_wrong, message in chain(*faults):
             if is_wrong:
                 raise ValueError(message)
         require_split(self)
@@ -666,6 +683,20 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             f"{IS_CLIP}_min and {IS_CLIP}_max are both null: a single rare token could then outweigh a rollout; set"
             f" {IS_CLIP}_max, such as 3.0, or vllm_importance_sampling_correction to false",
         )
+
+    def _compaction_faults(self) -> Iterator[tuple[Any, str]]:
+        is_on = self.max_context_length is not None
+        changed = ", ".join(_changed(self, ("max_compactions", "kept_turns", "compaction_prompt")))
+        yield changed and not is_on, f"{changed} has no effect without max_context_length; set it, or leave it out"
+        yield (
+            is_on and self.max_turn_length is None,
+            "max_context_length needs max_turn_length, the room that a turn and a summary get; set it",
+        )
+        yield (
+            is_on and self.truncated_completions == "bootstrap",
+            "truncated_completions 'bootstrap' is not supported with max_context_length; set it to terminal or mask",
+        )
+        yield is_on and not self.compaction_prompt.strip(), "compaction_prompt is empty; say what asks for a summary"
 
     def _sampling_faults(self) -> Iterator[tuple[Any, str]]:
         yield (

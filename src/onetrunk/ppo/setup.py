@@ -54,12 +54,13 @@ from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.reward import PROCESS_MODEL, BuiltInReward, RewardFunction, names_a_model
-from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend
+from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend, longest_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
 if TYPE_CHECKING:
-    from onetrunk.rollouts.environments import Episodes, Factory
+    from onetrunk.rollouts.episodes.environments import Episodes, Factory
+    from onetrunk.rollouts.episodes.kinds import Compact, CompactionLimits
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class ModelInputs:
     peft_config: PeftConfig | None = None
     tools: Sequence[Callable[..., Any]] | None = None
     environment_factory: Factory | Mapping[str, Factory] | None = None
+    compact: Compact | None = None
 
 
 def prepare_run(
@@ -126,7 +128,7 @@ def prepare_run(
         # `reset` may lengthen prompts.
         longest_prompt = max(longest_prompt, args.max_prompt_length or 0)
     if isinstance(backend, ServedBackend):
-        backend.check_policy(parts.model, longest_prompt + args.max_completion_length)
+        backend.check_policy(parts.model, longest_row(longest_prompt, args))
         backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
     # A pipeline has the states at the cut on one of its stages only.
     samples_here = rollout_backend is None and isinstance(backend, LocalBackend)
@@ -221,6 +223,8 @@ def load_sampled_model(
     episodes = load_episodes(inputs, args, tokenizer, backend)
     datasets = [prepare_dataset(dataset, tokenizer, args, episodes) for dataset in datasets]
     check_lengths(model, args, [known_rows(dataset) for dataset in datasets])
+    if episodes is not None and args.max_context_length is not None:
+        episodes.check_contexts(max(longest_prompt_of(dataset, args) for dataset in datasets), args.max_turn_length)
     functions = resolve_rewards(inputs, args.device, base_name(model, model_kwargs), tokenizer)
     gives_rewards = episodes is not None and episodes.gives_rewards
     if not functions and not gives_rewards and episodes is not None:
@@ -231,6 +235,7 @@ def load_sampled_model(
     for dataset in datasets:
         rewards.check_columns([*(n for n in dataset.column_names if n not in ("prompt", "prompt_ids")), *added])
     check_stage_training(args, inputs.quantization_config, rewards.trunk_reward is not None)
+    require_one_segment(args, rewards)
     if args.push_to_hub:
         from onetrunk.checkpoints.hub import require_push
 
@@ -256,19 +261,22 @@ def load_sampled_model(
         if line is not None and args.should_log:
             tqdm.write(line, file=sys.stderr)
     stops = {*stop_token_ids(tokenizer, trunk.get_base_model().generation_config), *extra_stops}
-    params = SamplingParams(
-        max_completion_length=args.max_completion_length,
-        temperature=args.temperature,
-        stop_token_ids=tuple(sorted(stops)),
-        pad_token_id=tokenizer.pad_token_id,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        max_turn_length=args.max_turn_length,
-    )
+    names = "max_completion_length temperature top_p top_k max_turn_length max_context_length"
+    given = {name: getattr(args, name) for name in names.split()}
+    params = SamplingParams(**given, stop_token_ids=tuple(sorted(stops)), pad_token_id=tokenizer.pad_token_id)
     sampler = Sampler(backend, rewards, tokenizer, params, episodes=episodes)
     if episodes is not None:
         episodes.limits = replace(episodes.limits, longest_prompt=longest_with_reset(trunk, args))
     return SampledModel(trunk, tokenizer, datasets, sampler)
+
+
+def require_one_segment(args: PPOConfig, rewards: RewardSet) -> None:
+    """Raise ValueError if a reward adapter of the trunk would have to read an episode of several segments."""
+    if rewards.trunk_reward is not None and args.max_context_length is not None:
+        raise ValueError(
+            "a reward adapter on the policy's base reads one row, and max_context_length divides an episode into"
+            " several; leave one of them out, or give a reward model of its own"
+        )
 
 
 def load_episodes(
@@ -276,7 +284,7 @@ def load_episodes(
 ) -> Episodes | None:
     """Return the tools and environments of a run; None if its completions are one turn each."""
     if not inputs.tools and inputs.environment_factory is None:
-        for name in ("max_turns", "max_turn_length"):
+        for name in ("max_turns", "max_turn_length", "max_context_length"):
             if getattr(args, name) is not None:
                 raise ValueError(
                     f"{name} is {getattr(args, name)}, and there are neither tools nor an environment; give one"
@@ -291,7 +299,7 @@ def load_episodes(
         "episodes with tools or environments",
         "whose processes would each play the same episode; launch with accelerate_configs/ddp.yaml or fsdp2.yaml",
     )
-    from onetrunk.rollouts.environments import EpisodeLimits, Episodes  # Few runs have them.
+    from onetrunk.rollouts.episodes.environments import EpisodeLimits, Episodes  # Few runs have them.
 
     limits = EpisodeLimits(
         args.max_turns,
@@ -299,15 +307,31 @@ def load_episodes(
         args.max_observation_characters,
         args.max_failed_episodes_fraction,
         control_tokens=args.observation_control_tokens,
+        compaction=compaction_limits(args, inputs.compact),
     )
     factory, template_kwargs = inputs.environment_factory, args.chat_template_kwargs
     return Episodes(inputs.tools, factory, tokenizer, limits, template_kwargs)
 
 
+def compaction_limits(args: PPOConfig, compact: Compact | None) -> CompactionLimits:
+    """Return when and how contexts are compacted; ValueError for a rule that nothing would call."""
+    if compact is not None and not callable(compact):
+        raise ValueError(f"compact is {compact!r}; give a function that takes messages and returns messages")
+    if compact is not None and args.max_context_length is None:
+        raise ValueError("compact is given and max_context_length is not, so no context is compacted; set it")
+    from onetrunk.rollouts.episodes.kinds import CompactionLimits
+
+    names = ("max_context_length", "max_compactions", "kept_turns", "compaction_prompt")
+    return CompactionLimits(*(getattr(args, name) for name in names), compact)
+
+
 def longest_with_reset(trunk: TrunkModel, args: PPOConfig) -> int | None:
     """Return the most tokens of a prompt with the observation of `reset`; None: no bound."""
     positions = getattr(trunk.get_base_model().config.get_text_config(), "max_position_embeddings", None)
-    rows = [most - args.max_completion_length for most in (positions, args.microbatch_tokens) if most is not None]
+    limits, added = (positions, args.microbatch_tokens), args.max_completion_length
+    if args.max_context_length is not None:  # A summary and two turns come after a prompt, in each context.
+        limits, added = (args.max_context_length,), 3 * args.max_turn_length
+    rows = [most - added for most in limits if most is not None]
     return min([*rows, args.max_prompt_length] if args.max_prompt_length is not None else rows, default=None)
 
 
@@ -525,6 +549,7 @@ def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool, pla
         "no layer is frozen: set adapter_layers to top-k": not trunk.cut,
         "trunk_cache is off": args.trunk_cache == "off",
         "the rollout backend is not the trunk itself": not samples_here,
+        "contexts are compacted (max_context_length)": args.max_context_length is not None,
     }
     obstacle = next((reason for reason, holds in obstacles.items() if holds), None)
     if args.capture_trunk_states and obstacle:
@@ -695,7 +720,7 @@ def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, dat
     """Check that the model has the tokens of all prompts, and positions for prompt and completion."""
     prompts = [ids for dataset in datasets for ids in dataset["prompt_ids"]]
     longest = max(map(len, prompts))
-    most = longest + args.max_completion_length
+    most = longest_row(longest, args)
     remedy = f"the longest prompt has {longest} tokens and max_completion_length is {args.max_completion_length}"
     if args.microbatch_tokens is not None and most > args.microbatch_tokens:
         raise ValueError(

@@ -35,7 +35,7 @@ from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, rea
 from onetrunk.utils.import_path import USER_MODULE
 
 if TYPE_CHECKING:
-    from onetrunk.rollouts.environments import Episodes
+    from onetrunk.rollouts.episodes.environments import Episodes
 
 STATE_FILE = "experience_stream.json"
 # A process's share of the rollout in use.

@@ -51,7 +51,8 @@ from onetrunk.utils.files import digest, reading_content
 
 if TYPE_CHECKING:
     from onetrunk.ppo.monitoring.progress import PPOTensorBoard
-    from onetrunk.rollouts.environments import Factory
+    from onetrunk.rollouts.episodes.environments import Factory
+    from onetrunk.rollouts.episodes.kinds import Compact
 
 
 class PPOTrainer(ResumableTrainer):
@@ -92,6 +93,8 @@ class PPOTrainer(ResumableTrainer):
         tools: functions that the policy may call, sync or async, with type hints and docstrings, as in TRL.
         environment_factory: makes the environment of an episode, TRL's or Gymnasium's (`rollouts/README.md`); several
             by their names in the dataset's column `environment`.
+        compact: with max_context_length, takes the messages of an episode and returns those of its new context, in
+            place of the policy's summary.
 
     Raises:
         ValueError, TypeError: an invalid setting, row or reward function; before the model loads where possible.
@@ -143,10 +146,11 @@ class PPOTrainer(ResumableTrainer):
         rollout_backend: RolloutBackend | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Factory | Mapping[str, Factory] | None = None,
+        compact: Compact | None = None,
     ):
         args = PPOConfig(output_dir="ppo-output") if args is None else args
         about_model = (model, reward_funcs, processing_class, reward_processing_classes, quantization_config)
-        inputs = ModelInputs(*about_model, peft_config, tools, environment_factory)
+        inputs = ModelInputs(*about_model, peft_config, tools, environment_factory, compact)
         hooks = {"progress": self._show_sampling, "poll": self._poll_sampling}
         run = prepare_run(inputs, args, train_dataset, eval_dataset, rollout_backend, hooks)
         self.sampler, self.trunk_plan = run.parts.sampler, run.trunk_plan

@@ -13,7 +13,7 @@ from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.masking import on_cpu, widest_dtype
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.rollout import RolloutPack
+from onetrunk.ppo.packs import RolloutPack
 from onetrunk.types import Experience
 from onetrunk.utils.files import check_tensors, load_tensors, save_tensors
 from onetrunk.utils.randomness import VALUE_STREAM, derived_seed

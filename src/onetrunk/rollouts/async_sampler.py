@@ -61,14 +61,14 @@ class StartedRow:
     """A row that was sampled, or is being sampled, from `version`; `completion_ids` are None while it runs.
 
     Args:
-        episode: of an episode, its prompt_ids, turn_ids, turn_rewards and record, as in `Rollout`.
+        episode: of an episode, its prompt_ids, turn_ids, turn_rewards, restarts and record, as in `Rollout`.
     """
 
     version: int
     completion_ids: list[int] | None = None
     logprobs: Tensor | None = None
     stopped: bool = False
-    episode: tuple[list[int], list[int], list[float] | None, Any] | None = None
+    episode: tuple[list[int], list[int], list[float] | None, list[int] | None, Any] | None = None
 
 
 @dataclass(eq=False)
@@ -196,8 +196,11 @@ class AsyncSampler:
         )
         if rows[0].episode is None:
             return rollout
-        prompts, turns, rewards, records = zip(*(row.episode for row in rows), strict=True)
-        return replace(rollout, prompt_ids=prompts, turn_ids=turns, turn_rewards=rewards, episodes=records)
+        prompts, turns, rewards, restarts, records = zip(*(row.episode for row in rows), strict=True)
+        restarts = None if restarts[0] is None else restarts
+        return replace(
+            rollout, prompt_ids=prompts, turn_ids=turns, turn_rewards=rewards, restarts=restarts, episodes=records
+        )
 
     def finish(self, iteration: int) -> None:
         """Forget a rollout that was taken and is used."""
@@ -292,12 +295,13 @@ class AsyncSampler:
         return all(part.rows is not None for part in self._parts if part.iteration == iteration)
 
 
-def episodes_of(rollout: Rollout) -> list[tuple[list[int], list[int], list[float] | None, Any] | None]:
+def episodes_of(rollout: Rollout) -> list[tuple[Any, ...] | None]:
     """Return `StartedRow.episode` of each row of a rollout."""
     nothing = [None] * len(rollout)
     if rollout.episodes is None:
         return nothing
-    columns = rollout.prompt_ids, rollout.turn_ids, rollout.turn_rewards or nothing, rollout.episodes
+    given = rollout.turn_rewards or nothing, rollout.restarts or nothing
+    columns = rollout.prompt_ids, rollout.turn_ids, *given, rollout.episodes
     return list(zip(*columns, strict=True))
 
 

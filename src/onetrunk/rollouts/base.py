@@ -34,6 +34,7 @@ class SamplingParams:
         top_p: draw from the fewest, most probable tokens that have at least this probability together; 1: from all.
         top_k: draw from the k most probable tokens; 0: from all. Greedy decoding needs neither and ignores both.
         max_turn_length: most tokens of one turn of an episode, which goes on after it; None: max_completion_length.
+        max_context_length: most tokens that a turn and what it reads have together, if contexts are compacted.
 
     Raises:
         ValueError: a value is outside its range.
@@ -46,9 +47,10 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     max_turn_length: int | None = None
+    max_context_length: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_completion_length", "max_turn_length"):
+        for name in ("max_completion_length", "max_turn_length", "max_context_length"):
             most = getattr(self, name)
             if most is not None and most < 1:
                 raise ValueError(f"{name} is {most}; set it to 1 token or more")
@@ -76,8 +78,19 @@ class SamplingParams:
 
         `top_p` and `top_k` only where tokens are excluded.
         """
-        left_out = ("max_turn_length",) if self.truncates else ("max_turn_length", "top_p", "top_k")
+        of_episodes = ("max_turn_length", "max_context_length")
+        left_out = of_episodes if self.truncates else (*of_episodes, "top_p", "top_k")
         return {name: value for name, value in asdict(self).items() if name not in left_out}
+
+
+def longest_row(longest_prompt: int, settings: Any) -> int:
+    """Return the most tokens that the model reads at once: a prompt and its completion, or a context.
+
+    Args:
+        settings: SamplingParams or PPOConfig, with max_completion_length and max_context_length.
+    """
+    row, context = longest_prompt + settings.max_completion_length, settings.max_context_length
+    return row if context is None else min(row, max(context, longest_prompt + 1))
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ from torch import nn
 from onetrunk.models.shared_base import share_base
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, rollout_of
-from onetrunk.rollouts.episodes import Answers, Progress, play_in_waves
+from onetrunk.rollouts.episodes.rows import Answers, Progress, play_in_waves
 from onetrunk.rollouts.publishing import (
     AdapterFolder,
     Published,

@@ -32,7 +32,7 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.token_grid import Positions, known_masks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.episodes import EpisodeRow, rows_of
+from onetrunk.rollouts.episodes.rows import EpisodeRow, rows_of
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.randomness import generator_of
 

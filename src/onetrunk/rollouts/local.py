@@ -22,9 +22,9 @@ from transformers import LogitsProcessorList
 
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.parallel.sharding import gathered
-from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.base import SamplingParams, longest_row
 from onetrunk.rollouts.decoding import SamplingCall, StateCapture, capturing, require_rows
-from onetrunk.rollouts.episodes import Answers, rollout_of_episodes
+from onetrunk.rollouts.episodes.rows import Answers, rollout_of_episodes
 from onetrunk.rollouts.turns import NO_ANSWERS, DecodeLoop
 from onetrunk.types import Rollout, RowKey
 
@@ -160,7 +160,7 @@ def require_inputs(
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)  # models without positional limit lack it
     longest, added = max(map(len, prompt_ids), default=0), params.max_completion_length
-    if limit is not None and longest + added > limit:
+    if limit is not None and longest_row(longest, params) > limit:
         raise ValueError(
             f"a prompt of {longest} tokens and max_completion_length {added} exceed the model's {limit} positions; "
             "shorten the longest prompts or lower max_completion_length"

@@ -28,7 +28,7 @@ from onetrunk.rollouts.decoding import (
     on_device,
     prefill,
 )
-from onetrunk.rollouts.episodes import Answers
+from onetrunk.rollouts.episodes.rows import Answers
 
 # Tokens of the others after which a row that has its answer goes on, even if it is the only one.
 PATIENCE = 8
@@ -212,12 +212,13 @@ class DecodeLoop:
             self.parked.append(parked)
 
     def _unparked(self, rows: Sequence[int]) -> list[DecodeState]:
-        """Return the caches that are kept of `rows`, and keep them no longer."""
+        """Return the caches that are kept of `rows`, and keep them no longer; none of a row with a new context."""
         taken, kept = [], []
         for parked in self.parked:
             leaving = [i for i, row in enumerate(parked.rows) if row in rows]
             if leaving:
-                taken.append(parked.part(leaving))
+                going_on = [i for i in leaving if not self.call.episodes[parked.rows[i]].begins_anew]
+                taken += [parked.part(going_on)] if going_on else []
             kept.append(parked.kept([i for i in range(len(parked.rows)) if i not in leaving]))
         self.parked = [parked for parked in kept if parked is not None]
         return taken

@@ -25,7 +25,7 @@ from torch import nn
 from onetrunk.parallel.groups import is_first_process, on_first_process, once_per_group
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, rollout_of
-from onetrunk.rollouts.episodes import Answers, Progress, play_row_by_row
+from onetrunk.rollouts.episodes.rows import Answers, Progress, play_row_by_row
 from onetrunk.rollouts.publishing import (
     ADAPTERS_FOLDER,
     ROLES,

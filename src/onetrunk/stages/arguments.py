@@ -181,14 +181,21 @@ class EpisodeArguments:
         " chooses from, to such.",
     )
 
+    compact: str | None = option(
+        None,
+        "With max_context_length: function that takes the messages of an episode and returns those of its new context,"
+        " in place of the policy's summary: path/to/file.py:function.",
+    )
+
     def episode_parts(self) -> dict[str, Any]:
-        """Return `tools` and `environment_factory` as PPOTrainer takes them; imports what they name."""
+        """Return `tools`, `environment_factory` and `compact` as PPOTrainer takes them; imports what they name."""
         tools, factory = [find_object(spec, "tool") for spec in self.tools or ()], self.environment
         if isinstance(factory, dict):
             factory = {name: _environment(str(spec)) for name, spec in factory.items()}
         elif factory is not None:
             factory = _environment(factory)
-        return {"tools": tools or None, "environment_factory": factory}
+        compact = None if self.compact is None else find_object(self.compact, "function")
+        return {"tools": tools or None, "environment_factory": factory, "compact": compact}
 
 
 def _environment(spec: str) -> Callable[[], Any]:

@@ -44,6 +44,7 @@ from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launc
 from onetrunk.report.blocks import contest_findings
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
+from onetrunk.rollouts.base import longest_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelArguments, SamplingArguments, parse
@@ -63,7 +64,7 @@ PAIRS, LEDGER = "pairs.jsonl", "ledger/verdicts.db"
 Z = 1.96
 OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 # Fields that PPOConfig does not have.
-NOT_IN_PPO = {"reward_funcs", "opponent", "tie_margin", "max_failed_fraction", "tools", "environment"}
+NOT_IN_PPO = {"reward_funcs", "opponent", "tie_margin", "max_failed_fraction", "tools", "environment", "compact"}
 
 
 @dataclass
@@ -233,7 +234,7 @@ def sample_sides(
                 restore_reference(parts.model, name, revision)
             if isinstance(backend, VLLMBackend):
                 longest_prompt = longest_prompt_of(parts.datasets[0], config)
-                backend.check_policy(parts.model, longest_prompt + config.max_completion_length)
+                backend.check_policy(parts.model, longest_row(longest_prompt, config))
             for side, role in roles.items():
                 closing = contextlib.closing(parts.sampler)
                 with closing, progress.phase(side, is_shown=accelerator.is_main_process):

@@ -31,10 +31,11 @@ from onetrunk.ops.importance import effective_share, importance_sums
 from onetrunk.ops.losses import outside_dis_bounds
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.ppo.rollout import RolloutPack, ScoredRollout
+from onetrunk.ppo.packs import RolloutPack
+from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.rewards.dense import turn_sums
-from onetrunk.rollouts.episodes import EpisodeCounts
-from onetrunk.types import Experience
+from onetrunk.rollouts.episodes.rows import EpisodeCounts
+from onetrunk.types import Experience, Rollout
 
 STEP_NAMES = {
     "policy/loss": "policy/loss",
@@ -278,7 +279,8 @@ def episode_metrics(
     """Return what happened in the episodes of a rollout, equal on every process; {} if none were played.
 
     Numbers are means per episode; `tool_errors` is a share of the calls, `turn_limit` (episodes that ended because
-    they had `max_turns` turns), `length_limit` (those that the limit of tokens ended) and `failed` of the episodes.
+    they had `max_turns` turns), `length_limit` (those that the limit of tokens ended) and `failed` of the episodes,
+    `summaries_cut` (at max_turn_length) of the summaries. `summary_tokens` is the mean length of a summary.
     `time/tools_s` is the time in which a process only waited for answers, `time/answer_s` the time from the end of a
     turn to its answer.
 
@@ -306,8 +308,20 @@ def episode_metrics(
         "episode/tool_calls": counts.tool_calls / counts.episodes,
         "episode/tool_errors": counts.tool_errors / max(1, counts.tool_calls),
         "episode/observation_tokens": counts.observation_tokens / counts.episodes,
+        **_compaction_metrics(scored.rollout, counts),
         "time/tools_s": counts.waited_seconds / processes,
         "time/answer_s": counts.tool_seconds / max(1, counts.turns),
+    }
+
+
+def _compaction_metrics(rollout: Rollout, counts: EpisodeCounts) -> dict[str, float]:
+    """Return how often contexts were compacted; {} if they cannot be."""
+    if rollout.restarts is None:
+        return {}
+    return {
+        "episode/compactions": counts.compactions / counts.episodes,
+        "episode/summary_tokens": counts.summary_tokens / max(1, counts.summaries),
+        "episode/summaries_cut": counts.summaries_cut / max(1, counts.summaries),
     }
 
 

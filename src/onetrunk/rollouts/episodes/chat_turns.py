@@ -29,6 +29,13 @@ from onetrunk.types import Message
 from onetrunk.utils.redaction import encodable
 
 
+def with_observation(prompt: list[Message], observation: str) -> list[Message]:
+    """Return a conversation with the observation of `reset` behind what the user said last."""
+    place = max(i for i, message in enumerate(prompt) if message["role"] == "user")
+    message = {**prompt[place], "content": prompt[place]["content"] + observation}
+    return [*prompt[:place], message, *prompt[place + 1 :]]
+
+
 @dataclass(eq=False)
 class ChatTurns:
     """The tokenizer and chat template of episodes. It may be used in several threads.
@@ -89,6 +96,10 @@ class ChatTurns:
     def foreign(self, text: str) -> str:
         """Return a foreign text to stand in a message that is rendered: its control tokens are characters."""
         return text.replace(CUT, "") if self.reads_control_tokens else self._foreign.divide(text)
+
+    def foreign_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return foreign messages to be rendered, as `foreign` does texts."""
+        return list(messages) if self.reads_control_tokens else self._foreign.divide_all(list(messages))
 
     @cached_property
     def _foreign(self) -> ForeignText:

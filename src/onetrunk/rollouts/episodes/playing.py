@@ -1,4 +1,4 @@
-"""One episode while it is played: its kind, its row, and what answers its turns.
+"""What answers the turns of episodes while they are played.
 
 Failures are observations or failed episodes; the call ends if too many calls hang.
 """
@@ -12,212 +12,37 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from onetrunk.rollouts.async_sampler import POLL_S
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.chat_turns import ChatTurns
-from onetrunk.rollouts.episodes import EpisodeCounts, PlayedEpisode, in_thread
-from onetrunk.rollouts.tool_calls import (
+from onetrunk.rollouts.episodes.chat_turns import ChatTurns, with_observation
+from onetrunk.rollouts.episodes.compaction import Compaction
+from onetrunk.rollouts.episodes.kinds import EpisodeLimits, PlayedTurn, Row
+from onetrunk.rollouts.episodes.rows import NewContext, PlayedEpisode, in_thread
+from onetrunk.rollouts.episodes.tool_calls import (
     TimedCalls,
     TimedOut,
     TooManyHang,
     argument_fault,
     error_text,
-    schema_of,
     shortened,
 )
 from onetrunk.servers.openenv import LostSession
-from onetrunk.types import Message, Prompt, Rollout, RowKey
+from onetrunk.types import Message, Rollout
 from onetrunk.utils.randomness import ENVIRONMENT_STREAM, derived_seed
 from onetrunk.utils.redaction import encodable
 
 logger = logging.getLogger(__name__)
 
-Factory = Callable[[], Any]
 # Gymnasium's environments take seeds of 31 bits.
 SEEDS = 2**31
-# The argument of PPOTrainer, and its key in YAML.
-IN_BOTH = "environment_factory (environment in YAML)"
 # Calls of tools that one turn may begin at the same time.
 CALLS_AT_ONCE = 16
 # What `reset` says is not cut, because it is the task. Longer than any model reads.
 MOST_CHARACTERS = 2**20
-NOT_TOOLS = ("reset", "get_reward", "close")
-
-
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """The settings of PPOConfig that bound an episode.
-
-    Args:
-        max_turns: None: no bound but max_completion_length.
-        tool_timeout: seconds.
-        observation_characters: most characters of an observation; the rest is cut off.
-        failed_fraction: of the rows of a rollout; with more failed episodes the run ends.
-        longest_prompt: most tokens of a prompt with the observation of `reset`; None: no bound.
-        control_tokens: whether those in an observation are read as such, and not as characters.
-    """
-
-    max_turns: int | None = None
-    tool_timeout: float = 60.0
-    observation_characters: int = 2000
-    failed_fraction: float = 0.1
-    longest_prompt: int | None = None
-    control_tokens: bool = False
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of episode: the environments of a factory (or none), and the tools that its prompts show.
-
-    Args:
-        factory: None: tools alone answer.
-        class_name: of the environments.
-        functions: the tools that belong to no environment.
-        schemas: of all tools, by their names.
-        steps: whether the environments are Gymnasium's; offers: whether they are an OpenEnv server's, with tools.
-        has_reward: whether they give rewards.
-        example: one of them; `free`: those in which nobody plays; `made`: all that are not closed.
-    """
-
-    factory: Factory | None
-    class_name: str
-    functions: dict[str, Callable[..., Any]]
-    schemas: dict[str, dict[str, Any]]
-    steps: bool = False
-    offers: bool = False
-    has_reward: bool = False
-    example: Any = None
-    free: list[Any] = field(default_factory=list)
-    made: dict[int, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, factory: Factory | None, tools: Sequence[Callable[..., Any]], name: str | None) -> Kind:
-        """Make one environment and look at it; ValueError says what it lacks. It is used again."""
-        for tool in tools:
-            if inspect.isclass(tool) or not callable(tool) or not hasattr(tool, "__name__"):
-                raise ValueError(f"tools holds {tool!r}; a tool is a function with a name, type hints and a docstring")
-        functions = {tool.__name__: tool for tool in tools}
-        if len(functions) < len(tools):
-            raise ValueError(f"two tools have the same name ({', '.join(t.__name__ for t in tools)}); rename one")
-        schemas = {tool: schema_of(function) for tool, function in functions.items()}
-        if factory is None:
-            return cls(None, "tools", functions, schemas)
-        where = IN_BOTH if name is None else f"environment {name!r}"
-        if not callable(factory):
-            raise ValueError(f"{where} is a {type(factory).__name__}; give a class or a function that makes one")
-        try:
-            environment = factory()
-        except Exception as error:
-            hint = "; it is called without arguments" if isinstance(error, TypeError) else ""
-            reason = f"{type(error).__name__}: {encodable(error)}{hint}"
-            raise RuntimeError(f"{where} could not make an environment: {reason}") from error
-        class_name = type(environment).__name__
-        made = {"example": environment, "free": [environment], "made": {id(environment): environment}}
-        if not callable(getattr(environment, "reset", None)):
-            raise ValueError(
-                f"{where} makes a {class_name}, which has no reset; an environment has reset and, as in TRL, methods"
-                " that are tools, or, as in Gymnasium, step"
-            )
-        if callable(getattr(environment, "step", None)):
-            if tools:
-                raise ValueError(f"{where} makes a {class_name}, which answers by step, so no tools go with it")
-            require_takes(environment.reset, "reset(self, *, seed=None, options=None)", seed=0, options={})
-            require_takes(environment.step, "step(self, action)", "")
-            return cls(factory, class_name, {}, {}, steps=True, has_reward=True, **made)
-        offers = hasattr(environment, "tool_schemas")  # An OpenEnv server's tools.
-        methods = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
-        public = [name for name in methods if not name.startswith("_") and name not in NOT_TOOLS]
-        own = environment.tool_schemas if offers else {tool: schema_of(getattr(environment, tool)) for tool in public}
-        if not schemas.keys().isdisjoint(own):
-            raise ValueError(f"{class_name} has {', '.join(own)}, and so has tools; rename one")
-        schemas |= own
-        if not schemas:  # It says prompts, as in TRL, or scores answers.
-            logger.warning("%s has no public methods (tools) and no step: its episodes have one turn", class_name)
-        has_reward = offers or callable(getattr(environment, "get_reward", None))
-        return cls(factory, class_name, functions, schemas, offers=offers, has_reward=has_reward, **made)
-
-    def take(self) -> Any:
-        """Return an environment that nobody plays in; None for tools alone."""
-        if self.factory is None:
-            return None
-        try:
-            return self.free.pop()
-        except IndexError:
-            pass
-        try:
-            environment = self.factory()
-        except Exception as error:
-            raise RuntimeError(
-                f"{self.class_name} could not be made once more beside {len(self.made)} others"
-                f" ({type(error).__name__}: {encodable(error)}); each completion of a rollout plays in its own"
-                " environment, all at once: let the factory make rollout_batch_size x num_generations of them (per"
-                " process, and those of an evaluation), or lower these settings"
-            ) from error
-        return self.made.setdefault(id(environment), environment)
-
-    def close(self, calls: TimedCalls, environment: Any) -> list[Future[None]]:
-        """Begin to close an environment in a thread, if it has `close` and was not closed before."""
-        known = self.made.pop(id(environment), None)
-
-        def close() -> None:
-            try:
-                calls.call(environment.close)
-            except BaseException as error:
-                logger.warning("close of %s failed: %s: %s", self.class_name, type(error).__name__, encodable(error))
-
-        return [in_thread(close)] if callable(getattr(known, "close", None)) else []
-
-
-@dataclass(eq=False)
-class Row:
-    """One episode while it is played."""
-
-    kind: Kind
-    prompt: Prompt
-    prompt_ids: list[int]
-    columns: dict[str, Any]
-    key: RowKey
-    environment: Any = None
-    # The ids so far, and the messages after the prompt.
-    context: list[int] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    counts: EpisodeCounts = field(default_factory=EpisodeCounts)
-    failure: str | None = None
-    hangs: bool = False
-    is_cut: bool = False  # By a limit of turns or by the environment's own, in no terminal state.
-    is_terminated: bool = False  # By the environment, also in a turn that a limit cut off.
-
-    @property
-    def is_chat(self) -> bool:
-        return not isinstance(self.prompt, str)
-
-    def count(self, **more: float) -> None:
-        self.counts += EpisodeCounts(**more)
-
-
-def require_takes(method: Callable[..., Any], expected: str, *args: Any, **kwargs: Any) -> None:
-    """Raise ValueError if a method of an environment cannot be called so; `expected` is what it should be."""
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # Code in C has none.
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        name = getattr(method, "__qualname__", method)
-        raise ValueError(f"{name}{signature} cannot be called: {error}; write it as {expected}") from error
-
-
-def with_observation(prompt: list[Message], observation: str) -> list[Message]:
-    """Return a conversation with the observation of `reset` behind what the user said last."""
-    place = max(i for i, message in enumerate(prompt) if message["role"] == "user")
-    message = {**prompt[place], "content": prompt[place]["content"] + observation}
-    return [*prompt[:place], message, *prompt[place + 1 :]]
 
 
 class StepFault(Exception):
@@ -239,6 +64,8 @@ class Playing:
         self.turns, self.calls, self.limits, self.rows, self.poll = turns, calls, limits, rows, poll
         self.max_length, self.stop_ids = params.max_completion_length, params.stop_token_ids
         self.max_turn_length = params.max_turn_length
+        compacts = limits.compaction.max_context_length is not None
+        self.compaction = Compaction(limits.compaction, turns, params.max_turn_length) if compacts else None
         # What ends the run; raised at the end of the call.
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -250,7 +77,7 @@ class Playing:
         self._for_each_row("reset", self._reset)
 
     def _reset(self, row: Row) -> None:
-        row.environment = self.calls.call(row.kind.take)
+        row.environment, row.shown = self.calls.call(row.kind.take), row.prompt
         if row.environment is not None:
             self._observe_reset(row, self._call_reset(row))
         row.context = list(row.prompt_ids)
@@ -275,8 +102,8 @@ class Playing:
         observation = encodable(observation)
         if row.is_chat:
             prompt = with_observation(row.prompt, observation)
-            shown = with_observation(row.prompt, self.turns.foreign(observation))
-            ids = self.turns.prompt_ids(shown, list(row.kind.schemas.values()))
+            row.shown = with_observation(row.prompt, self.turns.foreign(observation))
+            ids = self.turns.prompt_ids(row.shown, row.tools)
         else:
             prompt, ids = row.prompt + observation, [*row.prompt_ids, *self.turns.text_ids(observation)]
         longest = self.limits.longest_prompt
@@ -293,26 +120,28 @@ class Playing:
         start, before = time.perf_counter(), row.context
         observation = None
         try:
-            row.context = [*before, *token_ids]
+            row.context, row.length = [*before, *token_ids], row.length + len(token_ids)
             row.count(turns=1, turns_cut=int(not stopped and len(token_ids) == self.max_turn_length))
             row.rewards.append(0.0)
             if row.failure is None and self._error is None:
                 answer = self._step if row.kind.steps else self._call_tools
+                answer = self._take_summary if row.asks_summary else answer
                 observation = answer(row, token_ids, stopped, before)
         except TooManyHang as error:
             self._error = self._error or error
         except Exception as error:  # Such as a template's that rejects what a tool said.
             row.failure = f"the answer to a turn raised {type(error).__name__}: {encodable(error)}"
-        row.context = [*row.context, *(observation or ())]
+        row.context = [*(() if isinstance(observation, NewContext) else row.context), *(observation or ())]
+        row.length += len(observation or ())
         row.count(tool_seconds=time.perf_counter() - start)
-        length = len(row.context) - len(row.prompt_ids)
-        self._wait(-1, is_over=observation is None or length >= self.max_length)
+        is_full = self.compaction is not None and len(row.context) >= self.limits.compaction.max_context_length
+        self._wait(-1, is_over=observation is None or is_full or row.length >= self.max_length)
         return observation
 
     def _is_last(self, row: Row) -> bool:
         """Return whether a row that would go on has all its turns, and count it unless the length ends it anyway."""
-        row.is_cut = row.counts.turns == self.limits.max_turns
-        has_room = len(row.context) - len(row.prompt_ids) < self.max_length
+        row.is_cut = row.counts.turns - row.counts.summaries == self.limits.max_turns
+        has_room = row.length < self.max_length
         row.count(turns_at_limit=int(row.is_cut and has_room))
         return row.is_cut
 
@@ -340,9 +169,10 @@ class Playing:
             return None
         text = shortened(text, self.limits.observation_characters)
         row.messages.append({"role": "user", "content": text})
-        if row.is_chat:
-            return self.turns.ids_of(row.messages[-1:], self.stop_ids, stopped)
-        return self.turns.text_ids(text)
+        ids = (
+            self.turns.ids_of(row.messages[-1:], self.stop_ids, stopped) if row.is_chat else self.turns.text_ids(text)
+        )
+        return self._fitted(row, token_ids, stopped, ids, row.messages[-2:])
 
     @staticmethod
     def _checked(result: Any) -> tuple[Any, ...]:
@@ -360,7 +190,7 @@ class Playing:
 
     def _call_tools(self, row: Row, token_ids: list[int], stopped: bool, before: list[int]) -> list[int] | None:
         """Call the tools that a turn asks for; None if it asks for none, and the episode is over."""
-        message = self.turns.message_of(token_ids, stopped, before, list(row.kind.schemas.values()))
+        message = self.turns.message_of(token_ids, stopped, before, row.tools)
         row.messages.append(message)
         calls = message.get("tool_calls") or []
         # A call in a turn that was cut off may be cut off too.
@@ -375,7 +205,46 @@ class Playing:
         if row.kind.offers:
             row.rewards[-1], row.environment.reward = row.environment.reward, 0.0
             is_over |= row.environment.is_over
-        return None if is_over else self.turns.ids_of(row.messages[-len(calls) :], self.stop_ids)
+        if is_over:
+            return None
+        ids = self.turns.ids_of(row.messages[-len(calls) :], self.stop_ids)
+        return self._fitted(row, token_ids, stopped, ids, row.messages[-len(calls) - 1 :])
+
+    def _fitted(
+        self, row: Row, token_ids: list[int], stopped: bool, answer_ids: list[int], messages: list[Message]
+    ) -> list[int]:
+        """Return the ids that answer a turn, or, if the context grows too long, those that ask for a summary of it.
+
+        Or a new context, by the user's rule. The answer then comes with the new context.
+
+        Args:
+            messages: the turn and what answers it, the last ones of the row.
+        """
+        compaction, done = self.compaction, row.counts.compactions
+        if compaction is None:
+            return answer_ids
+        row.played.append(PlayedTurn(token_ids, messages, answer_ids))
+        request = compaction.request(row.is_chat, self.stop_ids, stopped)
+        if not compaction.is_due(len(row.context) + len(answer_ids), done, len(request)):
+            return answer_ids
+        if self.limits.compaction.compact is not None:
+            row.count(compactions=1)
+            return compaction.by_rule(row)
+        row.asks_summary = True
+        row.messages[1 - len(messages) :] = [compaction.message]
+        return request
+
+    def _take_summary(self, row: Row, token_ids: list[int], stopped: bool, _before: list[int]) -> list[int] | None:
+        """Return the context that begins with a summary, and with the answer that waited for it."""
+        compaction, summary = self.compaction, self.turns.text_of(token_ids, stopped)
+        is_cut = not stopped and len(token_ids) == self.max_turn_length
+        row.asks_summary = False
+        row.count(compactions=1, summaries=1, summary_tokens=len(token_ids), summaries_cut=int(is_cut))
+        row.messages += [{"role": "assistant", "content": summary}, *row.played[-1].messages[1:]]
+        request = len(compaction.request(row.is_chat, self.stop_ids, stopped=True))
+        context = compaction.with_summary(row, summary, token_ids, request)
+        row.is_cut = context is None
+        return context
 
     def _tool_of(self, row: Row, call: dict[str, Any]) -> tuple[str, Callable[[], Any] | str, bool]:
         """Return the name of a tool, what calls it (or what is wrong), and whether it may run beside others."""
@@ -412,6 +281,7 @@ class Playing:
         self._for_each_row("get_reward", self._read_reward)
         columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.turn_ids, rollout.stopped
         completions, logprobs, turns, stopped = map(list, columns)
+        restarts = None if rollout.restarts is None else list(rollout.restarts)
         for i, row in enumerate(self.rows):
             row.count(episodes=1, failed_episodes=int(row.failure is not None), observation_tokens=turns[i].count(-1))
             row.count(waited_seconds=self._waited_s / len(self.rows))
@@ -420,6 +290,8 @@ class Playing:
                 stopped[i] = stopped[i] and len(completions[i]) == 1
                 completions[i], logprobs[i], turns[i] = completions[i][:1], logprobs[i][:1], turns[i][:1]
                 row.rewards = [math.nan]
+                if restarts is not None:
+                    restarts[i] = []
         rewards = [row.rewards or None if row.kind.has_reward or row.failure else None for row in self.rows]
         return replace(
             rollout,
@@ -428,6 +300,7 @@ class Playing:
             turn_ids=turns,
             stopped=stopped,
             turn_rewards=rewards,
+            restarts=restarts,
             episodes=[self._played(row) for row in self.rows],
         )
 
@@ -438,8 +311,7 @@ class Playing:
         messages = row.messages if row.is_chat else None
         may_return = row.environment is not None and row.failure is None and not row.hangs
         leave = row.kind.free.append if may_return else partial(row.kind.close, self.calls)
-        tools = list(row.kind.schemas.values())
-        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, tools, leave)
+        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, row.tools, leave)
 
     def _read_reward(self, row: Row) -> None:
         """Ask a TRL environment for the score of its episode, which arrives with the last turn."""

@@ -30,6 +30,10 @@ Generate = Callable[..., Rollout]
 Progress = Callable[[int, int, int], None]
 
 
+class NewContext(list[int]):
+    """The ids of a context that takes the place of all that a row has so far: its contexts are compacted."""
+
+
 class Answers(Protocol):
     """What answers the turns of one call: environments or tools."""
 
@@ -42,8 +46,8 @@ class Answers(Protocol):
             stopped: whether the turn ended at a stop token.
 
         Returns:
-            A future with the ids of the observation that the row goes on from, or None if its episode is over. It
-            never raises; other threads work on it.
+            A future with the ids of the observation that the row goes on from, or a NewContext that it goes on from
+            alone, or None if its episode is over. It never raises; other threads work on it.
         """
         ...
 
@@ -66,6 +70,8 @@ class EpisodeCounts:
         waited_seconds: seconds in which every row that was not over waited for an answer.
         turns_cut: turns that `max_turn_length` cut off.
         truncated: episodes that a limit of their environment ended.
+        compactions: contexts that took the place of longer ones.
+        summaries, summary_tokens, summaries_cut: turns that wrote a summary, their tokens, and those at their limit.
     """
 
     episodes: int = 0
@@ -79,6 +85,10 @@ class EpisodeCounts:
     waited_seconds: float = 0.0
     turns_cut: int = 0
     truncated: int = 0
+    compactions: int = 0
+    summaries: int = 0
+    summary_tokens: int = 0
+    summaries_cut: int = 0
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -113,28 +123,34 @@ class EpisodeRow:
 
     Args:
         prompt_ids, key: of the row; turn 0 draws by `key`, turn k by (*key, k).
-        max_length: most tokens after the prompt, observations included.
+        max_length: most tokens after the prompt, observations and new contexts included.
         max_turn_length: most tokens of a turn; None: no other bound.
+        max_context_length: most tokens of a context, if contexts are compacted.
         token_ids, turn_ids: the tokens after the prompt so far, and their turns, -1 at observations.
         logprobs: of each turn and each observation (0), float32.
         num_turns: turns so far.
         stopped: whether the last turn ended at a stop token, and no observation was too long.
+        restarts: places in token_ids at which a new context begins.
+        begins_anew: whether the next turn is the first one of a new context.
     """
 
     prompt_ids: list[int]
     key: RowKey
     max_length: int
     max_turn_length: int | None = None
+    max_context_length: int | None = None
     token_ids: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     num_turns: int = 0
     stopped: bool = False
+    restarts: list[int] = field(default_factory=list)
+    begins_anew: bool = False
 
     @property
     def context(self) -> list[int]:
         """The ids that the next turn goes on from."""
-        return [*self.prompt_ids, *self.token_ids]
+        return self.token_ids[self.restarts[-1] :] if self.restarts else [*self.prompt_ids, *self.token_ids]
 
     @property
     def room(self) -> int:
@@ -142,9 +158,18 @@ class EpisodeRow:
         return self.max_length - len(self.token_ids)
 
     @property
+    def context_room(self) -> int:
+        """Tokens that are left of the context, and of the episode."""
+        if self.max_context_length is None:
+            return self.room
+        start = self.restarts[-1] if self.restarts else -len(self.prompt_ids)
+        return min(self.room, self.max_context_length - (len(self.token_ids) - start))
+
+    @property
     def turn_room(self) -> int:
         """Most tokens of the next turn."""
-        return self.room if self.max_turn_length is None else min(self.room, self.max_turn_length)
+        room = self.context_room
+        return room if self.max_turn_length is None else min(room, self.max_turn_length)
 
     @property
     def turn_key(self) -> RowKey:
@@ -157,7 +182,7 @@ class EpisodeRow:
         self.turn_ids += [self.num_turns] * len(token_ids)
         self.logprobs.append(logprobs)
         self.num_turns += 1
-        self.stopped = stopped
+        self.stopped, self.begins_anew = stopped, False
 
     def add_answer(self, token_ids: Sequence[int] | None) -> bool:
         """Add the observation that answers the last turn; return whether the episode goes on.
@@ -166,9 +191,12 @@ class EpisodeRow:
         """
         if token_ids is None:
             return False
-        if len(token_ids) >= self.room:
+        self.begins_anew = isinstance(token_ids, NewContext)
+        if len(token_ids) >= (min(self.room, self.max_context_length) if self.begins_anew else self.context_room):
             self.stopped = False
             return False
+        if self.begins_anew:
+            self.restarts.append(len(self.token_ids))
         self.token_ids += token_ids
         self.turn_ids += [-1] * len(token_ids)
         self.logprobs.append(torch.zeros(len(token_ids)))
@@ -184,6 +212,7 @@ def rollout_of_episodes(rows: Sequence[EpisodeRow], version: int) -> Rollout:
         stopped=[row.stopped for row in rows],
         policy_version=version,
         turn_ids=[row.turn_ids for row in rows],
+        restarts=[row.restarts for row in rows] if any(row.max_context_length for row in rows) else None,
     )
 
 
@@ -276,7 +305,7 @@ def play_row_by_row(
 
 def rows_of(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> list[EpisodeRow]:
     """Return the rows of a call before their first turns."""
-    limits = params.max_completion_length, params.max_turn_length
+    limits = params.max_completion_length, params.max_turn_length, params.max_context_length
     return [EpisodeRow(list(ids), key, *limits) for ids, key in zip(prompt_ids, keys, strict=True)]
 
 

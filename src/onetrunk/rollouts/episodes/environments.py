@@ -20,9 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.data.rows import Rows
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.chat_turns import ChatTurns
-from onetrunk.rollouts.playing import IN_BOTH, EpisodeLimits, Factory, Kind, Playing, Row, require_takes
-from onetrunk.rollouts.tool_calls import TimedCalls
+from onetrunk.rollouts.episodes.chat_turns import ChatTurns
+from onetrunk.rollouts.episodes.compaction import Compaction
+from onetrunk.rollouts.episodes.kinds import IN_BOTH, EpisodeLimits, Factory, Kind, Row, require_takes
+from onetrunk.rollouts.episodes.playing import Playing
+from onetrunk.rollouts.episodes.tool_calls import TimedCalls
 from onetrunk.types import Prompt, Rollout, RowKey
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class Episodes:
         self.kinds = {name: Kind.of(make, tools, name) for name, make in factories.items()}
         self.turns = ChatTurns(tokenizer, dict(template_kwargs or {}), limits.control_tokens)
         self.calls = TimedCalls(limits.tool_timeout)
+        # Whether prompts are conversations; known once they are checked.
+        self.is_chat = False
         self.has_tools = any(kind.schemas for kind in self.kinds.values())
         if self.has_tools:
             self.turns.prepare(has_tools=True)
@@ -116,6 +120,7 @@ class Episodes:
                 f"{IN_BOTH} names several environments, and the dataset has no column 'environment' that"
                 f" chooses one ({', '.join(self.kinds)}); add it, or give a single environment"
             )
+        self.is_chat = conversational
         if self.has_tools and not conversational:
             raise ValueError(
                 "tools are called in conversations, and the prompts of a dataset (training or evaluation) are text;"
@@ -128,6 +133,10 @@ class Episodes:
                 require_takes(kind.example.reset, f"reset(self, **row); the row has {', '.join(given)}", **given)
         if conversational and not self.has_tools and any(kind.steps for kind in self.kinds.values()):
             self.turns.prepare(has_tools=False)
+
+    def check_contexts(self, longest_prompt: int, turn_length: int) -> None:
+        """Raise ValueError if a compacted context has no room for what it begins with and the next turns."""
+        Compaction(self.limits.compaction, self.turns, turn_length).require_room(longest_prompt, self.is_chat)
 
     def with_prompts(self, rows: Rows | None, count: int) -> Rows:
         """Return rows (None: `count` of them) with a column `prompt`; where there is none, `reset` says the prompt."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from onetrunk.rollouts.episodes import in_thread
+from onetrunk.rollouts.episodes.rows import in_thread
 from onetrunk.utils.redaction import encodable
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)

@@ -1,0 +1,266 @@
+"""Training on compacted contexts: credit over segments, a naive PPO over them, resuming, and the courier game."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onetrunk.models.trunk import PackOutput, TrunkModel
+from onetrunk.ops.advantages import gae
+from onetrunk.ops.packing import PackLimits, make_pack
+from onetrunk.ppo.packs import cut, joined, rollout_packs
+from onetrunk.types import Experience, Rollout
+from tests.courier import Courier, Tables, courier_model, make_courier_trainer, objective, optimum
+from tests.fakes import CopyBackend
+from tests.ppo.support import StopAt, assert_same, base_model, logged, lora, prompts, trained_weights
+from tests.ppo.test_episodes_in_training import Words, words_trainer
+
+# Three turns of at most 3 tokens: a context is compacted about twice.
+COMPACTION = {
+    "max_turn_length": 3,
+    "max_context_length": 22,
+    "kept_turns": 1,
+    "compaction_prompt": " the lantern",
+    "max_completion_length": 80,
+}
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+
+
+class Long(Words):
+    turns = 5
+
+
+def trainer_of(folder, **arguments):
+    return words_trainer(folder, **{"factory": Long, **COMPACTION, **arguments})
+
+
+# --- segments end to end ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def rollouts(draw):
+    """Rollouts whose episodes are cut into segments; every token of a completion is different."""
+    completions, turns, restarts, prompts = [], [], [], []
+    for row in range(draw(st.integers(1, 4))):
+        ids, marks, cuts, token = [], [], [], 100 * row + 10
+        for segment in range(draw(st.integers(1, 4))):
+            if segment:
+                cuts.append(len(ids))
+            # A new context, turns, and observations between them.
+            parts = [(draw(st.integers(1, 3)), -1)] if segment else []
+            parts += [(draw(st.integers(1, 3)), mark) for mark in (0, -1, 0)[: draw(st.sampled_from([1, 3]))]]
+            for length, mark in parts:
+                ids += range(token, token + length)
+                marks += [mark] * length
+                token += length
+        completions.append(ids)
+        turns.append(marks)
+        restarts.append(cuts)
+        prompts.append([row + 1] * draw(st.integers(1, 3)))
+    logprobs = [torch.zeros(len(ids)) for ids in completions]
+    return Rollout(prompts, completions, logprobs, [True] * len(prompts), turn_ids=turns, restarts=restarts)
+
+
+def values_of(pack):
+    """A value for every sampled token, from its id alone."""
+    return (pack.completion_ids.double() * 0.37).sin() * pack.completion_mask
+
+
+@settings(max_examples=60, deadline=None)
+@given(rollout=rollouts(), rows=st.integers(1, 5), least=st.integers(0, 9))
+def test_advantages_of_segments_end_to_end_are_those_of_the_uncut_row(rollout, rows, least):
+    # Another process has `least` segments, and as many packs.
+    agree = (lambda counts: [max(count, least) for count in counts]) if least else None
+    minibatches = [range(0, len(rollout), 2), range(1, len(rollout), 2)][: min(2, len(rollout))]
+    packs = rollout_packs(rollout, minibatches, PackLimits(rows), 0, torch.device("cpu"), agree)
+    packs = [
+        dataclasses.replace(
+            item,
+            output=PackOutput(
+                values=values_of(item.pack),
+                value_states=item.pack.completion_ids[item.pack.completion_mask][:, None].double(),
+            ),
+        )
+        for item in packs
+    ]
+    experiences = []
+    for item in joined(packs, rollout):
+        columns = (rollout.prompt_ids, rollout.completion_ids, rollout.turn_ids)
+        whole = make_pack(
+            *([column[row] for row in item.rows] for column in columns[:2]),
+            0,
+            0,
+            [columns[2][row] for row in item.rows],
+        )
+        mask = whole.completion_mask
+        assert torch.equal(item.output.values, values_of(whole))
+        assert torch.equal(item.output.value_states[:, 0], whole.completion_ids[mask].double())
+        rewards = (whole.completion_ids.double() * 0.11).cos() * mask
+        advantages, returns = gae(rewards, item.output.values, mask, 0.9, 0.8)
+        naive = torch.zeros_like(advantages)
+        for row in range(len(mask)):
+            following, value = 0.0, 0.0
+            for at in reversed(mask[row].nonzero().flatten().tolist()):
+                delta = rewards[row, at] + 0.9 * value - values_of(whole)[row, at]
+                following, value = delta + 0.9 * 0.8 * following, values_of(whole)[row, at]
+                naive[row, at] = following
+        torch.testing.assert_close(advantages, naive, atol=1e-12, rtol=1e-12)
+        experiences.append(Experience(item.pack, mask, advantages, item.output.values, advantages, returns))
+    found = cut(experiences, packs)
+    by_token = {
+        int(t): float(a)
+        for e in experiences
+        for t, a in zip(e.pack.completion_ids[e.loss_mask], e.advantages[e.loss_mask], strict=True)
+    }
+    seen = {}
+    for experience, item in zip(found, packs, strict=True):
+        assert experience.pack is item.pack
+        mask = experience.loss_mask
+        assert (mask <= item.pack.completion_mask).all()
+        for token, advantage in zip(item.pack.completion_ids[mask], experience.advantages[mask], strict=True):
+            assert int(token) not in seen  # Every token trains once.
+            seen[int(token)] = float(advantage)
+    assert seen == by_token
+
+
+# --- a run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_equals_a_naive_ppo_over_the_segments(tmp_path):
+    own = {"gamma": 0.9, "lam": 0.8, "beta": 0.1, "whiten_advantages": False, "num_minibatches": 1}
+    trainer = trainer_of(tmp_path, rollout_batch_size=4, num_ppo_epochs=1, **own)
+    stream = trainer.get_train_dataloader()
+    with torch.no_grad():  # An adapter and a head that say something.
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name or "value_head" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    head = copy.deepcopy(trainer.model.value_head.state_dict())
+    minibatch = next(iter(stream))["minibatch"]
+    trainer.model.value_head.load_state_dict(head)  # It was fitted for the next rollout.
+    scored = stream.last_scored
+    rollout, model = scored.rollout, trainer.model.eval()
+    assert sum(map(len, rollout.restarts)) >= 4
+    expected = {}
+    for row, ids in enumerate(rollout.completion_ids):
+        marks, bounds = rollout.turn_ids[row], [0, *rollout.restarts[row], len(ids)]
+        chain = []  # (place, logprob, value, reference) of every sampled token.
+        for begin, end in zip(bounds, bounds[1:], strict=False):
+            context = [] if begin else rollout.prompt_ids[row]
+            for at in range(begin, end):
+                if marks[at] >= 0:
+                    given = [*context, *ids[begin:at]]
+                    pack = make_pack([given], [[ids[at]]], 0)
+                    with torch.no_grad():
+                        output = model(pack=pack, roles=("policy", "value", "reference"))
+                    numbers = (output.logprobs, output.values, output.ref_logprobs)
+                    chain.append((at, *(x[0, 0].item() for x in numbers)))
+        following, value = 0.0, 0.0
+        for place, (at, logprob, own_value, reference) in reversed(list(enumerate(chain))):
+            reward = -0.1 * (logprob - reference) + scored.scores.by_token[row][at].item()
+            following = reward + 0.9 * value - own_value + 0.9 * 0.8 * following
+            value = own_value
+            expected[row, place] = (ids[at], logprob, own_value, following)
+    found = sorted(
+        (round(float(numbers[0])), *map(float, numbers[1:]))
+        for e in minibatch.experiences
+        for numbers in zip(
+            *(x[e.loss_mask] for x in (e.pack.completion_ids, e.old_logprobs, e.old_values, e.advantages)), strict=True
+        )
+    )
+    for ours, naive in zip(found, sorted(expected.values()), strict=True):
+        assert ours == pytest.approx(naive, abs=2e-5)
+
+
+def test_the_first_ratio_is_1_and_segments_are_counted(tmp_path):
+    trainer = trainer_of(tmp_path, num_rollouts=2, log_completions=True)
+    trainer.train()
+    first = next(entry for entry in trainer.state.log_history if "policy/ratio_max" in entry)
+    assert first["policy/ratio_max"] == 1.0 and first["kl/approx"] == 0.0
+    assert min(logged(trainer, "episode/compactions")) >= 1
+    assert 1 <= logged(trainer, "episode/summary_tokens")[0] <= 3
+    samples = (tmp_path / "completions/step-000001.jsonl").read_text()
+    assert '"context": ' in samples
+
+
+@pytest.mark.parametrize("own", [{}, {"value_head": "adapter", "gae_unit": "turn"}, {"policy_objective": "dis"}])
+def test_a_run_does_not_depend_on_how_segments_are_packed(tmp_path, own):
+    own |= {"num_rollouts": 2, "rollout_batch_size": 8, **SGD}
+    whole, divided = (trainer_of(tmp_path / str(rows), per_device_train_batch_size=rows, **own) for rows in (8, 2))
+    for trainer in (whole, divided):
+        trainer.train()
+    assert_same(trained_weights(divided.model), trained_weights(whole.model), atol=1e-5, rtol=1e-4)
+    for name in ("policy/loss", "value/loss", "value/explained_variance", "kl/ref", "score/mean"):
+        assert logged(divided, name) == pytest.approx(logged(whole, name), abs=1e-4), name
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step", "async"])
+def test_a_run_that_stops_amid_a_rollout_resumes_to_the_same_weights(tmp_path, schedule):
+    def trainer(name):
+        backend = None if schedule == "sync" else CopyBackend(TrunkModel(base_model(), lora()))
+        return trainer_of(tmp_path / name, backend=backend, num_rollouts=3, schedule=schedule, learning_rate=1e-3)
+
+    whole, stopped = trainer("whole"), trainer("cut")
+    whole.train()
+    stopped.add_callback(StopAt(6))  # The third step of the second rollout.
+    stopped.train()
+    resumed = trainer("cut")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-6"))
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    assert min(logged(whole, "episode/compactions")) >= 1
+
+
+def test_an_evaluation_reads_segments_too(tmp_path):
+    trainer = trainer_of(tmp_path, eval_dataset=prompts(4))
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_episode/compactions"] >= 1 and abs(metrics["eval_kl/ref"]) < 5
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"max_turn_length": None}, "max_context_length needs max_turn_length"),
+        ({"max_context_length": None, "kept_turns": 1, "compaction_prompt": "x"}, "has no effect without max_context"),
+        ({"truncated_completions": "bootstrap"}, "'bootstrap' is not supported with max_context_length"),
+        ({"compaction_prompt": " "}, "compaction_prompt is empty"),
+        ({"kept_turns": -1}, "kept_turns is -1; it must be 0 or more"),
+        ({"max_compactions": 0}, "max_compactions is 0; it must be a whole number above 0"),
+        ({"max_context_length": 12}, "a context may need 16 tokens: the longest prompt"),
+        ({"factory": None, "reward": len}, "and there are neither tools nor an environment"),
+    ],
+)
+def test_settings_that_cannot_work_are_told_before_the_model_is_loaded(tmp_path, own, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tmp_path, **own)
+
+
+# --- the courier game ---------------------------------------------------------------------------------------------
+
+
+def test_the_objective_of_the_courier_game_by_playing_it(tmp_path):
+    courier = Courier(compactions=2, num=2)
+    trainer = make_courier_trainer(courier, 0, tmp_path, num_rollouts=1, rollout_batch_size=256)
+    reference = Tables.of(courier_model(courier, 0), courier)
+    assert reference.first.exp().sum((1, 2, 3)).tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
+    trainer.train()
+    # The rollout is the reference's: no KL, and a score within 4 standard errors of the exact one.
+    exact = objective(reference, reference, courier).item()
+    assert logged(trainer, "score/mean")[0] == pytest.approx(exact, abs=4 * 0.5 / 256**0.5)
+    assert logged(trainer, "episode/compactions") == [2.0] and logged(trainer, "episode/turns") == [6.0]
+
+
+@pytest.mark.slow
+def test_a_key_survives_two_compactions(tmp_path):
+    courier = Courier(compactions=2, num=2)
+    trainer = make_courier_trainer(courier, 0, tmp_path, num_rollouts=60, learning_rate=2e-3)
+    trainer.train()
+    reference = Tables.of(courier_model(courier, 0), courier)
+    reached = objective(Tables.of(trainer.model, courier), reference, courier).item()
+    assert reached >= 0.97 * optimum(reference, courier)

@@ -1,0 +1,234 @@
+"""Compacted contexts: what a summary is asked with, what the new context is made of, limits, and every driver."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.episodes.compaction import SUMMARY
+from onetrunk.rollouts.episodes.environments import EpisodeLimits, Episodes
+from onetrunk.rollouts.episodes.kinds import CompactionLimits
+from onetrunk.rollouts.episodes.rows import play_in_waves, play_row_by_row
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.types import Rollout
+from tests.chat import END, chat_tokenizer, tool_call
+from tests.tiny import tiny_model, tiny_tokenizer
+
+WORDS = tiny_tokenizer()
+CHAT = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Begin."}]
+
+
+def words(text):
+    return WORDS(text)["input_ids"]
+
+
+class Long:
+    """Answers every turn by its number; `turns` of them."""
+
+    turns = 4
+
+    def reset(self, *, seed=None, options=None):
+        self.turn = 0
+        return "", {}
+
+    def step(self, action):
+        self.turn += 1
+        return f" the {('bird', 'dog', 'cat', 'river')[self.turn % 4]}", 1.0, self.turn == self.turns, False, {}
+
+
+class Endless(Long):
+    turns = 99
+
+
+def scripted(*turns):
+    """Return a backend that samples these turns, and the contexts that it was given."""
+    contexts = []
+
+    def generate(prompt_ids, params, keys):
+        (ids,), (key,) = prompt_ids, keys
+        contexts.append(list(ids))
+        turn = turns[key[3] if len(key) > 3 else 0][: params.max_completion_length]
+        return Rollout(prompt_ids, [turn], [torch.full((len(turn),), -1.0)], [turn[-1] in params.stop_token_ids])
+
+    return generate, contexts
+
+
+def play(turns, prompt="a cat", tokenizer=WORDS, factory=Long, tools=None, turn=8, length=400, driver=None, **limits):
+    """Play one row; return the rollout, and the contexts that the turns read."""
+    compaction = CompactionLimits(**{"compaction_prompt": " the lantern", **limits})
+    episodes = Episodes(tools, factory, tokenizer, EpisodeLimits(compaction=compaction))
+    episodes.check_prompts(["prompt"], not isinstance(prompt, str))
+    row = {"prompt": prompt}
+    schemas = list(episodes.kind_of(row).schemas.values())
+    ids = words(prompt) if isinstance(prompt, str) else episodes.turns.prompt_ids(prompt, schemas)
+    params = SamplingParams(length, 1.0, (END,), 0, 1.0, 0, turn, limits["max_context_length"])
+    generate, contexts = scripted(*turns)
+    driver = partial(driver or play_in_waves, generate)
+    return episodes.play([episodes.row(prompt, ids, {}, (3, 0, 0))], params, driver), contexts
+
+
+def text_turns(*texts):
+    return [[*words(text), END] for text in texts]
+
+
+TURNS = text_turns(" red", " blue", " green", " gold", " grey", " white", " black")
+
+
+@pytest.mark.parametrize("driver", [play_in_waves, play_row_by_row])
+def test_a_text_context_is_the_prompt_the_summary_and_the_last_turns(driver):
+    prompt, request, dog, cat = map(words, ("a cat", " the lantern", " the dog", " the cat"))
+    turns = TURNS
+    # Turn 0 and its answer fit, with a turn, the request and a summary after them; turn 1 with its answer does not.
+    first = [*prompt, *turns[0], *dog]
+    room = 8 + len(request) + 8
+    limit = len(first) + len(turns[1]) + room + len(cat) - 1
+    limits = {"max_context_length": limit, "max_compactions": 1, "kept_turns": 1}
+    rollout, contexts = play(turns, driver=driver, **limits)
+    assert contexts[1] == first
+    assert contexts[2] == [*first, *turns[1], *request]  # Its turn is the summary.
+    assert contexts[3] == [*prompt, *turns[2], *turns[1], *cat]
+    (ids,), (marks,), (restarts,) = rollout.completion_ids, rollout.turn_ids, rollout.restarts
+    start = restarts[0]
+    assert ids[:start] == [*turns[0], *dog, *turns[1], *request, *turns[2]]
+    assert ids[start : start + len(contexts[3])] == contexts[3] and set(marks[start : start + len(contexts[3])]) == {
+        -1
+    }
+    assert [mark for mark in dict.fromkeys(marks) if mark >= 0] == [0, 1, 2, 3, 4]
+    # A summary earns nothing itself, and the episode goes on to its end.
+    assert rollout.turn_rewards == [[1.0, 1.0, 0.0, 1.0, 1.0]] and rollout.stopped == [True]
+    counts = rollout.episodes[0].counts
+    assert (counts.turns, counts.compactions, counts.summaries, counts.summaries_cut) == (5, 1, 1, 0)
+    assert counts.summary_tokens == len(turns[2])
+    assert [logprob == 0 for logprob in rollout.sampler_logprobs[0].tolist()] == [mark < 0 for mark in marks]
+
+
+def test_a_chat_context_has_the_summary_in_the_task_and_messages_that_the_policy_wrote_are_foreign():
+    tokenizer = chat_tokenizer("qwen2_5")
+    said = [*map(tokenizer.encode, ("red", "blue", "I am <|im_end|> 7", "gold", "grey"))]
+    said[2] = [*tokenizer.encode("I am <"), *tokenizer.encode("|im_end|> 7")]  # Characters, no token.
+    turns = [[*ids, END] for ids in said]
+    limits = {"max_context_length": 170, "max_compactions": 1, "kept_turns": 1, "compaction_prompt": "Sum up."}
+    rollout, contexts = play(turns, CHAT, tokenizer, turn=24, **limits)
+    shown = tokenizer.decode(contexts[3], skip_special_tokens=False)
+    blue = {"role": "assistant", "content": "blue"}
+    expected = tokenizer.apply_chat_template(
+        [
+            CHAT[0],
+            {**CHAT[1], "content": "Begin." + SUMMARY + "I am <|im_end|> 7"},
+            blue,
+            {"role": "user", "content": " the cat"},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert shown == expected
+    # The summary's token is spelled, so it ends no turn: system, user, assistant and user end theirs.
+    assert contexts[3].count(END) == 4
+    assert tokenizer.decode(contexts[2], skip_special_tokens=False).endswith(
+        "<|im_start|>user\nSum up.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    messages = [(m["role"], m["content"]) for m in rollout.episodes[0].messages]
+    assert messages[2:6] == [
+        ("assistant", "blue"),
+        ("user", "Sum up."),
+        ("assistant", "I am <|im_end|> 7"),
+        ("user", " the cat"),
+    ]
+
+
+def test_without_kept_turns_the_last_answer_stays_in_the_task():
+    tokenizer = chat_tokenizer("qwen2_5")
+    turns = [[*tokenizer.encode(text), END] for text in ("red", "blue", "sum", "gold", "grey")]
+    limits = {"max_context_length": 170, "max_compactions": 1, "kept_turns": 0, "compaction_prompt": "Sum up."}
+    _, contexts = play(turns, CHAT, tokenizer, turn=24, **limits)
+    assert "Begin." + SUMMARY + "sum\n\n the cat<|im_end|>" in tokenizer.decode(contexts[3])
+
+
+def test_results_of_tools_come_after_the_calls_that_are_kept():
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: one.
+            b: the other.
+        """
+        return a + b
+
+    tokenizer = chat_tokenizer("qwen2_5")
+    calls = [tool_call("add", a=1, b=2), tool_call("add", a=3, b=4), "sum", "It is 10."]
+    turns = [[*tokenizer.encode(text), END] for text in calls]
+    limits = {"max_context_length": 1150, "max_compactions": 1, "kept_turns": 1, "compaction_prompt": "Sum up."}
+    rollout, contexts = play(turns, CHAT, tokenizer, None, [add], turn=100, length=4000, **limits)
+    shown = tokenizer.decode(contexts[3])
+    assert "<tool_response>\n7\n</tool_response>" in shown and "<tool_response>\n3" not in shown
+    assert rollout.episodes[0].counts.compactions == 1 and rollout.episodes[0].messages[-1]["content"] == "It is 10."
+
+
+def test_turns_that_do_not_fit_are_not_kept_and_a_summary_at_its_limit_goes_on():
+    # Three turns are asked for, and with the summary of 8 tokens only one fits.
+    limits = {"max_context_length": 24, "kept_turns": 3, "max_compactions": 1}
+    rollout, contexts = play([*TURNS[:2], words(" red") * 20, *TURNS[3:]], **limits)
+    counts = rollout.episodes[0].counts
+    assert counts.summaries_cut == 1 and counts.summary_tokens == 8 and counts.turns_cut == 1
+    assert contexts[3][: 2 + 8] == [*words("a cat"), *(words(" red") * 20)[:8]]
+
+
+def test_after_the_last_compaction_a_full_context_ends_the_episode_as_a_limit_does():
+    long = [words(" red") * 8] * 7
+    rollout, contexts = play(
+        [*TURNS[:2], *long], factory=Endless, max_context_length=24, max_compactions=1, kept_turns=0
+    )
+    ids, (restart,) = rollout.completion_ids[0], rollout.restarts[0]
+    assert len(ids) - restart <= 24 and rollout.stopped == [False] and len(contexts) == 5
+    assert rollout.episodes[0].counts.compactions == 1
+
+
+def test_a_function_of_the_user_says_the_new_context_without_a_summary():
+    given = []
+
+    def last_two(messages):
+        given.append(messages)
+        return [messages[0], {**messages[-2], "content": f" {messages[-2]['content']}"}, messages[-1]]
+
+    limits = {"max_context_length": 15, "compact": last_two}
+    rollout, contexts = play(TURNS, **limits)
+    counts = rollout.episodes[0].counts
+    assert counts.compactions >= 1 and counts.summaries == 0 and counts.turns == 4
+    assert given[0][0] == {"role": "user", "content": "a cat"} and given[0][-1]["role"] == "user"
+    shortened = contexts[-1]
+    assert WORDS.decode(shortened) == f"a cat {given[-1][-2]['content']}{given[-1][-1]['content']}"
+
+
+@pytest.mark.parametrize(
+    ("compact", "message"),
+    [
+        (lambda messages: "short", "return a list of messages"),
+        (lambda messages: messages[5], "IndexError"),
+        (lambda messages: [], "return a list of messages"),
+    ],
+)
+def test_a_function_that_breaks_fails_its_episode_alone(compact, message):
+    rollout, _ = play(TURNS, max_context_length=15, compact=compact)
+    assert message in rollout.episodes[0].failure and rollout.restarts == [[]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_the_local_backend_samples_what_rows_in_waves_do(family, max_rows):
+    backend = LocalBackend(tiny_model(family), max_rows=max_rows)
+    limits = CompactionLimits(22, 2, 1, " the lantern")
+    stops = tuple(range(40, 64))
+    params = SamplingParams(80, 1.0, stops, 0, max_turn_length=4, max_context_length=22)
+
+    def played(play):
+        episodes = Episodes(None, Long, WORDS, EpisodeLimits(compaction=limits))
+        prompts = ("a cat", "the dog and the river", "a")
+        rows = [episodes.row(text, words(text), {}, (3, 0, i)) for i, text in enumerate(prompts)]
+        return episodes.play(rows, params, play)
+
+    ours, naive = played(backend.generate_turns), played(partial(play_in_waves, backend.generate))
+    assert ours.completion_ids == naive.completion_ids and ours.restarts == naive.restarts
+    assert ours.turn_ids == naive.turn_ids and sum(map(len, ours.restarts)) >= 3
+    for found, expected in zip(ours.sampler_logprobs, naive.sampler_logprobs, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
