@@ -3,11 +3,14 @@
 No turn stays in the new context, so the key survives only in what the policy writes into its summaries. A summary,
 like any turn, is one of `num` words, so every episode can be added up: J = E[score] - beta * KL is exact for any
 policy, and J* is that of the best tables of probabilities. Whoever answers sees the last summary alone: writer and
-reader have to agree on a code.
+reader have to agree on a code. The model was taught a little of one, as by a short SFT: to find a code from nothing is
+another task, in which a policy may stay at chance for hundreds of rollouts.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -29,6 +32,8 @@ START, NEXT, ASK, REQUEST, FIRST_KEY = 2, 3, 4, 5, 6
 NUM_ROWS = 256
 # A turn is a word and EOS.
 TURN = 2
+# Probability of the right word at which teaching stops.
+TAUGHT = 0.4
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,44 @@ class CourierGame:
 
 
 def courier_model(courier: Courier, seed: int) -> PreTrainedModel:
-    """Return a random model that writes a word after anything given, and EOS after a word, whatever it costs."""
+    """Return a model that writes a word after anything given, and EOS after a word, and that knows a little of a code.
+
+    In a summary it writes the word of the key, or of the summary before, with a probability of TAUGHT, and so in the
+    answer.
+    """
+    return copy.deepcopy(_taught(courier.num, seed))
+
+
+@functools.cache
+def _taught(num: int, seed: int) -> PreTrainedModel:
+    courier = Courier(num=num)
+    model, n, words = _random_model(courier, seed), num, courier.first_word
+    generator = torch.Generator().manual_seed(seed)
+    # Not the first two dimensions of embedding and head, which say what kind of token may follow.
+    optimizer = torch.optim.Adam(model.model.layers.parameters(), lr=1e-3)
+    right, key = 0.0, torch.arange(n).repeat(4)
+    while right < TAUGHT:
+        a, b = (words + torch.randint(n, key.shape, generator=generator) for _ in range(2))
+        given = {name: torch.full_like(key, i) for name, i in {"eos": EOS, **courier.words()}.items() if i < FIRST_KEY}
+        start, eos, word = given["start"], given["eos"], words + key
+        rows = [
+            [start, a, eos, FIRST_KEY + key, b, eos, given["request"]],
+            [start, word, eos, given["next"], a, eos, given["request"]],
+            [start, word, eos, given["ask"]],
+        ]
+        logits = [model(input_ids=torch.stack(row, 1)).logits[:, -1].log_softmax(-1) for row in rows]
+        taken = torch.stack([x.gather(1, word[:, None]) for x in logits])
+        right = taken.exp().mean().item()
+        optimizer.zero_grad()
+        (-taken.mean()).backward()
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.grad[:2] = layer.mlp.down_proj.weight.grad[:2] = 0
+        optimizer.step()
+    return model.eval()
+
+
+def _random_model(courier: Courier, seed: int) -> PreTrainedModel:
     config = Qwen2Config(
         vocab_size=courier.vocab_size,
         hidden_size=32,
@@ -199,11 +241,11 @@ def objective(tables: Tables, reference: Tables, courier: Courier) -> Tensor:
     return (written * answer.T).sum() - courier.beta * paid
 
 
-def optimum(reference: Tables, courier: Courier, starts: int = 8, steps: int = 600) -> float:
-    """Return J*: that of the best tables, by ascent on their logits from random codes."""
+def optimum(reference: Tables, courier: Courier, starts: int = 4, steps: int = 600) -> float:
+    """Return J*: that of the best tables, by ascent on their logits from the taught code and from random ones."""
     best, generator, n = -float("inf"), torch.Generator().manual_seed(0), courier.num
-    for _ in range(starts):
-        code = torch.randperm(n, generator=generator)
+    for start in range(starts):
+        code = torch.randperm(n, generator=generator) if start else torch.arange(n)
         logits = [table.clone() for table in (reference.first, reference.later, reference.answer)]
         for key in range(n):
             logits[0][key, :, :, code[key]] += 10

@@ -34,6 +34,7 @@ STEERING = {
     "schedule", "max_staleness", "use_vllm",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min", "vllm_mode", "max_turns", "max_turn_length",
+    "max_context_length", "max_compactions", "kept_turns", "compaction_prompt",
     "max_observation_characters", "observation_control_tokens",
 }  # fmt: skip
 # PPO takes only one value of these.

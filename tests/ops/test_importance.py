@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from onetrunk.ops.importance import effective_share, importance_sums, importance_weights
-from onetrunk.ops.losses import kl_loss, policy_loss
+from onetrunk.ops.losses import effective_share, importance_sums, importance_weights, kl_loss, policy_loss
 
 SEEDS = st.integers(0, 2**31)
 BOUNDS = st.sampled_from([(None, 3.0), (0.5, 2.0), (0.8, None), (None, 0.7)])

@@ -293,6 +293,7 @@ def job_of(
     """
     assumed: list[str] = []
     lengths = _lengths(values, prompt_tokens, completion_tokens, spread, assumed)
+    lengths, segments = _segments(values, lengths, assumed)
     base_bytes = _base_bytes(values, model)
     is_half = values["bf16"] or values["fp16"] or (base_bytes <= 2.0 and not on_cpu)
     rewards = reward_specs(values)
@@ -326,7 +327,7 @@ def job_of(
         save_every=int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
         keeps_checkpoints=values.get("save_total_limit"),
         assumed=tuple(assumed),
-        **{name: values[name] for name in SAME_NAMES},
+        **{**{name: values[name] for name in SAME_NAMES}, "num_generations": values["num_generations"] * segments},
     )
 
 
@@ -369,6 +370,19 @@ def _lengths(
                 f"--{name}_tokens is {mean:g} and max_{name}_length {most}; give a mean above 0 and at most that"
             )
     return Lengths(prompt, completion, longest, longest_prompt, 0.0 if completion > 0.999 * longest else spread)
+
+
+def _segments(values: Mapping[str, Any], lengths: Lengths, assumed: list[str]) -> tuple[Lengths, int]:
+    """Return the lengths of a segment, and the mean number of them in an episode whose contexts are compacted."""
+    context = values.get("max_context_length")
+    if context is None:
+        return lengths, 1
+    if context <= lengths.longest_prompt:
+        raise ValueError(f"max_context_length is {context}, and prompts have up to {lengths.longest_prompt} tokens")
+    longest = min(lengths.longest, context - lengths.longest_prompt)
+    count = math.ceil(lengths.completion / longest)
+    assumed.append(f"{count} contexts per episode on average, of at most {context} tokens (max_context_length)")
+    return replace(lengths, completion=lengths.completion / count, longest=longest), count
 
 
 def _base_bytes(values: Mapping[str, Any], model: ModelFacts) -> float:

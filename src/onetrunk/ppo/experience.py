@@ -25,8 +25,11 @@ from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import (
     AdaptiveKLController,
     KLController,
+    RunningMoments,
     gae,
     length_adaptive_lam,
+    length_penalty,
+    missing_eos_penalty,
     token_rewards,
     turn_gae,
     with_cut_targets,
@@ -58,7 +61,6 @@ from onetrunk.ppo.rollout import (
 )
 from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, save_buffer, save_state
 from onetrunk.ppo.value_fit import ValueFit
-from onetrunk.rewards.shaping import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
 

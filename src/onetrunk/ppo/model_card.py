@@ -28,8 +28,8 @@ ROLES = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was
 METRICS = ("score/mean", "kl/ref", "completion/length")
 # The settings that most affect what is learnt.
 SETTINGS = (
-    "max_completion_length max_turns max_turn_length temperature beta kl_target num_ppo_epochs num_minibatches"
-    " learning_rate lr_scheduler_type epsilon gamma lam seed"
+    "max_completion_length max_turns max_turn_length max_context_length temperature beta kl_target num_ppo_epochs"
+    " num_minibatches learning_rate lr_scheduler_type epsilon gamma lam seed"
 ).split()
 TEMPLATE = """---
 {{ card_data }}

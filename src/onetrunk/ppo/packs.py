@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from onetrunk.models.trunk import PackOutput
-from onetrunk.ops.importance import ImportanceWeights, importance_weights
+from onetrunk.ops.losses import ImportanceWeights, importance_weights
 from onetrunk.ops.packing import PackLimits, make_pack, plan_packs, split_packs
 from onetrunk.rewards.reward import Scores
 from onetrunk.types import Experience, Pack, Rollout, to_device

@@ -222,9 +222,7 @@ def load_sampled_model(
     extra_stops = tokens_of(args.stop_tokens or [], tokenizer)
     episodes = load_episodes(inputs, args, tokenizer, backend)
     datasets = [prepare_dataset(dataset, tokenizer, args, episodes) for dataset in datasets]
-    check_lengths(model, args, [known_rows(dataset) for dataset in datasets])
-    if episodes is not None and args.max_context_length is not None:
-        episodes.check_contexts(max(longest_prompt_of(dataset, args) for dataset in datasets), args.max_turn_length)
+    check_rows(model, args, datasets, episodes)
     functions = resolve_rewards(inputs, args.device, base_name(model, model_kwargs), tokenizer)
     gives_rewards = episodes is not None and episodes.gives_rewards
     if not functions and not gives_rewards and episodes is not None:
@@ -714,6 +712,18 @@ def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any], peft_config:
         check_decoder(load_config(model, **source_of(kwargs)), model)
     if peft_config is not None:
         check_adapter_config(peft_config)
+
+
+def check_rows(
+    model: str | PreTrainedModel | PeftModel,
+    args: PPOConfig,
+    datasets: Sequence[Dataset | ShardedRows],
+    episodes: Episodes | None,
+) -> None:
+    """Check that the model and the contexts of episodes have room for prepared rows (`check_lengths`)."""
+    check_lengths(model, args, [known_rows(dataset) for dataset in datasets])
+    if episodes is not None and args.max_context_length is not None:
+        episodes.check_contexts(max(longest_prompt_of(dataset, args) for dataset in datasets), args.max_turn_length)
 
 
 def check_lengths(model: str | PreTrainedModel | PeftModel, args: PPOConfig, datasets: list[Dataset]) -> None:

@@ -24,12 +24,11 @@ from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import POLICY
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ops.advantages import KLController
+from onetrunk.ops.advantages import KLController, RunningMoments
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import OWN_COLUMNS, RewardSet
 from onetrunk.rewards.reward import content_of, reward_name
-from onetrunk.rewards.shaping import RunningMoments
 from onetrunk.types import Experience, Pack, Places
 from onetrunk.utils.files import atomic_write_json, load_tensors, read_json, read_number, reading_content, save_tensors
 from onetrunk.utils.import_path import USER_MODULE

@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from onetrunk.ops.advantages import kl_estimate
-from onetrunk.ops.importance import effective_share, importance_sums
-from onetrunk.ops.losses import outside_dis_bounds
+from onetrunk.ops.losses import effective_share, importance_sums, outside_dis_bounds
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.packs import RolloutPack

@@ -101,10 +101,11 @@ class Episodes:
 
     @property
     def sources(self) -> dict[str, Callable[..., Any]]:
-        """What episodes depend on: the tools, and of each environment its `reset`."""
+        """What episodes depend on: the tools, of each environment its `reset`, and the user's rule of compaction."""
         sources = {f"tools.{name}": tool for kind in self.kinds.values() for name, tool in kind.functions.items()}
         resets = {f"environment.{k.class_name}": type(k.example).reset for k in self.kinds.values() if k.factory}
-        return sources | resets
+        compact = self.limits.compaction.compact
+        return sources | resets | ({} if compact is None else {"compact": compact})
 
     def kind_of(self, row: Mapping[str, Any]) -> Kind:
         """Return the kind of a row of the dataset; ValueError if its column `environment` names none."""

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from onetrunk.checkpoints.folders import require_free
 from onetrunk.data.groups import ALL, labelled_groups
 from onetrunk.data.prompts import check_completions
-from onetrunk.data.sharded import known_rows
 from onetrunk.feedback.ledger import CostConfig
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge_config import JudgeConfig
@@ -27,7 +26,7 @@ from onetrunk.models.reward_model import load_reward_tokenizer
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.setup import (
     ModelInputs,
-    check_lengths,
+    check_rows,
     join_stages,
     load_episodes,
     longest_prompt_of,
@@ -215,11 +214,13 @@ def prompt_lines(
     """Return the first of the sets of prompts, tokenized and checked, and lines about it and its episodes."""
     episodes = load_episodes(ModelInputs(name, None, **data.episode_parts()), args, tokenizer)
     prepared = [prepare_dataset(part, tokenizer, args, episodes) for part in parts]
-    check_lengths(name, args, [known_rows(part) for part in prepared])
+    check_rows(name, args, prepared, episodes)
     longest = longest_prompt_of(prepared[0], args)
     lines = [f"rows: {len(prepared[0]):,} prompts, of at most {longest} tokens"]
     if episodes is not None:
         turns = f"at most {args.max_turns} turns" if args.max_turns else "max_turns is not set"
+        if args.max_context_length is not None:
+            turns += f"; contexts of at most {args.max_context_length} tokens are compacted"
         lines.append(f"episodes: {episodes}; {turns}")
     return prepared[0], lines
 
