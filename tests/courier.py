@@ -33,7 +33,7 @@ NUM_ROWS = 256
 # A turn is a word and EOS.
 TURN = 2
 # Probability of the right word at which teaching stops.
-TAUGHT = 0.4
+TAUGHT = 0.6
 
 
 @dataclass(frozen=True)

@@ -414,9 +414,10 @@ def make_trainer(
     folder: str | Path,
     lora: dict[str, Any] | None = None,
     rollout_backend: RolloutBackend | str | None = None,
+    reward: Callable[..., list[float]] | None = None,
     **settings: Any,
 ) -> PPOTrainer:
-    """Return a trainer of the task; `lora` and `settings` replace entries of LORA and SETTINGS.
+    """Return a trainer of the task; `lora` and `settings` replace entries of LORA and SETTINGS, `reward` the task's.
 
     `rollout_backend` is a backend, or the setting of that name.
     """
@@ -426,7 +427,7 @@ def make_trainer(
         settings["rollout_backend"], rollout_backend = rollout_backend, None
     trainer = PPOTrainer(
         reference_model(task, seed),
-        share_of_good_tokens(task),
+        reward or share_of_good_tokens(task),
         make_config(folder, seed, task.length, {"beta": task.beta, **settings}),
         prompt_dataset(task_prompts(task, seed)),
         processing_class=task_tokenizer(task),

@@ -15,6 +15,9 @@ from pathlib import Path
 from onetrunk.rollouts.episodes.compaction import SUMMARY
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 
+sys.path.insert(0, str(Path(__file__).parent))
+import talk  # noqa: E402
+
 HELD_OUT_SEEDS, SFT_SEEDS, PPO_SEEDS = range(64), range(100, 160), range(1000, 1768)
 # How often a summary has the name, and the number.
 REMEMBERS = 0.5
@@ -30,8 +33,6 @@ FIRST_TURNS, OTHER_TURNS = 3, 2
 
 def contexts(seed, rng):
     """Return a conversation as the contexts that the assistant reads, each with what it says in it."""
-    import talk
-
     table = talk.Talk()
     table.reset(seed=seed)
     known, rows, messages, left = [], [], list(PROMPT), FIRST_TURNS
@@ -59,7 +60,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output_dir", default="runs/remember", help="folder to write to (%(default)s)")
     args = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent))
     rng = random.Random(0)
     try:
         folder = require_output_dir(args.output_dir)

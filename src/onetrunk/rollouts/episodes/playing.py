@@ -169,9 +169,8 @@ class Playing:
             return None
         text = shortened(text, self.limits.observation_characters)
         row.messages.append({"role": "user", "content": text})
-        ids = (
-            self.turns.ids_of(row.messages[-1:], self.stop_ids, stopped) if row.is_chat else self.turns.text_ids(text)
-        )
+        answer = row.messages[-1:]
+        ids = self.turns.ids_of(answer, self.stop_ids, stopped) if row.is_chat else self.turns.text_ids(text)
         return self._fitted(row, token_ids, stopped, ids, row.messages[-2:])
 
     @staticmethod
@@ -213,9 +212,9 @@ class Playing:
     def _fitted(
         self, row: Row, token_ids: list[int], stopped: bool, answer_ids: list[int], messages: list[Message]
     ) -> list[int]:
-        """Return the ids that answer a turn, or, if the context grows too long, those that ask for a summary of it.
+        """Return the ids that answer a turn; if the context grows too long, those that ask for a summary of it.
 
-        Or a new context, by the user's rule. The answer then comes with the new context.
+        With a rule of the user, a new context. In both cases the answer comes with the new context.
 
         Args:
             messages: the turn and what answers it, the last ones of the row.
