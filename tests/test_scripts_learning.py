@@ -67,14 +67,28 @@ def test_the_pretrained_task_names_the_command_that_makes_its_model(tmp_path, be
         task.prompts(0)
 
 
+STUDIES = {
+    "staleness": "--lags 1 --rates 1e-3 --seeds 0 --arms dis --rollouts 2",
+    "compaction": "--compactions 1 --seeds 0 --rollouts 2 --arms",
+    "online": "--rates 1e-3 --seeds 0 --rollouts 20 --arms",
+}
+
+
 @pytest.mark.slow
-def test_staleness_prints_a_table(tmp_path):
-    command = [sys.executable, str(BENCH / "staleness.py"), "--lags", "1", "--rates", "1e-3", "--seeds", "0"]
-    command += ["--arms", "dis", "--rollouts", "2"]
+@pytest.mark.parametrize(
+    ("script", "arm"),
+    [
+        ("staleness", ""),
+        *(("compaction", arm) for arm in ("chain", "the paper's correction, lam 0.95", "summaries masked")),
+        *(("online", arm) for arm in ("running mean", "groups of 8")),
+    ],
+)
+def test_a_small_study_prints_its_table(script, arm):
+    command = [sys.executable, str(BENCH / f"{script}.py"), *STUDIES[script].split(), *([arm] if arm else [])]
     paths = os.pathsep.join(str(BENCH.parents[1] / name) for name in ("", "src"))
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
-    (share,) = re.findall(r"^\| dis \| (\S+) \(\S+\) \|$", done.stdout, re.MULTILINE)
+    (share,) = re.findall(rf"^\| {re.escape(arm or 'dis')} \|.*? (0\.\d+) \(\S+\) \|", done.stdout, re.MULTILINE)
     assert 0 < float(share) < 1
 
 

@@ -1,9 +1,9 @@
 """What credit over compacted contexts is worth: the courier game, with the exact J of the policy as a share of J*.
 
-    python scripts/bench/compaction.py                  # an hour on 1 core
+    python scripts/bench/compaction.py                  # 40 minutes on 1 core
     python scripts/bench/compaction.py --compactions 2 --arms chain inside
 
-A key has to survive `compactions` summaries of one word (tests/courier.py); 80 rollouts of 128 episodes. The root of
+A key has to survive `compactions` summaries of one word (tests/courier.py); 60 rollouts of 128 episodes. The root of
 the repository must be in PYTHONPATH. Results: learning/README.md.
 """
 
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compactions", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--rollouts", type=int, default=80)
+    parser.add_argument("--rollouts", type=int, default=60)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
