@@ -220,6 +220,31 @@ def test_an_evaluation_reads_segments_too(tmp_path):
     assert metrics["eval_episode/compactions"] >= 1 and abs(metrics["eval_kl/ref"]) < 5
 
 
+def last_two(messages):
+    return [messages[0], *messages[-2:]]
+
+
+def last_one(messages):
+    return [messages[0], *messages[-1:]]
+
+
+def test_a_rule_of_the_user_needs_no_summaries_and_another_one_is_noticed_when_a_run_is_resumed(tmp_path):
+    first = trainer_of(tmp_path, compact=last_two, num_rollouts=2)
+    first.add_callback(StopAt(2))
+    first.train()
+    assert logged(first, "episode/compactions")[0] > 0 and logged(first, "episode/summary_tokens")[0] == 0
+    other = trainer_of(tmp_path, compact=last_one, num_rollouts=2)
+    with pytest.raises(ValueError, match="compact"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_rule_without_a_limit_is_rejected(tmp_path):
+    with pytest.raises(ValueError, match="compact is given and max_context_length is not"):
+        words_trainer(tmp_path, factory=Long, compact=last_two)
+    with pytest.raises(ValueError, match="compact is 'last_two'; give a function"):
+        trainer_of(tmp_path, compact="last_two")
+
+
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +283,7 @@ def test_the_objective_of_the_courier_game_by_playing_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_key_survives_two_compactions(tmp_path):
-    courier = Courier(compactions=2, num=2)
+    courier = Courier(compactions=2, num=4)
     trainer = make_courier_trainer(courier, 0, tmp_path, num_rollouts=60, learning_rate=2e-3)
     trainer.train()
     reference = Tables.of(courier_model(courier, 0), courier)

@@ -46,7 +46,7 @@ class SlowWords(Words):
     pause_s = 0.1
 
 
-def words_trainer(folder, factory=Words, reward=None, backend=None, eval_dataset=None, **settings):
+def words_trainer(folder, factory=Words, reward=None, backend=None, eval_dataset=None, compact=None, **settings):
     """Return a trainer whose turns end at a few common words."""
     stops = [tiny_tokenizer().convert_ids_to_tokens(i) for i in range(40, 64)]
     return PPOTrainer(
@@ -59,6 +59,7 @@ def words_trainer(folder, factory=Words, reward=None, backend=None, eval_dataset
         peft_config=lora(),
         rollout_backend=backend,
         environment_factory=factory,
+        compact=compact,
     )
 
 
