@@ -32,8 +32,8 @@ START, NEXT, ASK, REQUEST, FIRST_KEY = 2, 3, 4, 5, 6
 NUM_ROWS = 256
 # A turn is a word and EOS.
 TURN = 2
-# Probability of the right word at which teaching stops.
-TAUGHT = 0.5
+# Probability of the right word, for every key, at which teaching stops.
+TAUGHT = 0.4
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class CourierGame:
 def courier_model(courier: Courier, seed: int) -> PreTrainedModel:
     """Return a model that writes a word after anything given, and EOS after a word, and that knows a little of a code.
 
-    In a summary it writes the word of the key, or of the summary before, with a probability of TAUGHT, and so in the
-    answer.
+    In a summary it writes the word of the key, or of the summary before, with a probability of about TAUGHT, and so in
+    the answer.
     """
     return copy.deepcopy(_taught(courier.num, seed))
 
@@ -114,7 +114,7 @@ def _taught(num: int, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     # Not the first two dimensions of embedding and head, which say what kind of token may follow.
     optimizer = torch.optim.Adam(model.model.layers.parameters(), lr=1e-3)
-    right, key = torch.zeros(3), torch.arange(n).repeat(4)
+    right, key = torch.zeros(3, n), torch.arange(n).repeat(4)
     while right.min() < TAUGHT:
         a, b = (words + torch.randint(n, key.shape, generator=generator) for _ in range(2))
         given = {name: torch.full_like(key, i) for name, i in {"eos": EOS, **courier.words()}.items() if i < FIRST_KEY}
@@ -125,11 +125,11 @@ def _taught(num: int, seed: int) -> PreTrainedModel:
             [start, word, eos, given["ask"]],
         ]
         logits = [model(input_ids=torch.stack(row, 1)).logits[:, -1].log_softmax(-1) for row in rows]
-        taken = torch.stack([x.gather(1, word[:, None]) for x in logits])
-        right = taken.detach().exp().mean(1)
+        taken = torch.stack([x.gather(1, word[:, None])[:, 0] for x in logits])
+        right = taken.detach().exp().view(3, 4, n).mean(1)
         optimizer.zero_grad()
         # What is known well enough waits for the rest.
-        (-taken * (right < TAUGHT)[:, None]).mean().backward()
+        (-taken * (right < TAUGHT).repeat(1, 4)).mean().backward()
         with torch.no_grad():
             for layer in model.model.layers:
                 layer.self_attn.o_proj.weight.grad[:2] = layer.mlp.down_proj.weight.grad[:2] = 0

@@ -3,7 +3,7 @@
     python scripts/bench/compaction.py                  # 40 minutes on 1 core
     python scripts/bench/compaction.py --compactions 2 --arms chain inside
 
-A key has to survive `compactions` summaries of one word (tests/courier.py); 60 rollouts of 128 episodes. The root of
+A key has to survive `compactions` summaries of one word (tests/courier.py); 80 rollouts of 128 episodes. The root of
 the repository must be in PYTHONPATH. Results: learning/README.md.
 """
 
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compactions", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--rollouts", type=int, default=60)
+    parser.add_argument("--rollouts", type=int, default=80)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     datasets.disable_progress_bars()

@@ -69,6 +69,11 @@ def values_of(pack):
     return (pack.completion_ids.double() * 0.37).sin() * pack.completion_mask
 
 
+def last_tokens(pack):
+    """The last sampled token of every row, which is its largest one."""
+    return (pack.completion_ids * pack.completion_mask).max(1).values.double()
+
+
 @settings(max_examples=60, deadline=None)
 @given(rollout=rollouts(), rows=st.integers(1, 5), least=st.integers(0, 9))
 def test_advantages_of_segments_end_to_end_are_those_of_the_uncut_row(rollout, rows, least):
@@ -81,6 +86,7 @@ def test_advantages_of_segments_end_to_end_are_those_of_the_uncut_row(rollout, r
             item,
             output=PackOutput(
                 values=values_of(item.pack),
+                next_values=last_tokens(item.pack),
                 value_states=item.pack.completion_ids[item.pack.completion_mask][:, None].double(),
             ),
         )
@@ -97,6 +103,7 @@ def test_advantages_of_segments_end_to_end_are_those_of_the_uncut_row(rollout, r
         )
         mask = whole.completion_mask
         assert torch.equal(item.output.values, values_of(whole))
+        assert torch.equal(item.output.next_values, last_tokens(whole))
         assert torch.equal(item.output.value_states[:, 0], whole.completion_ids[mask].double())
         rewards = (whole.completion_ids.double() * 0.11).cos() * mask
         advantages, returns = gae(rewards, item.output.values, mask, 0.9, 0.8)

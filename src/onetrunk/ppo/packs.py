@@ -126,7 +126,8 @@ def _segments(
         for given, end in zip(contexts, ends, strict=True):
             prompt = ids[given.start : given.stop] if given else rollout.prompt_ids[row]
             add(row, given.stop, prompt, ids[given.stop : end], turn_ids[given.stop : end])
-    of_minibatches = [[i for i, owner in enumerate(owners) if owner in set(members)] for members in minibatches]
+    as_sets = map(set, minibatches)
+    of_minibatches = [[i for i, owner in enumerate(owners) if owner in members] for members in as_sets]
     for segments, most in zip(of_minibatches, agree([*map(len, of_minibatches)]) if agree else (), strict=False):
         shortest = min(segments, key=lambda i: len(prompts[i]) + len(completions[i]))
         for _ in range(most - len(segments)):
@@ -165,6 +166,14 @@ def _joined(packs: Sequence[RolloutPack], rollout: Rollout) -> RolloutPack:
         return flat[:-1].view_as(pack.completion_ids)
 
     output = PackOutput(**{name: whole(name) for name in ("logprobs", "entropy", "values", "ref_logprobs")})
+    if packs[0].output.next_values is not None:  # The value after an episode is that after its last segment.
+        ends = {
+            (row, start): x
+            for item in packs
+            for row, start, x in zip(item.rows, item.starts, item.output.next_values, strict=True)
+        }
+        last = {row: value for (row, _), value in sorted(ends.items(), key=lambda entry: entry[0])}
+        output = output._replace(next_values=torch.stack([last[row] for row in rows]))
     if packs[0].output.value_states is not None:
         sampled = [place[item.pack.completion_mask].cpu() for item, place in zip(packs, places, strict=True)]
         order = torch.cat(sampled).argsort()[: int(pack.completion_mask.sum())]  # Empty work comes last.
