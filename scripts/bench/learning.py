@@ -51,8 +51,6 @@ ARMS = [
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
     # 40 fits of the head per rollout of 32 completions, in place of 10.
     Arm("40-fits", {"value_steps": 160}, {"replies": [{"learning_rate": 1e-3}]}),
-    # The rate that six rollouts rank second: over twenty the first one moves further than the KL is worth.
-    Arm("half-rate", {}, {"replies": [{"learning_rate": 5e-4}]}),
     # GAE without decay: the whole return after a token, less its value.
     Arm("lam-1", {"lam": 1.0}, RATES),
 ]

@@ -30,7 +30,6 @@ COLORS = {
     "top-1": "tab:red",
     "lam-1": "tab:orange",
     "40-fits": "tab:cyan",
-    "half-rate": "tab:green",
     "grpo": "tab:purple",
     "agilerl": "tab:pink",
     "agilerl-kl-reward": "tab:brown",

@@ -18,7 +18,7 @@ from onetrunk.data.foreign import CUT
 from onetrunk.feedback.shards import rows_file
 from onetrunk.models.build import BaseShape, make_base
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rollouts import playing
+from onetrunk.rollouts.episodes import playing
 from onetrunk.rollouts.episodes.chat_turns import ChatTurns
 from onetrunk.rollouts.episodes.playing import MOST_CHARACTERS
 from onetrunk.servers import openenv

@@ -42,10 +42,7 @@ _HOMES = {
     "RemoteReward": "remote",
     "RewardFunction": "reward",
     "RewardSet": "combine",
-    "RunningMoments": "shaping",
     "Scores": "reward",
-    "length_penalty": "shaping",
-    "missing_eos_penalty": "shaping",
     "resolve_reward": "combine",
 }
 __all__ = [*_HOMES]

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onetrunk.ops.advantages import RunningMoments, length_penalty, missing_eos_penalty
 from onetrunk.ops.masking import masked_moments
-from onetrunk.rewards import RunningMoments, length_penalty, missing_eos_penalty
 
 
 def test_only_completions_without_a_stop_token_lose_the_penalty():
