@@ -290,8 +290,8 @@ def test_the_objective_of_the_courier_game_by_playing_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_key_survives_two_compactions(tmp_path):
-    courier = Courier(compactions=2, num=4)
-    trainer = make_courier_trainer(courier, 0, tmp_path, num_rollouts=60, learning_rate=2e-3)
+    courier = Courier(compactions=2)
+    trainer = make_courier_trainer(courier, 0, tmp_path, num_rollouts=80, learning_rate=2e-3)
     trainer.train()
     reference = Tables.of(courier_model(courier, 0), courier)
     reached = objective(Tables.of(trainer.model, courier), reference, courier).item()
