@@ -1,6 +1,6 @@
 """What credit over compacted contexts is worth: the courier game, with the exact J of the policy as a share of J*.
 
-    python scripts/bench/compaction.py                  # 40 minutes on 1 core
+    python scripts/bench/compaction.py                  # an hour on 1 core
     python scripts/bench/compaction.py --compactions 2 --arms chain inside
 
 A key has to survive `compactions` summaries of one word (tests/courier.py); 80 rollouts of 128 episodes. The root of

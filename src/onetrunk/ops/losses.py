@@ -326,6 +326,10 @@ def importance_weights(
 ) -> ImportanceWeights:
     """Return the ratio of the policy's probability to the sampler's for each token, within bounds.
 
+    The sampler is another program or has older weights. The policy loss of a token is multiplied by its ratio, so that
+    the mean over the sampler's tokens is the mean over those of the policy at rollout time. Truncated, because a
+    product with a rare large ratio has a large variance.
+
     Args:
         old_logprobs: [R, C] of the policy at rollout time, from the training forward.
         sampler_logprobs: [R, C] as sampled.
@@ -336,6 +340,8 @@ def importance_weights(
 
     Raises:
         ValueError: an unknown mode.
+
+    Source: AReaL, 2505.24298, decoupled PPO; truncation: Ionides 2008.
     """
     if mode not in IMPORTANCE_MODES:
         raise ValueError(f"mode {mode!r} is none of {', '.join(IMPORTANCE_MODES)}")

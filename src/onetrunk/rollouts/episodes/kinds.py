@@ -42,7 +42,7 @@ class CompactionLimits:
 
 @dataclass
 class PlayedTurn:
-    """A turn and what answered it, as ids and as messages; `answers` are empty until they are there."""
+    """A turn and what answered it, as ids and as messages."""
 
     token_ids: list[int]
     messages: list[Message] = field(default_factory=list)
