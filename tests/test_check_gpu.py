@@ -48,7 +48,8 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     stub.write_text(STUB_OF_TRL)
     stub.chmod(0o755)
     options = ("--dry_run", "--minutes", "45", "--trl_python", str(stub), "--output_dir", str(tmp_path / "out"))
-    done = check_gpu(*options)
+    # An empty cache folder: an AgileRL that somebody's bench has made there would be run.
+    done = check_gpu(*options, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out" / "check.json").read_text())
     assert results["is_dry"] and results["verdict"] == f"{len(results['parts']) - 1} passed, 1 skipped"

@@ -144,7 +144,7 @@ def _stage(rank: int, folder: str) -> dict[str, Any]:
 def pipelined(folder: Path) -> None:
     """Two processes, each with a device and half of the layers."""
     for stage in found_by_ranks(_stage, folder, 2):
-        assert stage["same_tokens"] and stage["logprob_gap"] < 1e-5, stage
+        assert stage["same_tokens"] and stage["logprob_gap"] < 5e-5, stage
 
 
 def measured(folder: Path, **settings: Any) -> None:

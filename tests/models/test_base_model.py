@@ -30,10 +30,10 @@ def test_the_head_formula_is_what_the_model_computes(family):
     bb.verify_head(model)
     with torch.no_grad():
         hidden = bb.backbone(model)(input_ids=IDS, attention_mask=torch.ones_like(IDS)).last_hidden_state
-    # 1e-5: the same products in fp32, at logits of up to 5.
+    # 5e-5: the same products in fp32, at logits of up to 5.
     head = bb.output_head(model)
     found = head.transform(torch.nn.functional.linear(hidden, head.weight, head.bias))
-    torch.testing.assert_close(found, logits(model), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, logits(model), atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

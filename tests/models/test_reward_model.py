@@ -55,7 +55,7 @@ def test_padding_and_batches_do_not_change_a_score(pad_token_id):
     model, tokenizer = a_scorer(pad_token_id=pad_token_id), tiny_tokenizer()
     scores = score_token_ids(model, encode_texts(tokenizer, TEXTS, None)[0], 2)
     # float32: another padded width sums in another order.
-    torch.testing.assert_close(scores, one_by_one(model, tokenizer, TEXTS), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores, one_by_one(model, tokenizer, TEXTS), atol=5e-5, rtol=0)
     assert len(set(scores.tolist())) >= 4
     assert model.config.pad_token_id == pad_token_id
 
@@ -70,7 +70,7 @@ def test_an_encoder_scores_the_same_padded():
     rows = tokenizer(TEXTS)["input_ids"]
     with torch.no_grad():
         expected = torch.cat([model(input_ids=torch.tensor([row])).logits[:, 0] for row in rows])
-    torch.testing.assert_close(score_token_ids(model, rows, batch_size=3), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(score_token_ids(model, rows, batch_size=3), expected, atol=5e-5, rtol=0)
 
 
 def test_a_long_text_keeps_its_first_special_token_and_its_end():

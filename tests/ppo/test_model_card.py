@@ -67,7 +67,7 @@ def assert_is_the_policy(scope, trainer):
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         expected = trainer.model(input_ids=ids).logits
-        torch.testing.assert_close(scope["model"](input_ids=ids).logits, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(scope["model"](input_ids=ids).logits, expected, atol=5e-5, rtol=0)
     assert scope["tokenizer"].eos_token == "<eos>"
 
 

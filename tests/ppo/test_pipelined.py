@@ -56,7 +56,7 @@ def test_two_stages_sample_the_completions_of_one_process(place, how, name):
 def test_a_job_with_two_layouts_ends_with_the_weights_of_one_process(place, how, name):
     RUNS.require_weights_of_one(place, how, name)
     gaps = [entry["sampling/logprob_gap_max"] for entry in facts(place, how, name)["history"] if "score/mean" in entry]
-    assert len(gaps) == 2 and max(gaps) < 1e-5
+    assert len(gaps) == 2 and max(gaps) < 5e-5
 
 
 @several

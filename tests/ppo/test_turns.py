@@ -79,7 +79,7 @@ def test_an_observation_is_context_and_the_value_after_a_row_that_of_its_last_sa
         assert ours[~mask].eq(0).all()
     torch.testing.assert_close(found.next_values[3], cut.next_values[0], rtol=1e-5, atol=1e-5)
     # Turn 1 reads the observation, turn 0 does not.
-    is_equal = (other.logprobs[0] - found.logprobs[0, :6]).abs() < 1e-5
+    is_equal = (other.logprobs[0] - found.logprobs[0, :6]).abs() < 5e-5
     assert is_equal.tolist()[:2] == [True, True] and not is_equal[4:6].any()
     assert len(found.value_states) == mask.sum()
 

@@ -22,7 +22,7 @@ from tests.tiny import tiny_model
 
 STOPS = tuple(range(8, 14))
 # Rounding of float32 on a CPU; on a GPU vLLM multiplies adapters in TF32. Old weights are wrong by more than 1.
-TOLERANCE = 2e-2 if torch.cuda.is_available() else 1e-5
+TOLERANCE = 2e-2 if torch.cuda.is_available() else 5e-5
 
 
 def sample(base: Path, folder: Path, sleeps: bool) -> None:

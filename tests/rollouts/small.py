@@ -42,13 +42,13 @@ def logprobs_of(model, rollout, temperature):
 
 
 def assert_same(rollout, other, order=None):
-    """Ids are equal; logprobs to 1e-5, what float32 rounding differs by between batch shapes."""
+    """Ids are equal; logprobs to 5e-5, what float32 rounding differs by between batch shapes."""
     order = range(len(rollout)) if order is None else order
     for row, other_row in zip(range(len(rollout)), order, strict=True):
         assert rollout.completion_ids[row] == other.completion_ids[other_row]
         assert rollout.stopped[row] == other.stopped[other_row]
         torch.testing.assert_close(
-            rollout.sampler_logprobs[row], other.sampler_logprobs[other_row], atol=1e-5, rtol=1e-5
+            rollout.sampler_logprobs[row], other.sampler_logprobs[other_row], atol=5e-5, rtol=1e-5
         )
 
 

@@ -231,4 +231,4 @@ def test_the_local_backend_samples_what_rows_in_waves_do(family, max_rows):
     assert ours.completion_ids == naive.completion_ids and ours.restarts == naive.restarts
     assert ours.turn_ids == naive.turn_ids and sum(map(len, ours.restarts)) >= 3
     for found, expected in zip(ours.sampler_logprobs, naive.sampler_logprobs, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, expected, atol=5e-5, rtol=1e-5)

@@ -29,7 +29,7 @@ def test_a_logits_processor_rules_tokens_out_and_the_logprobs_say_so():
     with torch.no_grad():
         pair = (model(input_ids=torch.tensor([PROMPTS[1]])).logits[0, -1, [3, 17]] / 0.5).log_softmax(-1)
     expected = pair[[3, 17].index(rollout.completion_ids[1][0])]
-    torch.testing.assert_close(rollout.sampler_logprobs[1][0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.sampler_logprobs[1][0], expected, atol=5e-5, rtol=0)
     # The longest prompt comes first; the row beside it is padded on the left.
     assert processor.seen[2][1] == [1] * 10 + PROMPTS[3] + rollout.completion_ids[3][:2]
 

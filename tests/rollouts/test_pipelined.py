@@ -60,7 +60,7 @@ def test_rows_sampled_in_stages_are_those_of_one_process_and_each_runs_its_own_l
             continue
         assert stage["same_tokens"] and stage["same_stops"]
         # Float32 rounding between batches of other shapes; bfloat16 has 8 bits.
-        assert stage["logprob_gap"] < (0.2 if "bfloat16" in case else 1e-5)
+        assert stage["logprob_gap"] < (0.2 if "bfloat16" in case else 5e-5)
     size = 2 if case == "pipelines of two" else world_size
     for first in range(0, world_size, size):
         pipeline = stages[first : first + size]

@@ -64,7 +64,7 @@ def test_a_prompt_that_comes_several_times_runs_once():
     rollout = generate(model, params, prompts, MANY_KEYS)
     for row, other in enumerate(alone):
         assert rollout.completion_ids[row] == other.completion_ids[0]
-        torch.testing.assert_close(rollout.sampler_logprobs[row], other.sampler_logprobs[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(rollout.sampler_logprobs[row], other.sampler_logprobs[0], atol=5e-5, rtol=1e-5)
     assert shapes[0][:2] == (len(PROMPTS), max(map(len, PROMPTS)))
     assert shapes[1][0] > len(PROMPTS)  # One row for each completion from its second token on.
 
@@ -84,5 +84,5 @@ def test_captured_states_are_those_of_a_pass_of_the_lower_layers_also_of_rows_th
         pack = make_pack([rollout.prompt_ids[row]], [rollout.completion_ids[row]], 0)
         end = length if keeps_last else length - 1
         expected = trunk(pack=pack, roles=("trunk",)).states[:end]
-        torch.testing.assert_close(rollout.states[row, :end], expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(rollout.states[row, :end], expected, atol=5e-5, rtol=1e-5)
         assert not rollout.states[row, end:].any()

@@ -62,7 +62,7 @@ def assert_equals(rollout, rows):
         assert rollout.completion_ids[row] == ids
         assert rollout.turn_ids[row] == turn_ids
         assert rollout.stopped[row] is stopped
-        torch.testing.assert_close(rollout.sampler_logprobs[row], logprobs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(rollout.sampler_logprobs[row], logprobs, atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -161,9 +161,9 @@ def test_states_and_logprobs_of_an_episode_are_those_of_one_forward_of_the_trunk
         pack = make_pack([prompt], [ids], 0, turn_ids=[rollout.turn_ids[row]])
         out = trunk(pack=pack, roles=("policy", "trunk"))
         end = len(prompt) + len(ids) - (0 if last else 1)
-        torch.testing.assert_close(rollout.states[row, :end], out.states[:end], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(rollout.states[row, :end], out.states[:end], atol=5e-5, rtol=1e-5)
         assert not rollout.states[row, end:].any()
-        torch.testing.assert_close(rollout.sampler_logprobs[row], out.logprobs[0], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(rollout.sampler_logprobs[row], out.logprobs[0], atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "hybrid"])

@@ -182,7 +182,7 @@ def test_turns_are_sampled_as_one_by_one_and_logprobs_are_those_of_one_forward_o
     columns = rollout.turn_ids, rollout.sampler_logprobs, logprobs_of(model, rollout, 0.7)
     for turns, theirs, ours in zip(*columns, strict=True):
         is_sampled = torch.tensor(turns) >= 0
-        torch.testing.assert_close(theirs, torch.where(is_sampled, ours, 0.0), atol=1e-5, rtol=0)
+        torch.testing.assert_close(theirs, torch.where(is_sampled, ours, 0.0), atol=5e-5, rtol=0)
     # An episode of one turn is a completion.
     plain = backend.generate(PROMPTS, params, KEYS)
     once = backend.generate_turns(PROMPTS, params, KEYS, Scripted(lambda row, turn: None), "policy", 4)
