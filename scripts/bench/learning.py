@@ -43,16 +43,29 @@ HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in
 CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in FOUR_RATES[1:]]}
 del RATES[FourTurns.name], HIGHER[FourTurns.name]
 PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]}
+PAIRS_OF_REPLIES = [{"learning_rate": 5e-4, "value_learning_rate": value} for value in (5e-4, 2e-3)]
+ONE_RATE = {"replies": [{"learning_rate": 5e-4}], "sums": [{"learning_rate": 1e-3}]}
+TWICE = {task: [{"learning_rate": 2 * entry["learning_rate"]} for entry in grid] for task, grid in ONE_RATE.items()}
+HALF = {task: [{"learning_rate": entry["learning_rate"] / 2} for entry in grid] for task, grid in ONE_RATE.items()}
 ARMS = [
     Arm("turn-rewards", {"pays": "turns"}, CHAIN),
     Arm("sum", {"pays": "end"}, CHAIN),
     Arm("shared", {}, {**RATES, **PRETRAINED}),
-    Arm("adapter", {"value_head": "adapter"}, WITH_ADAPTER),
+    Arm("adapter", {"value_head": "adapter"}, {**WITH_ADAPTER, "replies": PAIRS_OF_REPLIES}),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
     # 40 fits of the head per rollout of 32 completions, in place of 10.
     Arm("40-fits", {"value_steps": 160}, {"replies": [{"learning_rate": 1e-3}]}),
     # GAE without decay: the whole return after a token, less its value.
     Arm("lam-1", {"lam": 1.0}, RATES),
+    # What the defaults could be instead, one at a time around `one-rate`: --out learning/defaults.
+    Arm("one-rate", {}, ONE_RATE),
+    Arm("half-rate", {}, HALF),
+    Arm("twice-rate", {}, TWICE),
+    Arm("warmup", {"warmup_steps": 0.1}, ONE_RATE),
+    Arm("constant-rate", {"lr_scheduler_type": "constant"}, ONE_RATE),
+    Arm("1-epoch", {"num_ppo_epochs": 1}, TWICE),
+    Arm("2-epochs", {"num_ppo_epochs": 2}, ONE_RATE),
+    Arm("2-minibatches", {"num_minibatches": 2}, ONE_RATE),
 ]
 
 

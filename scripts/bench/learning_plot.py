@@ -93,7 +93,7 @@ class ArmRuns:
 
 
 def read_arms(path: Path) -> list[ArmRuns]:
-    """Return the arms of a file in the order of COLORS, each with the rates that were best on TUNING_SEED."""
+    """Return the arms of a file, those of COLORS first, each with the rates that were best on TUNING_SEED."""
     runs = [json.loads(line) for line in path.read_text().splitlines()]
     finals, tried = [], {}
     for run in runs:
@@ -102,12 +102,14 @@ def read_arms(path: Path) -> list[ArmRuns]:
     longest = {arm: max(run["rollouts"] for run in own) for arm, own in tried.items()}
     tried = {arm: [run for run in own if run["rollouts"] == longest[arm]] for arm, own in tried.items()}
     best = {arm: max(own, key=lambda run: run["last"]["objective"])["rates"] for arm, own in tried.items()}
-    finals = sorted((run for run in finals if run["rates"] == best[run["arm"]]), key=lambda run: run["seed"])
+    finals = [run for run in finals if run["rates"] == best.get(run["arm"], run["rates"])]
+    finals.sort(key=lambda run: run["seed"])
     task, arms = make_task(path.stem, path.parent), []
     optima = {seed: task.known(seed) for seed in {run["seed"] for run in finals}}
     # What most runs have is the study's number of rollouts; others say theirs.
     usual = Counter(run["rollouts"] for run in finals).most_common(1)[0][0]
-    for name, rollouts in product(COLORS, sorted({run["rollouts"] for run in finals}, key=lambda n: (n != usual, n))):
+    names = dict.fromkeys([*COLORS, *(run["arm"] for run in finals)])
+    for name, rollouts in product(names, sorted({run["rollouts"] for run in finals}, key=lambda n: (n != usual, n))):
         own = [run for run in finals if run["arm"] == name and run["rollouts"] == rollouts]
         known = [optima[run["seed"]] for run in own]
         label = name if rollouts == usual else f"{name}, {rollouts} rollouts"
@@ -159,7 +161,7 @@ def draw(arms: list[ArmRuns], title: str, path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     for arm in arms:
-        color, score, kl = COLORS[arm.runs[0]["arm"]], arm.smooth("score"), arm.smooth("kl").mean(0)
+        color, score, kl = COLORS.get(arm.runs[0]["arm"], "tab:gray"), arm.smooth("score"), arm.smooth("kl").mean(0)
         spent = arm.cpu_s()[-score.shape[1] :]
         for x, y, axis in ((kl, score, axes[0]), (spent, score, axes[1]), (spent, arm.smooth("objective"), axes[2])):
             axis.plot(x, y.mean(0), "--" if "," in arm.name else "-", color=color, label=arm.name, linewidth=1.4)

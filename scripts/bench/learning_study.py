@@ -138,7 +138,7 @@ def study(given: argparse.Namespace, arms: list[Arm], run: Run) -> None:
         raise SystemExit(f"error: {error}") from None
     arms = [arm for arm in arms if arm.name in given.arms and task.name in arm.grid]
     for arm in arms:
-        for rates in arm.grid[task.name]:
+        for rates in arm.grid[task.name] if len(arm.grid[task.name]) > 1 else ():
             _run_once(task, arm, rates, TUNING_SEED, given.tuning_rollouts, results, run)
     for seed in given.seeds:
         for arm in arms:
@@ -155,7 +155,8 @@ def best_rates(results: Results, arm: Arm, task: str, rollouts: int) -> dict[str
             raise RuntimeError(f"{results.path} has no run of arm {arm.name} with {rates} on seed {TUNING_SEED}")
         return tried["last"]["objective"]
 
-    return max(arm.grid[task], key=objective)
+    grid = arm.grid[task]
+    return max(grid, key=objective) if len(grid) > 1 else grid[0]
 
 
 def _run_once(
