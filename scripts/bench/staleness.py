@@ -2,9 +2,9 @@
 
     python scripts/bench/staleness.py --lags 2 8 --seeds 0 1 2      # 20 minutes on 1 core
 
-Task B of tests/learning.py (four tokens, beta 0.1), whose optimum is enumerated. A sampler with weights of its own
-draws from the policy of k rollouts ago; 60 rollouts of 128 completions, one pass over each. The root of the repository
-must be in PYTHONPATH. Results: learning/README.md.
+Tasks A and B of tests/learning.py (one token of 16, four tokens of 8), whose optima are enumerated. A sampler with
+weights of its own draws from the policy of k rollouts ago; 60 rollouts of 128 completions, one pass over each. The root
+of the repository must be in PYTHONPATH. Results: learning/README.md.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ from onetrunk.models.adapters import POLICY, adapter_parameters
 from onetrunk.rollouts import LocalBackend
 from tests import learning
 
-TASK = learning.TASK_B
+TASKS = {"four_tokens": learning.TASK_B, "one_token": learning.TASK_A}
 # Prompts on which J is enumerated.
 MEASURED_PROMPTS = 64
 ARMS: dict[str, dict[str, Any]] = {
     "clip, weights up to 3 (default)": {},
+    "clip, weights 1/3 to 3": {"vllm_importance_sampling_clip_min": 1 / 3},
+    "clip, weights 2/3 to 3/2": {
+        "vllm_importance_sampling_clip_min": 2 / 3,
+        "vllm_importance_sampling_clip_max": 3 / 2,
+    },
     "clip, no weights": {"vllm_importance_sampling_correction": False},
     "dis": {"policy_objective": "dis"},
     "dis, bounds 0.8 and 3": {"policy_objective": "dis", "dis_epsilon_low": 0.8, "dis_epsilon_high": 3.0},
@@ -75,22 +80,22 @@ class Lagging:
 
 
 @torch.no_grad()
-def share_of_optimum(model: nn.Module, seed: int) -> float:
+def share_of_optimum(task: learning.Task, model: nn.Module, seed: int) -> float:
     """Return J of a policy over all completions, as a share of the best policy's."""
-    prompts, scores = learning.task_prompts(TASK, seed)[:MEASURED_PROMPTS], learning.all_scores(TASK)
-    reference = learning.outcome_logprobs(learning.reference_model(TASK, seed), TASK, prompts)
-    policy = learning.outcome_logprobs(model.eval(), TASK, prompts)
-    objective = (policy.exp() * scores).sum(1).mean().item() - TASK.beta * learning.exact_kl(policy, reference)
-    return objective / learning.optimum(reference, scores, TASK.beta).objective
+    prompts, scores = learning.task_prompts(task, seed)[:MEASURED_PROMPTS], learning.all_scores(task)
+    reference = learning.outcome_logprobs(learning.reference_model(task, seed), task, prompts)
+    policy = learning.outcome_logprobs(model.eval(), task, prompts)
+    objective = (policy.exp() * scores).sum(1).mean().item() - task.beta * learning.exact_kl(policy, reference)
+    return objective / learning.optimum(reference, scores, task.beta).objective
 
 
-def run(arm: dict[str, Any], lag: int, rate: float, seed: int, rollouts: int) -> float:
+def run(task: learning.Task, arm: dict[str, Any], lag: int, rate: float, seed: int, rollouts: int) -> float:
     """Train once; return the share of J* that the policy attains."""
     settings = {"num_ppo_epochs": 1, "num_rollouts": rollouts, "learning_rate": rate, "lam": 1.0, **arm}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = learning.make_trainer(TASK, seed, folder, rollout_backend=Lagging(lag), alarm_limits=OFF, **settings)
+        trainer = learning.make_trainer(task, seed, folder, rollout_backend=Lagging(lag), alarm_limits=OFF, **settings)
         trainer.train()
-    return share_of_optimum(trainer.model, seed)
+    return share_of_optimum(task, trainer.model, seed)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--task", choices=TASKS, default="four_tokens")
     parser.add_argument("--lags", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -112,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in given.arms:
         cells = []
         for lag, rate in columns:
-            shares = [run(ARMS[name], lag, rate, seed, given.rollouts) for seed in given.seeds]
+            shares = [run(TASKS[given.task], ARMS[name], lag, rate, seed, given.rollouts) for seed in given.seeds]
             cells.append(f"{sum(shares) / len(shares):.2f} ({min(shares):.2f})")
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
     return 0

@@ -216,6 +216,20 @@ def test_ppo_on_episodes_asks_for_the_exact_ids_so_far_and_the_server_has_them_c
     trainer.sampler.backend.close()
 
 
+@pytest.mark.parametrize("schedule", ["sync", "one_step"])
+def test_ppo_samples_every_compacted_context_from_the_policy(serving, base, tmp_path, schedule):
+    # A context holds the prompt of about 128 tokens and one or two turns with answers of about 61.
+    limits = {"max_turn_length": 12, "max_context_length": 240, "kept_turns": 0, "compaction_prompt": " the lantern"}
+    served = {"use_vllm": True, "vllm_server_base_url": [serving.url], "schedule": schedule}
+    trainer = story_trainer(tmp_path, base, [], num_rollouts=3, **served, **limits)
+    trainer.train()
+    assert min(logged(trainer, "episode/compactions")) > 0.3 and min(logged(trainer, "episode/summary_tokens")) >= 1
+    assert logged(trainer, "policy/ratio_max")[0] == 1.0
+    gaps = logged(trainer, "sampling/logprob_gap_max")
+    assert max(gaps if schedule == "sync" else gaps[:1]) < 1e-4
+    trainer.sampler.backend.close()
+
+
 # --- failures ------------------------------------------------------------------------------------------------------
 
 
