@@ -3,8 +3,8 @@
     python scripts/bench/staleness.py --lags 2 8 --seeds 0 1 2      # 20 minutes on 1 core
 
 Tasks A and B of tests/learning.py (one token of 16, four tokens of 8), whose optima are enumerated. A sampler with
-weights of its own draws from the policy of k rollouts ago; 60 rollouts of 128 completions, one pass over each. The root
-of the repository must be in PYTHONPATH. Results: learning/README.md.
+weights of its own draws from the policy of k rollouts ago; 60 rollouts of 128 completions, one pass over each. The
+root of the repository must be in PYTHONPATH. Results: learning/README.md.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -25,7 +26,7 @@ def load_recipe_module(recipe: str, name: str) -> ModuleType:
     """Import a Python file of a recipe."""
     path = ROOT / "recipes" / recipe / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"recipe_{recipe}_{name}".replace("-", "_"), path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Dataclasses look their module up.
     spec.loader.exec_module(module)
     return module
 
