@@ -200,7 +200,7 @@ def sample(model, monkeypatch, packs=True, **settings):
     with monkeypatch.context() as patch:
         if not packs:
             patch.setattr(packed, "LEAST_NUMBERS", 10**9)
-        return LocalBackend(model).generate(PROMPTS, mixed_params(**settings), KEYS, keeps_states=True)
+        return LocalBackend(model).generate(PROMPTS, mixed_params(**settings), KEYS, keeps="all but last")
 
 
 @needs_onednn

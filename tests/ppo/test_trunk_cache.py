@@ -111,11 +111,10 @@ def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp
 
 def test_float32_captures_by_itself_and_half_precision_does_not(tmp_path):
     top = {"adapter_layers": "top-1"}
-    assert make_trainer(tmp_path, **top).sampler.captures_states
+    assert make_trainer(tmp_path, **top).sampler.keeps == "all but last"
     assert "computed while sampling" in make_trainer(tmp_path, **top).trunk_plan.report
-    assert not make_trainer(tmp_path, bf16=True, **top).sampler.captures_states
-    assert not make_trainer(tmp_path, trunk_cache="off", **top).sampler.captures_states
-    assert make_trainer(tmp_path, truncated_completions="bootstrap", **top).sampler.captures_last
-    assert not make_trainer(tmp_path, **top).sampler.captures_last
-    assert not make_trainer(tmp_path, rollout_backend=CannedBackend([[5, 1]]), **top).sampler.captures_states
-    assert not make_trainer(tmp_path).sampler.captures_states
+    assert not make_trainer(tmp_path, bf16=True, **top).sampler.keeps
+    assert not make_trainer(tmp_path, trunk_cache="off", **top).sampler.keeps
+    assert make_trainer(tmp_path, truncated_completions="bootstrap", **top).sampler.keeps == "all"
+    assert not make_trainer(tmp_path, rollout_backend=CannedBackend([[5, 1]]), **top).sampler.keeps
+    assert not make_trainer(tmp_path).sampler.keeps

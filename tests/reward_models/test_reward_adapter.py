@@ -103,7 +103,7 @@ def test_a_run_learns_and_reports_the_score_by_name_in_training_and_evaluation(t
     before = trainer.evaluate_reference()
     assert before["score/judge"] < metrics["eval_score/judge"] and "kl/ref" not in before
     assert "starts from the states at the cut, layer 1" in trainer.trunk_plan.report
-    assert trainer.trunk_plan.captures_last
+    assert trainer.trunk_plan.sampled == "all"
 
 
 @pytest.mark.slow

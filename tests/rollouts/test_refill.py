@@ -76,7 +76,7 @@ def test_captured_states_are_those_of_a_pass_of_the_lower_layers_also_of_rows_th
     params = SamplingParams(max_completion_length=9, stop_token_ids=tuple(range(8, 14)))
     backend = LocalBackend(trunk, max_rows=3)
     rollout = backend.generate(
-        prompts, params, MANY_KEYS[: len(prompts)], keeps_states=True, keeps_last_state=keeps_last
+        prompts, params, MANY_KEYS[: len(prompts)], keeps="all" if keeps_last else "all but last"
     )
     assert_same(rollout, backend.generate(prompts, params, MANY_KEYS[: len(prompts)]))
     lengths = [len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]

@@ -27,10 +27,9 @@ def params_of(longest=40, **changes):
     return replace(mixed_params(temperature=1.3), max_completion_length=longest, **changes)
 
 
-def played(model, prompts=MANY, keys=KEYS, params=None, answers=None, **options):
-    sampling = {name: options.pop(name) for name in ("keeps_states", "keeps_last_state") if name in options}
+def played(model, prompts=MANY, keys=KEYS, params=None, answers=None, keeps=None, **options):
     backend = LocalBackend(model, **options)
-    return backend.generate_turns(prompts, params or params_of(), keys, answers or Scripted(), **sampling)
+    return backend.generate_turns(prompts, params or params_of(), keys, answers or Scripted(), keeps=keeps)
 
 
 def naive(model, prompts=MANY, keys=KEYS, params=None, observation=observation):
@@ -153,7 +152,7 @@ def test_the_order_in_which_answers_come_changes_nothing(family):
 def test_states_and_logprobs_of_an_episode_are_those_of_one_forward_of_the_trunk(family, last, is_late):
     trunk = a_trunk(family, base=tiny(family), adapter_layers="top-2")
     answers = Scripted(delay=(lambda row, turn: 0.01 * (row % 3)) if is_late else None)
-    options = {"keeps_states": True, "keeps_last_state": last, "max_rows": 4}
+    options = {"keeps": "all" if last else "all but last", "max_rows": 4}
     params = params_of(temperature=1.0)
     rollout = played(trunk, answers=answers, params=params, **options)
     assert_equals(rollout, naive(trunk, params=params))

@@ -25,7 +25,7 @@ from onetrunk.ppo.packs import RolloutPack
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.dense import Arrival, arrivals
 from onetrunk.rewards.reward import Scores
-from onetrunk.rollouts.base import RolloutBackend, SampledRole, SamplingParams, VersionedBackend
+from onetrunk.rollouts.base import KeptStates, RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.rollouts.episodes.rows import play_in_waves, play_row_by_row
 from onetrunk.types import Completion, Message, Prompt, Rollout, RowKey
 from onetrunk.utils.randomness import DEAL_STREAM, MINIBATCH_STREAM, PROMPTS_STREAM, derived_seed, generator_of
@@ -212,8 +212,7 @@ class Sampler:
 
     Args:
         backend, rewards, tokenizer, params: what samples, scores and decodes, and how long and when completions stop.
-        captures_states: True if the backend is a LocalBackend that returns the trunk states of training rollouts.
-        captures_last: True if it also returns the state of a row's last token.
+        keeps: the trunk states that a LocalBackend returns with training rollouts; None: none.
         episodes: the tools and environments that answer the turns of completions; None: each is one turn.
     """
 
@@ -221,8 +220,7 @@ class Sampler:
     rewards: RewardSet
     tokenizer: PreTrainedTokenizerBase
     params: SamplingParams
-    captures_states: bool = False
-    captures_last: bool = False
+    keeps: KeptStates | None = None
     episodes: Episodes | None = None
 
     @property
@@ -249,15 +247,13 @@ class Sampler:
         report = getattr(self.backend, "metrics", None)
         return {} if report is None else report()
 
-    def training_options(self, reads_last: bool) -> dict[str, bool]:
+    def training_options(self, reads_last: bool) -> dict[str, KeptStates]:
         """Return the keywords with which the backend samples a rollout that trains.
 
         Args:
-            reads_last: whether the state of a row's last token is needed, whatever `captures_last` says.
+            reads_last: whether the state of a row's last token is needed, whatever `keeps` says.
         """
-        if not self.captures_states:
-            return {}
-        return {"keeps_states": True, "keeps_last_state": self.captures_last or reads_last}
+        return {} if self.keeps is None else {"keeps": "all" if reads_last else self.keeps}
 
     def generate(self, batch: PromptBatch, role: SampledRole = "policy", version: int = 0, **options: Any) -> Rollout:
         """Return one completion per row; RuntimeError if the backend breaks its contract.

@@ -54,7 +54,14 @@ from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward, trunk_reward
 from onetrunk.rewards.reward import PROCESS_MODEL, BuiltInReward, RewardFunction, names_a_model
-from onetrunk.rollouts.base import RolloutBackend, SamplingParams, ServedBackend, VersionedBackend, longest_row
+from onetrunk.rollouts.base import (
+    KeptStates,
+    RolloutBackend,
+    SamplingParams,
+    ServedBackend,
+    VersionedBackend,
+    longest_row,
+)
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.files import require_name, require_output_dir
 
@@ -134,7 +141,7 @@ def prepare_run(
     samples_here = rollout_backend is None and isinstance(backend, LocalBackend)
     plays = parts.sampler.episodes is not None
     plan = plan_trunk(parts.model, args, longest_prompt, samples_here, plays)
-    sampler = replace(parts.sampler, captures_states=plan.captures_states, captures_last=plan.captures_last)
+    sampler = replace(parts.sampler, keeps=plan.sampled)
     return Run(
         replace(parts, sampler=sampler),
         held_out if isinstance(eval_dataset, dict) else held_out.get(""),
@@ -486,14 +493,12 @@ class TrunkPlan:
     Args:
         cache: keeps them for the epochs of a rollout; None: every forward computes them, or no layer is frozen.
         report: a line for the user.
-        captures_states: True if sampling computes them, False if scoring does.
-        captures_last: True if sampling runs a row's last token for them too, which it would not need otherwise.
+        sampled: those that sampling computes; None: scoring computes all.
     """
 
     cache: TrunkCache | None
     report: str
-    captures_states: bool = False
-    captures_last: bool = False
+    sampled: KeptStates | None = None
 
 
 def plan_trunk(
@@ -539,7 +544,8 @@ def plan_trunk(
         f"{reward}"
     )
     reads_last = args.truncated_completions == "bootstrap" or (branch is not None and branch.from_states)
-    return TrunkPlan(TrunkCache(place), report, captures, captures and reads_last)
+    sampled: KeptStates = "all" if reads_last else "all but last"
+    return TrunkPlan(TrunkCache(place), report, sampled if captures else None)
 
 
 def _captures_states(trunk: TrunkModel, args: PPOConfig, samples_here: bool, plays: bool) -> bool:

@@ -16,6 +16,9 @@ from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.options import require_truncation
 
 SampledRole = Literal["policy", "reference"]
+# Which states at the cut come with the completions: those of all tokens, or of all but each row's last, which would
+# take one more step. No sampler but LocalBackend has them.
+KeptStates = Literal["all", "all but last"]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers import LogitsProcessorList
 
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.parallel.sharding import gathered
-from onetrunk.rollouts.base import SamplingParams, longest_row
+from onetrunk.rollouts.base import KeptStates, SamplingParams, longest_row
 from onetrunk.rollouts.decoding import SamplingCall, StateCapture, capturing, require_rows
 from onetrunk.rollouts.episodes.rows import Answers, rollout_of_episodes
 from onetrunk.rollouts.turns import NO_ANSWERS, DecodeLoop
@@ -79,8 +79,7 @@ class LocalBackend:
         params: SamplingParams,
         keys: Sequence[RowKey],
         *,
-        keeps_states: bool = False,
-        keeps_last_state: bool = False,
+        keeps: KeptStates | None = None,
     ) -> Rollout:
         """Return one completion per prompt, in the order of the prompts.
 
@@ -88,16 +87,13 @@ class LocalBackend:
 
         Args:
             keys: tuples of equally many integers.
-            keeps_states: return the states at the cut of the TrunkModel that samples.
-            keeps_last_state: also return the state of a row's last token, which takes one more step per row.
+            keeps: states at the cut of the TrunkModel that samples, to be returned; None: none.
 
         Returns:
             n rows; `sampler_logprobs` are float32 on the CPU, after temperature (1 where it is 0), processors and
             truncation.
         """
-        rollout = self.generate_turns(
-            prompt_ids, params, keys, NO_ANSWERS, keeps_states=keeps_states, keeps_last_state=keeps_last_state
-        )
+        rollout = self.generate_turns(prompt_ids, params, keys, NO_ANSWERS, keeps=keeps)
         return replace(rollout, turn_ids=None)
 
     def generate_turns(
@@ -107,8 +103,7 @@ class LocalBackend:
         keys: Sequence[RowKey],
         answers: Answers,
         *,
-        keeps_states: bool = False,
-        keeps_last_state: bool = False,
+        keeps: KeptStates | None = None,
     ) -> Rollout:
         """Return one episode per prompt: `generate` with turns, and with the observations that `answers` gives.
 
@@ -121,14 +116,14 @@ class LocalBackend:
             params: `max_completion_length` bounds the episode, observations included.
             keys: turn k > 0 of a row draws by (*key, k).
             answers: what follows a turn. The order in which answers come changes nothing.
-            keeps_states, keeps_last_state: as in `generate`; observations have states as well.
+            keeps: as in `generate`; observations have states as well.
 
         Returns:
             n rows with `turn_ids`. A row is not `stopped` if its observation left no room for a token.
         """
         model = require_inputs(self.model, prompt_ids, params, keys)
         width = max(map(len, prompt_ids), default=0) + params.max_completion_length
-        capture = StateCapture((len(prompt_ids), width), keeps_last_state) if keeps_states else None
+        capture = None if keeps is None else StateCapture((len(prompt_ids), width), keeps == "all")
         in_waves = self.in_waves and answers is not NO_ANSWERS
         call = SamplingCall(model, prompt_ids, params, keys, capture, last_logits_only(model), in_waves=in_waves)
         # A sharded base is whole in here, so rows may end at different steps on different processes.
