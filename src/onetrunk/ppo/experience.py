@@ -144,7 +144,8 @@ class ExperienceStream:
         scores = self.shape_scores(scored)
         packs = self.add_rewards(packs, scores, scored)  # 4 the score over the tokens, minus beta * KL
         experiences = self.add_advantages(packs, scored)  # 5 GAE
-        self.log_rollout(scored, scores, packs, experiences)  # metrics, KL controller; no algorithm
+        metrics = self.log_rollout(scored, packs, experiences)  # no algorithm
+        self.update_beta(metrics)  # the KL coefficient, for the next rollout
         self.fit_value(packs, experiences, scored)  # the value head, for the next rollout
         return self.whiten(cut(experiences, rows))  # 6 advantages of mean 0 and variance 1
 
@@ -367,13 +368,13 @@ class ExperienceStream:
         self.trainer.poll()
 
     def log_rollout(
-        self, scored: ScoredRollout, scores: Tensor, packs: Sequence[RolloutPack], experiences: Sequence[Experience]
-    ) -> None:
-        """Log and keep a rollout and update the KL coefficient; RuntimeError if too few rows have a score."""
+        self, scored: ScoredRollout, packs: Sequence[RolloutPack], experiences: Sequence[Experience]
+    ) -> dict[str, float]:
+        """Log and keep a rollout; return its metrics."""
         self.last_scored = with_turn_values(replace(scored, rollout=replace(scored.rollout, states=None)), packs)
         metrics = rollout_metrics(scored, packs, self.accelerator) | episode_metrics(scored, self.accelerator)
         self.sampler.require_played(scored.rollout, metrics)
-        unscored = self._unscored_fraction(scores)
+        self._require_scores(metrics["reward/unscored_fraction"])
         metrics |= value_metrics(experiences, *self.without_critic(packs, scored), self.accelerator)
         if self.corrects_sampler:
             metrics |= importance_metrics(packs, self.accelerator)
@@ -383,25 +384,26 @@ class ExperienceStream:
             metrics |= dis_metrics(packs, scored, ages, bounds, self.accelerator)
         metrics |= staleness_metrics(scored.rollout, self.state.iteration, self.config, self.data_parallel)
         metrics |= self.sampler.metrics()
-        metrics |= {"reward/unscored_fraction": unscored, "kl/beta": self.state.beta}
+        metrics["kl/beta"] = self.state.beta
+        self.trainer.metric_log.add_rollout(metrics)
+        return metrics
+
+    def update_beta(self, metrics: dict[str, float]) -> None:
+        """Let the KL controller read `kl/ref` of a rollout."""
         # Until the policy's first step its KL is 0 and says nothing about beta; so too right after value pretraining.
         # Without pretraining the first rollout counts, as in Ziegler et al.
         pretraining = self.config.value_pretraining_rollouts
         if "kl/ref" in metrics and (self.state.iteration > pretraining or not pretraining):
             num_rows = self.config.rollout_batch_size * self.config.num_generations
             self.kl_controller.update(metrics["kl/ref"], num_rows)
-        self.trainer.metric_log.add_rollout(metrics)
 
-    def _unscored_fraction(self, scores: Tensor) -> float:
-        has_score = scores.isfinite().float().to(self.accelerator.device, non_blocking=True)
-        unscored = 1 - self.accelerator.gather(has_score).mean().item()
+    def _require_scores(self, unscored: float) -> None:
         if unscored > self.config.max_unscored_fraction:
             raise RuntimeError(
                 f"{unscored:.0%} of the rows of rollout {self.state.iteration} have no finite score, more than"
                 f" max_unscored_fraction {self.config.max_unscored_fraction:.0%}; look at the reward functions"
                 f" ({', '.join(self.sampler.rewards.names)}) or raise the limit"
             )
-        return unscored
 
     # --- optimizer steps --------------------------------------------------------------------------------------------
 
