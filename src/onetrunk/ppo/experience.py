@@ -15,12 +15,16 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
+from datasets import Dataset
 from torch import Tensor, nn
-from transformers import Trainer
 
 from onetrunk.checkpoints.folders import step_of
+from onetrunk.checkpoints.signals import StopSignals
+from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.trunk import PackOutput
 from onetrunk.ops.advantages import (
     AdaptiveKLController,
@@ -36,11 +40,13 @@ from onetrunk.ops.advantages import (
 )
 from onetrunk.ops.masking import masked_whiten, turn_starts
 from onetrunk.ops.packing import PackLimits
+from onetrunk.parallel.groups import DataParallel
 from onetrunk.parallel.sharding import equal_counts
 from onetrunk.ppo.async_rollouts import AsyncSource, row_ages, staleness_metrics
-from onetrunk.ppo.config import plan_batches
+from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.forward import Forward
 from onetrunk.ppo.monitoring.metrics import (
+    MetricLog,
     dis_metrics,
     episode_metrics,
     global_moments,
@@ -48,12 +54,14 @@ from onetrunk.ppo.monitoring.metrics import (
     rollout_metrics,
     value_metrics,
 )
+from onetrunk.ppo.monitoring.profiling import Watch
 from onetrunk.ppo.packs import RolloutPack, cut, joined, rollout_packs, with_importance
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
     RolloutSource,
     Sampled,
+    Sampler,
     ScoredRollout,
     SyncSource,
     prompt_batch,
@@ -63,6 +71,39 @@ from onetrunk.ppo.stream_state import StreamState, load_buffer, load_state, save
 from onetrunk.ppo.value_fit import ValueFit
 from onetrunk.types import Experience, Minibatch, Pack, Rollout, to_device
 from onetrunk.utils.randomness import ROLLOUT_STREAM, seed_generators
+
+
+class StreamTrainer(Protocol):
+    """What an ExperienceStream needs of the trainer that trains on it."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    # The policy, which the trainer wraps after the stream is made.
+    model: nn.Module
+    sampler: Sampler
+    train_dataset: Dataset | ShardedRows
+    data_parallel: DataParallel
+    # Whose `cache` keeps the outputs of the frozen layers.
+    trunk_plan: Any
+    watch: Watch
+    metric_log: MetricLog
+    stop_signals: StopSignals
+
+    def planned_steps(self) -> int:
+        """Return the optimizer steps of the whole run."""
+        ...
+
+    def settings_of_run(self) -> dict[str, Any]:
+        """Return what must not change when the run is resumed."""
+        ...
+
+    def reward_extras(self) -> dict[str, Any]:
+        """Return the keywords that reward functions get besides the columns."""
+        ...
+
+    def poll(self) -> None:
+        """Renew the heartbeat, and give up the work in progress if the run is to stop."""
+        ...
 
 
 class ExperienceStream:
@@ -77,10 +118,10 @@ class ExperienceStream:
                 return returns, returns
 
     Args:
-        trainer: the PPOTrainer that trains on the stream.
+        trainer: what trains on the stream, a PPOTrainer.
     """
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: StreamTrainer):
         config = trainer.args
         self.trainer = trainer
         self.config = config
