@@ -30,11 +30,11 @@ from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.judges.labels import PairLabel
-from onetrunk.judges.win_rate import pair_outcomes, win_rate
 from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
 from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
+from onetrunk.ops.win_rate import pair_outcomes, win_rate
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.evaluation import evaluate_prompts, write_samples
 from onetrunk.ppo.monitoring.progress import RolloutProgress

@@ -35,7 +35,7 @@ from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
-from onetrunk.judges.win_rate import CONFIDENCE
+from onetrunk.ops.win_rate import CONFIDENCE
 from onetrunk.report.report import PAIRS
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
 from onetrunk.stages.arguments import AskingArguments, parse, require_set
