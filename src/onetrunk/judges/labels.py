@@ -59,7 +59,7 @@ class PairLabel:
 
 
 class Memory(Protocol):
-    """Answers as JSON values under sha256 keys; `feedback.ledger.Ledger` is one that is saved to disk.
+    """Answers as JSON values under sha256 keys; `utils.ledger.Ledger` is one that is saved to disk.
 
     `get` returns None without a value; `put` keeps the first value under a key.
     """

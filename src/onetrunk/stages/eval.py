@@ -24,7 +24,6 @@ from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
 from onetrunk.feedback.asking import Asker, load_judge_parts
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import plain
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, Pair
@@ -54,6 +53,7 @@ from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
 from onetrunk.types import Prompt
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text
+from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable, redact
 

@@ -29,7 +29,7 @@ from onetrunk.data.groups import ALL, Group, labelled_groups, shape_of
 from onetrunk.data.pairs import how_read
 from onetrunk.data.rows import refuse_variables
 from onetrunk.feedback.asking import Asker, check_judges
-from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
+from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair
@@ -44,6 +44,7 @@ from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names
+from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.redaction import printable, redact
 
 LEDGER = "ledger/verdicts.db"

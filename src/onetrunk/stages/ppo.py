@@ -18,7 +18,6 @@ from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.feedback.asking import load_judge_parts
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
@@ -32,6 +31,7 @@ from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArgum
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.run_context import begin, finish, recorded, run_stage
+from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.options import option
 
 # The word in reward_funcs that stands for the judge.
