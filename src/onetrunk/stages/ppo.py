@@ -18,10 +18,9 @@ from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.feedback.asking import load_judge_parts
+from onetrunk.judges.hacking_monitor import ACTIONS, HackingMonitor, check_monitor
 from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
-from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
-from onetrunk.ppo.settings import MONITOR_ACTIONS, check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.runs import FOLDER, SAMPLES
 from onetrunk.rewards.combine import resolve_reward
@@ -53,7 +52,7 @@ class PPOJudgeArguments:
     monitor_rubric: dict[str, str] | None = option(None, "Its rubric, where it is one; None: rubric.")
     monitor_every: int = option(1, "Rollouts between two of its measurements.")
     monitor_rows: int = option(64, "Number of held-out prompts that it rates; without held-out rows training prompts.")
-    monitor_action: str = option("warn", "At an alarm: warn, or stop training.", MONITOR_ACTIONS)
+    monitor_action: str = option("warn", "At an alarm: warn, or stop training.", ACTIONS)
 
     def __post_init__(self) -> None:
         check_monitor(self.monitor_every, self.monitor_action, self.monitor_rows)

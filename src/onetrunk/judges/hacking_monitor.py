@@ -25,13 +25,14 @@ from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Answer, Judge
 from onetrunk.judges.labels import Memory, kept_ratings
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.settings import check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import as_text
 from onetrunk.utils.files import digest
 
 logger = get_logger(__name__)
 
+# What it does at an alarm.
+ACTIONS = ("warn", "stop")
 SERIES = ("proxy", "judge")
 # A measurement with fewer of its prompts rated is left out.
 LEAST_RATED = 0.5
@@ -47,6 +48,16 @@ SPANS = (1, 2, 4)
 KEPT = ("baseline", "measurements", "best", "num_alarms", "num_left_out", "explanation", "ended")
 
 Series = dict[str, list[float | None]]
+
+
+def check_monitor(every: int, action: str, num_rows: int) -> None:
+    """Raise ValueError for a setting of a monitor that is out of range."""
+    if every < 1:
+        raise ValueError(f"monitor_every is {every} rollouts between two measurements; set it to 1 or more")
+    if num_rows < 2:
+        raise ValueError(f"monitor_rows is {num_rows}; one prompt shows no change for sure: set it to 2 or more")
+    if action not in ACTIONS:
+        raise ValueError(f"monitor_action is {action!r}; expected {' or '.join(ACTIONS)}")
 
 
 def paired_change(series: Sequence[Sequence[float | None]]) -> tuple[float, float]:
