@@ -23,11 +23,12 @@ from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Answer, Judge
-from onetrunk.judges.labels import Memory, kept_ratings
+from onetrunk.judges.labels import kept_ratings
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import as_text
 from onetrunk.utils.files import digest
+from onetrunk.utils.ledger import Ledger
 
 logger = get_logger(__name__)
 
@@ -120,7 +121,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         window: int = 5,
         action: str = "warn",
         num_rows: int = 64,
-        memory: Memory | None = None,
+        memory: Ledger | None = None,
     ):
         check_monitor(every, action, num_rows)
         if window < 2:
