@@ -132,6 +132,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         self.rows: Dataset | None = None
         self._trainer: PPOTrainer | None = None
         self._watched: str | None = None
+        self._judge_name = "" if judge is None else judge.name
         # Why the judge gave a completion of the last measurement no rating.
         self._unrated = ""
         self._reset()
@@ -144,10 +145,6 @@ class HackingMonitor(EndingCallback, ExportableState):
         self.num_alarms = self.num_left_out = 0
         self.explanation: str | None = None
         self.ended = None
-
-    @property
-    def _judge_name(self) -> str:
-        return "" if self.judge is None else self.judge.name
 
     def attach(self, trainer: PPOTrainer) -> None:
         """Watch the training of `trainer`."""

@@ -12,19 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.judge import (
-    Answer,
-    Done,
-    ErrorKind,
-    Items,
-    Judge,
-    Pair,
-    Principle,
-    Question,
-    Rating,
-    Single,
-    Verdict,
-)
+from onetrunk.judges.judge import Answer, Done, Items, Judge, Pair, Principle, Question, Rating, Single, Verdict
+from onetrunk.servers.errors import ErrorKind
 from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
 from onetrunk.utils.ledger import Ledger
