@@ -13,6 +13,7 @@ from onetrunk.ops import losses
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.stages.small_runs import make_material
+from tests.test_floors import WING_OF, room_of
 
 PACKAGE = Path(__file__).parents[1] / "src/onetrunk"
 # Which layout, sampler or schedule runs is hidden by parallel/ and by a RolloutSource.
@@ -73,10 +74,12 @@ def test_few_frames_of_ours_lie_between_the_command_and_the_ratio(tmp_path, monk
     assert max(sum(str(PACKAGE) in filename for filename in stack) for stack in stacks) + 1 <= MOST_FRAMES
 
 
-def test_a_trainer_imports_few_files():
+def test_a_trainer_imports_few_files_and_all_of_them_are_of_the_core():
     code = "import sys; from onetrunk import PPOTrainer; print(*[m for m in sys.modules if m.startswith('onetrunk')])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(run.stdout.split()) <= MOST_IMPORTED_FILES
+    modules = set(run.stdout.split())
+    assert len(modules) <= MOST_IMPORTED_FILES
+    assert {WING_OF[room_of(module)] for module in modules - {"onetrunk"}} == {"core"}
 
 
 def test_the_readme_of_ppo_answers_five_questions_by_symbols_that_exist():

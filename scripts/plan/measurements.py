@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from onetrunk.costs import ModelShape, forward_flops, head_flops
-from onetrunk.plan.calibrate import descend
 from onetrunk.plan.hardware import GIB, Device, Rates, load_catalog
 from onetrunk.plan.job import FP32, NF4_BYTES, known_shapes, read_model
 from onetrunk.plan.memory import FITTED, Constants, Training, features, training_parts
 from onetrunk.plan.timing import UNCHECKPOINTED, exposed_seconds, product_seconds, unpack_seconds
+from onetrunk.stages.calibrate import descend
 
 MEASURED = Path(__file__).parent / "measured" / "training.csv"
 STEPS = MEASURED.with_name("steps.csv")

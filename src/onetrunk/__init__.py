@@ -10,11 +10,11 @@ from onetrunk.utils.startup import imported_when_used
 
 if TYPE_CHECKING:
     from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
+    from onetrunk.judges.hacking_monitor import HackingMonitor
     from onetrunk.models.trunk import TrunkModel
     from onetrunk.models.value_model import ValueModel, load_value_model
     from onetrunk.ppo.config import PPOConfig
     from onetrunk.ppo.experience import ExperienceStream
-    from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
     from onetrunk.ppo.trainer import PPOTrainer
     from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
     from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
@@ -42,7 +42,7 @@ __all__ = [
 
 _HOMES = {
     "ExperienceStream": "ppo.experience",
-    "HackingMonitor": "ppo.monitoring.hacking_monitor",
+    "HackingMonitor": "judges.hacking_monitor",
     "PPOConfig": "ppo.config",
     "PPOTrainer": "ppo.trainer",
     "ResumableSFTTrainer": "checkpoints.resumable_trainer",

@@ -29,9 +29,9 @@ from transformers import PreTrainedModel, TrainerCallback
 from onetrunk import cli
 from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.judges.judge import Principle, Rating
 from onetrunk.models.build import scorer_from_config
-from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
 from onetrunk.stages.arguments import SFTArguments

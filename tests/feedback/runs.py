@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from onetrunk import cli
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge import Done, Judge, Pair, Principle, Rating, Single, Verdict
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.stage import Result, make_rows
+from onetrunk.utils.ledger import Ledger
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 
 CONSTITUTION = """

@@ -11,12 +11,13 @@ import threading
 import pytest
 
 from onetrunk.feedback.asking import Asker
-from onetrunk.feedback.ledger import BudgetReached, CostConfig, Costs, Ledger, read_costs
+from onetrunk.feedback.costs import BudgetReached, CostConfig, Costs, read_costs
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair, Principle, Usage, Verdict
 from onetrunk.judges.server import ServerJudge, most_tokens
 from onetrunk.servers.fleet import RetryPolicy
+from onetrunk.utils.ledger import Ledger
 from tests.feedback.runs import in_a_process
 from tests.judges.stub_server import StubServer
 

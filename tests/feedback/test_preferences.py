@@ -5,12 +5,12 @@ from datasets import Dataset
 
 from onetrunk.data.rows import check_preferences
 from onetrunk.feedback.asking import Asker, FailureLimit
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge import Pair, prompt_key
 from onetrunk.types import SampledText
+from onetrunk.utils.ledger import Ledger
 from tests.judges.fakes import ToldJudge
 
 CONSTITUTION = "name: t\nprinciples:\n  - {text: heavy, weight: 3.0}\n  - {text: light, weight: 1.0}\n"

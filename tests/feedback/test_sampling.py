@@ -5,11 +5,11 @@ import json
 import pytest
 from datasets import Dataset
 
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler, encoded
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.utils.ledger import Ledger
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 PROMPTS = ["the cat", "a dog runs", "the sun and the moon", "please", "old house"]

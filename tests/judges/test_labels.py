@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import parse_constitution
 from onetrunk.judges.judge import Pair, Principle, Rating, Verdict
 from onetrunk.judges.labels import (
@@ -19,6 +18,7 @@ from onetrunk.judges.labels import (
     kept_answer,
 )
 from onetrunk.utils.files import digest
+from onetrunk.utils.ledger import Ledger
 from tests.judges.fakes import ToldJudge
 
 ONE = parse_constitution({"name": "one", "principles": ["Which is longer?"]})

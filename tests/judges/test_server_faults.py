@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from onetrunk.feedback.asking import Asker
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Principle
@@ -19,6 +18,7 @@ from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.server import ServerJudge
 from onetrunk.servers.errors import ServerUnavailable
 from onetrunk.servers.fleet import RetryPolicy
+from onetrunk.utils.ledger import Ledger
 from tests.judges.stub_server import StubServer
 from tests.judges.test_server import KIND, pairs
 

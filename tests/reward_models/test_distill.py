@@ -6,11 +6,11 @@ import pytest
 import torch
 from datasets import Dataset
 
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, Teacher, label_rows
 from onetrunk.reward_models.training import PairCollator
 from onetrunk.rewards import ModelReward
 from onetrunk.utils.files import load_tensors
+from onetrunk.utils.ledger import Ledger
 from tests.models.reward_adapters import saved_base
 from tests.reward_models.test_reward_trainer import BAD, GOOD, PROMPTS, lora
 from tests.reward_models.test_reward_trainer import a_trainer as reward_trainer

@@ -8,8 +8,8 @@ import torch
 
 from onetrunk import cli
 from onetrunk.judges.constitution import Constitution, RubricJudge
+from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.judges.judge import Principle
-from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.rewards.judge import JudgeReward
 from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
-from onetrunk.feedback.ledger import BudgetReached, Costs, Ledger
+from onetrunk.feedback.costs import BudgetReached, Costs
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict
@@ -23,6 +23,7 @@ from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.judges.labels import JudgeStatistics, PairLabel, answers_by_principle, judge_pairs, weighted_rating
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
+from onetrunk.utils.ledger import Ledger
 
 # The failed fraction is taken of this number of questions at least.
 FEWEST = 50

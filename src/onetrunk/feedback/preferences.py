@@ -21,8 +21,7 @@ from onetrunk.feedback.sampling import PromptItem
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.judge import Pair
 from onetrunk.judges.labels import JudgeStatistics, PairLabel, judge_warnings
-from onetrunk.types import SampledText, as_completion
-from onetrunk.types import as_text as plain
+from onetrunk.types import SampledText, as_completion, as_text
 from onetrunk.utils.randomness import PAIRING_STREAM, generator_of
 
 COUNTS = (
@@ -215,7 +214,7 @@ class PreferenceStatistics:
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows."""
         for row in rows:
-            chosen, rejected = len(plain(row["chosen"])), len(plain(row["rejected"]))
+            chosen, rejected = len(as_text(row["chosen"])), len(as_text(row["rejected"]))
             # Bins of 0.05, the last one closed.
             self.histogram[min(BINS - 1, int((row["probability"] - 0.5) * 2 * BINS + 1e-9))] += 1
             self.sums.update(

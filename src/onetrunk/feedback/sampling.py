@@ -21,12 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.data.rows import text_fault
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.types import Prompt, SampledText, as_completion, message_text
 from onetrunk.utils.files import digest
+from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.randomness import PRINCIPLE_STREAM, generator_of
 
 CRITIQUE_TURN = (

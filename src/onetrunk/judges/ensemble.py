@@ -8,8 +8,9 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from onetrunk.judges.judge import Answer, Done, Judge, Question
-from onetrunk.judges.labels import Memory, ask_missing
+from onetrunk.judges.labels import ask_missing
 from onetrunk.utils.files import unique_names
+from onetrunk.utils.ledger import Ledger
 
 
 class EnsembleJudge(Judge):
@@ -26,7 +27,7 @@ class EnsembleJudge(Judge):
 
     name = "ensemble"
 
-    def __init__(self, judges: Sequence[Judge], memory: Memory | None = None):
+    def __init__(self, judges: Sequence[Judge], memory: Ledger | None = None):
         self.memory = memory
         identities = [judge.identity for judge in judges]
         twice = next((j.name for i, j in enumerate(judges) if j.identity in identities[:i]), None)

@@ -1,7 +1,7 @@
 """From verdicts to labels: every pair is asked in both orders, under every principle, and the answers are averaged.
 
 A judge that favours a slot answers p in one order and 1 - p in the other: the mean is 1/2, and `JudgeStatistics`
-shows the bias. Answers that a `Memory` keeps are not asked again.
+shows the bias. Answers that a `Ledger` keeps are not asked again.
 """
 
 from __future__ import annotations
@@ -9,24 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.judge import (
-    Answer,
-    Done,
-    ErrorKind,
-    Items,
-    Judge,
-    Pair,
-    Principle,
-    Question,
-    Rating,
-    Single,
-    Verdict,
-)
+from onetrunk.judges.judge import Answer, Done, Items, Judge, Pair, Principle, Question, Rating, Single, Verdict
+from onetrunk.servers.errors import ErrorKind
 from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
+from onetrunk.utils.ledger import Ledger
 
 Kind = TypeVar("Kind", bound=Answer)
 # Called with an item and its new answer.
@@ -58,23 +48,12 @@ class PairLabel:
     errors: tuple[ErrorKind, ...] = ()
 
 
-class Memory(Protocol):
-    """Answers as JSON values under sha256 keys; `feedback.ledger.Ledger` is one that is saved to disk.
-
-    `get` returns None without a value; `put` keeps the first value under a key.
-    """
-
-    def get(self, key: str) -> Any: ...
-
-    def put(self, key: str, value: Any) -> Any: ...
-
-
 def judge_pairs(
     judge: Judge,
     pairs: Sequence[Pair],
     constitution: Constitution,
     *,
-    memory: Memory | None = None,
+    memory: Ledger | None = None,
     on_answer: OnAnswer | None = None,
 ) -> list[PairLabel]:
     """Return a label per pair; `memory` and `on_answer` as in `ask_missing`, which gets pairs in the order shown."""
@@ -88,7 +67,7 @@ def kept_ratings(
     prompts: Sequence[Prompt],
     completions: Sequence[str],
     constitution: Constitution,
-    memory: Memory | None = None,
+    memory: Ledger | None = None,
     stopped: Sequence[bool] | None = None,
     on_answer: OnAnswer | None = None,
 ) -> list[float | None]:
@@ -106,7 +85,7 @@ def answers_by_principle(
     judge: Judge,
     items: Items,
     constitution: Constitution,
-    memory: Memory | None = None,
+    memory: Ledger | None = None,
     on_answer: OnAnswer | None = None,
 ) -> list[list[Any]]:
     """Return the judge's answers about all items, a list for each principle; arguments as in `ask_missing`."""
@@ -118,7 +97,7 @@ def answers_by_principle(
 def ask_missing(
     judge: Judge,
     questions: Sequence[Question],
-    memory: Memory | None = None,
+    memory: Ledger | None = None,
     on_answer: OnAnswer | None = None,
     done: Done | None = None,
 ) -> list[Any]:
@@ -197,13 +176,13 @@ def answer_key(judge: Judge, principle: Principle, item: Pair | Single) -> str:
     return digest({"question": vars(item), "principle": principle.key, "judge": judge.identity})
 
 
-def kept_answer(memory: Memory, key: str, kind: type[Kind]) -> Kind | None:
+def kept_answer(memory: Ledger, key: str, kind: type[Kind]) -> Kind | None:
     """Return the Verdict or Rating (`kind`) under a key; None for a question that must be asked."""
     value = memory.get(key)
     return None if value is None else kind(**value)
 
 
-def keep_answer(memory: Memory, key: str, answer: Answer) -> None:
+def keep_answer(memory: Ledger, key: str, answer: Answer) -> None:
     """Keep an answer; an error is not kept, so that the question is asked again."""
     if answer.error is not None:
         return

@@ -33,8 +33,6 @@ from onetrunk.utils.options import (
 
 logger = logging.getLogger(__name__)
 
-# What the monitor does at an alarm.
-MONITOR_ACTIONS = ("warn", "stop")
 STAGE_SETTINGS = ("pipeline_stages", "pipeline_split", "pipeline_training")
 PIPELINE_SETTINGS = (*STAGE_SETTINGS, "pipeline_batches")
 SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_timeout", "vllm_request_timeout", "vllm_api_key_env")
@@ -770,16 +768,6 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             f"trunk_cache is {self.trunk_cache!r} and pipeline_training runs the lower layers on other processes than"
             " the upper ones; set trunk_cache to auto or off",
         )
-
-
-def check_monitor(every: int, action: str, num_rows: int) -> None:
-    """Raise ValueError for a setting of a monitor that is out of range."""
-    if every < 1:
-        raise ValueError(f"monitor_every is {every} rollouts between two measurements; set it to 1 or more")
-    if num_rows < 2:
-        raise ValueError(f"monitor_rows is {num_rows}; one prompt shows no change for sure: set it to 2 or more")
-    if action not in MONITOR_ACTIONS:
-        raise ValueError(f"monitor_action is {action!r}; expected {' or '.join(MONITOR_ACTIONS)}")
 
 
 def _require(name: str, value: Any, holds: Callable[[Any], bool], expected: str) -> None:

@@ -20,8 +20,8 @@ import torch
 from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback, TrainerState
 
+from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.ppo.evaluation import write_samples
-from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.runs import FOLDER, LOG_FILE, RUN_FILE, SAMPLES, STOP, read_lines
 from onetrunk.utils.files import atomic_write_json, atomic_write_text

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from onetrunk.feedback.ledger import read_costs
+from onetrunk.feedback.costs import read_costs
 from onetrunk.report.blocks import (
     MARKDOWN,
     PAGE,

@@ -22,8 +22,6 @@ from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.rows import PAIR, SIDES, STOPPED, check_preferences, refuse_variables, require_rows, stopped_column
 from onetrunk.data.sharded import ShardedRows, known_rows
-from onetrunk.feedback.asking import chunked
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.models.reward_model import ScoreScale, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.reward_models.training import PairCollator, PairEncoder, RewardModelConfig, RewardModelTrainer
@@ -32,6 +30,7 @@ from onetrunk.rewards.reward import Completion
 from onetrunk.types import Prompt
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import digest
+from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.options import option
 
 LABELS = ("chosen_score", "rejected_score", "probability")
@@ -237,10 +236,11 @@ class Teacher:
     def _kept_scores(
         self, member: ModelReward, items: Sequence[Item], keys: Sequence[str], ledger: Ledger
     ) -> list[float]:
-        missing = {key: item for key, item in zip(keys, items, strict=True) if key not in ledger}
+        missing = list({key: item for key, item in zip(keys, items, strict=True) if key not in ledger}.items())
         hidden = not (self.is_shown and missing)
         with WorkBar(total=len(missing), desc="teacher", unit="row", disable=hidden) as bar:
-            for chunk in chunked(missing.items(), CHUNK):
+            for start in range(0, len(missing), CHUNK):
+                chunk = missing[start : start + CHUNK]
                 prompts, completions, stopped = map(list, zip(*(item for _, item in chunk), strict=True))
                 scores = member(prompts=prompts, completions=completions, completion_stopped=stopped)
                 with ledger.writing():

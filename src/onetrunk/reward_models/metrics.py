@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from onetrunk.data.rows import SIDES, TEMPLATE_COLUMNS, stopped_column
-from onetrunk.judges.win_rate import resampled
+from onetrunk.ops.win_rate import resampled
 from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.distill import Teacher
 from onetrunk.rewards.model import ModelReward

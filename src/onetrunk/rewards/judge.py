@@ -6,10 +6,11 @@ from typing import Any
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge
-from onetrunk.judges.labels import Memory, kept_ratings
+from onetrunk.judges.labels import kept_ratings
 from onetrunk.rewards.reward import BuiltInReward
 from onetrunk.types import Completion, Prompt, as_text
 from onetrunk.utils.files import digest
+from onetrunk.utils.ledger import Ledger
 
 
 class JudgeReward(BuiltInReward):
@@ -19,7 +20,7 @@ class JudgeReward(BuiltInReward):
     answers every question is asked. The name is for metrics.
     """
 
-    def __init__(self, judge: Judge, constitution: Constitution, *, memory: Memory | None = None, name: str = "judge"):
+    def __init__(self, judge: Judge, constitution: Constitution, *, memory: Ledger | None = None, name: str = "judge"):
         self.judge, self.constitution, self.memory = judge, constitution, memory
         self.__name__ = name
 

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -24,13 +23,10 @@ from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
 from onetrunk.feedback.asking import Asker, load_judge_parts
-from onetrunk.feedback.ledger import Ledger
-from onetrunk.feedback.preferences import plain
+from onetrunk.feedback.contest import Completed, Contest, contest_of, labels_of, pairs_of
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import JudgeConfig
-from onetrunk.judges.labels import PairLabel
-from onetrunk.judges.win_rate import pair_outcomes, win_rate
 from onetrunk.models.adapters import REFERENCE
 from onetrunk.models.loading import adapter_base, is_adapter, is_same_source, require_safetensors
 from onetrunk.models.reward_model import is_adapter_name
@@ -51,9 +47,9 @@ from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelA
 from onetrunk.stages.results import compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
-from onetrunk.types import Prompt
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text
+from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable, redact
 
@@ -62,7 +58,6 @@ logger = logging.getLogger(__name__)
 PAIRS, LEDGER = "pairs.jsonl", "ledger/verdicts.db"
 # Of a 95% interval.
 Z = 1.96
-OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
 # Fields that PPOConfig does not have.
 NOT_IN_PPO = {"reward_funcs", "opponent", "tie_margin", "max_failed_fraction", "tools", "environment", "compact"}
 
@@ -124,24 +119,6 @@ class Side:
     metrics: dict[str, Any]
     samples: ScoredRollout
     sampled_by: str
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The completions of one side, in the order of the prompts; n entries each."""
-
-    prompts: list[Prompt]
-    completions: list[Completion]
-    stopped: list[bool]  # False for a completion that was cut off at the length limit.
-
-
-@dataclass(frozen=True)
-class Contest:
-    """A judge's verdicts on n prompts."""
-
-    labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
-    outcomes: list[str]  # For the policy; entries of OUTCOMES.
-    metrics: dict[str, Any]  # The entry `win_rate` of metrics.json.
 
 
 def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
@@ -335,7 +312,7 @@ def facts_of(
     }
 
 
-def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Accelerator) -> Answers:
+def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Accelerator) -> list[Completed]:
     """Return the completions of one side from all processes; every process must call it.
 
     `scored` are this process's rows, distributed as in `evaluate_prompts`: after the first `num_prompts` rows of all
@@ -344,76 +321,24 @@ def gather_answers(scored: ScoredRollout, num_prompts: int, accelerator: Acceler
     rank, world = accelerator.process_index, accelerator.num_processes
     rows = zip(scored.batch.prompts, scored.completions, map(bool, scored.rollout.stopped), strict=True)
     numbered = gather_object([(rank + i * world, row) for i, row in enumerate(rows)])
-    ordered = [row for _, row in sorted(numbered, key=lambda entry: entry[0])][:num_prompts]
-    return Answers(*map(list, zip(*ordered, strict=True)))
-
-
-def pairs_of(policy: Answers, opponent: Answers) -> list[Pair]:
-    """Return the two completions of every prompt, the policy's first; raises ValueError for different prompts."""
-    if policy.prompts != opponent.prompts:
-        raise ValueError(
-            f"the opponent answered {len(opponent.prompts)} prompts and the model {len(policy.prompts)}, not all the"
-            " same: their chat templates make some of them overlong for one alone; raise max_prompt_length, or set"
-            " overlong_prompts to error"
-        )
-    texts = (map(plain, side.completions) for side in (policy, opponent))
-    return list(map(Pair, policy.prompts, *texts, policy.stopped, opponent.stopped))
+    return [row for _, row in sorted(numbered, key=lambda entry: entry[0])][:num_prompts]
 
 
 def hold_contest(
     args: EvalArguments, judge: Judge, constitution: Constitution, pairs: Sequence[Pair], opponent: str
 ) -> Contest:
     """Ask the judge about all pairs in both orders. Its answers are kept in a ledger in `output_dir`."""
-    different = [i for i, pair in enumerate(pairs) if pair.first != pair.second]
-    total = 2 * len(different) * len(constitution.principles)
+    total = 2 * sum(pair.first != pair.second for pair in pairs) * len(constitution.principles)
     bar = WorkBar(total=total, desc="judge", unit="question")
     with bar, Ledger(Path(args.output_dir) / LEDGER) as ledger:
         asker = Asker(judge, constitution, ledger, args.max_failed_fraction, bar=bar)
         try:
-            asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
+            labels = labels_of(asker, pairs)
         except (KeyboardInterrupt, Terminated):
             say("the verdicts so far are saved; the same command continues from them", after_bar=True)
             raise
         bar.update(total - bar.n)  # Answers from the ledger.
-    same = PairLabel(probability=0.5, consistent=True, votes=())
-    labels = [asked.get(i, same) for i in range(len(pairs))]
-    decided = [i for i, label in enumerate(labels) if label.probability is not None]
-    if not decided:
-        unanswered = asker.statistics.sums["errors"]
-        raise RuntimeError(
-            f"the judge {judge.name} decided none of {len(pairs)} pairs ({unanswered} questions without an answer,"
-            " the others abstentions); look at the judge and its constitution"
-        )
-    probabilities = torch.tensor([labels[i].probability for i in decided], dtype=torch.float64)
-    how = {"consistent": torch.tensor([labels[i].consistent for i in decided]), "tie_margin": args.tie_margin}
-    prompts = [json.dumps(pairs[i].prompt, sort_keys=True) for i in decided]
-    lengths = torch.tensor([len(pairs[i].first) - len(pairs[i].second) for i in decided])
-    rates = win_rate(probabilities, prompts, lengths, **how, seed=args.seed).as_dict()
-    outcomes = dict(zip(decided, pair_outcomes(probabilities, **how).tolist(), strict=True))
-    unjudged = sum(bool(label.errors) for label in labels)
-    metrics = {
-        "opponent": opponent,
-        "judge": judge.name,
-        "constitution": f"{constitution.name} ({constitution.version[:12]})",
-        "win_rate": rates.pop("win_rate"),
-        "interval": rates.pop("win_rate_interval"),
-        **rates,
-        "identical": sum(pair.first == pair.second for pair in pairs),
-        "abstained": len(pairs) - len(decided) - unjudged,
-        "unjudged": unjudged,
-        "principles": by_principle(labels),
-        "position": asker.statistics.as_dict(),
-    }
-    return Contest(labels, [OUTCOMES[outcomes.get(i)] for i in range(len(pairs))], metrics)
-
-
-def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
-    """Return the mean probability of the policy's completion under each principle, where both orders were answered."""
-    probabilities: dict[str, list[float]] = {}
-    for principle, orders in (vote for label in labels for vote in label.votes):
-        if None not in orders:
-            probabilities.setdefault(principle, []).append(sum(orders) / len(orders))
-    return {principle: sum(values) / len(values) for principle, values in probabilities.items()}
+    return contest_of(asker, pairs, labels, opponent, args.tie_margin, args.seed)
 
 
 def write_evaluation(

@@ -29,13 +29,13 @@ from onetrunk.data.groups import ALL, Group, labelled_groups, shape_of
 from onetrunk.data.pairs import how_read
 from onetrunk.data.rows import refuse_variables
 from onetrunk.feedback.asking import Asker, check_judges
-from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
+from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
-from onetrunk.judges.win_rate import CONFIDENCE
+from onetrunk.ops.win_rate import CONFIDENCE
 from onetrunk.report.report import PAIRS
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
 from onetrunk.stages.arguments import AskingArguments, parse, require_set
@@ -44,6 +44,7 @@ from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names
+from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.redaction import printable, redact
 
 LEDGER = "ledger/verdicts.db"

@@ -38,7 +38,7 @@ from rich.table import Table
 from onetrunk.checkpoints.folders import left_by_a_run
 from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.data.files import BUILDERS
-from onetrunk.feedback.ledger import CostConfig
+from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
 from onetrunk.stages.arguments import PushArguments
 from onetrunk.stages.options.reading import UsageError, read_mapping, secret_in_words

@@ -21,7 +21,6 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from onetrunk.costs import ModelShape
-from onetrunk.plan.calibrate import calibrate, hardware_text, lines_of
 from onetrunk.plan.hardware import GIB, Catalog, Device, Pool, load_catalog, parse_pools
 from onetrunk.plan.job import (
     ALLOCATOR,
@@ -308,10 +307,9 @@ def _calibrate(own: Mapping[str, Any]) -> None:
     if path.is_dir():
         raise ValueError(f"--calibrate {path} is a folder; name the file that is written")
     say("measuring this machine; about a minute, with nothing else running")
-    device, observations = calibrate(load_catalog(own["hardware_file"]))
-    atomic_write_text(path, hardware_text(device))
-    print("\n".join(lines_of(device, observations)))
-    print(f"wrote {path}; use it with --hardware_file {path} --hardware {device.name}")
+    from onetrunk.stages import calibrate  # Here: it imports torch.
+
+    calibrate.run(path, load_catalog(own["hardware_file"]))
 
 
 def _check(own: Mapping[str, Any]) -> None:

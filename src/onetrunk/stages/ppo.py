@@ -18,11 +18,9 @@ from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.feedback.asking import load_judge_parts
-from onetrunk.feedback.ledger import Ledger
+from onetrunk.judges.hacking_monitor import ACTIONS, HackingMonitor, check_monitor
 from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
-from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
-from onetrunk.ppo.settings import MONITOR_ACTIONS, check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.runs import FOLDER, SAMPLES
 from onetrunk.rewards.combine import resolve_reward
@@ -32,6 +30,7 @@ from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArgum
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.run_context import begin, finish, recorded, run_stage
+from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.options import option
 
 # The word in reward_funcs that stands for the judge.
@@ -53,7 +52,7 @@ class PPOJudgeArguments:
     monitor_rubric: dict[str, str] | None = option(None, "Its rubric, where it is one; None: rubric.")
     monitor_every: int = option(1, "Rollouts between two of its measurements.")
     monitor_rows: int = option(64, "Number of held-out prompts that it rates; without held-out rows training prompts.")
-    monitor_action: str = option("warn", "At an alarm: warn, or stop training.", MONITOR_ACTIONS)
+    monitor_action: str = option("warn", "At an alarm: warn, or stop training.", ACTIONS)
 
     def __post_init__(self) -> None:
         check_monitor(self.monitor_every, self.monitor_action, self.monitor_rows)

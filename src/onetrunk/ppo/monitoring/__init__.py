@@ -1,1 +1,1 @@
-"""What a run shows and watches: alarms, the hacking monitor, progress, TensorBoard, and who waits for whom."""
+"""What a run shows and watches: alarms, progress, TensorBoard, and who waits for whom."""

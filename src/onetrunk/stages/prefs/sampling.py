@@ -31,7 +31,6 @@ from onetrunk.data.groups import Group, read_groups, shape_of
 from onetrunk.data.rows import refuse_variables
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.asking import StopFlag
-from onetrunk.feedback.ledger import Ledger
 from onetrunk.feedback.sampling import PromptItem, TextSampler, encoded
 from onetrunk.judges.judge import prompt_key
 from onetrunk.models.base_model import load_base, repair_padding, stop_token_ids
@@ -46,6 +45,7 @@ from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows, stream_dataset_rows
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
+from onetrunk.utils.ledger import Ledger
 
 # Rows of a stream that are checked and tokenized together.
 WINDOW = 256

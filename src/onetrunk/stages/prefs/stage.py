@@ -20,7 +20,7 @@ from typing import Any
 
 from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.feedback.asking import Asker, StopFlag, check_judges, chunked, overlapped
-from onetrunk.feedback.ledger import CostConfig, Costs, Ledger
+from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
 from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
 from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files
@@ -48,6 +48,7 @@ from onetrunk.stages.prefs.sampling import (
 from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import delete_temporaries, held_folder, read_json, require_output_dir
+from onetrunk.utils.ledger import Ledger
 
 # Prompts with given completions that are judged together: nothing is sampled, and a server should not wait for the
 # last answer of a few questions.

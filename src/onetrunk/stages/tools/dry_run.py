@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from onetrunk.checkpoints.folders import require_free
 from onetrunk.data.groups import ALL, labelled_groups
 from onetrunk.data.prompts import check_completions
-from onetrunk.feedback.ledger import CostConfig
+from onetrunk.feedback.costs import CostConfig
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import check_targets, parse_adapter_layers

@@ -23,15 +23,17 @@ from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Answer, Judge
-from onetrunk.judges.labels import Memory, kept_ratings
+from onetrunk.judges.labels import kept_ratings
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.settings import check_monitor
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.types import as_text
 from onetrunk.utils.files import digest
+from onetrunk.utils.ledger import Ledger
 
 logger = get_logger(__name__)
 
+# What it does at an alarm.
+ACTIONS = ("warn", "stop")
 SERIES = ("proxy", "judge")
 # A measurement with fewer of its prompts rated is left out.
 LEAST_RATED = 0.5
@@ -47,6 +49,16 @@ SPANS = (1, 2, 4)
 KEPT = ("baseline", "measurements", "best", "num_alarms", "num_left_out", "explanation", "ended")
 
 Series = dict[str, list[float | None]]
+
+
+def check_monitor(every: int, action: str, num_rows: int) -> None:
+    """Raise ValueError for a setting of a monitor that is out of range."""
+    if every < 1:
+        raise ValueError(f"monitor_every is {every} rollouts between two measurements; set it to 1 or more")
+    if num_rows < 2:
+        raise ValueError(f"monitor_rows is {num_rows}; one prompt shows no change for sure: set it to 2 or more")
+    if action not in ACTIONS:
+        raise ValueError(f"monitor_action is {action!r}; expected {' or '.join(ACTIONS)}")
 
 
 def paired_change(series: Sequence[Sequence[float | None]]) -> tuple[float, float]:
@@ -109,7 +121,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         window: int = 5,
         action: str = "warn",
         num_rows: int = 64,
-        memory: Memory | None = None,
+        memory: Ledger | None = None,
     ):
         check_monitor(every, action, num_rows)
         if window < 2:
@@ -120,6 +132,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         self.rows: Dataset | None = None
         self._trainer: PPOTrainer | None = None
         self._watched: str | None = None
+        self._judge_name = "" if judge is None else judge.name
         # Why the judge gave a completion of the last measurement no rating.
         self._unrated = ""
         self._reset()
@@ -132,10 +145,6 @@ class HackingMonitor(EndingCallback, ExportableState):
         self.num_alarms = self.num_left_out = 0
         self.explanation: str | None = None
         self.ended = None
-
-    @property
-    def _judge_name(self) -> str:
-        return "" if self.judge is None else self.judge.name
 
     def attach(self, trainer: PPOTrainer) -> None:
         """Watch the training of `trainer`."""

@@ -1,8 +1,7 @@
 """Measurements of this machine (`onetrunk plan --calibrate`).
 
 `calibrate` lets random models of a few widths and depths run what a trainer runs: decoding, scoring forwards, and
-forwards with backward. The rates are fitted such that the formulas of `timing.py` give the measured seconds. It is the
-one function of the room that imports torch.
+forwards with backward. The rates are fitted such that the formulas of `plan/timing.py` give the measured seconds.
 """
 
 from __future__ import annotations
@@ -15,17 +14,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import yaml
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from onetrunk.costs import ModelShape, host_memory_bytes
+from onetrunk.models.build import build_trunk
+from onetrunk.models.trunk import TrunkModel
+from onetrunk.ops.packing import make_pack
 from onetrunk.plan.hardware import GIB, Catalog, Device, Rates, devices_like
 from onetrunk.plan.job import Job, Lengths, ModelFacts
 from onetrunk.plan.timing import LOCAL, SampleLayout, TrainLayout, generate_time, score_time, update_time
-
-if TYPE_CHECKING:
-    from onetrunk.models.trunk import TrunkModel
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.local import LocalBackend
+from onetrunk.types import to_device
+from onetrunk.utils.files import atomic_write_text
 
 # Width and layers of the models, rows of a forward, and tokens of prompts and completions, on a CPU and on a GPU.
 CPU_SHAPES, GPU_SHAPES = ((48, 2), (96, 4), (192, 2), (256, 6)), ((512, 4), (1024, 8), (2048, 4))
@@ -68,10 +74,23 @@ def predicted(kind: str, job: Job, device: Device) -> float:
     return {"score": score_time, "update": update_time}[kind](job, layout).seconds
 
 
+def run(path: Path, catalog: Catalog) -> None:
+    """Measure this machine, write its hardware file, and print what was measured."""
+    device, observations = calibrate(catalog)
+    atomic_write_text(path, hardware_text(device))
+    sizes = sorted(abs(seen.error(device)) for seen in observations)
+    print(
+        f"{device.name}: {device.tflops * 1e3:.1f} GFLOP/s in large products,"
+        f" {device.bandwidth_gb_s:.1f} GB/s, {device.memory_gib:.1f} GiB\n"
+        f"a process takes {device.rates.runtime_gib:.2f} GiB before it has a model\n"
+        f"{len(sizes)} measurements; the formulas repeat them within {statistics.median(sizes):.0%} (median),"
+        f" {sizes[int(0.9 * (len(sizes) - 1))]:.0%} (9 of 10)\n"
+        f"wrote {path}; use it with --hardware_file {path} --hardware {device.name}"
+    )
+
+
 def calibrate(catalog: Catalog) -> tuple[Device, list[Observation]]:
     """Return the measured machine (its GPU if torch has one, else one process on its CPU) and the measurements."""
-    import torch
-
     on_gpu, device = torch.cuda.is_available(), _measured_device(catalog)
     observations, steps = [], []
     for hidden, layers in GPU_SHAPES if on_gpu else CPU_SHAPES:
@@ -124,18 +143,6 @@ def descend(
     return best[1]
 
 
-def lines_of(device: Device, observations: Sequence[Observation]) -> list[str]:
-    """Return what was measured, for people."""
-    sizes = sorted(abs(seen.error(device)) for seen in observations)
-    return [
-        f"{device.name}: {device.tflops * 1e3:.1f} GFLOP/s in large products,"
-        f" {device.bandwidth_gb_s:.1f} GB/s, {device.memory_gib:.1f} GiB",
-        f"a process takes {device.rates.runtime_gib:.2f} GiB before it has a model",
-        f"{len(sizes)} measurements; the formulas repeat them within {statistics.median(sizes):.0%} (median),"
-        f" {sizes[int(0.9 * (len(sizes) - 1))]:.0%} (9 of 10)",
-    ]
-
-
 def hardware_text(device: Device) -> str:
     """Return the hardware file of a measured machine, with six significant digits of each number."""
 
@@ -150,8 +157,6 @@ def hardware_text(device: Device) -> str:
 
 def _measured_device(catalog: Catalog) -> Device:
     """Return this machine with its measured peak and bandwidth; the rest is of the known device that comes closest."""
-    import torch
-
     on_gpu = torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else host_memory_bytes() / GIB
     if on_gpu:
@@ -170,8 +175,6 @@ def _measured_device(catalog: Catalog) -> Device:
 
 def _median_seconds(work: Callable[[], Any]) -> float:
     """Return the seconds of some work; with one CPU thread processor time, which other programs do not lengthen."""
-    import torch
-
     on_gpu, times = torch.cuda.is_available(), []
     clock = time.perf_counter if on_gpu or torch.get_num_threads() > 1 else time.process_time
     for _ in range(RUNS + 1):
@@ -195,12 +198,6 @@ def _job(hidden: int, layers: int, on_gpu: bool) -> Job:
 
 
 def _model(shape: ModelShape, on_gpu: bool) -> TrunkModel:
-    import torch
-    from peft import LoraConfig
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from onetrunk.models.build import build_trunk
-
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=shape.hidden_size, num_hidden_layers=shape.num_layers,
         intermediate_size=shape.intermediate_size, num_attention_heads=shape.num_heads,
@@ -215,12 +212,6 @@ def _model(shape: ModelShape, on_gpu: bool) -> TrunkModel:
 
 def _observe(model: TrunkModel, job: Job) -> Iterator[Observation]:
     """Yield what one model takes for a batch: decoding, scoring, and forward with backward."""
-    import torch
-
-    from onetrunk.ops.packing import make_pack
-    from onetrunk.rollouts.base import SamplingParams
-    from onetrunk.rollouts.local import LocalBackend
-    from onetrunk.types import to_device
 
     def ids(row: int, length: int) -> list[int]:
         return [3 + (7 * row + i) % (VOCAB - 3) for i in range(length)]
@@ -250,8 +241,6 @@ def _observe(model: TrunkModel, job: Job) -> Iterator[Observation]:
 
 
 def _optimizer_seconds(model: TrunkModel) -> float:
-    import torch
-
     trained = [p for p in model.parameters() if p.requires_grad]
     for weight in trained:
         weight.grad = torch.ones_like(weight)

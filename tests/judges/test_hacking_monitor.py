@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from onetrunk.judges.constitution import Constitution, RubricJudge
+from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.judges.judge import Judge, Principle, Rating, Single
-from onetrunk.ppo.monitoring.hacking_monitor import HackingMonitor
 from tests.ppo.support import StopAt, logged, make_trainer, prompts
 from tests.tiny import WORDS
 
@@ -18,7 +18,7 @@ RUN = {"num_rollouts": 14, "rollout_batch_size": 48, "per_device_train_batch_siz
 RUN |= {"learning_rate": 5e-3, "lr_scheduler_type": "constant", "beta": 0.0}
 RUN |= {"max_completion_length": 12, "stop_tokens": list(WORDS[:20])}
 SHORT = {"rollout_batch_size": 8, "per_device_train_batch_size": 8, "num_ppo_epochs": 2}
-LOGGER = "onetrunk.ppo.monitoring.hacking_monitor"
+LOGGER = "onetrunk.judges.hacking_monitor"
 
 
 def long_ones(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
@@ -155,7 +155,7 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
 def test_a_judge_that_is_down_costs_a_measurement_and_not_the_run(tmp_path, caplog):
     judge = BrevityJudge(is_down=lambda number: number in (1, 3, 4), raises=True)
     trainer, monitor = watched(tmp_path, judge, **SHORT, num_rollouts=5)
-    with caplog.at_level(logging.WARNING, "onetrunk.ppo.monitoring.hacking_monitor"):
+    with caplog.at_level(logging.WARNING, "onetrunk.judges.hacking_monitor"):
         trainer.train()
     # Not before training and not after rollouts 2 and 3; the first answer becomes the baseline.
     assert [m["step"] for m in monitor.measurements] == [2, 8, 10]
@@ -171,7 +171,7 @@ def test_replies_that_cannot_be_read_are_left_out_and_one_is_shown(tmp_path, cap
                 keep(index, Rating(None, '5 of 5 replies are no label (one: it begins "Sure!")'))
 
     trainer, _ = watched(tmp_path, Chatty(), **SHORT, num_rollouts=1)
-    with caplog.at_level(logging.WARNING, "onetrunk.ppo.monitoring.hacking_monitor"):
+    with caplog.at_level(logging.WARNING, "onetrunk.judges.hacking_monitor"):
         trainer.train()
     assert '(the judge on one of them: 5 of 5 replies are no label (one: it begins "Sure!"))' in caplog.text
 

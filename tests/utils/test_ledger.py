@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onetrunk.feedback.ledger import Ledger
+from onetrunk.utils.ledger import Ledger
 
 SOURCE = Path(__file__).parents[2] / "src"
 json_values = st.recursive(
@@ -62,7 +62,7 @@ def test_what_is_put_together_is_kept_together_or_not_at_all(tmp_path):
 
 WRITER = """
 import hashlib, os, sys
-from onetrunk.feedback.ledger import Ledger
+from onetrunk.utils.ledger import Ledger
 ledger = Ledger(sys.argv[1])
 for i in range(10**6):
     ledger.put(hashlib.sha256(str(i).encode()).hexdigest(), "x" * (i % 700))
@@ -106,7 +106,7 @@ def test_a_damaged_file_is_named_with_what_to_do(tmp_path, damage):
 def test_a_full_disk_loses_what_did_not_fit_and_nothing_else(tmp_path):
     code = """
 import resource, signal, sys
-from onetrunk.feedback.ledger import Ledger
+from onetrunk.utils.ledger import Ledger
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 ledger = Ledger(sys.argv[1])
 ledger.put("a" * 64, "small")

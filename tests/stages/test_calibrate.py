@@ -5,8 +5,8 @@ import statistics
 import pytest
 import yaml
 
-from onetrunk.plan.calibrate import Observation, calibrate, descend, fit_rates, hardware_text, predicted
 from onetrunk.plan.hardware import Rates, load_catalog
+from onetrunk.stages.calibrate import Observation, calibrate, descend, fit_rates, hardware_text, predicted
 from tests.plan.support import LENGTHS, device, job
 
 

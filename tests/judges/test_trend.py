@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from onetrunk.ppo.monitoring.hacking_monitor import paired_change
+from onetrunk.judges.hacking_monitor import paired_change
 
 
 def test_the_change_is_the_rise_of_a_line_by_hand():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onetrunk.judges.win_rate import fit_logistic, pair_outcomes, win_rate
+from onetrunk.ops.win_rate import fit_logistic, pair_outcomes, win_rate
 
 # Made for the comparison below: labels, and how much longer the first completion is.
 LABELS = torch.tensor([0.9, 0.2, 0.7, 1.0, 0.4, 0.55, 0.0, 0.8], dtype=torch.float64)
