@@ -32,6 +32,7 @@ FLOORS = {
     "checkpoints": 8,
     "reward_models": 9,
     "ppo": 10,
+    "verbs": 10,
     "plan": 11,
     "report": 11,
     "stages": 12,

@@ -12,13 +12,8 @@ from typing import Any
 
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.utils.files import parse_json
+from onetrunk.verbs import VERBS
 
-# Columns of which a stage needs one set.
-NEEDED = {
-    "sft": (("prompt", "completion"), ("messages",), ("text",)),
-    **dict.fromkeys(("ppo", "eval"), (("prompt",), ("messages",))),
-    **dict.fromkeys(("reward", "distill"), (("chosen", "rejected"),)),
-}
 # A larger file is left to the stage.
 MOST_BYTES = 2**23
 
@@ -36,7 +31,7 @@ def check_files(values: Mapping[str, Any], verb: str) -> None:
         path = Path(values.get("dataset_name") or "").expanduser()
         names = column_names(path) if path.is_file() and path.stat().st_size <= MOST_BYTES else None
         if names and not values.get("environment"):
-            check_columns(names, values.get("dataset_columns") or {}, NEEDED.get(verb, ()))
+            check_columns(names, values.get("dataset_columns") or {}, VERBS[verb].columns)
     except ValueError as error:
         raise FileFault(str(error)) from error
 

@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onetrunk.ppo.foreign_names import RENAMED, explain_key
-from onetrunk.stages.options.table import SETTINGS_MODULES, Option, load_options, shown_options
+from onetrunk.stages.options.table import Option, load_options, shown_options
 from onetrunk.utils.files import looks_like_path, parse_json, read_yaml
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, shown
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
+from onetrunk.verbs import VERBS
 
 AUTO = "auto"
 RESUME = "resume_from_checkpoint"
 # Of the stages; not an option, because a YAML file cannot have it.
 DRY_RUN = ("--dry_run", "--dry-run")
-WITH_DRY_RUN = ("sft", "judge", "prefs", "reward", "distill", "ppo", "eval")
-# Verbs whose first word may be the value of an option -> that option.
-FIRST_WORDS = {"serve": "model", "export": "model", "chat": "model"}
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
@@ -130,7 +128,7 @@ def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
     parser = make_parser(option for name, option in options.items() if name not in RENAMED)
     parser.add_argument("--config")
     parser.add_argument("--resume", **({"dest": RESUME} if RESUME in options else {"choices": [AUTO]}))
-    if verb in WITH_DRY_RUN:
+    if VERBS[verb].dry_run:
         parser.add_argument(*DRY_RUN, action="store_true")
     written, unknown = parser.parse_known_args(_with_first_word(verb, argv))
     words = {name: value for name, value in vars(written).items() if name in options}
@@ -147,7 +145,7 @@ def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
 
 def require_folders(verb: str, values: Mapping[str, Any]) -> None:
     """Raise UsageError where the first word of a command, or a run of a report, is a folder that is not there."""
-    source = values.get(FIRST_WORDS.get(verb, ""))
+    source = values.get(VERBS[verb].first_word)
     on_hub = source and "/" in source and not source.startswith("runs/") and not looks_like_path(source)
     for name in [*values.get("runs", ()), *([source] if source and not on_hub else [])]:
         if not Path(name).exists():
@@ -158,14 +156,14 @@ def require_folders(verb: str, values: Mapping[str, Any]) -> None:
 
 def _explained(key: str, verb: str) -> str:
     known = [option.name for option in shown_options(verb)]
-    return explain_key(key, known, [other for other in SETTINGS_MODULES if key in load_options(other)])
+    others = [other.name for other in VERBS.values() if other.has_settings and key in load_options(other.name)]
+    return explain_key(key, known, others)
 
 
 def _with_first_word(verb: str, argv: Sequence[str]) -> list[str]:
-    """Return the words after a verb with the first one as an option, where it may stand alone (`FIRST_WORDS`)."""
-    if verb in FIRST_WORDS and argv and not argv[0].startswith("-"):
-        return [f"--{FIRST_WORDS[verb]}", *argv]
-    return list(argv)
+    """Return the words after a verb with the first one as an option, where it may stand alone."""
+    name = VERBS[verb].first_word
+    return [f"--{name}", *argv] if name and argv and not argv[0].startswith("-") else list(argv)
 
 
 def _unknown_words(unknown: Sequence[str], options: Mapping[str, Option], explain: Callable[[str], str]) -> list[str]:

@@ -52,8 +52,8 @@ def run_words(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def report_words(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the options of `onetrunk report` by name.
+def report_words(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of `onetrunk report`.
 
     Raises:
         UsageError: a word that is no option.
@@ -67,7 +67,7 @@ def report_words(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a stage or of a pipeline")
     text = "folder to write to; default: _report in the run's folder, of several runs in the folder around them"
     parser.add_argument("--output_dir", dest="target", metavar="FOLDER", help=text)
-    return vars(parser.parse_args(list(argv)))
+    return parser.parse_args(list(argv))
 
 
 def positive(text: str) -> float:
@@ -142,6 +142,3 @@ def plan_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if own["calibrate"] is not None and rest:
         raise UsageError(f"--calibrate takes no settings of a recipe: {' '.join(rest)}")
     return own, rest
-
-
-READERS = {"run": lambda argv: vars(run_words(argv)), "report": report_words}

@@ -6,8 +6,9 @@ Settings, rows, tokenizer and the model's config are read and checked as in a ru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -44,14 +45,12 @@ from onetrunk.stages.arguments import (
     SFTArguments,
     TrainingDataArguments,
 )
-from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels, parse_distill
-from onetrunk.stages.eval import EvalArguments, named_opponent, parse_eval
-from onetrunk.stages.judge import parse_judge
-from onetrunk.stages.ppo import parse_ppo, require_functions
+from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels
+from onetrunk.stages.eval import EvalArguments, named_opponent
+from onetrunk.stages.ppo import require_functions
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.sampling import open_source
-from onetrunk.stages.prefs.stage import parse_prefs
-from onetrunk.stages.reward import load_kwargs, parse_reward, score_peft_config
+from onetrunk.stages.reward import load_kwargs, score_peft_config
 from onetrunk.stages.rows import (
     TrainingRows,
     check_tokenizer,
@@ -61,7 +60,7 @@ from onetrunk.stages.rows import (
     prompt_rows,
 )
 from onetrunk.stages.run_context import run_stage
-from onetrunk.stages.sft import parse_sft
+from onetrunk.verbs import VERBS
 
 
 def sft(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
@@ -157,21 +156,9 @@ def judge(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> N
     show(", ".join(settings.judge or []), [*lines, *judge_lines(settings)])
 
 
-STAGES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
-    "sft": (parse_sft, sft),
-    "judge": (parse_judge, judge),
-    "prefs": (parse_prefs, prefs),
-    "reward": (parse_reward, reward),
-    "distill": (parse_distill, distill),
-    "ppo": (parse_ppo, ppo),
-    "eval": (parse_eval, evaluate),
-}
-
-
 def main(verb: str, words: Sequence[str]) -> int:
     """Print what the stage of a verb would do; return the exit code."""
-    parse, work = STAGES[verb]
-    return run_stage(verb, parse, work, words, is_dry=True)
+    return run_stage(verb, VERBS[verb].parser, resolve_name(VERBS[verb].dry_run), words, is_dry=True)
 
 
 def show(model: str, lines: Sequence[str]) -> None:
