@@ -219,11 +219,10 @@ def _reward_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Model
     It is the one that is named, or the recipe's only model whose config is here. One of several rewards stays where it
     is, because the launch files would have to repeat the others.
     """
-    specs = reward_specs(values)
-    named = own["reward_model"]
-    for spec in specs if named is None else [named]:
+    specs, named = reward_specs(values), own["reward_model"]
+    for name in [spec.text for spec in specs if spec.kind.is_model] if named is None else [named]:
         try:
-            return read_model(spec), spec if len(specs) <= 1 else None
+            return read_model(name), name if len(specs) <= 1 else None
         except ValueError:
             if named is not None:
                 raise
