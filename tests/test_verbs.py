@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 
 from onetrunk.stages.arguments import parse
-from onetrunk.stages.run_context import run_stage
 from onetrunk.utils.options import option
 
 
@@ -45,7 +44,6 @@ def dry_run(args):
 
 
 parse_echo = partial(parse, verb="echo", dataclass_types=(EchoArguments,))
-main = partial(run_stage, "echo", parse_echo, run)
 '''
 ECHO = Verb(
     "echo",

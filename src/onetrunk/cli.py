@@ -16,9 +16,8 @@ from types import ModuleType
 
 from onetrunk.stages.launch import launch as launched
 from onetrunk.stages.launch import split_words
-from onetrunk.stages.options.early import FileFault, check_files
 from onetrunk.stages.options.help import help_text, help_topic
-from onetrunk.stages.options.reading import DRY_RUN, UsageError, read, require_folders, say
+from onetrunk.stages.options.reading import DRY_RUN, FileFault, UsageError, check_files, read, require_folders, say
 from onetrunk.utils.redaction import print_any_text
 from onetrunk.utils.startup import freeze_loaded, without_collection
 from onetrunk.verbs import VERBS
@@ -117,14 +116,20 @@ def run(verb: str) -> int:
     return main([verb, *sys.argv[1:]])
 
 
-def _run_stage(verb: str, words: Sequence[str]) -> int:
-    if VERBS[verb].dry_run and set(DRY_RUN) & set(words):
-        return _imported("onetrunk.stages.tools.dry_run").main(verb, words)
-    return _imported(VERBS[verb].module).main(words)
+def _run_stage(name: str, words: Sequence[str]) -> int:
+    """Run the stage of a verb, or print what it would do; return the exit code."""
+    verb = VERBS[name]
+    is_dry = bool(verb.dry_run) and not set(DRY_RUN).isdisjoint(words)
+    module, work = verb.dry_run.split(":") if is_dry else (verb.module, "run")
+    work = getattr(_imported(module), work)
+    if verb.is_light:
+        work(*verb.parser(words))
+        return 0
+    run_stage = _imported("onetrunk.stages.run_context").run_stage
+    return run_stage(name, verb.parser, work, words, is_dry)
 
 
 def _imported(name: str) -> ModuleType:
-    """Import the module of a stage."""
     is_new = name not in sys.modules
     with without_collection():
         stage = import_module(name)

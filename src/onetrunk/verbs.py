@@ -13,45 +13,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb of the command line.
+    """A verb of the command line."""
 
-    Args:
-        name: the word after `onetrunk`.
-        text: what it does, for the help.
-        module: the module with `parse_NAME` and `main`, which take the words after the verb. `parse_NAME` of a verb
-            with settings is a partial whose `dataclass_types` are the settings classes.
-        reader: place of what reads the words of a verb without settings, before its module is imported.
-        is_light: the verb has no settings, and its module imports neither torch nor transformers. Its `main` raises
-            ValueError for a mistake.
-        explained: the options that `--help` explains, in one text; "": all.
-        needed: values of the options without which it does not start, for `onetrunk config`.
-        first_word: the option whose value may be the first word.
-        columns: the sets of columns of which its rows need one.
-        trains: what a training trains: "model", "scores" or "policy". A training can resume, and takes tensor
-            parallelism.
-        launches: it runs on several processes.
-        dry_run: place of what prints what a run would do; its arguments are what `parse_NAME` returns. A verb that has
-            it may be a stage of `onetrunk run`.
-        remakes: a folder in its output that it replaces if its settings change.
-        page: place of what makes the report's blocks; "": those of a training.
-        known_by: a file in its output folder, or a key of its metrics, by which a report knows a run without a record.
-    """
-
-    name: str
-    text: str
+    name: str  # The word after `onetrunk`.
+    text: str  # What it does, for the help.
+    # The module with `parse_NAME`, which takes the words after the verb, and `run`, which takes what that returns.
+    # `parse_NAME` of a verb with settings is a partial whose `dataclass_types` are their classes.
     module: str
-    reader: str = ""
-    is_light: bool = False
-    explained: str = ""
-    needed: Mapping[str, Any] = field(default_factory=dict)
-    first_word: str = ""
-    columns: tuple[tuple[str, ...], ...] = ()
-    trains: str = ""
-    launches: bool = False
-    dry_run: str = ""
-    remakes: str = ""
-    page: str = ""
-    known_by: str = ""
+    reader: str = ""  # Without settings: place of what checks the words before the module is imported.
+    is_light: bool = False  # Without settings: its module imports neither torch nor transformers.
+    explained: str = ""  # The options that `--help` explains; "": all.
+    needed: Mapping[str, Any] = field(default_factory=dict)  # Options without which it does not start, with examples.
+    first_word: str = ""  # The option whose value may be the first word.
+    columns: tuple[tuple[str, ...], ...] = ()  # Sets of columns of which its rows need one.
+    trains: str = ""  # What a training trains: model, scores or policy. It can resume, and takes tensor parallelism.
+    launches: bool = False  # On several processes.
+    dry_run: str = ""  # Place of what prints what `run` would do. A verb that has it may be a stage of `onetrunk run`.
+    remakes: str = ""  # A folder in its output that it replaces if its settings change.
+    page: str = ""  # Place of what makes the report's blocks; "": those of a training.
+    known_by: str = ""  # A file in its output, or a key of its metrics, which tells a report whose output it is.
 
     @property
     def has_settings(self) -> bool:
@@ -65,14 +45,10 @@ class Verb:
 
 
 _TRAINING = "model_name_or_path dtype dataset_name eval_size"
-_RUN = (
-    "learning_rate num_train_epochs max_steps per_device_train_batch_size seed output_dir overwrite_output_dir"
-    " save_steps eval_strategy report_to logging_steps bf16"
-)
-_SAMPLED = (
-    "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_completion_length temperature"
-    " seed judge constitution judge_model"
-)
+_RUN = "learning_rate num_train_epochs max_steps per_device_train_batch_size seed output_dir overwrite_output_dir"
+_RUN += " save_steps eval_strategy report_to logging_steps bf16"
+_SAMPLED = "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_completion_length"
+_SAMPLED += " temperature seed judge constitution judge_model"
 _ROWS = {"dataset_name": "rows.jsonl", "output_dir": "runs/new"}
 _MODEL_AND_ROWS = {"model_name_or_path": "path/or/hub-name", **_ROWS}
 _PAIRS, _PROMPTS = (("chosen", "rejected"),), (("prompt",), ("messages",))

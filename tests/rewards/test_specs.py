@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from onetrunk import rewards
 from onetrunk.ppo.setup import ModelInputs, resolve_rewards
 from onetrunk.rewards import resolve_reward, specs
 from onetrunk.rewards.specs import KINDS, Kind, read_spec
@@ -45,23 +46,23 @@ def test_a_folder_is_a_model_whatever_its_name(tmp_path, monkeypatch):
 def test_a_text_of_no_form_is_answered_with_all_forms_but_that_of_functions():
     with pytest.raises(ValueError, match="nor a process reward model: 'prm:NAME'") as error:
         resolve_reward("my_reward")
-    assert all(kind.form in str(error.value) for kind in KINDS)
+    assert all(kind.form in str(error.value) for kind in KINDS[:-1])
 
 
 def test_the_word_judge_is_for_the_settings_alone():
-    with pytest.raises(ValueError, match=r"give onetrunk.rewards.JudgeReward\(judge, constitution\)"):
+    with pytest.raises(ValueError, match="give onetrunk.rewards.JudgeReward"):
         resolve_reward("judge")
 
 
 def test_a_new_kind_is_a_file_and_a_line(tmp_path, monkeypatch):
     """A kind for texts such as longest:20, as someone would add it."""
-    (tmp_path / "longest_kind.py").write_text(
+    (tmp_path / "longest.py").write_text(
         "def load(text, policy):\n"
         "    most = int(text.removeprefix('longest:'))\n"
         "    return lambda completions, **columns: [float(len(c) <= most) for c in completions]\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    line = Kind("limit", "'longest:NUMBER'", lambda text: text.startswith("longest:"), "longest_kind:load")
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    line = Kind("limit", "'longest:NUMBER'", lambda text: text.startswith("longest:"), "longest:load")
     monkeypatch.setattr(specs, "KINDS", (line, *KINDS))
     tokenizer = SimpleNamespace()
     [reward] = resolve_rewards(ModelInputs("base", "longest:3"), "cpu", "base", tokenizer)

@@ -333,7 +333,6 @@ def job_of(
 
 
 def reward_specs(values: Mapping[str, Any]) -> list[Spec]:
-    """Return the rewards of a recipe."""
     written = values.get("reward_funcs") or []
     return [read_spec(str(text)) for text in ([written] if isinstance(written, str) else written)]
 

@@ -57,7 +57,6 @@ class Plot:
     trains: str = ""
 
 
-POLICY = "policy"
 HELD_OUT = "held-out prompts"
 TRAINING = "training rollouts"
 
@@ -70,7 +69,7 @@ def both(metric: str) -> dict[str, str]:
 PLOTS = (
     Plot("score", "Score", "mean score", both("score/mean"),
          "Raw scores of completions. The first held-out point, at step 0, is the model before training.",
-         trains=POLICY),
+         trains="policy"),
     Plot("pair_accuracy", "Pairs in the right order", "share",
          {"pairs/accuracy": "training pairs", "eval_pairs/accuracy": "held-out pairs"},
          "0.5 is a coin. Training pairs far above held-out ones are learnt by heart.", trains="scores"),
@@ -121,7 +120,7 @@ def plots_of(runs: Sequence[Run]) -> list[Plot]:
 
     def has_data(plot: Plot) -> bool:
         # A run without a record is that of a PPOTrainer.
-        trained = [VERBS[run.verb].trains if run.verb in VERBS else POLICY for run in runs]
+        trained = [VERBS[run.verb].trains if run.verb in VERBS else "policy" for run in runs]
         fitting = [run for run, what in zip(runs, trained, strict=True) if plot.trains in ("", what)]
         return any(_points(run, plot, metric)[0] for run in fitting for metric in plot.curves)
 

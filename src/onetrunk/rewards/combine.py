@@ -37,8 +37,6 @@ from onetrunk.types import Prompt
 from onetrunk.utils.files import unique_names
 from onetrunk.utils.import_path import checked_scores
 
-TurnIds = Sequence[Sequence[int]]
-
 # Columns of the dataset that functions receive under another name, or not at all.
 OWN_COLUMNS = ("prompt", "prompt_ids", "completion", "completion_ids")
 EXTRAS = ("trainer_state", "log_extra", "log_metric")
@@ -195,7 +193,7 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
     return read_spec(spec).load() if isinstance(spec, str) else checked_callable(spec, spec)
 
 
-def dense_entries(name: str, result: Any, turn_ids: TurnIds) -> dict[int, Tensor]:
+def dense_entries(name: str, result: Any, turn_ids: Sequence[Sequence[int]]) -> dict[int, Tensor]:
     """Return the rewards at each token, float64 [len(completion)], of the rows for which `result` of `name` is dense.
 
     Raises:
@@ -230,7 +228,7 @@ def weighted_scores(
     rows: Sequence[Sequence[float | None]],
     weights: Sequence[float],
     dense: Sequence[dict[int, Tensor]],
-    turn_ids: TurnIds,
+    turn_ids: Sequence[Sequence[int]],
 ) -> Scores:
     """Return the weighted sum over sources, of which each has a name, n numbers or None, and its `dense_entries`."""
     applies = torch.tensor([[value is not None for value in row] for row in rows], dtype=torch.bool)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge
 from onetrunk.judges.labels import Memory, kept_ratings
 from onetrunk.rewards.reward import BuiltInReward
-from onetrunk.rewards.specs import Policy
 from onetrunk.types import Completion, Prompt, as_text
 from onetrunk.utils.files import digest
 
@@ -35,11 +34,3 @@ class JudgeReward(BuiltInReward):
     def content(self) -> str:
         asked = digest([self.judge.identity, []])[:16]
         return f"judge, sha256 {asked}, constitution {self.constitution.version[:16]}"
-
-
-def named_judge(spec: str, policy: Policy | None = None) -> NoReturn:
-    """Raise ValueError: `onetrunk ppo` puts the judge of its settings in place of the word."""
-    raise ValueError(
-        f"reward_funcs names {spec}, the judge in the settings of onetrunk ppo, which alone reads the word; in Python"
-        " give onetrunk.rewards.JudgeReward(judge, constitution)"
-    )

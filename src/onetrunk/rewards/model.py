@@ -148,13 +148,11 @@ class TrunkReward(BuiltInReward):
         return f"adapter, sha256 {digest([ordered, weights, adapter.pad_token_id])[:16]}"
 
 
-def named_model(spec: str, policy: Policy | None) -> ModelReward | TrunkReward:
-    """Return the reward model at `spec`; an adapter of the policy's base is a branch of its trunk."""
-    if policy is None:
-        raise ValueError(f"reward function {spec!r} names a model; give onetrunk.rewards.ModelReward({spec!r})")
-    if is_adapter_name(spec):
-        return trunk_reward(spec, policy)
-    return ModelReward(spec, policy.reward_tokenizer, device=policy.device)
+def named_model(name: str, policy: Policy) -> ModelReward | TrunkReward:
+    """Return the reward model at `name`; an adapter of the policy's base is a branch of its trunk."""
+    if is_adapter_name(name):
+        return trunk_reward(name, policy)
+    return ModelReward(name, policy.reward_tokenizer, device=policy.device)
 
 
 def trunk_reward(name: str, policy: Policy) -> TrunkReward:

@@ -73,12 +73,8 @@ class ProcessReward(BuiltInReward):
         self.__name__ = Path(source).name
 
     @classmethod
-    def from_spec(cls, spec: str, policy: Policy | None) -> ProcessReward:
+    def from_spec(cls, spec: str, policy: Policy) -> ProcessReward:
         """Return the model that "prm:NAME" or "prm:NAME#separator=TEXT" names; TEXT is percent-encoded."""
-        if policy is None:
-            raise ValueError(
-                f"reward function {spec!r} needs the policy's tokenizer; give onetrunk.rewards.ProcessReward"
-            )
         path, _, option = spec.removeprefix(PROCESS_MODEL).partition("#")
         key, _, value = option.partition("=")
         if option and key != "separator":

@@ -24,9 +24,7 @@ from onetrunk.utils.import_path import find_object, source_identity
 
 # Names that TRL's command line takes too, and their arguments there; None: the function itself.
 TRL_REWARDS: dict[str, dict[str, int] | None] = {
-    "accuracy_reward": None,
-    "reasoning_accuracy_reward": None,
-    "think_format_reward": None,
+    **dict.fromkeys(("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")),
     "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256},
 }
 

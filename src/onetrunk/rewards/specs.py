@@ -23,39 +23,25 @@ PROCESS_MODEL = "prm:"
 
 @dataclass(frozen=True)
 class Policy:
-    """What a reward may need of the policy that it scores.
+    """What a reward may need of the policy that it scores."""
 
-    Args:
-        base: name of the base model, which a reward adapter must share.
-        tokenizer: the policy's, which a reward adapter must share too.
-        device: where reward models run.
-        reward_tokenizer: the one of a reward model; None: the one next to it.
-    """
-
-    base: str
+    base: str  # The name of the base model. A reward adapter must share it and the tokenizer.
     tokenizer: PreTrainedTokenizerBase
-    device: torch.device
-    reward_tokenizer: PreTrainedTokenizerBase | None = None
+    device: torch.device  # Where reward models run.
+    reward_tokenizer: PreTrainedTokenizerBase | None = None  # That of a reward model; None: the one next to it.
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of reward.
-
-    Args:
-        name, form: what it is and how it is written, for messages; "": as the messages of functions say.
-        fits: whether a text is of this kind, if it is of no kind before.
-        loader: "module:function" that takes the text and a Policy, or None without a trainer, and returns the reward.
-        is_model: a model of this process gives the scores.
-        loads_first: it loads at once, so a command loads it before anything else to find mistakes.
-    """
+    """A kind of reward."""
 
     name: str
-    form: str
-    fits: Callable[[str], bool]
-    loader: str
-    is_model: bool = False
-    loads_first: bool = False
+    form: str  # How it is written, for the message about a text that is of no kind.
+    fits: Callable[[str], bool]  # Whether a text is of this kind, if it is of no kind before.
+    loader: str  # "module:function" here that takes the text, and a Policy or None; "": the stage makes the reward.
+    is_model: bool = False  # A model of this process gives the scores.
+    loads_first: bool = False  # A command loads it before anything else, to find mistakes at once.
+    in_python: str = ""  # What to give without a Policy, where the text does not say enough.
 
 
 def _is_model(text: str) -> bool:
@@ -64,15 +50,13 @@ def _is_model(text: str) -> bool:
 
 KINDS = (
     Kind("server", "'http://host/classify'", lambda text: text.startswith(("http://", "https://")),
-         "onetrunk.rewards.remote:remote_reward"),
+         "remote:remote_reward"),
     Kind("process reward model", "'prm:NAME'", lambda text: text.startswith(PROCESS_MODEL),
-         "onetrunk.rewards.process_model:ProcessReward.from_spec", is_model=True),
+         "process_model:ProcessReward.from_spec", is_model=True, in_python="ProcessReward"),
     Kind("reward model", "a folder that exists or a Hub name 'owner/model'", _is_model,
-         "onetrunk.rewards.model:named_model", is_model=True),
-    Kind("judge", "the word 'judge' in the settings of onetrunk ppo", lambda text: text == JUDGE,
-         "onetrunk.rewards.judge:named_judge"),
-    Kind("function", "", lambda text: True,
-         "onetrunk.rewards.reward:named_function", loads_first=True),
+         "model:named_model", is_model=True, in_python="ModelReward"),
+    Kind("judge", "the word 'judge' of onetrunk ppo", lambda text: text == JUDGE, "", in_python="JudgeReward"),
+    Kind("function", "", lambda text: True, "reward:named_function", loads_first=True),
 )  # fmt: skip
 
 
@@ -85,7 +69,12 @@ class Spec:
 
     def load(self, policy: Policy | None = None) -> Callable[..., Any]:
         """Return the reward; a server is called once to check that it works. Raises what `resolve_reward` raises."""
-        return resolve_name(self.kind.loader)(self.text, policy)
+        if not self.kind.loader or (policy is None and self.kind.in_python):
+            raise ValueError(
+                f"reward function {self.text!r} names a {self.kind.name}, which needs settings that only a run has;"
+                f" give onetrunk.rewards.{self.kind.in_python}"
+            )
+        return resolve_name(f"onetrunk.rewards.{self.kind.loader}")(self.text, policy)
 
 
 def read_spec(text: str) -> Spec:

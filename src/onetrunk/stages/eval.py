@@ -51,7 +51,7 @@ from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelArguments, SamplingArguments, parse
 from onetrunk.stages.results import compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
-from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
+from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.types import Prompt
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text
@@ -454,4 +454,3 @@ def show_evaluation(name: str, sides: dict[str, Side], contest: Contest | None) 
 parse_eval = partial(
     parse, verb="eval", dataclass_types=(EvalArguments, JudgeConfig, ModelArguments), check=check_purpose
 )
-main = partial(run_stage, "eval", parse_eval, run)

@@ -27,7 +27,6 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
-from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ from onetrunk.stages.run_context import (
     Terminated,
     has_result,
     last_finished_checkpoint,
-    run_stage,
     say_how,
 )
 from onetrunk.utils.files import (
@@ -94,7 +92,6 @@ class Stage:
 
     @property
     def output(self) -> Path:
-        """The output folder of a verb."""
         return self.outputs[0]
 
     @property
@@ -579,6 +576,3 @@ def show(state: PipelineState, results: dict[str, tuple[str, str]]) -> None:
         seconds = f"{record['seconds']:.0f}" if "seconds" in record else ""
         table.add_row(stage.name, status, why, seconds, ", ".join(map(str, stage.outputs)))
     table_console().print(table)
-
-
-main = partial(run_stage, "run", parse_run, run)

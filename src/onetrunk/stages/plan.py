@@ -135,16 +135,13 @@ class _Settings(PPOSettings, _Inherited):
         return _defaults()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Plan, calibrate or check; return the exit code."""
-    own, values = parse_plan(argv)
+def run(own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     if own["calibrate"] is not None:
         _calibrate(own)
     elif own["check"] is not None:
         _check(own)
     else:
         _plan(own, values)
-    return 0
 
 
 def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
@@ -367,7 +364,6 @@ def plan_of_run(job: Job, device: Device, processes: int, values: Mapping[str, A
 
 
 def show(*parts: RenderableType) -> None:
-    """Print texts and tables."""
     console = table_console()
     if not console.is_terminal:
         console.width = WIDTH

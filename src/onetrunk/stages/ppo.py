@@ -31,7 +31,7 @@ from onetrunk.rewards.specs import JUDGE, read_spec
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
-from onetrunk.stages.run_context import begin, finish, recorded, run_stage
+from onetrunk.stages.run_context import begin, finish, recorded
 from onetrunk.utils.options import option
 
 # What a resumed run needs from its judges. Trainer pushes no path that begins with an underscore to the Hub.
@@ -223,4 +223,3 @@ parse_ppo = partial(
     dataclass_types=(PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments),
     check=check_settings,
 )
-main = partial(run_stage, "ppo", parse_ppo, run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import textwrap
-from argparse import Namespace
 from collections.abc import Sequence
 
 from onetrunk.stages.launch import EXPLAINED
@@ -103,15 +102,13 @@ def config_text(verb: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse_config(argv: Sequence[str]) -> Namespace:
-    """Return the arguments of `onetrunk config`; raises UsageError for a mistake in them."""
+def parse_config(argv: Sequence[str]) -> tuple[str]:
+    """Return the verb of `onetrunk config VERB`; raises UsageError for a mistake in it."""
     parser = Parser(prog="onetrunk config", description=f"{VERBS['config'].text}.", allow_abbrev=False)
     verbs = [verb.name for verb in VERBS.values() if verb.has_settings]
     parser.add_argument("verb", choices=verbs, help="the stage; onetrunk config ppo > ppo.yaml")
-    return parser.parse_args(list(argv))
+    return (parser.parse_args(list(argv)).verb,)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the YAML file of `onetrunk config VERB`; return the exit code."""
-    print(config_text(parse_config(argv).verb), end="")
-    return 0
+def run(verb: str) -> None:
+    print(config_text(verb), end="")

@@ -1,11 +1,13 @@
-"""Read a command line and its YAML file: secrets, unknown keys and wrong types become one message.
+"""Read a command line, its YAML file and the heads of files that it names: every mistake becomes one message.
 
-The command line calls this before it imports torch; `stages/arguments.py` then makes the dataclasses.
+The command line calls this before it imports torch; `stages/arguments.py` then makes the dataclasses. Of files only
+what every reader of a stage would reject is an error here; the stage itself checks the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import re
 import sys
@@ -14,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from onetrunk.judges.constitution import load_constitution
 from onetrunk.ppo.foreign_names import RENAMED, explain_key
 from onetrunk.stages.options.table import Option, load_options, shown_options
 from onetrunk.utils.files import looks_like_path, parse_json, read_yaml
@@ -25,6 +28,8 @@ AUTO = "auto"
 RESUME = "resume_from_checkpoint"
 # Of the stages; not an option, because a YAML file cannot have it.
 DRY_RUN = ("--dry_run", "--dry-run")
+# A larger file of rows is left to the stage.
+MOST_BYTES = 2**23
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
@@ -39,6 +44,10 @@ def say(*lines: str, after_bar: bool = False) -> None:
     """
     add_stored_token()
     print(shown("\n".join(["", *lines] if after_bar else lines)), file=sys.stderr, flush=True)
+
+
+class FileFault(ValueError):
+    """A mistake in a file that a setting names."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,7 +108,6 @@ def _one_text(text: str) -> str:
 
 
 def read_bool(text: str) -> bool:
-    """Return a boolean that is written as a word."""
     if text.lower() in (*TRUE, *FALSE):
         return text.lower() in TRUE
     raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false; write one of them")
@@ -161,7 +169,6 @@ def _explained(key: str, verb: str) -> str:
 
 
 def _with_first_word(verb: str, argv: Sequence[str]) -> list[str]:
-    """Return the words after a verb with the first one as an option, where it may stand alone."""
     name = VERBS[verb].first_word
     return [f"--{name}", *argv] if name and argv and not argv[0].startswith("-") else list(argv)
 
@@ -309,3 +316,45 @@ def _secret_keywords(value: Any) -> Iterator[str]:
             if key in SECRET_KEYWORDS and isinstance(entry, str) and entry:
                 yield key
             yield from _secret_keywords(entry)
+
+
+def check_files(values: Mapping[str, Any], verb: str) -> None:
+    """Raise FileFault for a mistake in a constitution, or for columns that the rows of a local file do not have."""
+    try:
+        for name in ("constitution", "monitor_constitution"):
+            if values.get(name):
+                load_constitution(values[name])
+        path = Path(values.get("dataset_name") or "").expanduser()
+        names = column_names(path) if path.is_file() and path.stat().st_size <= MOST_BYTES else None
+        if names and not values.get("environment"):
+            check_columns(names, values.get("dataset_columns") or {}, VERBS[verb].columns)
+    except ValueError as error:
+        raise FileFault(str(error)) from error
+
+
+def check_columns(names: list[str], renamed: Mapping[str, str], needed: tuple[tuple[str, ...], ...]) -> None:
+    """Raise ValueError if columns that are renamed (ours to theirs) or needed are missing."""
+    if renamed:
+        from onetrunk.data.files import check_renaming  # The import takes most of a second.
+
+        check_renaming(names, renamed)
+    ours = {name for name in names if name not in renamed.values()} | set(renamed)
+    readable = ours | {"messages"} if "conversations" in ours else ours  # As ShareGPT calls them.
+    if needed and not any(readable.issuperset(columns) for columns in needed):
+        from onetrunk.data.files import missing_columns
+
+        raise missing_columns(sorted(ours), ", or ".join(" and ".join(columns) for columns in needed))
+
+
+def column_names(path: Path) -> list[str] | None:
+    """Return the columns of a file of rows; None for one of another kind, or one that its reader will reject."""
+    try:
+        if path.suffix == ".csv":
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                return next(csv.reader(file), None)
+        if path.suffix == ".jsonl":
+            rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            return list(dict.fromkeys(name for row in rows for name in row.keys()))
+    except (OSError, ValueError, AttributeError, csv.Error):
+        return None
+    return None

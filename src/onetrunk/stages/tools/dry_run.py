@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -59,12 +58,9 @@ from onetrunk.stages.rows import (
     load_training_rows,
     prompt_rows,
 )
-from onetrunk.stages.run_context import run_stage
-from onetrunk.verbs import VERBS
 
 
 def sft(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
-    """Print what `onetrunk sft` would do."""
     require_new(args)
     rows, held_out = load_training_rows(data, args.seed, check_completions)
     name, kwargs = model_args.model_name_or_path, model_args.base_kwargs(args, "sft")
@@ -81,7 +77,6 @@ def sft(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
 
 
 def reward(data: TrainingDataArguments, args: RewardTrainingArguments, model_args: ModelArguments) -> None:
-    """Print what `onetrunk reward` would do."""
     require_new(args)
     show_scorer(args, model_args, *load_preference_rows(data, args.seed))
 
@@ -129,7 +124,6 @@ def ppo(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, 
 
 
 def evaluate(args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments) -> None:
-    """Print what `onetrunk eval` would do."""
     name, config = model_args.model_name_or_path, args.ppo_config(model_args.init_kwargs())
     rows = prompt_rows(load_dataset_rows(args), is_open=bool(args.environment))
     opponent = named_opponent(args, model_args, bool(settings.judge))
@@ -140,7 +134,6 @@ def evaluate(args: EvalArguments, settings: JudgeConfig, model_args: ModelArgume
 
 
 def prefs(args: PrefsArguments, settings: JudgeConfig, prices: CostConfig, model_args: ModelArguments) -> None:
-    """Print what `onetrunk prefs` would do."""
     source = open_source(args, model_args)
     each = "given completions" if args.completions == "given" else f"{args.num_generations} completions each"
     prompts = "as many as there are" if source.total is None else f"{min(source.total, args.limit or source.total):,}"
@@ -148,7 +141,6 @@ def prefs(args: PrefsArguments, settings: JudgeConfig, prices: CostConfig, model
 
 
 def judge(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> None:
-    """Print what `onetrunk judge` would do."""
     rows = load_dataset_rows(args)
     groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
     pairs = sum(len(list(group.pairs())) for group in groups)
@@ -156,13 +148,7 @@ def judge(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> N
     show(", ".join(settings.judge or []), [*lines, *judge_lines(settings)])
 
 
-def main(verb: str, words: Sequence[str]) -> int:
-    """Print what the stage of a verb would do; return the exit code."""
-    return run_stage(verb, VERBS[verb].parser, resolve_name(VERBS[verb].dry_run), words, is_dry=True)
-
-
 def show(model: str, lines: Sequence[str]) -> None:
-    """Print what a run would do."""
     print("\n".join(["dry run: nothing is trained or written", f"model: {model}", *lines]))
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 
 from onetrunk.report.blocks import MARKDOWN
 from onetrunk.report.report import write_report_checked
 from onetrunk.stages.options.words import report_words
-from onetrunk.stages.run_context import run_stage
 from onetrunk.utils.files import require_output_dir
 
 
@@ -25,10 +23,6 @@ def parse_report(argv: Sequence[str]) -> tuple[Namespace]:
 
 
 def run(args: Namespace) -> None:
-    """Write the report and print where it is."""
     target = None if args.target is None else require_output_dir(args.target)
     page = write_report_checked(args.runs, target)
     print(f"report: wrote {page}, and {MARKDOWN} with its plots next to it")
-
-
-main = partial(run_stage, "report", parse_report, run)
