@@ -38,6 +38,7 @@ from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.data.files import BUILDERS
 from onetrunk.feedback.ledger import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
+from onetrunk.rewards.specs import PROCESS_MODEL
 from onetrunk.stages.arguments import PushArguments
 from onetrunk.stages.options.reading import UsageError, read_mapping, secret_in_words
 from onetrunk.stages.options.words import run_words
@@ -245,7 +246,7 @@ def paths_in(value: Any) -> Iterator[Path]:
             yield from paths_in(entry)
     if not isinstance(value, str) or "://" in value:
         return
-    text = value.removeprefix("reward:")
+    text = value.removeprefix("reward:").removeprefix(PROCESS_MODEL).partition("#separator=")[0]
     before, colon, _ = text.rpartition(":")
     for candidate in (text, before) if colon else (text,):
         if not candidate or len(candidate) >= 1000 or "\n" in candidate:
