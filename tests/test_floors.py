@@ -20,20 +20,27 @@ FILES = sorted((SOURCE / "onetrunk").rglob("*.py"))
 
 # A room is a folder or a file, also a file inside the folder of another room.
 WINGS = {
-    "core": "types utils costs servers data ops models parallel rollouts rewards checkpoints reward_models ppo",
+    "core": "types utils costs servers rewards.specs data ops models parallel rollouts rewards checkpoints reward_models"
+    " ppo",
     "rlaif": "judges feedback rewards.judge",
     "plan": "plan",
-    "command": "report stages cli __main__",
+    "command": "verbs report stages cli __main__",
 }
 WING_OF = {room: wing for wing, rooms in WINGS.items() for room in rooms.split()}
 # Wings or rooms of the core that a wing imports besides itself.
-WINGS_BELOW = {"core": set(), "rlaif": {"core"}, "plan": {"costs", "utils"}, "command": {"core", "rlaif", "plan"}}
+WINGS_BELOW = {
+    "core": set(),
+    "rlaif": {"core"},
+    "plan": {"costs", "utils", "rewards.specs"},
+    "command": {"core", "rlaif", "plan"},
+}
 # A file imports from its own room or from floors below.
 FLOORS = {
     "utils": 0,
     "types": 0,
     "costs": 1,
     "servers": 1,
+    "rewards.specs": 1,
     "ops": 2,
     "data": 2,
     "models": 3,
@@ -47,6 +54,7 @@ FLOORS = {
     "rewards.judge": 11,
     "feedback": 11,
     "plan": 2,
+    "verbs": 11,
     "report": 12,
     "stages": 13,
     "cli": 14,

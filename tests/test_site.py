@@ -11,7 +11,8 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 import onetrunk
-from onetrunk.stages.options.table import SETTINGS_MODULES, VERBS, shown_options
+from onetrunk.stages.options.table import shown_options
+from onetrunk.verbs import VERBS
 from tests.stages.recipes import DOCUMENTS
 
 ROOT = Path(__file__).parents[1]
@@ -43,9 +44,9 @@ def page_of(document: str) -> str:
 def test_every_document_verb_option_and_public_name_is_on_the_site(site):
     documents = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS} - NO_PAGES
     assert [name for name in documents if not (site / page_of(name).lstrip("/")).is_file()] == []
-    for verb in VERBS:
-        text = (site / f"reference/options/{verb}/index.html").read_text()
-        options = shown_options(verb) if verb in SETTINGS_MODULES else ()
+    for name, verb in VERBS.items():
+        text = (site / f"reference/options/{name}/index.html").read_text()
+        options = shown_options(name) if verb.has_settings else ()
         assert [option.name for option in options if f'id="{option.name}"' not in text] == []
     names = (site / "reference/python/onetrunk/index.html").read_text()
     assert [n for n in onetrunk._HOMES if f'id="onetrunk.{onetrunk._HOMES[n]}.{n}"' not in names] == []

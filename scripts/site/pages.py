@@ -20,8 +20,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from onetrunk.stages.options.help import FIRST
-from onetrunk.stages.options.table import SETTINGS_MODULES, VERBS, shown_options
+from onetrunk.stages.options.table import shown_options
+from onetrunk.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = "ppo models rollouts rewards judges feedback checkpoints stages plan report".split()
@@ -90,13 +90,14 @@ def _source(path: Path) -> str:
 
 
 def _options_page(verb: str) -> str:
-    lines = [f"# {verb}", "", f"{VERBS[verb][0].upper()}{VERBS[verb][1:]}.", ""]
-    if verb not in SETTINGS_MODULES:
+    text = VERBS[verb].text
+    lines = [f"# {verb}", "", f"{text[0].upper()}{text[1:]}.", ""]
+    if not VERBS[verb].has_settings:
         words = [sys.executable, "-m", "onetrunk", verb, "--help"]
         text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         return "\n".join([*lines, "```text", text, "```", ""])
     lines += [f"`onetrunk {verb} --config FILE.yaml --OPTION VALUE`; every option may also be a key of the file.", ""]
-    first = FIRST.get(verb, "").split()
+    first = VERBS[verb].explained.split()
     shown = shown_options(verb)
     for title, options in (
         ("The options that matter most", [option for option in shown if option.name in first]),

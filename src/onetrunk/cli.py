@@ -11,17 +11,16 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pkgutil import resolve_name
 from types import ModuleType
 
 from onetrunk.stages.launch import launch as launched
 from onetrunk.stages.launch import split_words
-from onetrunk.stages.options.early import FileFault, check_files
 from onetrunk.stages.options.help import help_text, help_topic
-from onetrunk.stages.options.reading import DRY_RUN, WITH_DRY_RUN, UsageError, read, require_folders, say
-from onetrunk.stages.options.table import MODULES, PLAIN_MODULES, SETTINGS_MODULES, VERBS
-from onetrunk.stages.options.words import READERS
+from onetrunk.stages.options.reading import DRY_RUN, FileFault, UsageError, check_files, read, require_folders, say
 from onetrunk.utils.redaction import print_any_text
 from onetrunk.utils.startup import freeze_loaded, without_collection
+from onetrunk.verbs import VERBS
 
 HELP = """usage: onetrunk VERB --config FILE.yaml [--option value ...]
 
@@ -51,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     verb, *rest = words or [""]
     # A stage turns its errors into messages itself; what leaves it is a bug.
-    errors = (ValueError, OSError, RuntimeError) if verb in PLAIN_MODULES else (UsageError, FileFault)
+    is_light = verb in VERBS and VERBS[verb].is_light
+    errors = (ValueError, OSError, RuntimeError) if is_light else (UsageError, FileFault)
     try:
         code = _without_stage(words)
         if code is None:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _without_stage(words: Sequence[str]) -> int | None:
     """Print the help, the version, or that there is no such verb, and return the exit code; None for a verb."""
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP.format(verbs="\n".join(f"  {verb:<10} {text}" for verb, text in VERBS.items())))
+        print(HELP.format(verbs="\n".join(f"  {verb.name:<10} {verb.text}" for verb in VERBS.values())))
         return 0 if words else 2
     verb = words[0]
     if verb in ("-V", "--version"):
@@ -98,9 +98,9 @@ def _is_answered(verb: str, words: Sequence[str]) -> bool:
 
     The stage reads the words again, and checks the values too.
     """
-    if verb in READERS:
-        require_folders(verb, READERS[verb](words))
-    elif verb in SETTINGS_MODULES:
+    if VERBS[verb].reader:
+        require_folders(verb, vars(resolve_name(VERBS[verb].reader)(words)))
+    elif VERBS[verb].has_settings:
         topic = help_topic(words)
         if topic is not None:
             print(help_text(verb, topic), flush=True)
@@ -116,14 +116,20 @@ def run(verb: str) -> int:
     return main([verb, *sys.argv[1:]])
 
 
-def _run_stage(verb: str, words: Sequence[str]) -> int:
-    if verb in WITH_DRY_RUN and set(DRY_RUN) & set(words):
-        return _imported("onetrunk.stages.tools.dry_run").main(verb, words)
-    return _imported(MODULES[verb]).main(words)
+def _run_stage(name: str, words: Sequence[str]) -> int:
+    """Run the stage of a verb, or print what it would do; return the exit code."""
+    verb = VERBS[name]
+    is_dry = bool(verb.dry_run) and not set(DRY_RUN).isdisjoint(words)
+    module, work = verb.dry_run.split(":") if is_dry else (verb.module, "run")
+    work = getattr(_imported(module), work)
+    if verb.is_light:
+        work(*verb.parser(words))
+        return 0
+    run_stage = _imported("onetrunk.stages.run_context").run_stage
+    return run_stage(name, verb.parser, work, words, is_dry)
 
 
 def _imported(name: str) -> ModuleType:
-    """Import the module of a stage."""
     is_new = name not in sys.modules
     with without_collection():
         stage = import_module(name)

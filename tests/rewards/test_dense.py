@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onetrunk.rewards import PerToken, PerTurn, RewardSet
-from onetrunk.rewards.dense import arrivals, turn_sums
+from onetrunk.rewards.reward import arrivals, turn_sums
 from tests.rewards.test_combine import giving
 
 # Row 0 has three turns with observations between them, row 1 one turn.

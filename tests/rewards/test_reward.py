@@ -13,7 +13,7 @@ from onetrunk.judges.judge import Principle
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.rewards import JudgeReward, ModelReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.model import TrunkReward, load_reward
-from onetrunk.rewards.reward import columns_read, content_of, names_a_model, reward_name
+from onetrunk.rewards.reward import columns_read, content_of, reward_name
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rewards.test_model import TEMPLATE, scorer
 from tests.tiny import tiny_tokenizer
@@ -108,13 +108,6 @@ def test_a_callable_passes_through_and_paths_are_imported(package):
 def test_a_path_that_leads_nowhere_is_refused_with_the_reason(package, spec, error, reason):
     with pytest.raises(error, match=reason):
         resolve_reward(spec)
-
-
-def test_folders_and_hub_names_are_models_and_all_else_is_a_function(tmp_path):
-    for model in (str(tmp_path), "owner/reward-model", "./a/missing/folder"):
-        assert names_a_model(model)
-    for function in ("my_reward", "package.module.name", "rewards.py", "folder/rewards.py", "folder/rewards.py:one"):
-        assert not names_a_model(function)
 
 
 RULES = "LEAST = 3\n\ndef kind(completions, **columns):\n    return [len(text) > LEAST for text in completions]\n"

@@ -1,6 +1,5 @@
 """Finds recipes and the commands that documents tell people to type."""
 
-import importlib
 import importlib.util
 import re
 import shlex
@@ -8,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from onetrunk.stages.options.table import SETTINGS_MODULES
+from onetrunk.verbs import VERBS
 
 ROOT = Path(__file__).parents[2]
 # recipes/launch holds files for schedulers (tests/test_launch_files.py).
@@ -18,7 +17,7 @@ DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {"runs", ".venv", 
 TOOLS = ("bench", "check_gpu", "golden")
 SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if not path.name.startswith(TOOLS))
 # Verb with settings -> the function that parses its words.
-PARSERS = {verb: getattr(importlib.import_module(name), f"parse_{verb}") for verb, name in SETTINGS_MODULES.items()}
+PARSERS = {name: verb.parser for name, verb in VERBS.items() if verb.has_settings}
 COMMANDS = ("onetrunk ", "accelerate ", "python ", "make ")
 
 

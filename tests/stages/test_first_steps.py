@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from onetrunk.cli import main
-from onetrunk.stages.options.early import check_files
+from onetrunk.stages.options.reading import check_files
 from tests.stages.small_runs import run, words_of
 
 BATCHES = "--rollout_batch_size 4 --num_generations 2 --num_minibatches 2 --num_ppo_epochs 3 --num_rollouts 5"

@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 from onetrunk import PPOConfig, cli
 from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.stages.options import help as helping
-from onetrunk.stages.options.help import FIRST
 from onetrunk.stages.options.table import load_options, shown_options
+from onetrunk.verbs import VERBS
 from tests.stages.recipes import PARSERS
 
 NEEDED = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"]
@@ -52,7 +52,7 @@ def test_the_table_read_from_the_source_equals_the_imported_classes(verb):
 
 @pytest.mark.parametrize("verb", PARSERS)
 def test_the_options_that_are_explained_first_exist(verb):
-    assert set(FIRST.get(verb, "").split()) <= {option.name for option in shown_options(verb)}
+    assert set(VERBS[verb].explained.split()) <= {option.name for option in shown_options(verb)}
 
 
 @pytest.mark.parametrize("verb", PARSERS)
@@ -61,7 +61,7 @@ def test_the_printed_config_loads_as_it_is_and_with_every_line_in_use(tmp_path, 
     text = capsys.readouterr().out
     written = [line for line in text.splitlines() if line[:1] == "#" and line[1:2] not in ("", " ")]
     shown = shown_options(verb)
-    assert len(written) == len(shown) - len(helping.NEEDED[verb])
+    assert len(written) == len(shown) - len(VERBS[verb].needed)
     used = "\n".join(line[1:] if line in written else line for line in text.splitlines())
     assert set(yaml.safe_load(used)) == {option.name for option in shown}
     parsed = []

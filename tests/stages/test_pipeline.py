@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from onetrunk import cli
-from onetrunk.stages.pipeline import PipelineState, files_of, load_pipeline
+from onetrunk.stages.pipeline import PipelineState, files_of, load_pipeline, paths_in
 from tests.feedback.runs import answers_in
 from tests.rollouts.stub_vllm import wait_until
 from tests.stages.small_runs import write_rows
@@ -162,6 +162,11 @@ def test_a_wrong_pipeline_is_one_sentence_before_anything_runs(folder, capsys, t
     assert run() == 2
     assert sentence in capsys.readouterr().err
     assert calls() == []
+
+
+def test_a_process_reward_model_is_a_path_too():
+    assert Path("runs/prm") in paths_in({"reward_funcs": ["prm:runs/prm#separator=%0A", "rewards.py:score"]})
+    assert Path("runs/prm") in paths_in("prm:runs/prm")
 
 
 def test_a_stage_rests_on_the_paths_in_its_config_and_not_on_what_runs_leave_beside(folder):

@@ -184,7 +184,7 @@ def test_signals_that_come_while_a_server_ends_leave_no_part_of_it(tmp_path, mon
     with signals_as_exception():
         thread.start()
         with pytest.raises(ending):
-            serve.run([sys.executable, "-c", DEAF, str(tmp_path)], dict(os.environ))
+            serve.run_server([sys.executable, "-c", DEAF, str(tmp_path)], dict(os.environ))
         thread.join()
     signal.signal(signal.SIGINT, before)
     wait_until(lambda: not any(is_alive(pid) for pid in os.listdir(tmp_path)))

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from onetrunk.costs import ModelShape
+from onetrunk.rewards.specs import Spec, read_spec
 from onetrunk.utils.files import read_json, read_yaml
 
 MODELS = Path(__file__).with_name("models.yaml")
@@ -297,7 +298,7 @@ def job_of(
     base_bytes = _base_bytes(values, model)
     is_half = values["bf16"] or values["fp16"] or (base_bytes <= 2.0 and not on_cpu)
     rewards = reward_specs(values)
-    if reward is None and any("/" in spec or spec.startswith("runs") for spec in rewards):
+    if reward is None and any(spec.kind.is_model for spec in rewards):
         assumed.append("the reward takes no memory and no time on these devices; name a model with --reward_model")
     captures, plays = values["capture_trunk_states"], values.get("tools") or values.get("environment")
     allocator = " ".join(os.environ.get(name, "") for name in ALLOCATOR).lower()
@@ -331,13 +332,12 @@ def job_of(
     )
 
 
-def reward_specs(values: Mapping[str, Any]) -> list[str]:
-    """Return the rewards of a recipe, as they are written."""
+def reward_specs(values: Mapping[str, Any]) -> list[Spec]:
     written = values.get("reward_funcs") or []
-    return [written] if isinstance(written, str) else [str(spec) for spec in written]
+    return [read_spec(str(text)) for text in ([written] if isinstance(written, str) else written)]
 
 
-def _stage_obstacle(values: Mapping[str, Any], rewards: list[str]) -> str | None:
+def _stage_obstacle(values: Mapping[str, Any], rewards: list[Spec]) -> str | None:
     """Return the setting that a run with pipeline_training would reject; a plan sets the others itself."""
     if values["fp16"]:
         return "fp16 scales gradients"
@@ -345,7 +345,7 @@ def _stage_obstacle(values: Mapping[str, Any], rewards: list[str]) -> str | None
         return "capture_trunk_states keeps states for the layers above the cut"
     if values["trunk_cache"] not in ("auto", "off"):
         return f"trunk_cache {values['trunk_cache']} keeps the output of layers that other processes have"
-    adapters = [spec for spec in rewards if (Path(spec).expanduser() / ADAPTER_CONFIG).is_file()]
+    adapters = [spec.text for spec in rewards if (Path(spec.text).expanduser() / ADAPTER_CONFIG).is_file()]
     return f"the reward {adapters[0]} is an adapter on the policy's base" if adapters else None
 
 

@@ -27,7 +27,7 @@ from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.metrics import episode_metrics, rollout_metrics
 from onetrunk.ppo.packs import joined, rollout_packs, with_importance
 from onetrunk.ppo.rollout import CONTEXT, Sampled, Sampler, ScoredRollout, prompt_batch, with_turn_values
-from onetrunk.rewards.dense import turn_sums
+from onetrunk.rewards.reward import turn_sums
 from onetrunk.types import Completion
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators

@@ -23,8 +23,7 @@ from onetrunk.ops.packing import deal_rows
 from onetrunk.parallel.groups import DataParallel, once_per_group
 from onetrunk.ppo.packs import RolloutPack
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.dense import Arrival, arrivals
-from onetrunk.rewards.reward import Scores
+from onetrunk.rewards.reward import Arrival, Scores, arrivals
 from onetrunk.rollouts.base import KeptStates, RolloutBackend, SampledRole, SamplingParams, VersionedBackend
 from onetrunk.rollouts.episodes.rows import play_in_waves, play_row_by_row
 from onetrunk.types import Completion, Message, Prompt, Rollout, RowKey

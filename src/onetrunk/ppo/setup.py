@@ -38,7 +38,6 @@ from onetrunk.models.base_model import (
 from onetrunk.models.build import attach_score_adapter, build_trunk, check_model_type
 from onetrunk.models.frozen_layers import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
-from onetrunk.models.reward_model import is_adapter_name
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.sharding import (
     cast_when_sharded,
@@ -52,8 +51,9 @@ from onetrunk.ppo.foreign_names import our_metric
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.model import ModelReward, trunk_reward
-from onetrunk.rewards.reward import PROCESS_MODEL, BuiltInReward, RewardFunction, names_a_model
+from onetrunk.rewards.model import ModelReward
+from onetrunk.rewards.reward import BuiltInReward, RewardFunction
+from onetrunk.rewards.specs import Policy, read_spec
 from onetrunk.rollouts.base import (
     KeptStates,
     RolloutBackend,
@@ -451,13 +451,12 @@ def check_own_data(factory: Factory | Mapping[str, Factory] | None, args: PPOCon
 
 def resolve_rewards(
     inputs: ModelInputs, device: torch.device, base: str, base_tokenizer: PreTrainedTokenizerBase
-) -> list[RewardFunction | str]:
-    """Return what RewardSet takes, with models loaded, servers called once, and adapters of the policy's own trunk.
+) -> list[RewardFunction]:
+    """Return the rewards of a run, with models loaded, servers called once, and adapters of the policy's own trunk.
 
     Args:
-        inputs: the reward functions: functions, dotted paths, sequence-classification models (names or loaded),
-            reward adapters, process reward models ("prm:NAME"), servers; and the tokenizers of models.
-        base, base_tokenizer: name of the policy's base model and its tokenizer, which a reward adapter must share.
+        inputs: the reward functions (functions, loaded models, texts for `read_spec`) and the tokenizers of models.
+        device, base, base_tokenizer: see `Policy`.
     """
     rewards, tokenizers = inputs.reward_funcs, inputs.reward_tokenizers
     rewards = [] if rewards is None else rewards
@@ -469,16 +468,11 @@ def resolve_rewards(
             f"{len(tokenizers)} reward_processing_classes for {len(rewards)} reward functions; give a list with one"
             " for each (None for functions, and for a model's own tokenizer)"
         )
-    resolved: list[RewardFunction | str] = []
+    resolved: list[RewardFunction] = []
     for reward, tokenizer in zip(rewards, tokenizers, strict=True):
-        is_model_name = isinstance(reward, str) and names_a_model(reward)
-        if is_model_name and reward.startswith(PROCESS_MODEL):
-            from onetrunk.rewards.process_model import ProcessReward  # Few runs have one.
-
-            reward = ProcessReward.from_spec(reward, base_tokenizer, device=device)
-        elif is_model_name and is_adapter_name(reward):
-            reward = trunk_reward(reward, base, base_tokenizer, tokenizer)
-        elif is_model_name or isinstance(reward, PreTrainedModel):
+        if isinstance(reward, str):
+            reward = read_spec(reward).load(Policy(base, base_tokenizer, device, tokenizer))
+        elif isinstance(reward, PreTrainedModel):
             reward = ModelReward(reward, tokenizer, device=device)
         elif isinstance(reward, BuiltInReward):
             reward.check()

@@ -20,6 +20,7 @@ from onetrunk.report.blocks import Block, Figure
 from onetrunk.report.runs import Run
 from onetrunk.utils.files import atomic_write_bytes
 from onetrunk.utils.redaction import address_of
+from onetrunk.verbs import VERBS
 
 if TYPE_CHECKING:
     from matplotlib import figure as mpl
@@ -52,11 +53,10 @@ class Plot:
     note: str = ""
     against: str | None = None
     zero: bool = False
-    # The stages that have it; none: all.
-    verbs: Sequence[str] = ()
+    # What a run trains that has it (`Verb.trains`); "": anything.
+    trains: str = ""
 
 
-SAMPLING, SCORING = ("ppo", "training"), ("reward", "distill")
 HELD_OUT = "held-out prompts"
 TRAINING = "training rollouts"
 
@@ -69,14 +69,14 @@ def both(metric: str) -> dict[str, str]:
 PLOTS = (
     Plot("score", "Score", "mean score", both("score/mean"),
          "Raw scores of completions. The first held-out point, at step 0, is the model before training.",
-         verbs=SAMPLING),
+         trains="policy"),
     Plot("pair_accuracy", "Pairs in the right order", "share",
          {"pairs/accuracy": "training pairs", "eval_pairs/accuracy": "held-out pairs"},
-         "0.5 is a coin. Training pairs far above held-out ones are learnt by heart.", verbs=SCORING),
+         "0.5 is a coin. Training pairs far above held-out ones are learnt by heart.", trains="scores"),
     Plot("pair_lead", "Lead of the better completion", "score", {"pairs/lead": "training pairs"},
-         "How much higher the better completion scores. It grows with confidence, right or wrong.", verbs=SCORING),
+         "How much higher the better completion scores. It grows with confidence, right or wrong.", trains="scores"),
     Plot("pair_score", "Mean score of both completions", "score", {"score/mean": "training pairs"},
-         "Only differences are trained, so this level means nothing; score_scale.json has it.", verbs=SCORING),
+         "Only differences are trained, so this level means nothing; score_scale.json has it.", trains="scores"),
     Plot("kl", "KL to the reference", "nats per completion", both("kl/ref"),
          "How far the policy has moved from where it started.", zero=True),
     Plot("score_against_kl", "Score against KL", "mean score", both("score/mean"),
@@ -119,7 +119,9 @@ def plots_of(runs: Sequence[Run]) -> list[Plot]:
         plots.insert(3, Plot("components", "Reward components", "mean score", components))
 
     def has_data(plot: Plot) -> bool:
-        fitting = [run for run in runs if not plot.verbs or run.verb in plot.verbs]
+        # A run without a record is that of a PPOTrainer.
+        trained = [VERBS[run.verb].trains if run.verb in VERBS else "policy" for run in runs]
+        fitting = [run for run, what in zip(runs, trained, strict=True) if plot.trains in ("", what)]
         return any(_points(run, plot, metric)[0] for run in fitting for metric in plot.curves)
 
     return [plot for plot in plots if has_data(plot)]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +32,7 @@ from onetrunk.report.runs import FOLDER, PAIRS, PIPELINE, SAMPLES, Run, read_lin
 from onetrunk.report.verdict import verdict_of
 from onetrunk.utils.files import atomic_write_text, read_json
 from onetrunk.utils.redaction import address_of, redact
+from onetrunk.verbs import VERBS
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +49,11 @@ def write_report(folders: Sequence[str | Path], target: str | Path | None = None
     place = Path(folders[0]) if len(runs) == 1 else Path(os.path.commonpath([run.folder.resolve() for run in runs]))
     target = Path(target) if target is not None else place / FOLDER
     title = " and ".join(run.name for run in runs)
-    own = {"run": pipeline_blocks, "judge": judge_blocks, "prefs": preference_blocks}
     if len(runs) > 1:
         blocks = comparison_blocks(runs, target)
-    elif runs[0].verb in own:
-        blocks = own[runs[0].verb](runs[0], target)
     else:
-        blocks = run_blocks(runs[0], target)
+        page = VERBS[runs[0].verb].page if runs[0].verb in VERBS else ""
+        blocks = (resolve_name(page) if page else run_blocks)(runs[0], target)
     for name in (MARKDOWN, PAGE):
         atomic_write_text(target / name, redact(rendered(name, title, blocks)))
     return target / PAGE

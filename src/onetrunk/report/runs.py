@@ -17,6 +17,7 @@ from typing import Any
 from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
 from onetrunk.parallel.heartbeat import read_beat
 from onetrunk.utils.files import parse_json, read_json
+from onetrunk.verbs import VERBS
 
 # Trainer pushes no path that begins with an underscore to the Hub.
 FOLDER = "_report"
@@ -113,7 +114,7 @@ def read_run(folder: str | Path) -> Run:
             f"{folder} holds no run: there is no {FOLDER}/{LOG_FILE}, checkpoint, {METRICS}, {STATISTICS} or"
             f" {PIPELINE} in it; give the output_dir of a stage or of a pipeline"
         )
-    verb = about.get("verb") or _verb(folder, results, pipeline)
+    verb = about.get("verb") or _verb(folder, results)
     run = Run(folder, verb, _status(folder, finished, entries, verb, pipeline), about)
     run.log = [entry for entry in entries if "event" not in entry]
     run.events = [entry for entry in entries if "event" in entry]
@@ -167,13 +168,11 @@ def _log_of_checkpoints(folder: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _verb(folder: Path, results: dict[str, Any], pipeline: dict[str, Any]) -> str:
-    if pipeline:
-        return "run"
-    kinds = {"eval": "samples-policy.jsonl", "prefs": STATISTICS}
-    verb = next((verb for verb, name in kinds.items() if (folder / name).is_file()), None)
-    keys = {"judge": "judges", "distill": "fidelity", "reward": "held_out", "ppo": "policy"}
-    return verb or next((verb for verb, key in keys.items() if key in results), "training")
+def _verb(folder: Path, results: dict[str, Any]) -> str:
+    signs = {verb.name: verb.known_by for verb in VERBS.values() if verb.known_by}
+    verbs = [verb for verb, sign in signs.items() if sign in results or (folder / sign).is_file()]
+    # A later one leaves what an earlier one leaves, and more.
+    return verbs[-1] if verbs else "training"
 
 
 def _status(

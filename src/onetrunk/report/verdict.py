@@ -93,7 +93,6 @@ class Change:
 
     @property
     def is_known(self) -> bool:
-        """Whether the noise is."""
         return not math.isnan(self.low)
 
     @property
@@ -133,7 +132,6 @@ class Facts:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has come to its end."""
         return self.run.verb != "ppo" or self.run.status.startswith("finished")
 
     @property
@@ -150,7 +148,6 @@ class Facts:
 
     @property
     def level(self) -> str:
-        """One of LEVELS."""
         low, high = _win_interval(self.run)
         sign = 0 if self.score is None else self.score.sign
         if sign < 0 or high < 0.5 or any(alarm.ended_run for alarm in self.run.alarms()):
@@ -161,7 +158,6 @@ class Facts:
 
     @property
     def findings(self) -> list[str]:
-        """The clauses of the verdict."""
         clauses = [] if self.is_over else [self.run.status]
         clauses += contest_clauses(self.run)
         if self.score is not None:
@@ -174,7 +170,6 @@ class Facts:
 
     @property
     def advice(self) -> str:
-        """What to do next."""
         if not self.is_over:
             is_running = self.run.status.startswith("running")
             return "wait" if is_running else "the same command with --resume auto continues it"

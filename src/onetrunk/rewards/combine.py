@@ -1,54 +1,47 @@
-"""Find reward functions by their names, and add up the scores of several: a weighted sum over those that apply.
+"""Call several reward functions, and add up their scores: a weighted sum over those that apply.
 
-Dense rewards (`dense.py`) count with their sum over the completion. Synchronous functions are called one after the
-other, asynchronous ones together in a background thread's event loop.
+Dense rewards (`PerTurn`, `PerToken`) count with their sum over the completion. Synchronous functions are called one
+after the other, asynchronous ones together in a background thread's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from onetrunk.data.rows import TEMPLATE_COLUMNS
-from onetrunk.rewards.dense import PerTurn, dense_entries, weighted_scores
 from onetrunk.rewards.model import TrunkReward
 from onetrunk.rewards.reward import (
-    PROCESS_MODEL,
     Completion,
+    DenseReward,
+    PerTurn,
     RewardFunction,
     Scores,
+    checked_callable,
     columns_read,
     content_of,
     is_async,
-    names_a_model,
     parameters_of,
     reward_name,
 )
+from onetrunk.rewards.specs import read_spec
 from onetrunk.types import Prompt
 from onetrunk.utils.files import unique_names
-from onetrunk.utils.import_path import checked_scores, find_object
+from onetrunk.utils.import_path import checked_scores
 
 # Columns of the dataset that functions receive under another name, or not at all.
 OWN_COLUMNS = ("prompt", "prompt_ids", "completion", "completion_ids")
 EXTRAS = ("trainer_state", "log_extra", "log_metric")
 # Not TRL's keywords: a function without **kwargs that does not list one is called without it.
 OPTIONAL = ("completion_stopped", "turn_ids")
-NO_FUNCTION = (
-    ", nor a reward model: a folder that exists or a Hub name 'owner/model', nor a server: 'http://host/classify'"
-)
-# Names that TRL's command line takes too, and their arguments there; None: the function itself.
-TRL_REWARDS: dict[str, dict[str, int] | None] = {
-    "accuracy_reward": None,
-    "reasoning_accuracy_reward": None,
-    "think_format_reward": None,
-    "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256},
-}
 
 
 class RewardSet:
@@ -197,28 +190,64 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
         RuntimeError: importing the module failed, or the server does not answer as it should.
         TypeError: the object is not callable, or is a class where an instance is needed.
     """
-    if not isinstance(spec, str):
-        return _checked_callable(spec, repr(spec))
-    if spec.startswith(("http://", "https://")):
-        from onetrunk.rewards.remote import remote_reward  # Only a run with a server needs HTTP.
-
-        return remote_reward(spec)
-    if spec.startswith(PROCESS_MODEL):
-        raise ValueError(f"reward function {spec!r} needs the policy's tokenizer; give onetrunk.rewards.ProcessReward")
-    if names_a_model(spec):
-        raise ValueError(f"reward function {spec!r} names a model; give onetrunk.rewards.ModelReward({spec!r})")
-    if spec in TRL_REWARDS:
-        function, arguments = find_object(f"trl.rewards.{spec}", "reward function"), TRL_REWARDS[spec]
-        return function if arguments is None else function(**arguments)
-    return _checked_callable(find_object(spec, "reward function", NO_FUNCTION), repr(spec))
+    return read_spec(spec).load() if isinstance(spec, str) else checked_callable(spec, spec)
 
 
-def _checked_callable(function: object, spec: str) -> RewardFunction:
-    if not callable(function):
-        raise TypeError(f"reward function {spec} is of type {type(function).__name__}; expected something to call")
-    if inspect.isclass(function):
-        raise TypeError(f"reward function {spec} is a class; give an instance of it, or a function")
-    return function
+def dense_entries(name: str, result: Any, turn_ids: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+    """Return the rewards at each token, float64 [len(completion)], of the rows for which `result` of `name` is dense.
+
+    Raises:
+        ValueError: an entry has another length than its row has turns, or sampled tokens.
+    """
+    entries = enumerate(zip(result, turn_ids, strict=True)) if isinstance(result, (list, tuple)) else ()
+    return {
+        row: _at_tokens(f"{name} returned", row, entry, turns)
+        for row, (entry, turns) in entries
+        if isinstance(entry, DenseReward)
+    }
+
+
+def _at_tokens(returned: str, row: int, entry: DenseReward, turns: Sequence[int]) -> Tensor:
+    sampled = [place for place, turn in enumerate(turns) if turn >= 0]
+    # Of each turn the last token stays.
+    is_per_turn = isinstance(entry, PerTurn)
+    places = list({turns[place]: place for place in sampled}.values()) if is_per_turn else sampled
+    if len(entry.rewards) != len(places):
+        what = "turn" if is_per_turn else "sampled token"
+        raise ValueError(
+            f"{returned} {type(entry).__name__} with {len(entry.rewards)} numbers for row {row}, which has"
+            f" {len(places)} {what}{'s' * (len(places) != 1)}; give one number per {what}"
+        )
+    rewards = torch.zeros(len(turns), dtype=torch.float64)
+    rewards[places] = torch.tensor([float(number) for number in entry.rewards], dtype=torch.float64)
+    return rewards
+
+
+def weighted_scores(
+    names: Sequence[str],
+    rows: Sequence[Sequence[float | None]],
+    weights: Sequence[float],
+    dense: Sequence[dict[int, Tensor]],
+    turn_ids: Sequence[Sequence[int]],
+) -> Scores:
+    """Return the weighted sum over sources, of which each has a name, n numbers or None, and its `dense_entries`."""
+    applies = torch.tensor([[value is not None for value in row] for row in rows], dtype=torch.bool)
+    scores = torch.tensor(
+        [[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64
+    )
+    weighted = scores * torch.tensor(weights, dtype=torch.float64)[:, None]
+    # One after the other, so that the sum does not depend on the kernel.
+    total = sum(torch.where(applies, weighted, 0.0)).float()
+    total[~applies.any(dim=0) | ~total.isfinite()] = math.nan
+    by_function = dict(zip(names, scores.float(), strict=True))
+    if not any(dense):
+        return Scores(total, by_function)
+    by_token = [torch.zeros(len(turns), dtype=torch.float64) for turns in turn_ids]
+    for weight, entries in zip(weights, dense, strict=True):
+        for row, rewards in entries.items():
+            if total[row].isfinite():
+                by_token[row] += weight * rewards
+    return Scores(total, by_function, [rewards.float() for rewards in by_token])
 
 
 def _as_list(result: Any) -> Any:

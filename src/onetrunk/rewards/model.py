@@ -30,6 +30,7 @@ from onetrunk.models.reward_model import (
     scorer_source,
 )
 from onetrunk.rewards.reward import BuiltInReward, Completion
+from onetrunk.rewards.specs import Policy
 from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
 
@@ -147,41 +148,37 @@ class TrunkReward(BuiltInReward):
         return f"adapter, sha256 {digest([ordered, weights, adapter.pad_token_id])[:16]}"
 
 
-def trunk_reward(
-    name: str,
-    policy_base: str,
-    policy_tokenizer: PreTrainedTokenizerBase,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> TrunkReward:
-    """Load the reward adapter at `name` for use on a trunk.
+def named_model(name: str, policy: Policy) -> ModelReward | TrunkReward:
+    """Return the reward model at `name`; an adapter of the policy's base is a branch of its trunk."""
+    if is_adapter_name(name):
+        return trunk_reward(name, policy)
+    return ModelReward(name, policy.reward_tokenizer, device=policy.device)
 
-    Args:
-        name: folder or Hub name of a sequence-classification adapter.
-        policy_base: name of the trunk's base model.
-        policy_tokenizer: makes the tokens that the adapter will read.
-        tokenizer: the adapter's own; None: the one in its folder, if any.
+
+def trunk_reward(name: str, policy: Policy) -> TrunkReward:
+    """Load the sequence-classification adapter at `name`, a folder or a name on the Hub, for use on a policy's trunk.
 
     Raises:
         ValueError: it is not a scalar reward adapter, or it has another base model or another tokenizer.
         RuntimeError: its base model cannot be found.
     """
     adapter = read_score_adapter(name)
-    if not is_same_source(adapter.base, policy_base):
+    if not is_same_source(adapter.base, policy.base):
         raise ValueError(
             f"reward adapter {name} was trained on the base model {adapter.base}, and the policy's is"
-            f" {policy_base or 'without a name'}: it can't be a branch of this trunk; merge it into its base model and"
+            f" {policy.base or 'without a name'}: it can't be a branch of this trunk; merge it into its base model and"
             " give that folder, which then runs as a model of its own"
         )
-    tokenizer = tokenizer or adapter_tokenizer(name)
+    tokenizer = policy.reward_tokenizer or adapter_tokenizer(name)
     if tokenizer is None:
         return TrunkReward(replace(adapter, pad_token_id=load_config(adapter.base).pad_token_id))
-    difference = tokenizer_difference(tokenizer, policy_tokenizer)
+    difference = tokenizer_difference(tokenizer, policy.tokenizer)
     if difference is not None:
         raise ValueError(
             f"the tokenizer of reward adapter {name} is not the policy's ({difference}), whose tokens it would read;"
             " merge it into its base model and give that folder, which then runs with a tokenizer of its own"
         )
-    if tokenizer.chat_template != policy_tokenizer.chat_template:
+    if tokenizer.chat_template != policy.tokenizer.chat_template:
         logger.warning(
             f"reward adapter {name} has another chat template than the policy; it will read conversations in the"
             " policy's"

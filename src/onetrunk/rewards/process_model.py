@@ -22,9 +22,9 @@ from onetrunk.data.prompts import without_second_bos
 from onetrunk.data.rows import variables_of
 from onetrunk.models.loading import load_weights, read_config, read_tokenizer, scorer_fingerprint
 from onetrunk.models.reward_model import length_limit, scorer_source
-from onetrunk.rewards.dense import PerToken
 from onetrunk.rewards.model import SAMPLE_TEXTS
-from onetrunk.rewards.reward import PROCESS_MODEL, BuiltInReward, Completion
+from onetrunk.rewards.reward import BuiltInReward, Completion, PerToken
+from onetrunk.rewards.specs import PROCESS_MODEL, Policy
 from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
 
@@ -73,7 +73,7 @@ class ProcessReward(BuiltInReward):
         self.__name__ = Path(source).name
 
     @classmethod
-    def from_spec(cls, spec: str, policy_tokenizer: PreTrainedTokenizerBase, **settings: Any) -> ProcessReward:
+    def from_spec(cls, spec: str, policy: Policy) -> ProcessReward:
         """Return the model that "prm:NAME" or "prm:NAME#separator=TEXT" names; TEXT is percent-encoded."""
         path, _, option = spec.removeprefix(PROCESS_MODEL).partition("#")
         key, _, value = option.partition("=")
@@ -81,7 +81,8 @@ class ProcessReward(BuiltInReward):
             raise ValueError(f"{spec} has an unknown option {key!r} after '#'; there is separator=TEXT")
         if not path:
             raise ValueError(f"{spec!r} names no model; write prm:FOLDER, or prm:OWNER/NAME of the Hub")
-        return cls(path, policy_tokenizer, **settings, **({"separator": unquote(value)} if option else {}))
+        settings = {"separator": unquote(value)} if option else {}
+        return cls(path, policy.tokenizer, device=policy.device, **settings)
 
     def __call__(
         self, prompts: list[Prompt], completions: list[Completion], completion_ids: list[list[int]], **columns: Any

@@ -24,8 +24,8 @@ from urllib.parse import parse_qsl
 from onetrunk.data.rows import variables_of
 from onetrunk.models.loading import load_config, read_tokenizer
 from onetrunk.models.reward_model import encode_rows, length_limit, reads_end_token
-from onetrunk.rewards.dense import PerToken, PerTurn
-from onetrunk.rewards.reward import BuiltInReward, Completion
+from onetrunk.rewards.reward import BuiltInReward, Completion, PerToken, PerTurn
+from onetrunk.rewards.specs import Policy
 from onetrunk.servers.client import Connection, Server, is_same_model
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import Fleet, RetryPolicy, run_async
@@ -58,7 +58,7 @@ Score = float | PerTurn | PerToken | None
 WHAT = "the address of a reward server"
 
 
-def remote_reward(spec: str) -> RemoteReward:
+def remote_reward(spec: str, policy: Policy | None = None) -> RemoteReward:
     """Return the checked reward server that "http://host/path#option=value&option=value" names.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a reward function is: its signature, its name, and what its scores depend on.
+"""What a reward function is: its signature, its name, what it returns, and what its scores depend on.
 
 TRL's GRPO and RLOO trainers use the same signature, so functions written for TRL work unchanged. A resumed run
 compares the contents of its rewards (`content_of`), so that no reward changes unnoticed.
@@ -12,18 +12,21 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor
 
+from onetrunk.rewards.specs import KINDS, Policy
 from onetrunk.types import Completion, Prompt
 from onetrunk.utils.files import digest
-from onetrunk.utils.import_path import source_identity
+from onetrunk.utils.import_path import find_object, source_identity
 
-# What the name of a process reward model begins with.
-PROCESS_MODEL = "prm:"
+# Names that TRL's command line takes too, and their arguments there; None: the function itself.
+TRL_REWARDS: dict[str, dict[str, int] | None] = {
+    **dict.fromkeys(("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")),
+    "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256},
+}
 
 
 class RewardFunction(Protocol):
@@ -64,6 +67,40 @@ class BuiltInReward:
 
 
 @dataclass(frozen=True)
+class DenseReward:
+    """What a reward function may return for a completion in place of one number: a `PerTurn` or a `PerToken`."""
+
+    rewards: Sequence[float]
+
+    def __float__(self) -> float:
+        return float(sum(map(float, self.rewards)))
+
+
+class PerTurn(DenseReward):
+    """The reward of each turn of a completion; it arrives at the last token that was sampled in the turn.
+
+        def calls_first(completions, turn_ids, **kwargs):
+            '''Return 1 for the first turn, which calls the calculator, and 0 for all others.'''
+            return [PerTurn([1.0] + [0.0] * max(turns)) for turns in turn_ids]
+
+    Args:
+        rewards: one number per turn. A completion without tools or environment has one turn.
+    """
+
+
+class PerToken(DenseReward):
+    """The reward of each token of a completion that the policy sampled, the stop token included.
+
+        def no_sevens(completion_ids, **kwargs):
+            '''Take 0.1 off at every token 7.'''
+            return [PerToken([-0.1 * (token == 7) for token in ids]) for ids in completion_ids]
+
+    Args:
+        rewards: one number per sampled token; tokens of observations, whose `turn_ids` are -1, have none.
+    """
+
+
+@dataclass(frozen=True)
 class Scores:
     """The scores that a set of reward functions gives n completions.
 
@@ -95,6 +132,34 @@ class Scores:
         return Scores(spread(self.total), {n: spread(s) for n, s in self.by_function.items()}, by_token)
 
 
+class Arrival(NamedTuple):
+    """A token at which a reward arrives, the number of its turn, and the reward."""
+
+    token: int
+    turn: int
+    reward: float
+
+
+def arrivals(scores: Scores, row: int, turns: Sequence[int]) -> list[Arrival]:
+    """Return every sampled token of a row at which a reward arrives, and the last one.
+
+    The rewards add up to the row's score, of which the last token gets what did not arrive before; NaN without one.
+    """
+    *sampled, last = [token for token, turn in enumerate(turns) if turn >= 0]
+    rewards = [] if scores.by_token is None else scores.by_token[row].tolist()
+    found = [Arrival(token, turns[token], rewards[token]) for token in sampled if rewards and rewards[token]]
+    rest = scores.total[row].item() - sum(arrival.reward for arrival in found)
+    return [*found, Arrival(last, turns[last], rest)]
+
+
+def turn_sums(found: Sequence[Arrival]) -> list[float]:
+    """Return the reward of each turn of a row."""
+    sums = [0.0] * (found[-1].turn + 1)
+    for arrival in found:
+        sums[arrival.turn] += arrival.reward
+    return sums
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether calling `function` gives a coroutine; partials and async `__call__` methods count too."""
     function = without_partials(function)
@@ -118,11 +183,22 @@ def without_partials(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def names_a_model(spec: str) -> bool:
-    """Return whether a text names a reward model (a folder, "owner/model" or "prm:NAME") and not a function."""
-    if Path(spec).expanduser().is_dir() or spec.startswith(PROCESS_MODEL):
-        return True
-    return "/" in spec and ":" not in spec and not spec.endswith(".py")
+def named_function(spec: str, policy: Policy | None = None) -> RewardFunction:
+    """Return the function at "package.module.name" or "path/to/file.py:name", or one of TRL_REWARDS."""
+    if spec in TRL_REWARDS:
+        function, arguments = find_object(f"trl.rewards.{spec}", "reward function"), TRL_REWARDS[spec]
+        return function if arguments is None else function(**arguments)
+    others = "".join(f", nor a {kind.name}: {kind.form}" for kind in KINDS if kind.form)
+    return checked_callable(find_object(spec, "reward function", others), spec)
+
+
+def checked_callable(function: object, spec: object) -> RewardFunction:
+    """Return a reward function; raises TypeError for what cannot be one, with the `spec` that led to it."""
+    if not callable(function):
+        raise TypeError(f"reward function {spec!r} is of type {type(function).__name__}; expected something to call")
+    if inspect.isclass(function):
+        raise TypeError(f"reward function {spec!r} is a class; give an instance of it, or a function")
+    return function
 
 
 def content_of(reward: Callable[..., Any]) -> str:

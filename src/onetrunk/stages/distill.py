@@ -45,7 +45,7 @@ from onetrunk.stages.arguments import OptionalModelArguments, RewardTrainingArgu
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows, load_unlabelled_rows
-from onetrunk.stages.run_context import begin, finish, recorded, run_stage
+from onetrunk.stages.run_context import begin, finish, recorded
 from onetrunk.utils.options import option
 
 # Of each part of metrics.json in the terminal.
@@ -250,4 +250,3 @@ def measured(
 parse_distill = partial(
     parse, verb="distill", dataclass_types=(DistillDataArguments, DistillArguments, StudentArguments)
 )
-main = partial(run_stage, "distill", parse_distill, run)

@@ -39,14 +39,15 @@ from onetrunk.ppo.settings import EpisodeConfig
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launch, load_sampled_model, policy_tokenizer
 from onetrunk.report.blocks import contest_findings
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
-from onetrunk.rewards.reward import Completion, RewardFunction, Scores, names_a_model
+from onetrunk.rewards.reward import Completion, RewardFunction, Scores
+from onetrunk.rewards.specs import read_spec
 from onetrunk.rollouts.base import longest_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelArguments, SamplingArguments, parse
 from onetrunk.stages.results import compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
-from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
+from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.ledger import Ledger
@@ -172,7 +173,7 @@ def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: b
             f"the tokenizer of opponent {opponent} is not that of {name} ({difference}), so that max_completion_length"
             " would give them unequal room; name an opponent with the same tokenizer"
         )
-    on_trunk = [spec for spec in args.reward_funcs or [] if names_a_model(spec) and is_adapter_name(spec)]
+    on_trunk = [spec for spec in args.reward_funcs or [] if read_spec(spec).kind.is_model and is_adapter_name(spec)]
     if on_trunk and not is_same_source(base, base_name(name, model_args.init_kwargs())):
         raise ValueError(
             f"reward adapter {on_trunk[0]} is a branch of the model's own trunk, and opponent {opponent} stands on"
@@ -378,4 +379,3 @@ def show_evaluation(name: str, sides: dict[str, Side], contest: Contest | None) 
 parse_eval = partial(
     parse, verb="eval", dataclass_types=(EvalArguments, JudgeConfig, ModelArguments), check=check_purpose
 )
-main = partial(run_stage, "eval", parse_eval, run)

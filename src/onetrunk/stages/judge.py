@@ -41,7 +41,7 @@ from onetrunk.reward_models.metrics import expected_calibration_error, preferenc
 from onetrunk.stages.arguments import AskingArguments, parse, require_set
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows
-from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
+from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names
 from onetrunk.utils.ledger import Ledger
@@ -346,4 +346,3 @@ parse_judge = partial(
     dataclass_types=(AskingArguments, JudgeConfig, CostConfig),
     check=lambda args, settings, prices: require_set(settings, "judge"),
 )
-main = partial(run_stage, "judge", parse_judge, run)

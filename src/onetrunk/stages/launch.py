@@ -21,6 +21,7 @@ import psutil
 from onetrunk.stages.options.reading import Parser, UsageError, flags
 from onetrunk.utils.files import read_json, read_yaml
 from onetrunk.utils.shipped import shipped_folder
+from onetrunk.verbs import VERBS
 
 CONFIGS = "accelerate_configs"
 # Shown by `--help`; the others as in `accelerate launch --help`.
@@ -34,13 +35,12 @@ LEAST |= {f"parallelism_config_{name}_size": 1 for name in ("tp", "dp_shard", "d
 # Of a number without another limit, and of the processes of one machine.
 MOST = 1024
 TEXTS = ("accelerate_config", "main_process_ip", "rdzv_backend")
-VERBS = ("sft", "reward", "distill", "ppo", "eval")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def split_words(verb: str, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options of the launch by name, and the words that are left for the stage."""
-    if verb not in VERBS:
+    if not VERBS[verb].launches:
         return {}, list(words)
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     for name in dict.fromkeys((*EXPLAINED, *LEAST, *TEXTS)):

@@ -27,9 +27,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
-from functools import partial
 from glob import glob
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +38,17 @@ from onetrunk.checkpoints.resume_settings import is_free
 from onetrunk.data.files import BUILDERS
 from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
+from onetrunk.rewards.specs import PROCESS_MODEL
 from onetrunk.stages.arguments import PushArguments
 from onetrunk.stages.options.reading import UsageError, read_mapping, secret_in_words
-from onetrunk.stages.options.table import SETTINGS_MODULES
 from onetrunk.stages.options.words import run_words
 from onetrunk.stages.results import as_json, shortened
 from onetrunk.stages.run_context import (
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
-    TRAININGS,
     Terminated,
     has_result,
     last_finished_checkpoint,
-    run_stage,
     say_how,
 )
 from onetrunk.utils.files import (
@@ -65,16 +61,13 @@ from onetrunk.utils.files import (
 )
 from onetrunk.utils.redaction import redact, redact_all, table_console
 from onetrunk.utils.shipped import find_config, with_shipped_files
+from onetrunk.verbs import VERBS
 
-# In the order in which a model goes through them.
-STAGE_VERBS = ("sft", "judge", "prefs", "reward", "distill", "ppo", "eval")
 # A trainer may ignore these names, because it compares what they lead to (the base model, the rows, the folder). A
 # pipeline only sees the names.
 COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "eos_token", "pad_token", "output_dir"))
 KEYS = {"output_dir": str, "stages": dict}
 STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launcher": str, "outputs": list}
-# Where `prefs` writes its rows, which it replaces if the settings that decide them change.
-ROWS = "data"
 STATE_FILE = "pipeline.json"
 # The length of a training. If it grows, the training resumes.
 LENGTHS = ("num_rollouts", "max_steps", "num_train_epochs")
@@ -100,13 +93,17 @@ class Stage:
 
     @property
     def output(self) -> Path:
-        """The output folder of a verb."""
         return self.outputs[0]
 
     @property
     def trains(self) -> bool:
         """Whether the stage is a training, which can resume from a checkpoint."""
-        return self.verb in TRAININGS
+        return self.verb is not None and bool(VERBS[self.verb].trains)
+
+    @property
+    def remakes(self) -> str:
+        """The folder in its output that the stage replaces if the settings that decide it change; "": none."""
+        return "" if self.verb is None else VERBS[self.verb].remakes
 
     def words(self) -> list[str]:
         options = [word for name, value in self.options.items() for word in (f"--{name}", *_words(value))]
@@ -135,7 +132,7 @@ class Stage:
         """Return the names in the output folder that the stage deletes if it starts over."""
         if self.trains:
             return left_by_a_run(self.output)
-        return [ROWS] if self.verb == "prefs" and any((self.output / ROWS).glob("*")) else []
+        return [self.remakes] if self.remakes and any((self.output / self.remakes).glob("*")) else []
 
 
 @dataclass(frozen=True)
@@ -201,8 +198,9 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
         outputs = tuple(Path(str(output)) for output in entry["outputs"])
         return Stage(name, None, path, options, launcher, outputs, dict(options))
     verb = entry.get("verb", name)
-    if verb not in STAGE_VERBS:
-        raise UsageError(f"{place}: {verb!r} is no verb; set verb to one of {', '.join(STAGE_VERBS)}")
+    verbs = [known.name for known in VERBS.values() if known.dry_run]
+    if verb not in verbs:
+        raise UsageError(f"{place}: {verb!r} is no verb; set verb to one of {', '.join(verbs)}")
     settings = {**with_shipped_files(read_mapping(path)[0]), **options}
     if not settings.get("output_dir"):
         raise UsageError(f"{place}: {path} does not set output_dir; name the folder that the stage writes to")
@@ -224,9 +222,8 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
 
 
 def _parse_as_the_stage_will(stage: Stage, place: str) -> tuple[Any, ...]:
-    module = import_module(SETTINGS_MODULES[stage.verb])
     try:
-        return getattr(module, f"parse_{stage.verb}")(stage.words())
+        return VERBS[stage.verb].parser(stage.words())
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from error
 
@@ -249,7 +246,7 @@ def paths_in(value: Any) -> Iterator[Path]:
             yield from paths_in(entry)
     if not isinstance(value, str) or "://" in value:
         return
-    text = value.removeprefix("reward:")
+    text = value.removeprefix("reward:").removeprefix(PROCESS_MODEL).partition("#separator=")[0]
     before, colon, _ = text.rpartition(":")
     for candidate in (text, before) if colon else (text,):
         if not candidate or len(candidate) >= 1000 or "\n" in candidate:
@@ -380,7 +377,7 @@ class PipelineState:
             return ["--resume_from_checkpoint", "auto"]
         # A training without a checkpoint has left parts of a result at most, or what it was allowed to delete when it
         # began. `prefs` makes its rows from its ledger again, so no answer is paid for twice.
-        replaces = resumes and (stage.trains or stage.verb == "prefs")
+        replaces = resumes and (stage.trains or stage.remakes)
         return ["--overwrite_output_dir", "true"] if plan.deletes or replaces else []
 
     def note(self, plan: Plan, status: str, **more: Any) -> None:
@@ -580,6 +577,3 @@ def show(state: PipelineState, results: dict[str, tuple[str, str]]) -> None:
         seconds = f"{record['seconds']:.0f}" if "seconds" in record else ""
         table.add_row(stage.name, status, why, seconds, ", ".join(map(str, stage.outputs)))
     table_console().print(table)
-
-
-main = partial(run_stage, "run", parse_run, run)

@@ -134,16 +134,13 @@ class _Settings(PPOSettings, _Inherited):
         return _defaults()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Plan, calibrate or check; return the exit code."""
-    own, values = parse_plan(argv)
+def run(own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     if own["calibrate"] is not None:
         _calibrate(own)
     elif own["check"] is not None:
         _check(own)
     else:
         _plan(own, values)
-    return 0
 
 
 def request_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
@@ -218,11 +215,10 @@ def _reward_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Model
     It is the one that is named, or the recipe's only model whose config is here. One of several rewards stays where it
     is, because the launch files would have to repeat the others.
     """
-    specs = reward_specs(values)
-    named = own["reward_model"]
-    for spec in specs if named is None else [named]:
+    specs, named = reward_specs(values), own["reward_model"]
+    for name in [spec.text for spec in specs if spec.kind.is_model] if named is None else [named]:
         try:
-            return read_model(spec), spec if len(specs) <= 1 else None
+            return read_model(name), name if len(specs) <= 1 else None
         except ValueError:
             if named is not None:
                 raise
@@ -366,7 +362,6 @@ def plan_of_run(job: Job, device: Device, processes: int, values: Mapping[str, A
 
 
 def show(*parts: RenderableType) -> None:
-    """Print texts and tables."""
     console = table_console()
     if not console.is_terminal:
         console.width = WIDTH

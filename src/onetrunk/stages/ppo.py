@@ -23,18 +23,16 @@ from onetrunk.judges.judge_config import REWARD, JudgeConfig
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.runs import FOLDER, SAMPLES
-from onetrunk.rewards.combine import resolve_reward
 from onetrunk.rewards.judge import JudgeReward
-from onetrunk.rewards.reward import RewardFunction, names_a_model
+from onetrunk.rewards.reward import RewardFunction
+from onetrunk.rewards.specs import JUDGE, read_spec
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
 from onetrunk.stages.rows import load_training_rows, prompt_rows
-from onetrunk.stages.run_context import begin, finish, recorded, run_stage
+from onetrunk.stages.run_context import begin, finish, recorded
 from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.options import option
 
-# The word in reward_funcs that stands for the judge.
-JUDGE = "judge"
 # What a resumed run needs from its judges. Trainer pushes no path that begins with an underscore to the Hub.
 KEPT_FOLDER = "_kept"
 
@@ -138,10 +136,9 @@ def run(
 
 def require_functions(reward_funcs: Sequence[str]) -> None:
     """Import the reward functions that are named, so that a wrong name is reported before anything loads."""
-    for spec in reward_funcs:
-        is_loaded_later = "://" in spec or names_a_model(spec)
-        if spec != JUDGE and not is_loaded_later:
-            resolve_reward(spec)
+    for spec in map(read_spec, reward_funcs):
+        if spec.kind.loads_first:
+            spec.load()
 
 
 def make_trainer(
@@ -225,4 +222,3 @@ parse_ppo = partial(
     dataclass_types=(PPODataArguments, PPOArguments, ModelArguments, JudgeConfig, PPOJudgeArguments),
     check=check_settings,
 )
-main = partial(run_stage, "ppo", parse_ppo, run)

@@ -25,7 +25,7 @@ from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows
-from onetrunk.stages.run_context import begin, finish, recorded, run_stage
+from onetrunk.stages.run_context import begin, finish, recorded
 
 # Without held-out rows, this number of training rows gives the scale of the scores.
 SCALE_ROWS = 500
@@ -134,4 +134,3 @@ def result_of(model_args: ModelArguments) -> str:
 
 
 parse_reward = partial(parse, verb="reward", dataclass_types=(TrainingDataArguments, RewardArguments, ModelArguments))
-main = partial(run_stage, "reward", parse_reward, run)

@@ -52,6 +52,7 @@ from onetrunk.utils.files import (
     require_output_dir,
 )
 from onetrunk.utils.redaction import add_stored_token, print_any_text, printable, shown
+from onetrunk.verbs import VERBS
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -69,7 +70,6 @@ OUR_ERRORS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
 LIBRARY_ERRORS = (ValueError, OSError, ImportError)
 # The disk is full, or the user's quota or the limit on the size of a file is reached.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-TRAININGS = ("sft", "reward", "distill", "ppo")
 EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 # Trainings and evaluations have one of these fields. Shards of preferences share a folder, so `prefs` locks its own.
 LOCKING_FIELDS = ("resume_from_checkpoint", "opponent")
@@ -122,9 +122,10 @@ def check_launch_of(verb: str) -> None:
     if verb == "report":  # It only reads files, also for a training that was launched so.
         return
     layout = launch_layout()
-    if layout is not None and layout.tensor > 1 and verb not in TRAININGS:
+    trainings = [name for name, verb in VERBS.items() if verb.trains]
+    if layout is not None and layout.tensor > 1 and verb not in trainings:
         raise ValueError(
-            f"tensor parallelism is supported by onetrunk {', '.join(TRAININGS)}, not by onetrunk {verb}; launch it"
+            f"tensor parallelism is supported by onetrunk {', '.join(trainings)}, not by onetrunk {verb}; launch it"
             " with accelerate_configs/fsdp2.yaml, which shards the frozen base"
         )
 

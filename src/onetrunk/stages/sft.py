@@ -20,7 +20,7 @@ from onetrunk.models.loading import load_config
 from onetrunk.parallel.sharding import cast_when_sharded
 from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments, parse
 from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_training_rows
-from onetrunk.stages.run_context import begin, finish, recorded, run_stage
+from onetrunk.stages.run_context import begin, finish, recorded
 
 
 def run(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
@@ -97,4 +97,3 @@ def make_trainer(
 
 
 parse_sft = partial(parse, verb="sft", dataclass_types=(TrainingDataArguments, SFTArguments, ModelArguments))
-main = partial(run_stage, "sft", parse_sft, run)

@@ -32,7 +32,7 @@ from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_mome
 from onetrunk.parallel.groups import DataParallel
 from onetrunk.ppo.packs import RolloutPack
 from onetrunk.ppo.rollout import ScoredRollout
-from onetrunk.rewards.dense import turn_sums
+from onetrunk.rewards.reward import turn_sums
 from onetrunk.rollouts.episodes.rows import EpisodeCounts
 from onetrunk.types import Experience, Rollout
 

@@ -8,47 +8,12 @@ import textwrap
 from collections.abc import Sequence
 
 from onetrunk.stages.launch import EXPLAINED
-from onetrunk.stages.launch import VERBS as LAUNCHED
-from onetrunk.stages.options.reading import RESUME, WITH_DRY_RUN, Parser, UsageError
-from onetrunk.stages.options.table import SETTINGS_MODULES, VERBS, Option, load_options, shown_options
+from onetrunk.stages.options.reading import RESUME, Parser, UsageError
+from onetrunk.stages.options.table import Option, load_options, shown_options
+from onetrunk.verbs import VERBS
 
 WIDTH, INDENT = 100, 34
 ALL = "all"
-_TRAINING = "model_name_or_path dtype dataset_name eval_size"
-_RUN = "learning_rate num_train_epochs max_steps per_device_train_batch_size seed output_dir overwrite_output_dir"
-_RUN += " save_steps eval_strategy report_to logging_steps bf16"
-# Verb -> the options that are explained first; verbs with few options explain all.
-FIRST = {
-    "ppo": "model_name_or_path lora_r dataset_name eval_size rollout_batch_size num_rollouts max_completion_length"
-    " use_vllm reward_funcs missing_eos_penalty beta num_ppo_epochs num_minibatches value_head"
-    " learning_rate per_device_train_batch_size output_dir overwrite_output_dir report_to judge",
-    "sft": f"{_TRAINING} {_RUN} use_peft lora_r max_length packing",
-    "reward": f"{_TRAINING} {_RUN} use_peft lora_r adapter_layers max_length",
-    "distill": f"{_TRAINING} {_RUN} teacher student_config student_tokenizer",
-    "judge": "dataset_name dataset_columns dataset_split dataset_config output_dir judge constitution rubric"
-    " judge_model judge_api_key_env judge_max_concurrency judge_batch_size judge_prices judge_budget_usd"
-    " max_failed_fraction",
-    "prefs": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir overwrite_output_dir"
-    " max_completion_length temperature seed judge constitution judge_model mode num_generations pairing completions"
-    " engine shard limit",
-    "eval": "model_name_or_path dtype dataset_name dataset_columns dataset_split output_dir max_prompt_length"
-    " max_completion_length temperature seed judge constitution judge_model reward_funcs reward_weights opponent"
-    " tie_margin bf16",
-}
-# Verb -> values of the options without which it does not start, for the YAML of `onetrunk config`.
-_MODEL_AND_ROWS = {"model_name_or_path": "path/or/hub-name", "dataset_name": "rows.jsonl", "output_dir": "runs/new"}
-NEEDED = {
-    "sft": _MODEL_AND_ROWS,
-    "judge": {"dataset_name": "rows.jsonl", "output_dir": "runs/new", "judge": ["reward:path/of/a/reward-model"]},
-    "prefs": {**_MODEL_AND_ROWS, "judge": ["rubric"], "constitution": "constitution.yaml"},
-    "reward": _MODEL_AND_ROWS,
-    "distill": {**_MODEL_AND_ROWS, "teacher": ["path/of/a/reward-model"]},
-    "ppo": {**_MODEL_AND_ROWS, "reward_funcs": ["rewards.py:score"]},
-    "eval": {**_MODEL_AND_ROWS, "reward_funcs": ["rewards.py:score"]},
-    "serve": {"model": "path/or/hub-name"},
-    "export": {"model": "runs/new", "output_dir": "runs/merged"},
-    "chat": {"model": "runs/new"},
-}
 
 
 def help_topic(argv: Sequence[str]) -> str | None:
@@ -69,7 +34,7 @@ def help_text(verb: str, topic: str = "") -> str:
     shown = shown_options(verb)
     topic = topic.removeprefix("--").replace("-", "_")
     if topic in ("", ALL):
-        first = FIRST.get(verb, "").split()
+        first = VERBS[verb].explained.split()
         chosen = [option for option in shown if topic == ALL or not first or option.name in first]
         lines = _introduction(verb, shown)
     else:
@@ -91,16 +56,16 @@ def help_text(verb: str, topic: str = "") -> str:
 
 
 def _introduction(verb: str, shown: Sequence[Option]) -> list[str]:
-    lines = [f"usage: onetrunk {verb} --config FILE.yaml [--option value ...]", "", f"{VERBS[verb]}.", ""]
+    lines = [f"usage: onetrunk {verb} --config FILE.yaml [--option value ...]", "", f"{VERBS[verb].text}.", ""]
     lines += _entry("--config FILE", "YAML file with options under the names below; the command line overrides it.")
     if RESUME in load_options(verb):
         lines += _entry(
             "--resume auto",
             "Resume from the last checkpoint in output_dir, if there is one; or true, or a checkpoint folder.",
         )
-    if verb in WITH_DRY_RUN:
+    if VERBS[verb].dry_run:
         lines += _entry("--dry_run", "Check settings, rows and model, print what a run would do; write nothing.")
-    if verb in LAUNCHED:
+    if VERBS[verb].launches:
         lines += [line for name, text in EXPLAINED.items() for line in _entry(f"--{name} VALUE", text)]
     text = f"The options with WORD in their names, such as {shown[0].name}; --help all explains all {len(shown)}."
     return [*lines, *_entry("--help WORD", text), ""]
@@ -125,10 +90,10 @@ def _entry(flag: str, text: str) -> list[str]:
 def config_text(verb: str) -> str:
     """Return a YAML file with every option of a verb and its default, as comments; what a stage needs is set."""
     lines = [
-        f"# onetrunk {verb}: {VERBS[verb]}.",
+        f"# onetrunk {verb}: {VERBS[verb].text}.",
         "# Every option with its default. Remove the # in front of a name to set another value.",
     ]
-    needed = NEEDED[verb]
+    needed = VERBS[verb].needed
     for option in shown_options(verb):
         lines += ["", *textwrap.wrap(option.help, 116, initial_indent="# ", subsequent_indent="# ")]
         is_needed = option.name in needed
@@ -137,9 +102,13 @@ def config_text(verb: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the YAML file of `onetrunk config VERB`; return the exit code."""
-    parser = Parser(prog="onetrunk config", description=f"{VERBS['config']}.", allow_abbrev=False)
-    parser.add_argument("verb", choices=list(SETTINGS_MODULES), help="the stage; onetrunk config ppo > ppo.yaml")
-    print(config_text(parser.parse_args(list(argv)).verb), end="")
-    return 0
+def parse_config(argv: Sequence[str]) -> tuple[str]:
+    """Return the verb of `onetrunk config VERB`; raises UsageError for a mistake in it."""
+    parser = Parser(prog="onetrunk config", description=f"{VERBS['config'].text}.", allow_abbrev=False)
+    verbs = [verb.name for verb in VERBS.values() if verb.has_settings]
+    parser.add_argument("verb", choices=verbs, help="the stage; onetrunk config ppo > ppo.yaml")
+    return (parser.parse_args(list(argv)).verb,)
+
+
+def run(verb: str) -> None:
+    print(config_text(verb), end="")

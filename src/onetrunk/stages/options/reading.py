@@ -1,11 +1,13 @@
-"""Read a command line and its YAML file: secrets, unknown keys and wrong types become one message.
+"""Read a command line, its YAML file and the heads of files that it names: every mistake becomes one message.
 
-The command line calls this before it imports torch; `stages/arguments.py` then makes the dataclasses.
+The command line calls this before it imports torch; `stages/arguments.py` then makes the dataclasses. Of files only
+what every reader of a stage would reject is an error here; the stage itself checks the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import re
 import sys
@@ -14,19 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from onetrunk.judges.constitution import load_constitution
 from onetrunk.ppo.foreign_names import RENAMED, explain_key
-from onetrunk.stages.options.table import SETTINGS_MODULES, Option, load_options, shown_options
+from onetrunk.stages.options.table import Option, load_options, shown_options
 from onetrunk.utils.files import looks_like_path, parse_json, read_yaml
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, shown
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
+from onetrunk.verbs import VERBS
 
 AUTO = "auto"
 RESUME = "resume_from_checkpoint"
 # Of the stages; not an option, because a YAML file cannot have it.
 DRY_RUN = ("--dry_run", "--dry-run")
-WITH_DRY_RUN = ("sft", "judge", "prefs", "reward", "distill", "ppo", "eval")
-# Verbs whose first word may be the value of an option -> that option.
-FIRST_WORDS = {"serve": "model", "export": "model", "chat": "model"}
+# A larger file of rows is left to the stage.
+MOST_BYTES = 2**23
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
@@ -41,6 +44,10 @@ def say(*lines: str, after_bar: bool = False) -> None:
     """
     add_stored_token()
     print(shown("\n".join(["", *lines] if after_bar else lines)), file=sys.stderr, flush=True)
+
+
+class FileFault(ValueError):
+    """A mistake in a file that a setting names."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,7 +108,6 @@ def _one_text(text: str) -> str:
 
 
 def read_bool(text: str) -> bool:
-    """Return a boolean that is written as a word."""
     if text.lower() in (*TRUE, *FALSE):
         return text.lower() in TRUE
     raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false; write one of them")
@@ -130,7 +136,7 @@ def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
     parser = make_parser(option for name, option in options.items() if name not in RENAMED)
     parser.add_argument("--config")
     parser.add_argument("--resume", **({"dest": RESUME} if RESUME in options else {"choices": [AUTO]}))
-    if verb in WITH_DRY_RUN:
+    if VERBS[verb].dry_run:
         parser.add_argument(*DRY_RUN, action="store_true")
     written, unknown = parser.parse_known_args(_with_first_word(verb, argv))
     words = {name: value for name, value in vars(written).items() if name in options}
@@ -147,7 +153,7 @@ def read(verb: str, argv: Sequence[str]) -> dict[str, Any]:
 
 def require_folders(verb: str, values: Mapping[str, Any]) -> None:
     """Raise UsageError where the first word of a command, or a run of a report, is a folder that is not there."""
-    source = values.get(FIRST_WORDS.get(verb, ""))
+    source = values.get(VERBS[verb].first_word)
     on_hub = source and "/" in source and not source.startswith("runs/") and not looks_like_path(source)
     for name in [*values.get("runs", ()), *([source] if source and not on_hub else [])]:
         if not Path(name).exists():
@@ -158,14 +164,13 @@ def require_folders(verb: str, values: Mapping[str, Any]) -> None:
 
 def _explained(key: str, verb: str) -> str:
     known = [option.name for option in shown_options(verb)]
-    return explain_key(key, known, [other for other in SETTINGS_MODULES if key in load_options(other)])
+    others = [other.name for other in VERBS.values() if other.has_settings and key in load_options(other.name)]
+    return explain_key(key, known, others)
 
 
 def _with_first_word(verb: str, argv: Sequence[str]) -> list[str]:
-    """Return the words after a verb with the first one as an option, where it may stand alone (`FIRST_WORDS`)."""
-    if verb in FIRST_WORDS and argv and not argv[0].startswith("-"):
-        return [f"--{FIRST_WORDS[verb]}", *argv]
-    return list(argv)
+    name = VERBS[verb].first_word
+    return [f"--{name}", *argv] if name and argv and not argv[0].startswith("-") else list(argv)
 
 
 def _unknown_words(unknown: Sequence[str], options: Mapping[str, Option], explain: Callable[[str], str]) -> list[str]:
@@ -311,3 +316,45 @@ def _secret_keywords(value: Any) -> Iterator[str]:
             if key in SECRET_KEYWORDS and isinstance(entry, str) and entry:
                 yield key
             yield from _secret_keywords(entry)
+
+
+def check_files(values: Mapping[str, Any], verb: str) -> None:
+    """Raise FileFault for a mistake in a constitution, or for columns that the rows of a local file do not have."""
+    try:
+        for name in ("constitution", "monitor_constitution"):
+            if values.get(name):
+                load_constitution(values[name])
+        path = Path(values.get("dataset_name") or "").expanduser()
+        names = column_names(path) if path.is_file() and path.stat().st_size <= MOST_BYTES else None
+        if names and not values.get("environment"):
+            check_columns(names, values.get("dataset_columns") or {}, VERBS[verb].columns)
+    except ValueError as error:
+        raise FileFault(str(error)) from error
+
+
+def check_columns(names: list[str], renamed: Mapping[str, str], needed: tuple[tuple[str, ...], ...]) -> None:
+    """Raise ValueError if columns that are renamed (ours to theirs) or needed are missing."""
+    if renamed:
+        from onetrunk.data.files import check_renaming  # The import takes most of a second.
+
+        check_renaming(names, renamed)
+    ours = {name for name in names if name not in renamed.values()} | set(renamed)
+    readable = ours | {"messages"} if "conversations" in ours else ours  # As ShareGPT calls them.
+    if needed and not any(readable.issuperset(columns) for columns in needed):
+        from onetrunk.data.files import missing_columns
+
+        raise missing_columns(sorted(ours), ", or ".join(" and ".join(columns) for columns in needed))
+
+
+def column_names(path: Path) -> list[str] | None:
+    """Return the columns of a file of rows; None for one of another kind, or one that its reader will reject."""
+    try:
+        if path.suffix == ".csv":
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                return next(csv.reader(file), None)
+        if path.suffix == ".jsonl":
+            rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            return list(dict.fromkeys(name for row in rows for name in row.keys()))
+    except (OSError, ValueError, AttributeError, csv.Error):
+        return None
+    return None

@@ -1,4 +1,4 @@
-"""The verbs of the command line, and the table of their options, read from the source code of the settings classes.
+"""The options of the verbs, read from the source code of the settings classes.
 
 The classes inherit from transformers' and TRL's settings, whose import takes seconds, and `--help` and mistakes are
 answered before it. So the table reads the source code, where a field is `name: annotation = option(default, help)` or
@@ -18,47 +18,7 @@ from typing import Any
 
 from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, WITHOUT_EFFECT
-
-VERBS = {
-    "sft": "fine-tune a model on prompts and completions (a starting point for PPO)",
-    "judge": "measure judges and reward models on pairs with the preferences of people",
-    "prefs": "sample completions, have a judge compare them, write preference data",
-    "reward": "train a reward model on preferences, whole or as an adapter for the policy's trunk",
-    "distill": "train a small reward model on the scores of reward models or a judge",
-    "ppo": "train a LoRA policy on one frozen base by PPO",
-    "eval": "sample and score held-out prompts; win rate over the model before training, or another model",
-    "run": "run several of these in a row, resumably",
-    "plan": "memory, time and cost of a PPO run, and the best plan for some hardware, before it is paid for",
-    "report": "write a page about how a run, several runs or a pipeline went",
-    "export": "make a result ready for other tools: merged, vllm, gguf or ollama",
-    "chat": "talk to a model or an adapter, also next to the model before training",
-    "recipes": "list the recipes that come with onetrunk, or copy one to the working folder",
-    "serve": "run the vLLM server that ppo, prefs and eval sample from, or print its command",
-    "config": "print a YAML file with every option of a stage, its default and what it does",
-}
-# Verbs with settings -> the module with their `main` and their `parse_VERB`, a partial whose `dataclass_types` are the
-# settings classes.
-SETTINGS_MODULES = {
-    "sft": "onetrunk.stages.sft",
-    "judge": "onetrunk.stages.judge",
-    "prefs": "onetrunk.stages.prefs.stage",
-    "reward": "onetrunk.stages.reward",
-    "distill": "onetrunk.stages.distill",
-    "ppo": "onetrunk.stages.ppo",
-    "eval": "onetrunk.stages.eval",
-    "serve": "onetrunk.stages.tools.serve",
-    "export": "onetrunk.stages.tools.export",
-    "chat": "onetrunk.stages.tools.chat",
-}
-# Verbs whose command line is parsed by `options/words.py`.
-WORD_MODULES = {"run": "onetrunk.stages.pipeline", "report": "onetrunk.stages.tools.report"}
-# Verbs whose modules import neither torch nor transformers. Their `main` raises ValueError for a mistake.
-PLAIN_MODULES = {
-    "plan": "onetrunk.stages.plan",
-    "config": "onetrunk.stages.options.help",
-    "recipes": "onetrunk.stages.tools.recipes",
-}
-MODULES = SETTINGS_MODULES | WORD_MODULES | PLAIN_MODULES
+from onetrunk.verbs import VERBS
 
 # Fields of TRL's ModelConfig that a stage rejects, and why.
 WITHOUT_MEANING = {
@@ -115,7 +75,7 @@ class Option:
 @functools.cache
 def load_options(verb: str) -> dict[str, Option]:
     """Return the options of a verb by name."""
-    module = SETTINGS_MODULES[verb]
+    module = VERBS[verb].module
     keywords = (node for node in ast.walk(_source(module)) if isinstance(node, ast.keyword))
     classes = next(node.value for node in keywords if node.arg == "dataclass_types")
     options: dict[str, Option] = {}

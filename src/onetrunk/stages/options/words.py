@@ -52,22 +52,14 @@ def run_words(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def report_words(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the options of `onetrunk report` by name.
-
-    Raises:
-        UsageError: a word that is no option.
-        SystemExit: after --help.
-    """
-    parser = Parser(
-        prog="onetrunk report",
-        description="One page about how a run went, or about several runs or a pipeline.",
-        allow_abbrev=False,
-    )
+def report_words(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of `onetrunk report`; UsageError for a word that is no option, SystemExit after --help."""
+    text = "One page about how a run went, or about several runs or a pipeline."
+    parser = Parser(prog="onetrunk report", description=text, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a stage or of a pipeline")
     text = "folder to write to; default: _report in the run's folder, of several runs in the folder around them"
     parser.add_argument("--output_dir", dest="target", metavar="FOLDER", help=text)
-    return vars(parser.parse_args(list(argv)))
+    return parser.parse_args(list(argv))
 
 
 def positive(text: str) -> float:
@@ -79,7 +71,6 @@ def positive(text: str) -> float:
 
 
 def plan_parser() -> Parser:
-    """Return the parser of the own options."""
     parser = Parser(
         prog="onetrunk plan", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -142,6 +133,3 @@ def plan_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if own["calibrate"] is not None and rest:
         raise UsageError(f"--calibrate takes no settings of a recipe: {' '.join(rest)}")
     return own, rest
-
-
-READERS = {"run": lambda argv: vars(run_words(argv)), "report": report_words}

@@ -252,7 +252,6 @@ class GivenItem(PromptItem):
     group: Group
 
     def texts(self) -> list[SampledText]:
-        """Return the completions."""
         return [SampledText(text, self.group.is_whole(index)) for index, text in enumerate(self.group.texts)]
 
 

@@ -45,7 +45,7 @@ from onetrunk.stages.prefs.sampling import (
     open_source,
     sampling_servers,
 )
-from onetrunk.stages.run_context import Terminated, run_stage, say, say_how
+from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import delete_temporaries, held_folder, read_json, require_output_dir
 from onetrunk.utils.ledger import Ledger
@@ -323,4 +323,3 @@ parse_prefs = partial(
     dataclass_types=(PrefsArguments, JudgeConfig, CostConfig, OptionalModelArguments),
     check=lambda args, settings, prices, model_args: check_model_is_named(args, model_args),
 )
-main = partial(run_stage, "prefs", parse_prefs, run)

@@ -27,7 +27,7 @@ from onetrunk.rewards.combine import RewardSet
 from onetrunk.stages.arguments import DTYPES, parse
 from onetrunk.stages.eval import restore_reference
 from onetrunk.stages.options.reading import say
-from onetrunk.stages.run_context import explain, run_stage
+from onetrunk.stages.run_context import explain
 from onetrunk.types import Prompt
 from onetrunk.utils.options import option
 from onetrunk.utils.redaction import printable
@@ -62,7 +62,6 @@ class PrintableStreamer(TextStreamer):
     """Prints what a model writes without its control characters."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print a part of an answer."""
         super().on_finalized_text(printable(text), stream_end)
 
 
@@ -173,7 +172,7 @@ def lines() -> Iterator[str]:
             yield line.strip().encode("utf-8", "replace").decode("utf-8")
 
 
-def chat(args: ChatArguments) -> None:
+def run(args: ChatArguments) -> None:
     """Answer lines until there are no more."""
     if sys.stdin is None or sys.stdin.closed:
         raise ValueError("there is no standard input; talk in a terminal, or pipe lines into the command")
@@ -188,4 +187,3 @@ def chat(args: ChatArguments) -> None:
 
 
 parse_chat = partial(parse, verb="chat", dataclass_types=(ChatArguments,))
-main = partial(run_stage, "chat", parse_chat, chat)

@@ -6,7 +6,7 @@ Settings, rows, tokenizer and the model's config are read and checked as in a ru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -44,14 +44,12 @@ from onetrunk.stages.arguments import (
     SFTArguments,
     TrainingDataArguments,
 )
-from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels, parse_distill
-from onetrunk.stages.eval import EvalArguments, named_opponent, parse_eval
-from onetrunk.stages.judge import parse_judge
-from onetrunk.stages.ppo import parse_ppo, require_functions
+from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels
+from onetrunk.stages.eval import EvalArguments, named_opponent
+from onetrunk.stages.ppo import require_functions
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.sampling import open_source
-from onetrunk.stages.prefs.stage import parse_prefs
-from onetrunk.stages.reward import load_kwargs, parse_reward, score_peft_config
+from onetrunk.stages.reward import load_kwargs, score_peft_config
 from onetrunk.stages.rows import (
     TrainingRows,
     check_tokenizer,
@@ -60,12 +58,9 @@ from onetrunk.stages.rows import (
     load_training_rows,
     prompt_rows,
 )
-from onetrunk.stages.run_context import run_stage
-from onetrunk.stages.sft import parse_sft
 
 
 def sft(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
-    """Print what `onetrunk sft` would do."""
     require_new(args)
     rows, held_out = load_training_rows(data, args.seed, check_completions)
     name, kwargs = model_args.model_name_or_path, model_args.base_kwargs(args, "sft")
@@ -82,7 +77,6 @@ def sft(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArgume
 
 
 def reward(data: TrainingDataArguments, args: RewardTrainingArguments, model_args: ModelArguments) -> None:
-    """Print what `onetrunk reward` would do."""
     require_new(args)
     show_scorer(args, model_args, *load_preference_rows(data, args.seed))
 
@@ -130,7 +124,6 @@ def ppo(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, 
 
 
 def evaluate(args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments) -> None:
-    """Print what `onetrunk eval` would do."""
     name, config = model_args.model_name_or_path, args.ppo_config(model_args.init_kwargs())
     rows = prompt_rows(load_dataset_rows(args), is_open=bool(args.environment))
     opponent = named_opponent(args, model_args, bool(settings.judge))
@@ -141,7 +134,6 @@ def evaluate(args: EvalArguments, settings: JudgeConfig, model_args: ModelArgume
 
 
 def prefs(args: PrefsArguments, settings: JudgeConfig, prices: CostConfig, model_args: ModelArguments) -> None:
-    """Print what `onetrunk prefs` would do."""
     source = open_source(args, model_args)
     each = "given completions" if args.completions == "given" else f"{args.num_generations} completions each"
     prompts = "as many as there are" if source.total is None else f"{min(source.total, args.limit or source.total):,}"
@@ -149,7 +141,6 @@ def prefs(args: PrefsArguments, settings: JudgeConfig, prices: CostConfig, model
 
 
 def judge(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> None:
-    """Print what `onetrunk judge` would do."""
     rows = load_dataset_rows(args)
     groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
     pairs = sum(len(list(group.pairs())) for group in groups)
@@ -157,25 +148,7 @@ def judge(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> N
     show(", ".join(settings.judge or []), [*lines, *judge_lines(settings)])
 
 
-STAGES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
-    "sft": (parse_sft, sft),
-    "judge": (parse_judge, judge),
-    "prefs": (parse_prefs, prefs),
-    "reward": (parse_reward, reward),
-    "distill": (parse_distill, distill),
-    "ppo": (parse_ppo, ppo),
-    "eval": (parse_eval, evaluate),
-}
-
-
-def main(verb: str, words: Sequence[str]) -> int:
-    """Print what the stage of a verb would do; return the exit code."""
-    parse, work = STAGES[verb]
-    return run_stage(verb, parse, work, words, is_dry=True)
-
-
 def show(model: str, lines: Sequence[str]) -> None:
-    """Print what a run would do."""
     print("\n".join(["dry run: nothing is trained or written", f"model: {model}", *lines]))
 
 

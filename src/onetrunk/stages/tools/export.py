@@ -35,7 +35,6 @@ from onetrunk.models.loading import (
 from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.rollouts.publishing import check_servable, served_rank
 from onetrunk.stages.arguments import DTYPES, PushArguments, parse
-from onetrunk.stages.run_context import run_stage
 from onetrunk.stages.tools.ollama import modelfile
 from onetrunk.stages.tools.serve import checkpoint_dtype, whole_path
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir
@@ -245,7 +244,7 @@ def staging_in(output: Path) -> Iterator[Path]:
             (output / "_run.lock").unlink(missing_ok=True)
 
 
-def export(args: ExportArguments) -> None:
+def run(args: ExportArguments) -> None:
     """Write the result, or print vLLM's command; push it if that is set."""
     base = check(args)
     if args.to == VLLM:
@@ -265,4 +264,3 @@ def export(args: ExportArguments) -> None:
 
 
 parse_export = partial(parse, verb=VERB, dataclass_types=(ExportArguments,))
-main = partial(run_stage, VERB, parse_export, export)

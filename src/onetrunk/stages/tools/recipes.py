@@ -47,21 +47,18 @@ def copy_recipe(name: str) -> Path:
     return copy
 
 
-def parse_recipes(argv: Sequence[str]) -> Namespace:
+def parse_recipes(argv: Sequence[str]) -> tuple[Namespace]:
     """Return the arguments; raises UsageError for a mistake in them."""
     parser = Parser(prog="onetrunk recipes", description=DESCRIPTION, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|copy")
     actions.add_parser("list", help="show the recipes and their files", allow_abbrev=False)
     copy = actions.add_parser("copy", help="copy a recipe to the working folder", allow_abbrev=False)
     copy.add_argument("name", help="a folder of `onetrunk recipes list`: tiny, accelerate_configs")
-    return parser.parse_args(argv)
+    return (parser.parse_args(argv),)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `onetrunk recipes`; return the exit code."""
-    words = parse_recipes(list(argv))
+def run(words: Namespace) -> None:
     if words.action == "list":
         list_recipes()
     else:
         print(copy_recipe(words.name))
-    return 0

@@ -8,27 +8,21 @@ It only reads what runs have written, so it works while a run trains and after i
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 from onetrunk.report.blocks import MARKDOWN
 from onetrunk.report.report import write_report_checked
 from onetrunk.stages.options.words import report_words
-from onetrunk.stages.run_context import run_stage
 from onetrunk.utils.files import require_output_dir
 
 
-def parse_report(argv: Sequence[str]) -> tuple[dict[str, Any]]:
-    """Return the values of the options; raises UsageError for a mistake in them."""
+def parse_report(argv: Sequence[str]) -> tuple[Namespace]:
+    """Return the arguments; raises UsageError for a mistake in them."""
     return (report_words(argv),)
 
 
-def run(words: dict[str, Any]) -> None:
-    """Write the report and print where it is."""
-    target = None if words["target"] is None else require_output_dir(words["target"])
-    page = write_report_checked(words["runs"], target)
+def run(args: Namespace) -> None:
+    target = None if args.target is None else require_output_dir(args.target)
+    page = write_report_checked(args.runs, target)
     print(f"report: wrote {page}, and {MARKDOWN} with its plots next to it")
-
-
-main = partial(run_stage, "report", parse_report, run)

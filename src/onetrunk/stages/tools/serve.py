@@ -28,7 +28,6 @@ from onetrunk.rollouts.publishing import served_rank
 from onetrunk.servers.client import checked_variable, read_secret
 from onetrunk.stages.arguments import DTYPES, parse
 from onetrunk.stages.options.reading import say
-from onetrunk.stages.run_context import run_stage
 from onetrunk.utils.options import VLLM_RANKS, option
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -93,7 +92,7 @@ def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> l
     return [*words, "--gpu-memory-utilization", str(args.gpu_memory_utilization)]
 
 
-def serve(args: ServeArguments) -> None:
+def run(args: ServeArguments) -> None:
     """Start the server and wait for its end, or print the command."""
     base = adapter_base(args.model, args.revision) or args.model
     on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
@@ -111,10 +110,10 @@ def serve(args: ServeArguments) -> None:
     say(f"{shlex.join(words)}\nit takes a minute or more to be ready; Ctrl-C stops it")
     # A PYTHONPATH of ours would put our packages before those of its environment.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run(words, {**inherited, **environment})
+    run_server(words, {**inherited, **environment})
 
 
-def run(words: Sequence[str], environment: dict[str, str]) -> None:
+def run_server(words: Sequence[str], environment: dict[str, str]) -> None:
     """Run the server in a process group of its own until it ends (RuntimeError), or until a signal to this process."""
     process = subprocess.Popen(words, process_group=0, env=environment)
     try:
@@ -155,4 +154,3 @@ def checkpoint_dtype(base: str, revision: str | None) -> str:
 
 
 parse_serve = partial(parse, verb="serve", dataclass_types=(ServeArguments,))
-main = partial(run_stage, "serve", parse_serve, serve)
