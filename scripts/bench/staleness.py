@@ -30,8 +30,8 @@ TASKS = {"four_tokens": learning.TASK_B, "one_token": learning.TASK_A}
 # Prompts on which J is enumerated.
 MEASURED_PROMPTS = 64
 ARMS: dict[str, dict[str, Any]] = {
-    "clip, weights up to 3 (default)": {},
-    "clip, weights 1/3 to 3": {"vllm_importance_sampling_clip_min": 1 / 3},
+    "clip, weights up to 3": {},
+    "clip, weights 1/3 to 3 (default of async)": {"vllm_importance_sampling_clip_min": 1 / 3},
     "clip, weights 2/3 to 3/2": {
         "vllm_importance_sampling_clip_min": 2 / 3,
         "vllm_importance_sampling_clip_max": 3 / 2,

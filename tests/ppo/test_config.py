@@ -298,3 +298,21 @@ def test_the_best_model_is_the_one_with_the_highest_score_unless_said_otherwise(
     chosen = config(**settings)
     assert (chosen.metric_for_best_model, chosen.greater_is_better) == ("score/mean", True)
     assert config(**settings, metric_for_best_model="kl/ref", greater_is_better=False).greater_is_better is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "least"),
+    [
+        ({}, None),
+        ({"schedule": "one_step"}, None),
+        ({"schedule": "async"}, 1 / 3),
+        ({"schedule": "async", "vllm_importance_sampling_clip_min": 0.0}, 0.0),
+        ({"schedule": "async", "vllm_importance_sampling_clip_max": 0.2}, 0.2),
+        # A token that is left out below a bound trains as little as one of weight 0.
+        ({"schedule": "async", "vllm_importance_sampling_mode": "token_mask"}, None),
+    ],
+)
+def test_samples_that_may_be_old_keep_a_third_of_their_weight(settings, least):
+    bounds = config(**settings).importance_bounds
+    assert bounds["clip_min"] == least
+    assert bounds["clip_max"] == settings.get("vllm_importance_sampling_clip_max", 3.0)

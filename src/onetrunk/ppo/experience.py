@@ -181,7 +181,7 @@ class ExperienceStream:
             with self.run_model(packs) as running:  # 2 old logprobs, values, reference
                 scored = self.score(sampled, running.result)  # 3 raw scores, meanwhile
                 rows = running.result()
-            packs = self.add_weights(joined(rows, sampled.rollout), sampled.rollout)
+            packs = self.add_importance_weights(joined(rows, sampled.rollout), sampled.rollout)
         scores = self.shape_scores(scored)
         packs = self.add_rewards(packs, scores, scored)  # 4 the score over the tokens, minus beta * KL
         experiences = self.add_advantages(packs, scored)  # 5 GAE
@@ -299,13 +299,11 @@ class ExperienceStream:
             for p in rewarded
         ]
 
-    def add_weights(self, packs: Sequence[RolloutPack], rollout: Rollout) -> list[RolloutPack]:
+    def add_importance_weights(self, packs: Sequence[RolloutPack], rollout: Rollout) -> list[RolloutPack]:
         """Return the packs with importance weights of their tokens, if the sampler is corrected."""
         if not self.corrects_sampler:
             return list(packs)
-        mode, low = self.config.vllm_importance_sampling_mode, self.config.vllm_importance_sampling_clip_min
-        bounds = {"mode": mode, "clip_min": low, "clip_max": self.config.vllm_importance_sampling_clip_max}
-        return [with_importance(item, rollout, **bounds) for item in packs]
+        return [with_importance(item, rollout, **self.config.importance_bounds) for item in packs]
 
     def add_advantages(self, packs: Sequence[RolloutPack], sampled: Sampled) -> list[Experience]:
         """Return the experience of each pack: with advantages and returns."""

@@ -38,6 +38,8 @@ PIPELINE_SETTINGS = (*STAGE_SETTINGS, "pipeline_batches")
 SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_timeout", "vllm_request_timeout", "vllm_api_key_env")
 ENGINE_SETTINGS = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
 IS_CLIP = "vllm_importance_sampling_clip"
+# Of a sample that may be many rollouts old; measured in scripts/bench/learning/README.md, "Stale samples".
+LEAST_STALE_WEIGHT = 1 / 3
 # What policy_objective dis replaces.
 CLIP_SETTINGS = (
     *("epsilon", "epsilon_high", "dual_clip", "ratio_unit"),
@@ -489,7 +491,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     )
     vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of the ratio, above 0; None: no bound.")
     vllm_importance_sampling_clip_min: float | None = option(
-        None, "Lower bound of the ratio, 0 or more and below the upper bound; None: no bound."
+        None,
+        "Lower bound of the ratio, 0 or more and below the upper bound. None: 1/3 with schedule async and mode"
+        " token_truncate, because a weight near 0 also takes away the KL that would bring a token back; else no bound.",
     )
 
     # Alarms
@@ -549,6 +553,15 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     def truncates(self) -> bool:
         """Whether rollouts are sampled from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0
+
+    @property
+    def importance_bounds(self) -> dict[str, Any]:
+        """The keywords with which importance weights are computed (`ops.losses.importance_weights`)."""
+        mode, low = self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min
+        high = self.vllm_importance_sampling_clip_max
+        if low is None and self.schedule == "async" and mode == "token_truncate":
+            low = LEAST_STALE_WEIGHT if high is None else min(LEAST_STALE_WEIGHT, high)
+        return {"mode": mode, "clip_min": low, "clip_max": high}
 
     @property
     def is_colocated(self) -> bool:
