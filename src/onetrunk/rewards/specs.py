@@ -71,8 +71,8 @@ class Spec:
         """Return the reward; a server is called once to check that it works. Raises what `resolve_reward` raises."""
         if not self.kind.loader or (policy is None and self.kind.in_python):
             raise ValueError(
-                f"reward function {self.text!r} names a {self.kind.name}, which needs settings that only a run has;"
-                f" give onetrunk.rewards.{self.kind.in_python}"
+                f"reward function {self.text!r} names a {self.kind.name}, which is not loaded by its name here; give"
+                f" onetrunk.rewards.{self.kind.in_python}"
             )
         return resolve_name(f"onetrunk.rewards.{self.kind.loader}")(self.text, policy)
 
