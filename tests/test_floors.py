@@ -20,8 +20,8 @@ FILES = sorted((SOURCE / "onetrunk").rglob("*.py"))
 
 # A room is a folder or a file, also a file inside the folder of another room.
 WINGS = {
-    "core": "types utils costs servers rewards.specs data ops models parallel rollouts rewards checkpoints reward_models"
-    " ppo",
+    "core": "types utils costs servers rewards.specs data ops models parallel rollouts rewards checkpoints"
+    " reward_models ppo",
     "rlaif": "judges feedback rewards.judge",
     "plan": "plan",
     "command": "verbs report stages cli __main__",

@@ -493,7 +493,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     vllm_importance_sampling_clip_min: float | None = option(
         None,
         "Lower bound of the ratio, 0 or more and below the upper bound. None: 1/3 with schedule async and mode"
-        " token_truncate, because a weight near 0 also takes away the KL that would bring a token back; else no bound.",
+        " token_truncate, because a weight near 0 also takes away the KL that brings a token back; else no bound.",
     )
 
     # Alarms
