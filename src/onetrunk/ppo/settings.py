@@ -265,7 +265,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     """The settings of PPO. List it before TrainingArguments among the bases."""
 
     # Fields with another default than in TrainingArguments.
-    learning_rate: float = option(1e-4, "Peak learning rate of the adapters.")
+    learning_rate: float = option(3e-4, "Peak learning rate of the adapters.")
     logging_steps: float = option(1, "Optimizer steps between two logs.")
     bf16: bool | None = option(
         None, "bfloat16 autocast. None: on if an accelerator supports it (not yet run on hardware)."
