@@ -4,7 +4,8 @@
     python scripts/bench/learning.py --task sums --arms shared top-1
 
 Value heads `shared` (the default) and `adapter` with adapters on all layers, the shared head with adapters on the top
-quarter, and with lam 1. On `chain`, `turn-rewards` pays each turn when it ends, and `sum` pays everything at the end.
+quarter, and with lam 1. On `chain` and `dialogue`, `turn-rewards` pays each turn when it ends, and `sum` pays
+everything at the end.
 Needs the repository's root in PYTHONPATH. Results: learning/README.md.
 """
 
@@ -26,6 +27,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 
 from onetrunk import PPOTrainer
+from onetrunk.rewards import PerTurn
 from tests import learning
 
 RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TINY_TASKS}
@@ -40,16 +42,17 @@ WITH_ADAPTER = {
 }
 # The best rate of few layers is higher.
 HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in TINY_TASKS}
-CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in FOUR_RATES[1:]]}
+TWO_RATES = [{"learning_rate": rate} for rate in (5e-4, 1e-3)]
+TURNS = {FourTurns.name: [{"learning_rate": rate} for rate in FOUR_RATES[1:]], "dialogue": TWO_RATES}
 del RATES[FourTurns.name], HIGHER[FourTurns.name]
-PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]}
+PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)], "rules": TWO_RATES}
 PAIRS_OF_REPLIES = [{"learning_rate": 5e-4, "value_learning_rate": value} for value in (5e-4, 2e-3)]
 ONE_RATE = {"replies": [{"learning_rate": 5e-4}], "sums": [{"learning_rate": 1e-3}]}
 TWICE = {task: [{"learning_rate": 2 * entry["learning_rate"]} for entry in grid] for task, grid in ONE_RATE.items()}
 HALF = {task: [{"learning_rate": entry["learning_rate"] / 2} for entry in grid] for task, grid in ONE_RATE.items()}
 ARMS = [
-    Arm("turn-rewards", {"pays": "turns"}, CHAIN),
-    Arm("sum", {"pays": "end"}, CHAIN),
+    Arm("turn-rewards", {"pays": "turns"}, TURNS),
+    Arm("sum", {"pays": "end"}, TURNS),
     Arm("shared", {}, {**RATES, **PRETRAINED}),
     Arm("adapter", {"value_head": "adapter"}, {**WITH_ADAPTER, "replies": PAIRS_OF_REPLIES}),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
@@ -93,14 +96,18 @@ def make_trainer(task: Any, rule: Rule, settings: dict[str, Any], seed: int, rol
     settings = {**settings, "num_rollouts": rollouts}
     if isinstance(task, FourTurns):
         return learning.make_chain_trainer(task.chain, seed, folder, **settings)
+    by_turn = settings.pop("pays", "end") == "turns"
+    has_turns = hasattr(task, "environment")
     config = learning.make_config(folder, seed, task.length, {**task.settings, "beta": task.beta, **settings})
+    shown = task.messages if has_turns else task.text
     trainer = PPOTrainer(
         task.model(seed),
-        rule.function(),
+        rule.function(lambda *ids: PerTurn(task.turn_rewards(*ids))) if by_turn else rule.function(),
         config,
-        Dataset.from_dict({"prompt": [task.text(row) for row in task.prompts(seed).tolist()]}),
+        Dataset.from_dict({"prompt": [shown(row) for row in task.prompts(seed).tolist()]}),
         processing_class=rule.tokenizer,
         peft_config=LoraConfig(**task.lora),
+        environment_factory=task.environment if has_turns else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -46,7 +46,10 @@ from transformers import set_seed
 RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TINY_TASKS}
 CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in (1e-3, 2e-3, 4e-3)]}
 del RATES[FourTurns.name]
-PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]}
+PRETRAINED = {
+    "replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)],
+    "rules": [{"learning_rate": rate} for rate in (2.5e-4, 5e-4)],
+}
 ARMS = [
     Arm("agilerl", {"pays_kl": False}, RATES),
     Arm("agilerl-kl-reward", {"pays_kl": True}, {**RATES, **PRETRAINED}),
@@ -135,12 +138,14 @@ def train_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float) -> float:
 def play_once(agent: PPO, rule: Rule, prompts: Tensor, beta: float, settings: dict[str, Any]) -> float:
     """Play an episode after every prompt and learn; return the mean KL of an episode."""
     with agent.select_adapter("actor"):
-        ids, turns, _ = rule.task.play(agent.actor.pretrained_model, prompts)
-    completions = ids[:, prompts.shape[1] :].tolist()
+        episodes = rule.task.play(agent.actor.pretrained_model, prompts)
+    completions = [episode.ids for episode in episodes]
+    ids = torch.cat([prompts, torch.tensor(completions)], 1)
     rule.function()([rule.task.text(row) for row in prompts.tolist()], None, completions)
     rewards = torch.tensor(list(map(rule.task.turn_rewards, prompts.tolist(), completions)))
     if settings.get("pays") == "end":
         rewards[:, -1], rewards[:, :-1] = rewards.sum(1), 0.0
+    turns = torch.tensor([episode.turns for episode in episodes])
     turns = torch.cat([torch.full((len(ids), prompts.shape[1] - 1), -1), turns], 1)
     mask = turns >= 0
     scored = agent._fused_forward_no_grad(ids, batch_size=len(ids))

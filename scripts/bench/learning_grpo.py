@@ -3,8 +3,9 @@
     python scripts/bench/learning_grpo.py --task four_tokens
 
 Needs no other environment: TRL 1.16 is a dependency. The advantages are not divided by a group's standard deviation
-(`scale_rewards`), so that `beta` weighs the KL against the score as it does in PPO. On `chain` a `rollout_func` with
-`env_mask` samples, because TRL's tools and environments need a chat template; the reward is the sum.
+(`scale_rewards`), so that `beta` weighs the KL against the score as it does in PPO. On `chain` and `dialogue` a
+`rollout_func` with `env_mask` samples, because TRL's tools and environments need a chat template that shows tools; the
+reward is the sum.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ GROUP = 8
 RATES = {task: [{"learning_rate": rate} for rate in (1.25e-4, 2.5e-4, *FOUR_RATES)] for task in TINY_TASKS}
 RATES[FourTurns.name] = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
 RATES["replies"] = [{"learning_rate": rate} for rate in (2.5e-4, 5e-4, 1e-3)]
+RATES["rules"] = RATES["dialogue"] = [{"learning_rate": rate} for rate in (2.5e-4, 5e-4)]
 ARMS = [Arm("grpo", {"scale_rewards": "none"}, RATES)]
 
 
@@ -60,12 +62,12 @@ def rollout_func(task: Any, tokenizer: Any) -> Any:
 
     def play(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         prompt_ids = torch.tensor(tokenizer(prompts)["input_ids"])
-        ids, turns, logprobs = task.play(trainer.model, prompt_ids)
+        episodes = task.play(trainer.model, prompt_ids)
         return {
             "prompt_ids": prompt_ids.tolist(),
-            "completion_ids": ids[:, prompt_ids.shape[1] :].tolist(),
-            "logprobs": logprobs.tolist(),
-            "env_mask": (turns >= 0).long().tolist(),
+            "completion_ids": [episode.ids for episode in episodes],
+            "logprobs": [episode.logprobs for episode in episodes],
+            "env_mask": [[int(turn >= 0) for turn in episode.turns] for episode in episodes],
         }
 
     return play
@@ -108,7 +110,7 @@ def make_trainer(
         Dataset.from_dict({"prompt": [task.text(row) for row in task.prompts(seed).tolist()]}),
         processing_class=rule.tokenizer,
         peft_config=LoraConfig(**task.lora, task_type="CAUSAL_LM"),
-        rollout_func=rollout_func(task, rule.tokenizer) if isinstance(task, FourTurns) else None,
+        rollout_func=rollout_func(task, rule.tokenizer) if hasattr(task, "play") else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -51,15 +51,25 @@ class Rule:
         self.task, self.tokenizer = task, tokenizer
         self.scores: list[float] = []
 
-    def function(self) -> Callable[..., list[float]]:
-        """Return the reward function."""
+    def function(self, paid: Callable[[list[int], list[int]], Any] | None = None) -> Callable[..., list[Any]]:
+        """Return the reward function.
 
-        def rule(prompts: list[str], completions: Any, completion_ids: list[list[int]], **_: Any) -> list[float]:
-            pairs = list(zip(self.tokenizer(prompts)["input_ids"], completion_ids, strict=True))
+        Args:
+            paid: returns what training sees, from the ids of prompt and completion; None: the task's reward.
+        """
+        paid = paid or self.task.reward
+
+        def rule(prompts: list[Any], completions: Any, completion_ids: list[list[int]], **_: Any) -> list[Any]:
+            pairs = list(zip(map(self._ids, prompts), completion_ids, strict=True))
             self.scores += [self.task.score(*pair) for pair in pairs]
-            return [self.task.reward(*pair) for pair in pairs]
+            return [paid(*pair) for pair in pairs]
 
         return rule
+
+    def _ids(self, prompt: str | list[dict[str, str]]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
 
     def taken(self) -> float:
         """Return the mean score since the last call."""

@@ -11,7 +11,7 @@ environments of other libraries import it too.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,27 @@ TAUGHT_ENOUGH = 0.4
 LONGEST_TEACHING = 6000
 LONG = 128
 NOISE = 0.5
+
+
+@dataclass
+class Episode:
+    """What follows a prompt over several turns.
+
+    Args:
+        ids: the tokens.
+        turns: the turn of each token, -1 where the environment wrote it.
+        logprobs: of each token, 0 where the environment wrote it.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def add(self, ids: list[int], turn: int = -1, logprobs: list[float] | None = None) -> None:
+        """Append the tokens of a turn, or of an answer of the environment."""
+        self.ids += ids
+        self.turns += [turn] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
 
 
 class FourTokens:
@@ -160,13 +181,8 @@ class FourTurns(FourTokens):
         return {"score": best.score, "kl": best.kl, "objective": best.objective}
 
     @torch.no_grad()
-    def play(self, model: nn.Module, prompts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample an episode after every prompt, for trainers that have no text environments.
-
-        Returns:
-            Ids of prompt and episode [rows, tokens]; of the episode alone the turn of each token, -1 at observations,
-            [rows, length]; and the logprobs of its tokens, 0 at observations, [rows, length].
-        """
+    def play(self, model: nn.Module, prompts: Tensor) -> list[Episode]:
+        """Sample an episode after every prompt, for trainers that have no text environments."""
         ids, logprobs, start = prompts, [], prompts.shape[1]
         for place in range(self.length):
             if place % 3 == 2:
@@ -179,8 +195,9 @@ class FourTurns(FourTokens):
                 taken = scores.gather(1, drawn)
             ids = torch.cat([ids, drawn], 1)
             logprobs.append(taken)
-        turns = torch.tensor([-1 if place % 3 == 2 else place // 3 for place in range(self.length)])
-        return ids, turns.expand(len(ids), -1), torch.cat(logprobs, 1)
+        turns = [-1 if place % 3 == 2 else place // 3 for place in range(self.length)]
+        drawn = zip(ids[:, start:].tolist(), torch.cat(logprobs, 1).tolist(), strict=True)
+        return [Episode(row, list(turns), taken) for row, taken in drawn]
 
 
 @dataclass
@@ -301,7 +318,8 @@ def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
 
 
 TINY_TASKS = ("one_token", "four_tokens", "noisy", "chain", "early", "sums", "sparse")
-TASKS = (*TINY_TASKS, "replies")
+PRETRAINED_TASKS = ("replies", "rules", "dialogue")
+TASKS = (*TINY_TASKS, *PRETRAINED_TASKS)
 
 
 def make_task(name: str, folder: str | Path) -> Any:
@@ -309,8 +327,9 @@ def make_task(name: str, folder: str | Path) -> Any:
     plain = {task.name: task for task in (OneToken, FourTokens, Noisy, FourTurns, Early)}
     if name in plain:
         return plain[name]()
-    if name == "replies":
-        from learning_pretrained import Replies
+    if name in PRETRAINED_TASKS:
+        from learning_pretrained import Dialogue, Replies, Rules
 
-        return Replies(Path(folder) / "smollm2-135m")
+        (kind,) = (task for task in (Replies, Rules, Dialogue) if task.name == name)
+        return kind(Path(folder) / "smollm2-135m")
     return Sums(Path(folder) / f"base-{name}", name=name, taught_enough=TAUGHT_ENOUGH if name == "sums" else 0.05)

@@ -1,9 +1,9 @@
 """The study of learning in one command: every task, every implementation, each in its own environment.
 
-    python scripts/bench/study.py                                # tiny tasks, ours and TRL's GRPO: hours on 1 core
-    python scripts/bench/study.py --tasks replies --seeds 0 1 2  # a pretrained model: learning_pretrained.py
+    python scripts/bench/study.py                                     # tiny tasks, ours and GRPO: hours on 1 core
+    python scripts/bench/study.py --tasks replies rules dialogue      # on a pretrained model: learning_pretrained.py
     python scripts/bench/study.py --tasks sums --trainers ours grpo
-    python scripts/bench/study.py --make_baselines               # AgileRL and TRL 1.12 too
+    python scripts/bench/study.py --make_baselines                    # AgileRL and TRL 1.12 too
 
 Runs that the files in learning/ already hold are not run again. At the end it prints the tables and draws the curves.
 """
@@ -30,7 +30,10 @@ SIZES = {
     "sums": (50, 20),
     "sparse": (80, 40),
     "replies": (20, 20),
+    "rules": (20, 6),
+    "dialogue": (20, 6),
 }
+PRETRAINED = ("replies", "rules", "dialogue")
 SEEDS = ("0", "1", "2", "3", "4")
 SCRIPTS = {
     "ours": "learning.py",
@@ -49,8 +52,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    tiny = [task for task in SIZES if task != "replies"]
-    parser.add_argument("--tasks", nargs="+", choices=SIZES, default=tiny, help="default: all but replies")
+    tiny = [task for task in SIZES if task not in PRETRAINED]
+    parser.add_argument("--tasks", nargs="+", choices=SIZES, default=tiny, help="default: all tiny tasks")
     parser.add_argument("--trainers", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--make_baselines", action="store_true", help="make missing environments in the cache folder")
     parser.add_argument("--agilerl_python", type=Path, help="interpreter of an environment with AgileRL 2.58")
