@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
@@ -63,7 +64,7 @@ def rubric() -> ModuleType:
 
 
 @dataclass
-class Pretrained:
+class Pretrained(ABC):
     """A task whose prompts are requests to the pretrained model.
 
     Args:
@@ -82,13 +83,13 @@ class Pretrained:
     settings = {**learning.SETTINGS, "rollout_batch_size": 32, "per_device_train_batch_size": 32, "lam": 1.0}
     lora = {**learning.LORA, "target_modules": PROJECTIONS, "layers_to_transform": list(range(22, 30))}
 
+    @abstractmethod
     def requests(self, split: str) -> list[str]:
         """Return what the user asks for in "prompts" or "held_out"."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
         """Return the score of a completion, 0 to 1."""
-        raise NotImplementedError
 
     def reward(self, prompt_ids: list[int], completion_ids: list[int]) -> float:
         """Return what training sees of the score."""
