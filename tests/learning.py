@@ -143,6 +143,9 @@ class Chain:
 
 TWO_TURNS = Chain(turns=2, length=2, num=4, num_good=1, beta=0.1)
 FOUR_TURNS = Chain(turns=4, length=1, num=6, num_good=1, beta=0.1)
+# The same price of a nat per turn.
+ONE_TURN = Chain(turns=1, length=1, num=6, num_good=1, beta=0.4)
+SIXTEEN_TURNS = Chain(turns=16, length=1, num=6, num_good=1, beta=0.025)
 
 
 class ChainGame:

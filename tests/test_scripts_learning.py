@@ -48,17 +48,18 @@ def test_the_taught_model_is_made_once_and_held_out_sums_are_in_no_prompt(tmp_pa
     assert len({tuple(row) for row in task.prompts(0).tolist()}) == 8100 - 600
 
 
-def test_what_play_samples_is_what_the_environment_of_the_chain_answers_and_pays(bench):
-    task = bench("learning_tasks").FourTurns()
+@pytest.mark.parametrize(("name", "num_turns"), [("chain-1", 1), ("chain", 4), ("chain-16", 16)])
+def test_what_play_samples_is_what_the_environment_of_the_chain_answers_and_pays(name, num_turns, bench):
+    task = bench("learning_tasks").make_task(name, "")
     tokenizer, prompts = task.tokenizer(), task.prompts(0)[:8]
     for prompt, episode in zip(prompts.tolist(), task.play(task.model(0), prompts), strict=True):
-        assert episode.turns == [0, 0, -1, 1, 1, -1, 2, 2, -1, 3, 3]
-        assert episode.logprobs[2::3] == [0, 0, 0] and max(episode.logprobs) <= 0
+        assert episode.turns == [turn for number in range(num_turns) for turn in (number, number, -1)][:-1]
+        assert episode.logprobs[2::3] == [0] * (num_turns - 1) and max(episode.logprobs) <= 0
         words = tokenizer.convert_ids_to_tokens(episode.ids)
         game = learning.ChainGame(task.chain)
         game.reset(options={"prompt": task.text(prompt)})
         steps = [game.step(action) for action in words[::3]]
-        assert [step[0] for step in steps] == [*words[2::3], ""] and words[1::3] == ["<eos>"] * 4
+        assert [step[0] for step in steps] == [*words[2::3], ""] and words[1::3] == ["<eos>"] * num_turns
         assert [step[1] for step in steps] == pytest.approx(task.turn_rewards(prompt, episode.ids))
 
 
@@ -242,7 +243,7 @@ def test_the_dialogue_of_the_pretrained_tokenizer_is_what_episodes_send_and_fits
 
 
 STUDIES = {
-    "staleness": "--lags 1 --rates 1e-3 --seeds 0 --arms dis --rollouts 2",
+    "staleness": "--lags 1 --rates 1e-3 --seeds 0 --rollouts 2 --arms",
     "compaction": "--compactions 1 --seeds 0 --rollouts 2 --arms",
     "online": "--rates 1e-3 --seeds 0 --rollouts 20 --arms",
 }
@@ -252,17 +253,17 @@ STUDIES = {
 @pytest.mark.parametrize(
     ("script", "arm"),
     [
-        ("staleness", ""),
+        *(("staleness", arm) for arm in ("dis", "dis, groups of 8")),
         *(("compaction", arm) for arm in ("chain", "the paper's correction, lam 0.95", "summaries masked")),
         *(("online", arm) for arm in ("running mean", "groups of 8")),
     ],
 )
 def test_a_small_study_prints_its_table(script, arm):
-    command = [sys.executable, str(BENCH / f"{script}.py"), *STUDIES[script].split(), *([arm] if arm else [])]
+    command = [sys.executable, str(BENCH / f"{script}.py"), *STUDIES[script].split(), arm]
     paths = os.pathsep.join(str(BENCH.parents[1] / name) for name in ("", "src"))
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
-    (share,) = re.findall(rf"^\| {re.escape(arm or 'dis')} \|.*? (0\.\d+) \(\S+\) \|", done.stdout, re.MULTILINE)
+    (share,) = re.findall(rf"^\| {re.escape(arm)} \|.*? (0\.\d+) \(\S+\) \|", done.stdout, re.MULTILINE)
     assert 0 < float(share) < 1
 
 

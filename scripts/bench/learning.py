@@ -4,8 +4,8 @@
     python scripts/bench/learning.py --task sums --arms shared top-1
 
 Value heads `shared` (the default) and `adapter` with adapters on all layers, the shared head with adapters on the top
-quarter, and with lam 1. On `chain` and `dialogue`, `turn-rewards` pays each turn when it ends, and `sum` pays
-everything at the end.
+quarter, and with lam 1. On tasks of turns (`chain-1`, `chain`, `chain-16`, `dialogue`) `turn-rewards` pays each turn
+when it ends, and `sum` pays everything at the end.
 Needs the repository's root in PYTHONPATH. Results: learning/README.md.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import datasets
 from datasets import Dataset
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import TINY_TASKS, FourTurns
+from learning_tasks import TINY_TASKS, TURN_TASKS, FourTurns
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 
@@ -43,8 +43,10 @@ WITH_ADAPTER = {
 # The best rate of few layers is higher.
 HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in TINY_TASKS}
 TWO_RATES = [{"learning_rate": rate} for rate in (5e-4, 1e-3)]
-TURNS = {FourTurns.name: [{"learning_rate": rate} for rate in FOUR_RATES[1:]], "dialogue": TWO_RATES}
-del RATES[FourTurns.name], HIGHER[FourTurns.name]
+TURNS = {task: [{"learning_rate": rate} for rate in FOUR_RATES[1:]] for task in TURN_TASKS}
+TURNS["dialogue"] = TWO_RATES
+for task in TURN_TASKS:
+    del RATES[task], HIGHER[task]
 PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)], "rules": TWO_RATES}
 PAIRS_OF_REPLIES = [{"learning_rate": 5e-4, "value_learning_rate": value} for value in (5e-4, 2e-3)]
 ONE_RATE = {"replies": [{"learning_rate": 5e-4}], "sums": [{"learning_rate": 1e-3}]}
@@ -53,6 +55,9 @@ HALF = {task: [{"learning_rate": entry["learning_rate"] / 2} for entry in grid] 
 ARMS = [
     Arm("turn-rewards", {"pays": "turns"}, TURNS),
     Arm("sum", {"pays": "end"}, TURNS),
+    # GAE whose steps are turns.
+    Arm("turn-gae", {"pays": "turns", "gae_unit": "turn"}, TURNS),
+    Arm("sum-turn-gae", {"pays": "end", "gae_unit": "turn"}, TURNS),
     Arm("shared", {}, {**RATES, **PRETRAINED}),
     Arm("adapter", {"value_head": "adapter"}, {**WITH_ADAPTER, "replies": PAIRS_OF_REPLIES}),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),

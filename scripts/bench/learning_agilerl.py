@@ -38,14 +38,15 @@ import torch
 from agilerl.algorithms.ppo_llm import PPO
 from agilerl.utils.ppo_value_head import AutoModelForCausalLMWithValueHead
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import TINY_TASKS, FourTurns
+from learning_tasks import TINY_TASKS, TURN_TASKS, FourTurns
 from peft import LoraConfig
 from torch import Tensor
 from transformers import set_seed
 
 RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TINY_TASKS}
 CHAIN = {FourTurns.name: [{"learning_rate": rate} for rate in (1e-3, 2e-3, 4e-3)]}
-del RATES[FourTurns.name]
+for task in TURN_TASKS:
+    del RATES[task]
 PRETRAINED = {
     "replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)],
     "rules": [{"learning_rate": rate} for rate in (2.5e-4, 5e-4)],

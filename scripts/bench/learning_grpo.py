@@ -22,7 +22,7 @@ import datasets
 import torch
 from datasets import Dataset
 from learning_study import FOUR_RATES, Arm, Curve, Rule, parse, study
-from learning_tasks import TINY_TASKS, FourTurns
+from learning_tasks import TINY_TASKS, TURN_TASKS
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 GROUP = 8
 # The best rate is lower than that of PPO.
 RATES = {task: [{"learning_rate": rate} for rate in (1.25e-4, 2.5e-4, *FOUR_RATES)] for task in TINY_TASKS}
-RATES[FourTurns.name] = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
+RATES |= {task: [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)] for task in TURN_TASKS}
 RATES["replies"] = [{"learning_rate": rate} for rate in (2.5e-4, 5e-4, 1e-3)]
 RATES["rules"] = RATES["dialogue"] = [{"learning_rate": rate} for rate in (2.5e-4, 5e-4)]
 ARMS = [Arm("grpo", {"scale_rewards": "none"}, RATES)]

@@ -24,6 +24,8 @@ MEASURED = 10
 COLORS = {
     "turn-rewards": "tab:blue",
     "sum": "tab:cyan",
+    "turn-gae": "tab:green",
+    "sum-turn-gae": "tab:orange",
     "shared": "tab:blue",
     "linear": "tab:cyan",
     "adapter": "tab:green",

@@ -200,6 +200,28 @@ class FourTurns(FourTokens):
         return [Episode(row, list(turns), taken) for row, taken in drawn]
 
 
+class OneTurn(FourTurns):
+    """The same with one turn, and the same price of KL per turn."""
+
+    name = "chain-1"
+    chain = learning.ONE_TURN
+    length = chain.episode_length
+    beta = chain.beta
+
+
+class SixteenTurns(FourTurns):
+    """The same with sixteen turns, whose 6 ** 16 episodes nobody can add up."""
+
+    name = "chain-16"
+    chain = learning.SIXTEEN_TURNS
+    length = chain.episode_length
+    beta = chain.beta
+
+    def known(self, seed: int) -> dict[str, float]:
+        """Return {}: the optimum is not known."""
+        return {}
+
+
 @dataclass
 class Sums:
     """`4 7 + 3 8 =`: the score is 1 for the right sum and the end after it, else 0.
@@ -317,14 +339,15 @@ def _answer_logprobs(model: nn.Module, prompts: Tensor) -> Tensor:
     return logprobs.masked_fill(ids == PAD, 0.0)
 
 
-TINY_TASKS = ("one_token", "four_tokens", "noisy", "chain", "early", "sums", "sparse")
+TURN_TASKS = ("chain-1", "chain", "chain-16")
+TINY_TASKS = ("one_token", "four_tokens", "noisy", *TURN_TASKS, "early", "sums", "sparse")
 PRETRAINED_TASKS = ("replies", "rules", "dialogue")
 TASKS = (*TINY_TASKS, *PRETRAINED_TASKS)
 
 
 def make_task(name: str, folder: str | Path) -> Any:
     """Return a task by name; a taught model is kept in `folder`, a pretrained one is read from there."""
-    plain = {task.name: task for task in (OneToken, FourTokens, Noisy, FourTurns, Early)}
+    plain = {task.name: task for task in (OneToken, FourTokens, Noisy, OneTurn, FourTurns, SixteenTurns, Early)}
     if name in plain:
         return plain[name]()
     if name in PRETRAINED_TASKS:

@@ -20,6 +20,7 @@ os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORME
 
 import datasets
 import torch
+from online import GROUP, Groups
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
@@ -40,6 +41,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "dis": {"policy_objective": "dis"},
     "dis, bounds 0.8 and 3": {"policy_objective": "dis", "dis_epsilon_low": 0.8, "dis_epsilon_high": 3.0},
     "dis, target_kl 0.2": {"policy_objective": "dis", "target_kl": 0.2},
+    "dis, groups of 8": {"policy_objective": "dis", **GROUP},
+    "clip, weights 1/3 to 3, groups of 8": {"vllm_importance_sampling_clip_min": 1 / 3, **GROUP},
 }
 # A sampler that lags sets off alarms; they say nothing here.
 OFF = dict.fromkeys(("logprob_gap", "negative_kl", "cut_off", "clip_fraction", "entropy", "kl"))
@@ -94,6 +97,8 @@ def run(task: learning.Task, arm: dict[str, Any], lag: int, rate: float, seed: i
     settings = {"num_ppo_epochs": 1, "num_rollouts": rollouts, "learning_rate": rate, "lam": 1.0, **arm}
     with tempfile.TemporaryDirectory() as folder:
         trainer = learning.make_trainer(task, seed, folder, rollout_backend=Lagging(lag), alarm_limits=OFF, **settings)
+        if "num_generations" in arm:
+            trainer.stream_class = Groups
         trainer.train()
     return share_of_optimum(task, trainer.model, seed)
 
