@@ -9,8 +9,9 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import TrlParser
 
 from onetrunk.ppo.config import TRL_DEFAULTS, PPOConfig, describe_cpu, describe_steps, plan_batches
+from onetrunk.ppo.foreign_names import FIXED, INHERITED_WITHOUT_MEANING, WITHOUT_EFFECT
 from onetrunk.ppo.monitoring.alarm_rules import RULES
-from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, RANGES, WITHOUT_EFFECT
+from onetrunk.ppo.settings import RANGES
 from onetrunk.reward_models.distill import RewardDistillationConfig
 from onetrunk.reward_models.training import RewardModelConfig
 from onetrunk.stages.arguments import SFTArguments

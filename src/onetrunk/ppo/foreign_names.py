@@ -1,5 +1,7 @@
-"""Names that people bring from TRL and other trainers, and their names here; other keys get the most similar one.
+"""Settings that come from elsewhere: TrainingArguments', TRL's and other trainers', and what each means here.
 
+A field that our settings classes inherit is read as it is, or stands in one of the tables below, which say why its
+value is rejected, fixed or without effect. A key that they do not have gets its name here or the most similar one.
 The module imports no library: the command line explains keys before it imports any.
 """
 
@@ -24,6 +26,82 @@ RENAMED = {
 }
 if [int(number) for number in version("transformers").split(".")[:2]] < [5, 23]:
     RENAMED = {new: old for old, new in RENAMED.items()}
+# Fields of TrainingArguments and of TRL's ModelConfig that must keep their default, by the reason.
+_WITHOUT_MEANING = {
+    "noise on embeddings makes the first PPO ratio differ from 1": "neftune_noise_alpha",
+    "it acts per process; use save_steps": "enable_jit_checkpoint",
+    "a checkpoint without optimizer and stream state can't be resumed; use save_strategy: 'no'": "save_only_model",
+    "the accelerate config of the launch decides (accelerate_configs/README.md)": "parallelism_config fsdp deepspeed"
+    " fsdp_config",
+    "the launcher sets it": "local_rank",
+    "GaLore projects whole weight matrices, and adapters have a low rank already": "optim_target_modules",
+    "set the environment variables of trackio": "trackio_bucket_id trackio_static_space_id",
+}
+INHERITED_WITHOUT_MEANING = by_name(_WITHOUT_MEANING)
+# Fields with which the result is the same at every value, by the reason: a line says so.
+_WITHOUT_EFFECT = {
+    "an optimizer step is a minibatch (rollout_batch_size, num_minibatches), cut into forwards by microbatch_tokens or"
+    " per_device_train_batch_size": "gradient_accumulation_steps",
+    "the stream samples in the main process": "dataloader_num_workers dataloader_persistent_workers"
+    " dataloader_multiprocessing_context dataloader_pin_memory dataloader_in_order dataloader_prefetch_factor",
+    "rollouts are filled up with prompts from the start of the pass": "dataloader_drop_last",
+    "the experience stream is not dealt out by accelerate": "accelerator_config",
+    "shuffle_dataset says how prompts are drawn, and packs are sorted by length already": "train_sampling_strategy"
+    " length_column_name",
+    "set microbatch_tokens: it bounds a forward without changing the gradient": "auto_find_batch_size",
+    "the fused logprobs of onetrunk take its place": "use_liger_kernel liger_kernel_config",
+    "rollouts keep a cache and training forwards need none": "use_cache",
+    "a loss is always divided by the tokens of all processes": "average_tokens_across_devices",
+    "what runs in a step changes with the roles that it trains": "ddp_static_graph",
+    "see completion/length and throughput/completion_tokens_per_s": "include_num_input_tokens_seen",
+    "see memory/peak_gib": "skip_memory_metrics",
+    "not tested with adapter switching yet": "torch_compile torch_compile_backend torch_compile_mode",
+    "it would act on Trainer's own training step only": "torch_empty_cache_steps",
+    "evaluation runs as training does": "fp16_full_eval bf16_full_eval",
+    "evaluation samples and scores; a reward function sees every column": "batch_eval_metrics eval_accumulation_steps"
+    " eval_use_gather_object eval_do_concat_batches prediction_loss_only include_for_metrics",
+    "PPO has no labels": "label_names label_smoothing_factor",
+    "training and evaluation depend on max_steps and eval_strategy": "do_train do_eval do_predict",
+    "a step that is not finite is skipped and counted, and the run says so": "debug",
+    "one process writes logs, checkpoints and results": "log_on_each_node save_on_each_node log_level_replica",
+}
+WITHOUT_EFFECT = by_name(_WITHOUT_EFFECT)
+# Fields of TrainingArguments with one possible value, and why.
+FIXED = {
+    "ignore_data_skip": (True, "the experience stream restores its own position"),
+    "remove_unused_columns": (False, "reward functions receive every column"),
+    "logging_nan_inf_filter": (False, "a step that is not finite is skipped and counted, not averaged away"),
+    "ddp_find_unused_parameters": (True, "a step that trains the value alone leaves the policy without gradient"),
+    "ddp_broadcast_buffers": (False, "processes make unequal numbers of forwards"),
+}
+REFUSED_OPTIMIZERS = {
+    "lomo": "it updates weights inside the backward, which runs once per pack here",
+    "layerwise": "it updates weights inside the backward, which runs once per pack here",
+    "schedule_free": "its weights in training are not those that it evaluates and saves",
+}
+# Fields of TRL's ModelConfig that every command rejects, and why.
+OF_MODEL_CONFIG = {
+    "lora_modules_to_save": "the base stays frozen, and the value head is saved next to the adapter",
+    "lora_target_parameters": "commands adapt linear layers (lora_target_modules); PPOTrainer takes it in peft_config",
+    "lora_task_type": "it is always CAUSAL_LM",
+    "bnb_4bit_quant_storage": "it is for sharded training, which is not supported yet",
+}
+# TrainingArguments accepts its class or None; a launch's accelerate config decides instead.
+_OF_LAUNCH = {"parallelism_config": "the accelerate config of the launch decides"}
+# Options of a model or a training that mean nothing in PPO.
+_NOT_IN_PPO = {
+    "use_peft": "ppo always trains a LoRA adapter",
+    "lora_dropout": "dropout makes the first PPO ratio differ from 1",
+    "hub_token": "a secret is not a setting: set HF_TOKEN, or run hf auth login",
+}
+# What a command does not show among its options, and why: of all commands, and further of ppo.
+REJECTED = {**OF_MODEL_CONFIG, **_OF_LAUNCH} | {
+    old: f"an old name of {new}, which is read as that" for old, new in RENAMED.items()
+}
+REJECTED_BY_PPO = {**INHERITED_WITHOUT_MEANING, **WITHOUT_EFFECT, **_NOT_IN_PPO} | {
+    name: reason for name, (_, reason) in FIXED.items()
+}
+
 # Keys of other trainers, and what to write here.
 _RENAMES = by_name(
     {
@@ -179,7 +257,7 @@ def _share(value: int, settings: Any, name: str) -> int:
     return value // parts
 
 
-def read_trl_names(settings: Any) -> list[str]:
+def _read_trl_names(settings: Any) -> list[str]:
     """Set what settings under TRL's names mean here, clear them, and return a line about each.
 
     Raises:
@@ -200,6 +278,58 @@ def read_trl_names(settings: Any) -> list[str]:
         lines.append(f"{name} {value}: " + (said if ours else f"no effect here, {reason}"))
     vars(settings).update(dict.fromkeys(_TRL_NAMES) if lines else {})
     return lines
+
+
+def read_inherited(settings: Any, defaults: Mapping[str, Any]) -> list[str]:
+    """Give inherited and TRL's settings the values that they have here, and return lines for the user.
+
+    Args:
+        defaults: of every field of the settings.
+
+    Raises:
+        ValueError: a value has no meaning here.
+    """
+    lines = _read_trl_names(settings)
+    for name, default in defaults.items():
+        value = getattr(settings, name)
+        if value == default or not (value or default is True) or _is_set_by_trainer(settings, name):
+            continue
+        if name in INHERITED_WITHOUT_MEANING:
+            raise ValueError(f"{name}={value!r} has no meaning here: {INHERITED_WITHOUT_MEANING[name]}")
+        if name in WITHOUT_EFFECT:
+            lines.append(f"{name} {value} has no effect here: {WITHOUT_EFFECT[name]}")
+            setattr(settings, name, default)
+    for name, (required, reason) in FIXED.items():
+        if getattr(settings, name) not in (None, required):
+            lines.append(f"{name} stays {required}: {reason}")
+        setattr(settings, name, required)
+    return lines
+
+
+def check_optimizer(settings: Any) -> None:
+    """Raise ValueError for an optimizer or a schedule that PPO cannot use."""
+    optim, scheduler = word(settings.optim), word(settings.lr_scheduler_type)
+    for part, reason in REFUSED_OPTIMIZERS.items():
+        if part in optim:
+            raise ValueError(f"optim {optim!r} is not supported: {reason}; set adamw_torch, adamw_bnb_8bit, ...")
+    if scheduler in ("reduce_lr_on_plateau", "greedy"):
+        raise ValueError(
+            f"lr_scheduler_type {scheduler!r} follows a loss on labels, which PPO does not have; choose another"
+        )
+
+
+def word(value: Any) -> str:
+    """Return the word of a setting that may be an enumeration."""
+    return str(getattr(value, "value", value))
+
+
+def _is_set_by_trainer(settings: Any, name: str) -> bool:
+    """Return whether TrainingArguments itself may have changed a field; a copy of the settings has that value."""
+    if name == "dataloader_pin_memory":
+        return bool(settings.use_cpu)
+    if name == "do_eval":
+        return word(settings.eval_strategy) != "no"
+    return name == "accelerator_config" and type(settings.accelerator_config).__name__ == "AcceleratorConfig"
 
 
 def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> str:

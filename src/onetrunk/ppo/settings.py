@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from onetrunk.checkpoints.config import CheckpointConfig
-from onetrunk.ppo.foreign_names import by_name, read_trl_names
+from onetrunk.ppo.foreign_names import check_optimizer, read_inherited, word
 from onetrunk.ppo.monitoring.alarm_rules import check_limits, limits_in_use, stopping_alarms
 from onetrunk.utils.options import (
     IMPORTANCE_MODES,
@@ -45,60 +45,6 @@ CLIP_SETTINGS = (
     *("epsilon", "epsilon_high", "dual_clip", "ratio_unit"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", f"{IS_CLIP}_max", f"{IS_CLIP}_min"),
 )
-
-# Fields of TrainingArguments and of TRL's ModelConfig that must keep their default, by the reason.
-_WITHOUT_MEANING = {
-    "noise on embeddings makes the first PPO ratio differ from 1": "neftune_noise_alpha",
-    "it acts per process; use save_steps": "enable_jit_checkpoint",
-    "a checkpoint without optimizer and stream state can't be resumed; use save_strategy: 'no'": "save_only_model",
-    "the accelerate config of the launch decides (accelerate_configs/README.md)": "parallelism_config fsdp deepspeed"
-    " fsdp_config",
-    "the launcher sets it": "local_rank",
-    "GaLore projects whole weight matrices, and adapters have a low rank already": "optim_target_modules",
-    "set the environment variables of trackio": "trackio_bucket_id trackio_static_space_id",
-}
-INHERITED_WITHOUT_MEANING = by_name(_WITHOUT_MEANING)
-# Fields with which the result is the same at every value, by the reason: a line says so.
-_WITHOUT_EFFECT = {
-    "an optimizer step is a minibatch (rollout_batch_size, num_minibatches), cut into forwards by microbatch_tokens or"
-    " per_device_train_batch_size": "gradient_accumulation_steps",
-    "the stream samples in the main process": "dataloader_num_workers dataloader_persistent_workers"
-    " dataloader_multiprocessing_context dataloader_pin_memory dataloader_in_order dataloader_prefetch_factor",
-    "rollouts are filled up with prompts from the start of the pass": "dataloader_drop_last",
-    "the experience stream is not dealt out by accelerate": "accelerator_config",
-    "shuffle_dataset says how prompts are drawn, and packs are sorted by length already": "train_sampling_strategy"
-    " length_column_name",
-    "set microbatch_tokens: it bounds a forward without changing the gradient": "auto_find_batch_size",
-    "the fused logprobs of onetrunk take its place": "use_liger_kernel liger_kernel_config",
-    "rollouts keep a cache and training forwards need none": "use_cache",
-    "a loss is always divided by the tokens of all processes": "average_tokens_across_devices",
-    "what runs in a step changes with the roles that it trains": "ddp_static_graph",
-    "see completion/length and throughput/completion_tokens_per_s": "include_num_input_tokens_seen",
-    "see memory/peak_gib": "skip_memory_metrics",
-    "not tested with adapter switching yet": "torch_compile torch_compile_backend torch_compile_mode",
-    "it would act on Trainer's own training step only": "torch_empty_cache_steps",
-    "evaluation runs as training does": "fp16_full_eval bf16_full_eval",
-    "evaluation samples and scores; a reward function sees every column": "batch_eval_metrics eval_accumulation_steps"
-    " eval_use_gather_object eval_do_concat_batches prediction_loss_only include_for_metrics",
-    "PPO has no labels": "label_names label_smoothing_factor",
-    "training and evaluation depend on max_steps and eval_strategy": "do_train do_eval do_predict",
-    "a step that is not finite is skipped and counted, and the run says so": "debug",
-    "one process writes logs, checkpoints and results": "log_on_each_node save_on_each_node log_level_replica",
-}
-WITHOUT_EFFECT = by_name(_WITHOUT_EFFECT)
-# Fields of TrainingArguments with one possible value, and why.
-FIXED = {
-    "ignore_data_skip": (True, "the experience stream restores its own position"),
-    "remove_unused_columns": (False, "reward functions receive every column"),
-    "logging_nan_inf_filter": (False, "a step that is not finite is skipped and counted, not averaged away"),
-    "ddp_find_unused_parameters": (True, "a step that trains the value alone leaves the policy without gradient"),
-    "ddp_broadcast_buffers": (False, "processes make unequal numbers of forwards"),
-}
-REFUSED_OPTIMIZERS = {
-    "lomo": "it updates weights inside the backward, which runs once per pack here",
-    "layerwise": "it updates weights inside the backward, which runs once per pack here",
-    "schedule_free": "its weights in training are not those that it evaluates and saves",
-}
 
 
 class Derived(int):
@@ -518,8 +464,10 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
 
     def __post_init__(self) -> None:
         replace_none(self, self._inherited_defaults())
-        lines = self._read_inherited()
-        self._check_inherited()
+        # TrainingArguments' meaning of it is gone after this; `describe_steps` compares with it.
+        self._accumulation = self.gradient_accumulation_steps
+        lines = read_inherited(self, self._inherited_defaults())
+        check_optimizer(self)
         self._check_ranges()
         self._derive()
         faults = self._objective_faults(), self._sampling_faults(), self._compaction_faults(), self._stage_faults()
@@ -571,7 +519,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     @property
     def versions_in_use(self) -> int:
         """Most versions of the policy that a sampler needs at a time: of rollouts, and of evaluations among them."""
-        evaluations = 0 if _word(self.eval_strategy) == "no" else 1
+        evaluations = 0 if word(self.eval_strategy) == "no" else 1
         if evaluations and self.eval_strategy == "steps":
             # A share of all steps, below 1, is a number of steps that is not known yet.
             every = self.eval_steps or self.logging_steps
@@ -581,36 +529,6 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     def _inherited_defaults(self) -> dict[str, Any]:
         """Return the default of every field, also of those that this class does not have itself."""
         return defaults_of(self)
-
-    def _read_inherited(self) -> list[str]:
-        """Give inherited and TRL's settings the values that they have here, and return lines for the user."""
-        # TrainingArguments' meaning of it is gone after this; `describe_steps` compares with it.
-        self._accumulation = self.gradient_accumulation_steps
-        lines = read_trl_names(self)
-        for name, default in self._inherited_defaults().items():
-            value = getattr(self, name)
-            if value == default or not (value or default is True) or _is_set_by_trainer(self, name):
-                continue
-            if name in INHERITED_WITHOUT_MEANING:
-                raise ValueError(f"{name}={value!r} has no meaning here: {INHERITED_WITHOUT_MEANING[name]}")
-            if name in WITHOUT_EFFECT:
-                lines.append(f"{name} {value} has no effect here: {WITHOUT_EFFECT[name]}")
-                setattr(self, name, default)
-        for name, (required, reason) in FIXED.items():
-            if getattr(self, name) not in (None, required):
-                lines.append(f"{name} stays {required}: {reason}")
-            setattr(self, name, required)
-        return lines
-
-    def _check_inherited(self) -> None:
-        optim, scheduler = _word(self.optim), _word(self.lr_scheduler_type)
-        for part, reason in REFUSED_OPTIMIZERS.items():
-            if part in optim:
-                raise ValueError(f"optim {optim!r} is not supported: {reason}; set adamw_torch, adamw_bnb_8bit, ...")
-        if scheduler in ("reduce_lr_on_plateau", "greedy"):
-            raise ValueError(
-                f"lr_scheduler_type {scheduler!r} follows a loss on labels, which PPO does not have; choose another"
-            )
 
     def _check_ranges(self) -> None:
         require_seed("seed", self.seed)
@@ -650,7 +568,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             self.truncated_completions = "terminal" if self.missing_eos_penalty is None else "penalize"
         if self.max_staleness is None:
             self.max_staleness = Derived(0 if self.schedule == "sync" else 1)
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or _word(self.save_strategy) == "best"):
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or word(self.save_strategy) == "best"):
             # Trainer would look for a loss, which an evaluation by sampling does not have.
             self.metric_for_best_model = "score/mean"
             self.greater_is_better = True if self.greater_is_better is None else self.greater_is_better
@@ -791,20 +709,6 @@ def _require(name: str, value: Any, holds: Callable[[Any], bool], expected: str)
         raise ValueError(f"{name} is the text {value!r}; it must be {number}")
     if value is None or not holds(value):
         raise ValueError(f"{name} is {value!r}; it must be {expected}")
-
-
-def _word(value: Any) -> str:
-    """Return the word of a setting that may be an enumeration."""
-    return str(getattr(value, "value", value))
-
-
-def _is_set_by_trainer(config: PPOSettings, name: str) -> bool:
-    """Return whether TrainingArguments itself may have changed a field; a copy of the settings has that value."""
-    if name == "dataloader_pin_memory":
-        return bool(config.use_cpu)
-    if name == "do_eval":
-        return _word(config.eval_strategy) != "no"
-    return name == "accelerator_config" and type(config.accelerator_config).__name__ == "AcceleratorConfig"
 
 
 def _changed(config: Any, names: Sequence[str]) -> list[str]:

@@ -22,10 +22,10 @@ from onetrunk.checkpoints.config import CheckpointConfig
 from onetrunk.data.files import BUILDERS
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.config import PPOConfig
+from onetrunk.ppo.foreign_names import OF_MODEL_CONFIG
 from onetrunk.ppo.settings import VLLMServerConfig
 from onetrunk.servers.openenv import open_environment
 from onetrunk.stages.options.reading import UsageError, read
-from onetrunk.stages.options.table import WITHOUT_MEANING
 from onetrunk.utils.files import looks_like_path, require_name
 from onetrunk.utils.import_path import find_object
 from onetrunk.utils.options import option, require_seed, require_truncation
@@ -262,7 +262,7 @@ class ModelArguments(ModelConfig):
             self.lora_target_modules = [self.lora_target_modules]
         if self.needs_model:
             require_set(self, "model_name_or_path")
-        for name, reason in WITHOUT_MEANING.items():
+        for name, reason in OF_MODEL_CONFIG.items():
             if getattr(self, name) != getattr(ModelConfig, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no meaning here: {reason}")
         if self.lora_r < 1:

@@ -16,25 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from onetrunk.ppo.foreign_names import RENAMED
-from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, WITHOUT_EFFECT
+from onetrunk.ppo.foreign_names import REJECTED, REJECTED_BY_PPO
 from onetrunk.verbs import VERBS
 
-# Fields of TRL's ModelConfig that a stage rejects, and why.
-WITHOUT_MEANING = {
-    "lora_modules_to_save": "the base stays frozen, and the value head is saved next to the adapter",
-    "lora_target_parameters": "commands adapt linear layers (lora_target_modules); PPOTrainer takes it in peft_config",
-    "lora_task_type": "it is always CAUSAL_LM",
-    "bnb_4bit_quant_storage": "it is for sharded training, which is not supported yet",
-}
-# TrainingArguments accepts its class or None; a launch's accelerate config decides instead.
-NOT_WRITTEN = {"parallelism_config": "the accelerate config of the launch decides"}
-# Options of a model or a training that mean nothing in PPO.
-NOT_IN_PPO = {
-    "use_peft": "ppo always trains a LoRA adapter",
-    "lora_dropout": "dropout makes the first PPO ratio differ from 1",
-    "hub_token": "a secret is not a setting: set HF_TOKEN, or run hf auth login",
-}
 # The libraries' classes that ours inherit from; their packages are not imported to find them.
 LIBRARY_CLASSES = {
     "TrainingArguments": "transformers.training_args",
@@ -81,18 +65,14 @@ def load_options(verb: str) -> dict[str, Option]:
     options: dict[str, Option] = {}
     for settings_class in classes.elts:
         options |= _fields_of(module, settings_class.id)
-    reasons = {**WITHOUT_MEANING, **NOT_WRITTEN} | {
-        old: f"an old name of {new}, which is read as that" for old, new in RENAMED.items()
-    }
+    reasons = dict(REJECTED)
     if "rollout_batch_size" in options:
-        fixed = {name: reason for name, (_, reason) in FIXED.items()}
         theirs = _fields_of(module, "GRPOConfig")
         foreign = {name: theirs[name] for name in theirs if name not in options}
         for name, option in foreign.items():
             kinds = option.kinds | {"NoneType"}
             options[name] = replace(option, default=None, help="", kinds=kinds, choices=None)
-        reasons |= INHERITED_WITHOUT_MEANING | WITHOUT_EFFECT | NOT_IN_PPO | fixed
-        reasons |= dict.fromkeys(foreign, "a name of TRL's, read as it means here")
+        reasons |= REJECTED_BY_PPO | dict.fromkeys(foreign, "a name of TRL's, read as it means here")
     return {name: replace(option, rejected=reasons.get(name)) for name, option in options.items()}
 
 
