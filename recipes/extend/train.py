@@ -2,8 +2,8 @@
 
     python recipes/extend/train.py
 
-Needs runs/tiny/sft and the prompts of recipes/tiny. A part without a name in YAML, the sampler and the advantages, is
-passed to the trainer.
+Needs runs/tiny/sft and the prompts of recipes/tiny. The advantages alone have no name in YAML: they are the trainer's
+class.
 """
 
 import sys

@@ -1,5 +1,6 @@
 """Bad input is refused by one sentence, before the model loads: the weights of the model here cannot be loaded."""
 
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -231,6 +232,21 @@ def test_a_reward_function_that_fails_in_the_run_is_named(tmp_path, reward, erro
 def test_a_backend_that_is_none_is_refused(tmp_path):
     with pytest.raises(TypeError, match="rollout_backend is a object, which lacks generate"):
         PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), rollout_backend=object())
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "sentence"),
+    [
+        ("nowhere.py:Mine", ValueError, "rollout backend 'nowhere.py:Mine'"),
+        ("json.decoder.Mine", ValueError, "has no 'Mine'"),
+        ("json.dumps", ValueError, "rollout_backend 'json.dumps': missing a required argument: 'obj'"),
+        ("json.decoder.NaN", ValueError, "is a float; name a class or a function"),
+        ("collections.Counter", TypeError, "is a Counter, which lacks generate"),
+    ],
+)
+def test_a_name_of_no_sampler_is_refused(spec, error, sentence, tmp_path):
+    with pytest.raises(error, match=re.escape(sentence)):
+        make_trainer(tmp_path, rollout_backend=spec)
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,8 @@ REFUSED = [
     ({"vllm_importance_sampling_mode": "sequence_mask"}, "it must be one of token_truncate, token_mask"),
     ({"pipeline_batches": 2}, "pipeline_batches is set and rollout_backend is not 'pipelined'"),
     ({"rollout_backend": "pipelined", "use_vllm": True}, "leave one of them out"),
+    ({"rollout_backend": "sampler.py:Mine", "use_vllm": True}, "leave one of them out"),
+    ({"rollout_backend": "vllm"}, "it must be one of local, pipelined, package.module.name and path/to/file.py:name"),
     ({"rollout_backend": "pipelined", "schedule": "one_step"}, "the processes of rollout_backend 'pipelined' work"),
     ({"rollout_backend": "pipelined", "pipeline_training": True, "trunk_cache": "cpu"}, "set trunk_cache to auto"),
     ({**COLOCATE, "pipeline_training": True}, "pipeline_training is not supported with vllm_mode 'colocate'"),

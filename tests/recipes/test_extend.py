@@ -45,6 +45,16 @@ def test_the_backend_samples_the_policy_and_each_completion_depends_on_its_key(t
     assert together.stopped == [ids[-1] == 1 for ids in together.completion_ids]
 
 
+def test_a_sampler_that_the_settings_name_samples_what_the_same_object_samples(tmp_path):
+    names = {"named": f"{FOLDER}/backend.py:TransformersBackend", "given": modules["backend"].TransformersBackend()}
+    scores = {}
+    for name, backend in names.items():
+        trainer = make_trainer(tmp_path / name, rollout_backend=backend, num_rollouts=2)
+        trainer.train()
+        scores[name] = logged(trainer, "score/mean")
+    assert scores["named"] == scores["given"]
+
+
 def test_the_advantage_is_the_score_less_the_mean_of_the_prompts_other_completions(tmp_path):
     settings = {"num_generations": 2, "beta": 0.0, "whiten_advantages": False, "rollout_batch_size": 4}
     trainer_class = modules["advantage"].LeaveOneOutTrainer
@@ -74,7 +84,7 @@ def test_the_judge_compares_in_both_orders_and_is_a_reward():
 
 
 @pytest.mark.slow
-def test_the_four_parts_run_together_and_two_of_them_from_yaml(tmp_path, monkeypatch):
+def test_the_four_parts_run_together_and_three_of_them_from_yaml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
@@ -84,6 +94,7 @@ def test_the_four_parts_run_together_and_two_of_them_from_yaml(tmp_path, monkeyp
     assert trainer.state.global_step == 4 and (tmp_path / "runs/extend/train/adapter_model.safetensors").is_file()
     assert len(logged(trainer, "score/names_the_task")) == 1
     few = "--num_rollouts 1 --rollout_batch_size 8 --max_completion_length 6 --num_minibatches 1 --eval_strategy no"
-    assert cli.main(["ppo", "--config", "recipes/extend/ppo.yaml", *few.split()]) == 0
+    sampler = ["--rollout_backend", "recipes/extend/backend.py:TransformersBackend"]
+    assert cli.main(["ppo", "--config", "recipes/extend/ppo.yaml", *few.split(), *sampler]) == 0
     metrics = json.loads((tmp_path / "runs/extend/ppo/metrics.json").read_text())
     assert {"score/names_the_task", "score/judge"} <= set(metrics["policy"]) and metrics["steps"] == 2

@@ -37,6 +37,7 @@ STAGE_SETTINGS = ("pipeline_stages", "pipeline_split", "pipeline_training")
 PIPELINE_SETTINGS = (*STAGE_SETTINGS, "pipeline_batches")
 SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_timeout", "vllm_request_timeout", "vllm_api_key_env")
 ENGINE_SETTINGS = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
+BACKENDS = ("local", "pipelined")
 IS_CLIP = "vllm_importance_sampling_clip"
 # Of a sample that may be many rollouts old; measured in scripts/bench/learning/README.md, "Stale samples".
 LEAST_STALE_WEIGHT = 1 / 3
@@ -107,7 +108,11 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("gae_unit", *_one_of("token", "turn")),
     ("ratio_unit", *_one_of("token", "turn")),
     ("policy_objective", *_one_of("clip", "dis")),
-    ("rollout_backend", *_one_of("local", "pipelined")),
+    (
+        "rollout_backend",
+        lambda v: v in BACKENDS or isinstance(v, str) and (":" in v or "." in v),
+        "one of local, pipelined, package.module.name and path/to/file.py:name",
+    ),
     ("vllm_mode", *_one_of("server", "colocate")),
     ("vllm_importance_sampling_mode", *_one_of(*IMPORTANCE_MODES)),
 )
@@ -244,7 +249,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         "What samples without use_vllm. 'local': each process its own rows, with all layers. 'pipelined': the layers"
         " are divided over consecutive processes, each of which runs its share for the rows of all of them, with"
         " several batches in flight. A process then keeps the cache, and of a sharded base the gathered weights, of"
-        " its own layers only (not yet run on hardware).",
+        " its own layers only (not yet run on hardware). package.module.name or path/to/file.py:name: a sampler of"
+        " yours, a class or a function that makes one without arguments.",
     )
     pipeline_stages: int | None = option(
         None,
@@ -668,8 +674,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         samples, trains = self.rollout_backend == "pipelined", self.pipeline_training
         stages = "pipeline_training" if self.use_vllm else "rollout_backend 'pipelined'"
         yield (
-            samples and self.use_vllm,
-            "rollout_backend is 'pipelined' and use_vllm samples on a server; leave one of them out",
+            self.rollout_backend != "local" and self.use_vllm,
+            f"rollout_backend is {self.rollout_backend!r} and use_vllm samples on a server; leave one of them out",
         )
         for name in () if samples else PIPELINE_SETTINGS:
             yield (

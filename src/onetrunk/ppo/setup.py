@@ -50,6 +50,7 @@ from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.foreign_names import our_metric
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import Sampler, longest_prompt_of
+from onetrunk.ppo.settings import BACKENDS
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.reward import BuiltInReward, RewardFunction
@@ -64,6 +65,7 @@ from onetrunk.rollouts.base import (
 )
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.utils.files import require_name, require_output_dir
+from onetrunk.utils.import_path import find_object
 
 if TYPE_CHECKING:
     from onetrunk.rollouts.episodes.environments import Episodes, Factory
@@ -121,7 +123,8 @@ def prepare_run(
     check_launch(args)
     if train_dataset is None:
         check_own_data(inputs.environment_factory, args)
-    check_parts(args, eval_dataset, rollout_backend)
+    rollout_backend = own_backend(args, rollout_backend)
+    check_parts(args, eval_dataset)
     train_dataset = map_style(train_dataset, "train_dataset", rows_needed(args))
     by_name = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     held_out = {n: map_style(rows, "eval_dataset") for n, rows in by_name.items() if rows is not None}
@@ -596,8 +599,39 @@ def check_pipeline(args: PPOConfig) -> None:
         check_stage_layout()
 
 
-def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBackend | None) -> None:
-    """Check what would fail late: evaluation without rows, names of evaluation sets, the rollout backend."""
+def own_backend(args: PPOConfig, given: RolloutBackend | None) -> RolloutBackend | None:
+    """Return the user's sampler, as it was passed or as the setting names it; None: one of ours samples."""
+    named = None if args.rollout_backend in BACKENDS else args.rollout_backend
+    if given is None and named is None:
+        return None
+    if given is not None and (args.use_vllm or args.rollout_backend != "local"):
+        setting = "use_vllm is set" if args.use_vllm else f"rollout_backend is {args.rollout_backend!r} in the config"
+        raise ValueError(f"{setting} and rollout_backend is a {type(given).__name__}; give one of them")
+    backend = named_backend(named) if given is None else given
+    if not isinstance(backend, RolloutBackend):
+        raise TypeError(
+            f"rollout_backend is a {type(backend).__name__}, which lacks generate(prompt_ids, params, keys) or"
+            " sync(model, version); see onetrunk.rollouts.base.RolloutBackend"
+        )
+    return backend
+
+
+def named_backend(spec: str) -> Any:
+    """Return what the class or function makes that `spec` names; ValueError if it needs arguments."""
+    factory = find_object(spec, "rollout backend", ", nor local, nor pipelined")
+    if not callable(factory):
+        raise ValueError(f"rollout_backend {spec!r} is a {type(factory).__name__}; name a class or a function")
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"rollout_backend {spec!r}: {error}; name a function without arguments that makes it"
+        ) from None
+    return factory()
+
+
+def check_parts(args: PPOConfig, eval_dataset: Any) -> None:
+    """Check what would fail late: evaluation without rows, names of evaluation sets."""
     if (eval_dataset is None or eval_dataset == {}) and args.eval_strategy != "no":
         raise ValueError(f"eval_strategy {args.eval_strategy.value!r} needs eval_dataset: held-out rows of prompts")
     names = list(eval_dataset) if isinstance(eval_dataset, dict) else []
@@ -605,17 +639,6 @@ def check_parts(args: PPOConfig, eval_dataset: Any, rollout_backend: RolloutBack
         require_name(name, "the name of an evaluation set")
     if args.metric_for_best_model:
         args.metric_for_best_model = named_metric(args.metric_for_best_model.removeprefix("eval_"), names)
-    if rollout_backend is None:
-        return
-    kind = type(rollout_backend).__name__
-    if not isinstance(rollout_backend, RolloutBackend):
-        raise TypeError(
-            f"rollout_backend is a {kind}, which lacks generate(prompt_ids, params, keys) or sync(model, version); see"
-            " onetrunk.rollouts.base.RolloutBackend"
-        )
-    if args.use_vllm or args.rollout_backend != "local":
-        setting = "use_vllm is set" if args.use_vllm else f"rollout_backend is {args.rollout_backend!r} in the config"
-        raise ValueError(f"{setting} and rollout_backend is a {kind}; give one of them")
 
 
 def named_metric(metric: str, names: Sequence[str]) -> str:
