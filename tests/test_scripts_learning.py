@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from onetrunk.ops.packing import make_pack
 from onetrunk.rollouts.episodes.chat_turns import ChatTurns
 from tests import learning
 from tests.chat import CHAT_VOCAB, chat_tokenizer
@@ -240,6 +241,19 @@ def test_the_dialogue_of_the_pretrained_tokenizer_is_what_episodes_send_and_fits
                 assert task.answer_ids(request, stopped) == chat.ids_of(message, (task.eos_id,), stopped)
             lengths.add(len(task.answer_ids(request, stopped=False)))
     assert 3 * 16 + 2 * max(lengths) <= task.length
+
+
+def test_a_context_begins_at_each_pair_of_its_first_tokens(bench):
+    class Stream(bench("compaction").Segmented):
+        start = (7, 8)
+
+        def __init__(self):
+            """Make no samples."""
+
+    ids = torch.tensor([[8, 7, 8, 1, 7, 7, 8, 2], [7, 8, 7, 1, 8, 7, 7, 8], [1, 2, 3, 4, 5, 6, 8, 7]])
+    pack = make_pack([[1]] * 3, ids.tolist(), 0)
+    expected = [[0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 2], [0] * 8]
+    assert Stream().segments(pack).tolist() == expected
 
 
 STUDIES = {

@@ -31,31 +31,43 @@ from tests.courier import START, Courier, Tables, courier_model, make_courier_tr
 LAM = 0.95
 
 
-def segments(pack: Pack) -> Tensor:
-    """Return the number of the segment of each token, [R, C]; a context begins with START."""
-    return (pack.completion_ids == START).cumsum(1)
+class Segmented(ExperienceStream):
+    """A stream that knows the contexts of an episode."""
+
+    # Tokens with which a context begins.
+    start: tuple[int, ...] = (START,)
+
+    def segments(self, pack: Pack) -> Tensor:
+        """Return the number of the segment of each token, [R, C]."""
+        ids, begins = pack.completion_ids, torch.ones_like(pack.completion_mask)
+        for back, token in enumerate(reversed(self.start)):
+            begins &= ids.roll(back, 1) == token
+        begins[:, : len(self.start) - 1] = False
+        return begins.cumsum(1)
 
 
-class Masked(ExperienceStream):
+class Masked(Segmented):
     """Summaries, the last turns of all segments but the last, do not train."""
 
     def add_rewards(self, packs: Any, scores: Any, scored: Any) -> Any:
         rewarded = super().add_rewards(packs, scores, scored)
         for item in rewarded:
-            turns, number = item.pack.turns, segments(item.pack)
+            turns, number = item.pack.turns, self.segments(item.pack)
+            is_later = number < number.max(1, keepdim=True).values
             for segment in range(int(number.max())):
                 last = turns.masked_fill(number != segment, -1).max(1, keepdim=True).values
-                item.loss_mask.logical_and_(turns != last)
+                item.loss_mask.logical_and_((turns != last) | (number != segment) | ~is_later)
         return rewarded
 
 
-class Inside(ExperienceStream):
+class Inside(Segmented):
     """GAE ends with each segment: the reward, paid in the last one, does not reach the summaries."""
 
     def estimate(self, pack: Pack, output: PackOutput, rewards: Tensor, stopped: Tensor, lam: float) -> Any:
         advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-        for segment in range(int(segments(pack).max()) + 1):
-            mask = pack.completion_mask & (segments(pack) == segment)
+        number = self.segments(pack)
+        for segment in range(int(number.max()) + 1):
+            mask = pack.completion_mask & (number == segment)
             own = gae(self.paid(pack, rewards, mask), output.values, mask, self.config.gamma, lam, None)
             advantages, returns = advantages + own[0], returns + own[1]
         return advantages * self.discount(pack), returns
@@ -80,7 +92,7 @@ class Corrected(Inside):
         return torch.where(ends & mask, score, rewards * mask)
 
     def discount(self, pack: Pack) -> Tensor:
-        number, mask = segments(pack), pack.completion_mask
+        number, mask = self.segments(pack), pack.completion_mask
         later = [(mask & (number > segment)).sum(1) for segment in range(int(number.max()) + 1)]
         return (self.config.gamma * self.config.lam) ** torch.stack(later, 1).gather(1, number).float()
 
