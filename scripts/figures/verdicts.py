@@ -34,7 +34,7 @@ RUNS = {
     "good": PPO,
     "reward hacked": f"{SHORT} --reward_funcs {REWARDS}:buckets --learning_rate 1e-3 --monitor_every 1",
     "collapsed": f"{SHORT} --learning_rate 0.02 --beta 0 --num_rollouts 24",
-    "nothing learnt": f"{SHORT} --learning_rate 1e-9",
+    "nothing learned": f"{SHORT} --learning_rate 1e-9",
     "equal scores": f"{SHORT} --reward_funcs {REWARDS}:never",
     "all cut off": f"{SHORT} --max_completion_length 4 --learning_rate 1e-4",
     "killed": f"{SHORT} --save_strategy steps --save_steps 4",

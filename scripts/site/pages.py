@@ -25,7 +25,11 @@ from onetrunk.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = "ppo models rollouts rewards judges feedback checkpoints stages plan report".split()
-GUIDES = [*(ROOT / f"src/onetrunk/{room}/README.md" for room in ROOMS), ROOT / "accelerate_configs/README.md"]
+GUIDES = [
+    ROOT / "src/onetrunk/README.md",
+    *(page for room in ROOMS for page in sorted(ROOT.glob(f"src/onetrunk/{room}/*.md"))),
+    ROOT / "accelerate_configs/README.md",
+]
 RECIPES = sorted(ROOT.glob("recipes/*/README.md"))
 PICTURES = ("scripts/**/*.png", "scripts/**/*.svg", "recipes/*/*.png")
 MEASUREMENTS = [ROOT / "scripts/README.md", *sorted(ROOT.glob("scripts/*/**/*.md"))]
@@ -52,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, name, content=text))
     config.nav = [
         "README.md",
-        {"Guides": [{path.parent.name: _source(path)} for path in GUIDES]},
+        {"Guides": [{_label(path): _source(path)} for path in GUIDES]},
         {"Recipes": ["recipes/README.md", *({path.parent.name: _source(path)} for path in RECIPES)]},
         {"Options": list(options)},
         {"Python": list(python)},
@@ -87,6 +91,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _source(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def _label(path: Path) -> str:
+    folder = path.parent.name
+    return folder if path.stem == "README" else f"{folder}: {path.stem}"
 
 
 def _options_page(verb: str) -> str:

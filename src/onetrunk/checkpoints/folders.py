@@ -30,7 +30,7 @@ FINISHED = "_finished.json"
 RESULTS = ("adapter_config.json", "config.json")
 # Branches that only some runs save: an old run's would be taken for the new run's.
 BRANCHES = ("reference", "value")
-# So many checkpoints are always kept: whatever ends the run may also damage the last one.
+# This many checkpoints are always kept: whatever ends the run may also damage the last one.
 LEAST_KEPT = 2
 # How torch and safetensors report that a file could not be written.
 WRITE_FAILED = re.compile(
@@ -145,7 +145,7 @@ def described(problems: list[str]) -> str:
 def last_whole(output_dir: str | os.PathLike[str], tell: Callable[[str], None]) -> Path | None:
     """Return the last checkpoint of a run that matches its manifest; None if there are no checkpoints.
 
-    `tell` receives a warning for each damaged checkpoint that is passed over.
+    `tell` receives a warning for each damaged checkpoint that is skipped.
     """
     names = [folder.name for folder in reversed(checkpoint_folders(output_dir))]
     name = first_whole(names, lambda name: checkpoint_problems(Path(output_dir) / name), str(output_dir), tell)

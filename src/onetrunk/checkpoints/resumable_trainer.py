@@ -274,7 +274,7 @@ class ResumableTrainer(Trainer):
                 delete_old_run(self.args.output_dir)
             if self._mirror is not None:
                 self._mirror.require_free(self.args.overwrite_output_dir)
-        # Training once more with the same object goes on with its own run.
+        # Training once more with the same object continues its own run.
         self._has_begun = True
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

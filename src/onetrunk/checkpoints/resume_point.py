@@ -214,7 +214,7 @@ class LoopEvents(TrainerCallback):
 class RunTensorBoard(TensorBoardCallback):
     """transformers' callback, which would begin a new run in TensorBoard whenever a training resumes.
 
-    The events of steps that are made again are hidden.
+    The events of repeated steps are hidden.
     """
 
     def on_train_begin(

@@ -134,7 +134,7 @@ def row_errors(name: str, split: str) -> Iterator[None]:
         raise RuntimeError(f"{name} cannot be reached: {error}; try again or give a file") from error
     except (datasets.exceptions.DatasetsError, ValueError, TypeError) as error:
         cause = error.__cause__ or error
-        if isinstance(cause, OSError):  # For example a full disk, which is no fault of the rows.
+        if isinstance(cause, OSError):  # For example a full disk, which is not a fault of the rows.
             raise cause from None
         raise ValueError(
             f"{name} cannot be read as split {split!r}: {str(cause).strip()}; repair it or name another split"

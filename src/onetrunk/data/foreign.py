@@ -22,7 +22,7 @@ class ForeignText:
     """Divides the control tokens of one tokenizer in foreign text, and encodes text that holds such divided tokens.
 
     Args:
-        template: the chat template in use, of which the tokens that it writes count as control tokens beside the
+        template: the chat template in use, of which the tokens that it writes count as control tokens besides the
             special ones, such as <think>; None counts only those that are special.
     """
 

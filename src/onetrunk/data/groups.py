@@ -34,7 +34,7 @@ class Group:
     Args:
         prompt: text or conversation.
         texts: the completions, as a judge reads them.
-        num_better: the first so many are better than each of the others; 0: nothing is known.
+        num_better: the first n are better than each of the others; 0: nothing is known.
         probability: how likely they are better, from 0.5 (people call them equal) to 1.
         stopped: False for a completion that was cut off at a length limit.
         subset: the part of the dataset that it belongs to.

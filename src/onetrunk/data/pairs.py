@@ -122,7 +122,7 @@ def _without_prompt(prompt: Prompt | None, first: list[Message], second: list[Me
     shared = 0
     while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
         shared += 1
-    while shared and first[shared - 1]["role"] == "assistant":  # An answer that both begin with is no prompt.
+    while shared and first[shared - 1]["role"] == "assistant":  # An answer that both begin with is not a prompt.
         shared -= 1
     if shared and first[0]["role"] != "assistant":
         # The sides begin with the prompt, which a text in the column prompt only repeats.

@@ -86,7 +86,7 @@ def column_checks(conversational: bool) -> dict[str, Fault]:
     """Return the check of each column that means something in any dataset.
 
     Args:
-        conversational: whether the first prompt is a conversation; all must be alike.
+        conversational: whether the first prompt is a conversation; all or none must be.
     """
     completion = completion_fault if conversational else text_fault
     return {

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
-# Rows that are checked before training, from so many blocks; all others are checked when they are read.
+# Rows that are checked before training, and from how many blocks; all others are checked when they are read.
 SAMPLE_ROWS, SAMPLE_BLOCKS = 512, 8
 # Parquet files that are held open, and footers that are read at the same time.
 OPEN_FILES, THREADS = 8, 16

@@ -39,7 +39,7 @@ COUNTS = (
 )
 # Bins of the histogram of labels, from 0.5 to 1.
 BINS = 10
-# Where one length is chosen in so many of the pairs, a reward model may learn length alone.
+# Where one length is chosen in this share of the pairs, a reward model may learn length alone.
 ONE_LENGTH = 0.65
 
 

@@ -72,8 +72,8 @@ class ChatQuestion:
 class ServerJudge(Judge):
     """A judge by HTTP (see `Judge`).
 
-    A verdict takes one call with log probabilities, and `samples` calls without. Calls run concurrently and are made
-    again after temporary errors. A question without an answer gets a verdict with an error, never a label. When the
+    A verdict takes one call with log probabilities, and `samples` calls without. Calls run concurrently and are
+    retried after temporary errors. A question without an answer gets a verdict with an error, never a label. When the
     servers are given up (`ServerUnavailable`), `done` has received every verdict until then. `usage` counts calls, and
     tokens as the server reports them, or the most that a call may have used.
 
@@ -110,7 +110,7 @@ class ServerJudge(Judge):
         self.extra_body = extra_body or {}
         self.name = model_name(model)
         # Without the address: a server that moves is the same judge. Without verdict_tokens: a reply that was cut is
-        # no answer, so more tokens change no answer.
+        # not an answer, so more tokens change no answer.
         self.identity: dict[str, Any] = {
             "kind": "server",
             "model": model,

@@ -170,7 +170,7 @@ def check_adapter_config(config: PeftConfig) -> None:
 
 
 def match_modules(config: LoraConfig, model: nn.Module) -> None:
-    """Match a config's expressions with the modules' names; ValueError if one is no expression, or has no end."""
+    """Match a config's expressions with the modules' names; ValueError if one is not an expression, or has no end."""
     config = copy.copy(config)
     config.target_modules = config.target_modules or []  # None: PEFT knows the names.
     with time_limit("matching the LoRA config's expressions (target_modules, exclude_modules, rank_pattern, ...)"):
@@ -183,7 +183,7 @@ def match_modules(config: LoraConfig, model: nn.Module) -> None:
 
 
 def check_targets(config: PeftConfig, model: nn.Module) -> None:
-    """Raise a ValueError if a name in `target_modules` is no module of a base model; PEFT adapts only the others.
+    """Raise a ValueError if a name in `target_modules` is not a module of a base model; PEFT adapts only the others.
 
     The rule is PEFT's: a name is the last parts of a module's path, and a text alone is a pattern of whole paths.
     """

@@ -1,7 +1,7 @@
 """The frozen base model: load it, find its body, layers and head, and make its dropout and padding harmless.
 
 Structure is detected, not listed by family: the body comes from `get_decoder`, the layers are its only list of the
-config's length, the head comes from the config and is proved by one forward (`verify_head`).
+config's length, the head comes from the config and is checked by one forward (`verify_head`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def load_base(
     config = read_config("model", name_or_path, **source)
     check_decoder(config, name_or_path)
     if "flash" in (attn_implementation or "") and device_map is None and torch.cuda.is_available():
-        # Its kernels run on a GPU only, and the proofs of this room run before a trainer moves the model.
+        # Its kernels run on a GPU only, and the checks of this room run before a trainer moves the model.
         device_map = {"": torch.cuda.current_device()}
     model, report = load_weights(
         AutoModelForCausalLM,
@@ -220,7 +220,7 @@ def output_head(model: nn.Module) -> Head:
 
 @torch.no_grad()
 def verify_head(model: nn.Module) -> None:
-    """Prove `output_head` and `backbone` by one forward over 8 tokens, before any sharding or wrapping.
+    """Check `output_head` and `backbone` by one forward over 8 tokens, before any sharding or wrapping.
 
     The largest difference may be .1% of the largest logit, or four roundings of a half-precision model: a missing
     scale or soft-cap is far above both.
@@ -244,7 +244,7 @@ def verify_head(model: nn.Module) -> None:
 
 
 def probe_inputs(model: nn.Module) -> dict[str, Any]:
-    """Return the inputs of a forward over 8 tokens, spread over the vocabulary, for the proofs of this room."""
+    """Return the inputs of a forward over 8 tokens, spread over the vocabulary, for the checks of this room."""
     embedding = model.get_input_embeddings().weight
     ids = torch.linspace(0, embedding.shape[0] - 1, 8, device=embedding.device).long()[None]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

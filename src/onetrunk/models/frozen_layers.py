@@ -1,7 +1,7 @@
 """Frozen layers: run only the decoder layers below a cut, or only those above it; keep the states at the cut.
 
 Every decoder of transformers walks one ModuleList and passes `layer_types[i]` masks to layer i, so the list must keep
-its length: stand-ins without parameters replace the layers that are left out. `verify_cut` proves once that a model
+its length: stand-ins without parameters replace the layers that are left out. `verify_cut` checks once that a model
 can be run like this.
 
 `TrunkCache` keeps the states at the cut of a rollout's packs, so that only the first epoch runs the layers below it.
@@ -84,7 +84,7 @@ def only_between(layers: nn.ModuleList, first: int, end: int, received: Tensor |
 
 @torch.no_grad()
 def verify_cut(model: nn.Module, cut: int) -> None:
-    """Prove with 8 tokens that the layers above `cut`, run from kept states, compute what a full forward does."""
+    """Check with 8 tokens that the layers above `cut`, run from kept states, compute what a full forward does."""
     body, layers = backbone(model), decoder_layers(model)
     config = body.config.get_text_config()
     shared = getattr(config, "num_kv_shared_layers", None)

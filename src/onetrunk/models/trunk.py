@@ -136,7 +136,7 @@ class TrunkModel(PeftModelForCausalLM):
         self._attach_branches(initial_adapter, first_layer)
         self.tuner_layers = find_tuner_layers(self)
         fuse_lora(self.tuner_layers)
-        # Results of the proofs in speedups/merged.py, by the way in which the model is called.
+        # Results of the checks in speedups/merged.py, by the way in which the model is called.
         self.merge_proofs: dict[Any, bool] = {}
         hidden_size = base.config.get_text_config().hidden_size
         is_fitted = value_head == "shared"
@@ -184,7 +184,7 @@ class TrunkModel(PeftModelForCausalLM):
         Call it on all processes, and before the base is sharded.
 
         Raises:
-            ValueError: a proof shows that rows would not stay apart in this model.
+            ValueError: a check shows that rows would not stay apart in this model.
         """
         base = self.get_base_model()
         obstacle = packing_obstacle(base) if is_on else None

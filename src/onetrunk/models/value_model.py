@@ -48,7 +48,7 @@ class ValueModel:
             completions: what the assistant says after each, n.
 
         Raises:
-            ValueError: the numbers differ, or a prompt is no text and no conversation.
+            ValueError: the numbers differ, or a prompt is neither a text nor a conversation.
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; give one completion each")

@@ -496,7 +496,7 @@ def lowest_trained_layer(model: PeftModel) -> int:
 
 @torch.no_grad()
 def verify_stages(model: PeftModel, split: LayerSplit) -> None:
-    """Prove with 8 tokens that the stages of a split, one after the other, score as the whole model does."""
+    """Check with 8 tokens that the stages of a split, one after the other, score as the whole model does."""
     ids = probe_inputs(model)["input_ids"]
     mask = torch.ones(2, ids.shape[1], dtype=torch.long)
     mask[1, -3:] = 0

@@ -159,7 +159,7 @@ def stage_obstacle(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def verify_split(model: nn.Module, split: LayerSplit) -> None:
-    """Prove with 8 tokens that the stages of a split, one after the other, decode as the whole model does.
+    """Check with 8 tokens that the stages of a split, one after the other, decode as the whole model does.
 
     Call it before the base is sharded.
     """

@@ -165,7 +165,7 @@ def _check_divisible(model: PeftModel, plan: dict[str, str], size: int) -> None:
 
 
 def _check_replicated(base: PreTrainedModel, plan: dict[str, str], advice: str) -> None:
-    """Raise ValueError for what the processes of a group would not have, or not compute, alike."""
+    """Raise ValueError for what the processes of a group would not have, or not compute, in the same way."""
     trained = [name for name, p in base.named_parameters() if p.requires_grad and plan.get(name)]
     copied = [name for name, module in base.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
     wrapped = [name for name in copied if _pattern(name) in base.tp_plan]
@@ -265,7 +265,7 @@ class _DividedLora:
 
 
 class FusedOutput(NamedTuple):
-    """What the loss and the metrics of SFTTrainer read of a forward; all [B, T - 1], 0 where no token is learnt."""
+    """What the loss and the metrics of SFTTrainer read of a forward; all [B, T - 1], 0 where no token is learned."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -295,7 +295,7 @@ def label_logprobs(base: PreTrainedModel, *args: Any, labels: Tensor, **kwargs: 
     """Return the logprobs of the labels, each predicted from the tokens before it.
 
     Args:
-        labels: [B, T]; -100 where a token is not learnt.
+        labels: [B, T]; -100 where a token is not learned.
     """
     hidden = backbone(base)(*args, **{**kwargs, "use_cache": False}).last_hidden_state[:, :-1]
     targets = labels[:, 1:].to(hidden.device)

@@ -206,7 +206,7 @@ def exposed_seconds(device: Device, launches: float, computed: float) -> float:
 
 
 def launched_phase(device: Device, parts: dict[str, float], operations: float, tail: float = 0.0) -> PhaseTime:
-    """Return a phase of so many operations, which takes at least as long as their launches."""
+    """Return a phase of this many operations, which takes at least as long as their launches."""
     launched = 0.0 if device.is_cpu else operations * device.rates.launch_s
     rest = max(0.0, launched - sum(parts.values()))
     return PhaseTime(parts | {"launches": parts.get("launches", 0.0) + rest}, tail, launched)
@@ -565,7 +565,7 @@ def publish_seconds(job: Job, train: TrainLayout, sample: SampleLayout) -> float
         return PUBLISH_S + 2.0 * job.adapter_weights / (sample.device.network_gb_s * 1e9) * sample.replicas
     if shares_base(job, train, sample):
         return PUBLISH_S
-    # The engine wakes up: its weights come back from host memory.
+    # The engine wakes up: its weights return from host memory.
     return PUBLISH_S + 2.0 * job.shape.parameters / sample.tensor / RELOAD
 
 

@@ -130,7 +130,7 @@ class AsyncSource:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Publish the versions of the checkpoint again, and go on sampling."""
+        """Publish the versions of the checkpoint again, and continue to sample."""
         if self._resumes_at is None:
             return
         first, self._resumes_at = self._resumes_at, None

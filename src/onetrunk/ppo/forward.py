@@ -51,7 +51,7 @@ class Forward:
         """`run` over the packs of a rollout during the block: in a thread if the main one `has_time` for user code.
 
         Forwards that processes run together have a certain order in the main thread only, so there they run at once.
-        If the block raises, the thread gives up before its next pack; no forward goes on after the block.
+        If the block raises, the thread gives up before its next pack; no forward continues after the block.
         """
 
         # The current GPU is set per thread, and the accelerator's device of one process has no index.

@@ -26,7 +26,7 @@ from onetrunk.utils.redaction import markdown_text, redact
 
 ROLES = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
 METRICS = ("score/mean", "kl/ref", "completion/length")
-# The settings that most affect what is learnt.
+# The settings that most affect what is learned.
 SETTINGS = (
     "max_completion_length max_turns max_turn_length max_context_length temperature beta kl_target num_ppo_epochs"
     " num_minibatches learning_rate lr_scheduler_type epsilon gamma lam seed"

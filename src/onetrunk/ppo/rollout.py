@@ -431,7 +431,7 @@ class RolloutSource(Protocol):
         ...
 
     def start(self) -> None:
-        """Go on with what a checkpoint says was under way. The weights are loaded by now."""
+        """Resume the samples that were in flight when the checkpoint was saved. The weights are loaded by now."""
         ...
 
     def save(self, folder: str | Path, first: int) -> None:

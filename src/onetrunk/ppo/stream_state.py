@@ -139,7 +139,7 @@ def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) ->
 def load_buffer(folder: str | Path, rank: int, num_processes: int) -> list[Experience]:
     """Return this process's share of the rollout in use, on the CPU.
 
-    Another number of processes than the one that wrote the checkpoint deals the packs anew. The rows of a minibatch
+    Another number of processes than the one that wrote the checkpoint deals the packs again. The rows of a minibatch
     stay together and keep their width, so that its gradient changes only in the order of sums.
     """
     written = num_writers(folder)
@@ -191,7 +191,7 @@ def _rows(record: Any, rows: slice) -> Any:
     for field in fields(record):
         value = getattr(record, field.name)
         if isinstance(value, Places):
-            changes[field.name] = None  # Found anew among these rows.
+            changes[field.name] = None  # Found again among these rows.
         elif is_dataclass(value):
             changes[field.name] = _rows(value, rows)
         elif isinstance(value, Tensor):

@@ -210,7 +210,7 @@ def number(value: Any) -> str:
 
 
 def share(value: Any, interval: Any = None) -> str:
-    """Return a share in percent, with its interval if that is known; nothing for what is no number."""
+    """Return a share in percent, with its interval if that is known; nothing for what is not a number."""
     if not isinstance(value, (int, float)):
         return ""
     low, high = interval if interval and None not in interval else (None, None)

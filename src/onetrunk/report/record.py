@@ -96,7 +96,7 @@ class RunRecord(TrainerCallback):
             logger.warning(f"{self.folder} cannot be written ({error}); the report will lack what comes from now on")
 
     def _begin(self, state: TrainerState) -> None:
-        """Write run.json. A resumed run keeps the record up to its checkpoint; the rest is made again."""
+        """Write run.json. A resumed run keeps the record up to its checkpoint; the rest is repeated."""
         path, step = self.folder / LOG_FILE, state.global_step
         entries = read_lines(path) if step else []
         if not any("event" not in entry for entry in entries):
@@ -104,7 +104,7 @@ class RunRecord(TrainerCallback):
         last = max((entry["time"] for entry in entries if "time" in entry), default=None)
         kept = [entry for entry in entries if entry.get("step", 0) <= step]
         if last is not None:
-            # Until here the machine was in use, also for steps that are made again.
+            # Until here the machine was in use, also for steps that are repeated.
             kept.append({"event": "resumed", "step": step, "time": last})
         kept.append({"event": "begin", "step": step, "time": time.time(), **self._machine()})
         atomic_write_json(self.folder / RUN_FILE, self._about(state))

@@ -183,7 +183,7 @@ def headline(run: Run) -> str:
 
 
 def facts_of(runs: Sequence[Run], links: Mapping[str, Path] | None = None, target: Path = Path()) -> Block:
-    """Return a table with one column per run: status, time, hardware; and files to go on to, by what they are."""
+    """Return a table with one column per run: status, time, hardware; and files to read next, by what they are."""
     rows: dict[str, list[str]] = {}
     for run in runs:
         begin = next((event for event in reversed(run.events) if event.get("event") == "begin"), {})

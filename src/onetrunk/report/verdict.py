@@ -21,12 +21,12 @@ GOOD, MIXED, BAD = LEVELS = ("good", "mixed", "bad")
 T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 # The stages whose result is a policy; of several, a pipeline is judged by the last kind.
 TRAINED = ("ppo", "eval")
-# A policy is far from its reference from so many nats per completion and per token on.
+# A policy is far from its reference from this many nats per completion and per token on.
 FAR, FAR_PER_TOKEN = 10.0, 1.0
 MONITOR = "monitor"
 # Of a reward model: a correlation of scores with lengths, and an agreement with the teacher, that are worth a word.
 LENGTH_BOUND, FAITHFUL = 0.7, 0.9
-# A held-out loss so many times the last training loss means that rows were learnt by heart.
+# A held-out loss this many times the last training loss means overfitting.
 BY_HEART = 1.25
 HOLD_OUT = "hold out rows (eval_size or eval_dataset_name), which are scored before and after training"
 

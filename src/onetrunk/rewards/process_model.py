@@ -35,7 +35,7 @@ class ProcessReward(BuiltInReward):
     """Scores of a process reward model: the probability of the last label, or of the only one, for each step.
 
     The score of a step arrives at the token that ends it: where its separator is complete, and for a last step without
-    one at the last token. White space alone is no step. In an episode a step that ends in an observation arrives at
+    one at the last token. White space alone is not a step. In an episode a step that ends in an observation arrives at
     the policy's last token in it; one that is all observation has no reward. A prompt that is too long loses its
     beginning; a completion that does not fit alone has no score.
 
@@ -47,7 +47,7 @@ class ProcessReward(BuiltInReward):
         device: None: the CPU.
 
     Raises:
-        ValueError: it is no token-classification model, or a setting cannot work.
+        ValueError: it is not a token-classification model, or a setting cannot work.
         RuntimeError: nothing can be loaded from there.
     """
 

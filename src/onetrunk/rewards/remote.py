@@ -80,7 +80,7 @@ def remote_reward(spec: str, policy: Policy | None = None) -> RemoteReward:
 
 
 class RemoteReward(BuiltInReward):
-    """Scores of a reward model behind HTTP, in concurrent batches; calls are made again after temporary errors.
+    """Scores of a reward model behind HTTP, in concurrent batches; calls are retried after temporary errors.
 
     A row that still has no score is None: it is left out of the update and counted as unscored. The run stops if the
     server stays unreachable or rejects every row.
@@ -97,7 +97,7 @@ class RemoteReward(BuiltInReward):
         timeout_s: deadline of one call.
         name: the name in metrics; None: the model's name, else the end of the path.
         token_ids: for a JSON service: whether `completion_ids` and `turn_ids` are sent too, for dense rewards.
-        policy: waits, numbers of calls and deadlines; None: calls are made again for up to 5 minutes.
+        policy: waits, numbers of calls and deadlines; None: calls are retried for up to 5 minutes.
 
     Raises:
         ValueError: a setting that cannot work.

@@ -36,7 +36,7 @@ class SamplingParams:
         pad_token_id: pads shorter prompts on the left; may be one of `stop_token_ids`.
         top_p: draw from the fewest, most probable tokens that have at least this probability together; 1: from all.
         top_k: draw from the k most probable tokens; 0: from all. Greedy decoding needs neither and ignores both.
-        max_turn_length: most tokens of one turn of an episode, which goes on after it; None: max_completion_length.
+        max_turn_length: most tokens of one turn of an episode, which continues after it; None: max_completion_length.
         max_context_length: most tokens that a turn and what it reads have together, if contexts are compacted.
 
     Raises:

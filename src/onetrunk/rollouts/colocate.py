@@ -54,7 +54,7 @@ GIB = 2**30
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 # The engine runs in this process, and without telemetry.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-# vLLM plans its memory for so many tokens in a step; its default for offline use is far more than rollouts need.
+# vLLM plans its memory for this many tokens in a step; its default for offline use is far more than rollouts need.
 TOKENS_PER_STEP = 4096
 ENGINE = "the vLLM engine in this process"
 

@@ -47,7 +47,7 @@ JOINABLE_LAYERS = (
     LinearAttentionAndSlidingWindowAttentionLayer,
     *EMPTY_LAYERS,
 )
-# Rows that wait join when one in so many places is free, so that several prompts run together.
+# Rows that wait join when one in this many places is free, so that several prompts run together.
 REFILL_SHARE = 4
 # A row continues; its last token was a stop token; its logits are wrong (two ways).
 RUNNING, STOPPED, NOT_FINITE, NO_TOKEN_LEFT = range(4)

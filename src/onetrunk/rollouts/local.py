@@ -43,7 +43,7 @@ class LocalBackend:
         logits_processor: applied to the float32 logits AFTER the temperature; its `input_ids` are the rows that still
             decode, padded on the left; they need not have equally many tokens. The logprobs are those after it, so a
             processor makes the sampler another policy than the one that trains: meant for evaluation and constraints.
-        in_waves: go on with the rows of episodes once all of them have their answers, so that batches, and with them
+        in_waves: continue the rows of episodes once all of them have their answers, so that batches, and with them
             the rounding of logprobs and states, do not depend on when answers come.
         progress: called as `progress(done_rows, total_rows, done_tokens)` whenever rows finish.
         poll: called before each token, and while all rows wait for answers; may raise to stop sampling.
@@ -108,8 +108,8 @@ class LocalBackend:
         """Return one episode per prompt: `generate` with turns, and with the observations that `answers` gives.
 
         While a row waits for its answer, others decode in its place. Its cache is kept, so that of the observation
-        only the new tokens run. The same tokens are sampled, more slowly, where rows begin anew: if the cache has
-        layers whose rows cannot be put together, if a proof shows that the model does not go on from a cache with
+        only the new tokens run. The same tokens are sampled, more slowly, where rows start over: if the cache has
+        layers whose rows cannot be put together, if a check shows that the model does not continue from a cache with
         several tokens, or if `max_rows` rows keep their cache already.
 
         Args:
@@ -129,7 +129,7 @@ class LocalBackend:
         # A sharded base is whole in here, so rows may end at different steps on different processes.
         with gathered(model), torch.no_grad(), eval_mode(model), merged_policy(model), packed_weights(model):
             loop = DecodeLoop(call, answers, self.policy_version, self.max_rows, self.logits_processor, self.poll)
-            # Last: the proofs of merging and of the cache are forwards, which must not be captured.
+            # Last: the checks of merging and of the cache are forwards, which must not be captured.
             with capturing(capture, model):
                 self._run(loop)
         states = None if capture is None else capture.states

@@ -150,7 +150,7 @@ class PipelinedBackend:
             stack.enter_context(gathered(call.model, own))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(call.model))
-            # The proof of merging runs all layers: collective if the base is sharded, impossible on a stage of it.
+            # The check of merging runs all layers: collective if the base is sharded, impossible on a stage of it.
             if not (is_sharded(call.model) or staged(call.model)):
                 stack.enter_context(merged_policy(call.model, own))
             stack.enter_context(packed_weights(call.model))

@@ -1,4 +1,4 @@
-"""The decode loop of the local backend: rows begin, end their turns, wait for answers, and go on from their cache.
+"""The decode loop of the local backend: rows begin, end their turns, wait for answers, and continue from their cache.
 
 A row that ends its turn leaves the batch with its share of the cache. Once its observation is there, only the tokens
 that the cache lacks run: the last one that was sampled and the observation. A completion without turns is the case in
@@ -30,7 +30,7 @@ from onetrunk.rollouts.decoding import (
 )
 from onetrunk.rollouts.episodes.rows import Answers
 
-# Tokens of the others after which a row that has its answer goes on, even if it is the only one.
+# Tokens of the others after which a row that has its answer continues, even if it is the only one.
 PATIENCE = 8
 # Seconds between two polls while all rows wait for answers.
 POLL_SECONDS = 0.1
@@ -54,13 +54,13 @@ NO_ANSWERS = _NoAnswers()
 
 
 class Continuation(Enum):
-    """How rows go on after their observations: from their caches, padded or only with equally many tokens; or anew."""
+    """How rows continue after observations: from caches, padded or with equally many tokens; or from the start."""
 
     PADDED, EVEN, ANEW = range(3)
 
     @classmethod
     def of(cls, call: SamplingCall) -> Continuation:
-        """Return the way that the layers of the model allow, after a proof with two short rows."""
+        """Return the way that the layers of the model allow, after a check with two short rows."""
         weight = call.model.get_input_embeddings().weight
         ids = torch.linspace(0, weight.shape[0] - 1, 15).long().tolist()
         whole, pad_token_id = [ids[:9], ids[9:]], call.params.pad_token_id
@@ -113,7 +113,7 @@ class DecodeLoop:
         self.most = max_rows or max(len(prompts), 1)
         self.continuation = Continuation.ANEW if answers is NO_ANSWERS or not prompts else Continuation.of(call)
         self.state: DecodeState | None = None
-        # Indices of the rows of `state` that go on, if rows stay for the state of their last token.
+        # Indices of the rows of `state` that continue, if rows stay for the state of their last token.
         self.staying: list[int] = []
         self.asking: dict[int, Future[list[int] | None]] = {}
         self.ready: list[int] = []

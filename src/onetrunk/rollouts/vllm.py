@@ -1,8 +1,8 @@
 """Rollouts sampled by vLLM servers: only the adapter travels, and no sample is of another version.
 
-A publication is a new folder and a new name on every server (`publishing.py`). Before training the servers' base must
-prove to be the trainer's, by its logprobs (`vllm_requests.py`). A server that loses an adapter has been started again,
-perhaps with another base: the run ends, and a resumed run proves the base again.
+A publication is a new folder and a new name on every server (`publishing.py`). Before training the servers' base is
+compared with the trainer's, by its logprobs (`vllm_requests.py`). A server that loses an adapter has been started
+again, perhaps with another base: the run ends, and a resumed run checks the base again.
 """
 
 from __future__ import annotations
@@ -476,7 +476,7 @@ async def load_adapter(to: Connection, name: str, folder: str, rank: int) -> Non
 
 
 async def unload_adapters(to: Connection, names: Sequence[str]) -> None:
-    """Unload adapters from a server; one that is not loaded is no error."""
+    """Unload adapters from a server; one that is not loaded is not an error."""
     for name in names:
         try:
             await to.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, is_json=False)

@@ -2,7 +2,7 @@
 
 A completion counts only if it names the model that was asked, repeats the prompt, and has one logprob for each token
 up to a stop token or the length limit. Anything else is an error, never a sample. That vLLM has the trainer's base
-model is proved by the logprobs of a few sampled tokens: the same weights have many names, and other weights the same.
+model is checked by the logprobs of a few sampled tokens: the same weights have many names, and other weights the same.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _are(values: Any, kind: type) -> bool:
 
 
 def probe_requests(model: nn.Module, positions: int) -> list[Request]:
-    """Return what an engine's base is asked: equally long prompts, within so many `positions` (0: no limit)."""
+    """Return what an engine's base is asked: equally long prompts, within this many `positions` (0: no limit)."""
     vocab_size = model.config.get_text_config().vocab_size
     # vLLM ends a completion at its last position without an error.
     positions = positions or 2**31

@@ -54,7 +54,7 @@ class EndOfCalls(RuntimeError):
     """Ends a run of calls: no further call begins, calls in flight end, and then the run raises this.
 
     Raised by its `done`, or by a call that has sent nothing. While other calls are in flight, such a call does not end
-    the run; it is made again when one of them has ended.
+    the run; it is repeated when one of them has ended.
     """
 
 

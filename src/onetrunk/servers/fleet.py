@@ -1,4 +1,4 @@
-"""Many calls to servers of one model: they share the load, failed calls are made again, a server that is down rests.
+"""Many calls to servers of one model: they share the load, failed calls are retried, a server that is down rests.
 
 A call goes to the server that is well and has the fewest calls in flight. `Fleet` lives for one run of calls, so a
 server that was left out gets calls again in the next one.
@@ -52,7 +52,7 @@ class RetryPolicy:
     max_timeouts: int = 2
 
     def delay_s(self, failures: int) -> float:
-        """Return the seconds to wait after so many failures: half to all of the doubled wait."""
+        """Return the seconds to wait after this many failures: half to all of the doubled wait."""
         doubled = self.first_delay_s * 2.0 ** min(failures - 1, 60)
         return min(self.max_delay_s, doubled) * _jitter.uniform(0.5, 1.0)
 
@@ -96,7 +96,7 @@ class Fleet:
         await self._stack.aclose()
 
     async def call(self, work: Callable[[Connection], Awaitable[T]]) -> T:
-        """Return what `work` returns for one of the servers; a call that fails is made again, there or on another.
+        """Return what `work` returns for one of the servers; a call that fails is retried, there or on another.
 
         Raises:
             CallError: "refused" if the server rejects this question or never answers it but answers others; "stop" if
@@ -241,7 +241,7 @@ class Fleet:
 
 
 async def within(seconds: float, call: Awaitable[T]) -> T:
-    """Return the answer of a call; raises a CallError if it takes more than so many seconds."""
+    """Return the answer of a call; raises a CallError if it takes more than this many seconds."""
     try:
         async with asyncio.timeout(seconds):
             return await call

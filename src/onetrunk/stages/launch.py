@@ -86,7 +86,7 @@ def launch(verb: str, options: dict[str, str], words: Sequence[str]) -> int:
 
 
 def _check(config: Path, options: Mapping[str, str]) -> None:
-    """Raise ValueError for an accelerate config that is no mapping, and for numbers that mean nothing."""
+    """Raise ValueError for an accelerate config that is not a mapping, and for numbers that mean nothing."""
     content = read_json(config) if config.suffix == ".json" else read_yaml(config)[0]
     if not isinstance(content, dict):
         raise ValueError(f"{config} holds no settings, such as num_processes: 2")

@@ -314,7 +314,7 @@ class PipelineState:
     """The record of a pipeline's stages, in `pipeline.json` of its output folder, and what each has to do.
 
     Raises:
-        RuntimeError: the record is no JSON.
+        RuntimeError: the record is not JSON.
     """
 
     def __init__(self, pipeline: Pipeline):

@@ -39,7 +39,7 @@ KEPT_FOLDER = "_kept"
 
 @dataclass
 class PPOJudgeArguments:
-    """A judge that monitors the reward during training and is no part of it."""
+    """A judge that monitors the reward during training and is not part of it."""
 
     monitor_judge: list[str] | None = option(
         None,

@@ -3,7 +3,7 @@
 The sum is a new tensor, and afterwards the base's own tensors are restored, so the base is unchanged to the bit
 (PEFT's `unmerge` subtracts, and rounds). It costs a copy of the adapted matrices. Sampling must give the probabilities
 that training computes with separate matrices. So the policy is merged only while it is the active role, and only if a
-forward has proved that the merged weights give the same logits.
+forward has shown that the merged weights give the same logits.
 
 On a CPU merged weights are packed into the layout that oneDNN reads fastest. A decoded token multiplies a handful of
 rows by every matrix; the usual product (MKL) reorders the matrix in each call, which for few rows costs more than the
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Relative to the largest logit. Float32 sums in another order differ by 1e-6 to 1e-5, a rounding to bfloat16 by 1e-2.
 TOLERANCE = 1e-4
-# Standard deviation of the random update in the proof, relative to the weight's.
+# Standard deviation of the random update in the check, relative to the weight's.
 UPDATE_SIZE = 0.1
 # A smaller matrix is not packed: it stays in the cache of the processor either way.
 LEAST_NUMBERS = 2**16
@@ -47,8 +47,8 @@ PACKED_TOLERANCE = 1e-5
 def can_merge(model: nn.Module) -> bool:
     """Return whether the policy may be merged now.
 
-    It must be the active role, plain LoRA in float32 on unquantised float32 matrices, and a forward must prove that
-    merging changes no logit (`_merge_obstacle`). There is one proof for each way of calling the model: accelerate
+    It must be the active role, plain LoRA in float32 on unquantised float32 matrices, and a forward must show that
+    merging changes no logit (`_merge_obstacle`). There is one check for each way of calling the model: accelerate
     replaces the forward by one under autocast, and evaluation calls it under autocast.
     """
     if not isinstance(model, TrunkModel):
@@ -135,7 +135,7 @@ def _merge_obstacle(model: TrunkModel) -> str | None:
 
 @contextlib.contextmanager
 def _random_updates(layers: Sequence[lora.Linear]) -> Iterator[None]:
-    """Give the policy random weights inside the block: before training its own change nothing and prove nothing.
+    """Give the policy random weights inside the block: before training its own change nothing and show nothing.
 
     The parameters are replaced, not overwritten: autocast keeps rounded copies of parameters that train.
     """

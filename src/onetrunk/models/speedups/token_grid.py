@@ -3,12 +3,12 @@
 With `padding_free` the rows stand one after another in a sequence [1, N], and the positions of each count from 0. From
 these positions transformers keeps the rows apart: with a block-diagonal mask (SDPA, eager), or with the
 variable-length kernels of flash attention. There must be no attention mask and no cache: with either of them
-transformers does not look at the positions, and rows silently attend to each other. `packing_obstacle` proves that a
+transformers does not look at the positions, and rows silently attend to each other. `packing_obstacle` checks that a
 model does what its positions say.
 
 A feed-forward block treats every position separately, so its input may leave positions out, and its output has zeros
 there. Nothing reads padding; of the last layer, only the states that predict a completion token and the one after it
-are read. Attention is unchanged. `narrow_blocks` proves that a model's blocks can be run so.
+are read. Attention is unchanged. `narrow_blocks` checks that a model's blocks can be run so.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def token_grid(model: nn.Module, pack: Pack, padding_free: bool) -> TokenGrid:
 
 @torch.no_grad()
 def packing_obstacle(model: nn.Module) -> str | None:
-    """Return why rows cannot share a sequence in this model, or None after a proof with three short rows.
+    """Return why rows cannot share a sequence in this model, or None after a check with three short rows.
 
     The last row must have the same states whatever stands before it: other tokens there leave the shapes as they are,
     so that in all models that keep rows apart not even a bit changes, also in half precision. And it must have the

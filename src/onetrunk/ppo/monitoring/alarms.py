@@ -31,9 +31,9 @@ CHANCE_NATS = 20.0
 LEAST_STOPPED = 0.3
 # Rollouts whose mean metrics are the reference of relative limits.
 NUM_FIRST = 3
-# So many non-finite steps in a row end the run.
+# This many non-finite steps in a row end the run.
 MAX_SKIPPED_STEPS = 3
-# The scaler halves its scale at every overflow; so many halvings bring it from its start to one that always fits.
+# The scaler halves its scale at every overflow; this many halvings bring it from its start to one that always fits.
 SCALER_PATIENCE = 50
 
 

@@ -185,7 +185,7 @@ class MetricLog:
 def without_steps(state: dict[str, Any]) -> dict[str, Any]:
     """Return a MetricLog's state for other processes than those that saved it.
 
-    Metrics of rollouts are global numbers and stay. Sums over steps, of which each process had a part, begin anew.
+    Metrics of rollouts are global numbers and stay. Sums over steps, of which each process had a part, begin at 0.
     """
     begun = {"sums": {}, "maxima": {}, "own": {}, "counts": [0, 0, state["counts"][2]]}
     of_rollout = state["of_rollout"]

@@ -107,7 +107,7 @@ class ChatTurns:
         return ForeignText(self.tokenizer, templates)
 
     def text_of(self, token_ids: list[int], stopped: bool) -> str:
-        """Return the text of a turn; of its stop token too, if that is no special token, as in the whole episode."""
+        """Return the text of a turn; of its stop token too, unless that is special, as in the whole episode."""
         end = token_ids[-1] if stopped else None
         is_special = end in self.tokenizer.all_special_ids
         with self._lock:

@@ -1,4 +1,4 @@
-"""Compaction: a context that grows too long gives way to a shorter one, and the episode goes on (2607.05378).
+"""Compaction: a context that grows too long gives way to a shorter one, and the episode continues (2607.05378).
 
 The policy writes a summary, which is a turn as any other: it trains with the reward of the whole episode. The new
 context is the prompt with the summary, and the last turns word by word. Or a function of the user says what the new

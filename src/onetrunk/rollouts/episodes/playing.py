@@ -139,7 +139,7 @@ class Playing:
         return observation
 
     def _is_last(self, row: Row) -> bool:
-        """Return whether a row that would go on has all its turns, and count it unless the length ends it anyway."""
+        """Return whether a row that would continue has all turns, and count it unless the length ends it anyway."""
         row.is_cut = row.counts.turns - row.counts.summaries == self.limits.max_turns
         has_room = row.length < self.max_length
         row.count(turns_at_limit=int(row.is_cut and has_room))
@@ -246,7 +246,7 @@ class Playing:
         return context
 
     def _tool_of(self, row: Row, call: dict[str, Any]) -> tuple[str, Callable[[], Any] | str, bool]:
-        """Return the name of a tool, what calls it (or what is wrong), and whether it may run beside others."""
+        """Return the name of a tool, what calls it (or what is wrong), and whether it may run next to others."""
         name, arguments = str(call.get("name")), call.get("arguments")
         schema = row.kind.schemas.get(name)
         unknown = f"there is no tool {name[:100]!r}; tools: {', '.join(row.kind.schemas)}"

@@ -46,8 +46,8 @@ class Answers(Protocol):
             stopped: whether the turn ended at a stop token.
 
         Returns:
-            A future with the ids of the observation that the row goes on from, or a NewContext that it goes on from
-            alone, or None if its episode is over. It never raises; other threads work on it.
+            A future with the ids of the observation that the row continues from, or a NewContext that replaces the
+            whole context, or None if its episode is over. It never raises; other threads work on it.
         """
         ...
 
@@ -149,7 +149,7 @@ class EpisodeRow:
 
     @property
     def context(self) -> list[int]:
-        """The ids that the next turn goes on from."""
+        """The ids that the next turn continues from."""
         return self.token_ids[self.restarts[-1] :] if self.restarts else [*self.prompt_ids, *self.token_ids]
 
     @property
@@ -185,7 +185,7 @@ class EpisodeRow:
         self.stopped, self.begins_anew = stopped, False
 
     def add_answer(self, token_ids: Sequence[int] | None) -> bool:
-        """Add the observation that answers the last turn; return whether the episode goes on.
+        """Add the observation that answers the last turn; return whether the episode continues.
 
         It is over if there is no observation, or no room for it and one more token.
         """

@@ -151,7 +151,7 @@ def _option(node: ast.AnnAssign, constants: _Constants) -> Option | None:
     value = _value(default, constants)
     return Option(
         name=node.target.id,
-        # An empty text that stands for an empty list (debug) is no value of the list's type.
+        # An empty text that stands for an empty list (debug) is not a value of the list's type.
         default=[] if value == "" and "list" in kinds else value,
         help=" ".join(str(_value(text, constants) or "").replace("%%", "%").split()),
         kinds=kinds,

@@ -29,7 +29,7 @@ def run_words(argv: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of `onetrunk run`; stages are given by their names.
 
     Raises:
-        UsageError: a word that is no option, or a file that does not exist.
+        UsageError: a word that is not an option, or a file that does not exist.
         SystemExit: after --help.
     """
     text = "A whole pipeline, such as SFT, preferences, reward model, PPO and evaluation, as one resumable chain."
@@ -53,7 +53,7 @@ def run_words(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def report_words(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of `onetrunk report`; UsageError for a word that is no option, SystemExit after --help."""
+    """Return the arguments of `onetrunk report`; UsageError for an unknown option, SystemExit after --help."""
     text = "One page about how a run went, or about several runs or a pipeline."
     parser = Parser(prog="onetrunk report", description=text, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a stage or of a pipeline")
@@ -118,7 +118,7 @@ def plan_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the own options of `onetrunk plan`, by name, and the words that are settings of PPO.
 
     Raises:
-        UsageError: a word that is no option, or a value out of range.
+        UsageError: a word that is not an option, or a value out of range.
         SystemExit: after --help.
     """
     known, rest = plan_parser().parse_known_args(list(argv))

@@ -30,7 +30,7 @@ UNKNOWN = (
     "\n# compare `ollama show --template NAME` with chat_template.jinja, and write TEMPLATE here if they differ."
 )
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
-# Conversations on which the texts must prove themselves.
+# Conversations on which the texts are checked.
 PROOFS = ((USER,), (SYSTEM, USER), (USER, ASSISTANT, USER), (SYSTEM, USER, ASSISTANT, USER, ASSISTANT, USER))
 LATER_SYSTEM = (SYSTEM, USER, ASSISTANT, SYSTEM, USER)
 

@@ -2,7 +2,7 @@
 
 The flags matter: `VLLMBackend` needs adapters that load while the server runs, logprobs after temperature, and the
 model's own probabilities without the defaults of its generation_config.json. A server that dies is not started again:
-whoever samples from it must prove its base again, by a resume.
+whoever samples from it must check its base again, by a resume.
 """
 
 from __future__ import annotations
