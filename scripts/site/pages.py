@@ -24,7 +24,9 @@ from onetrunk.stages.options.table import shown_options
 from onetrunk.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = "ppo models rollouts rewards judges feedback checkpoints stages plan report".split()
+ROOMS = (
+    "ppo ppo/monitoring models rollouts rollouts/episodes rewards judges feedback checkpoints stages data plan report"
+).split()
 GUIDES = [
     ROOT / "src/onetrunk/README.md",
     *(page for room in ROOMS for page in sorted(ROOT.glob(f"src/onetrunk/{room}/*.md"))),

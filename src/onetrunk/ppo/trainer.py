@@ -91,7 +91,7 @@ class PPOTrainer(ResumableTrainer):
         peft_config: LoRA config of a new policy; None: rank 16 on all linear layers.
         rollout_backend: samples the completions; None: this process does.
         tools: functions that the policy may call, sync or async, with type hints and docstrings, as in TRL.
-        environment_factory: makes the environment of an episode, TRL's or Gymnasium's (`rollouts/episodes.md`);
+        environment_factory: makes the environment of an episode, TRL's or Gymnasium's (`rollouts/episodes/README.md`);
             several by their names in the dataset's column `environment`.
         compact: with max_context_length, takes the messages of an episode and returns those of its new context, in
             place of the policy's summary.
