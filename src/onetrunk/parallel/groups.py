@@ -238,7 +238,7 @@ def _computed_by(first: int, compute: Callable[[], T], group: dist.ProcessGroup 
 
 
 def staged(model: nn.Module) -> Any | None:
-    """Return the `parallel.staged.Stage` of a model whose layers are divided, wrapped in DDP or not; else None."""
+    """Return the `parallel.staged.StagedTrunk` of a trunk whose layers are divided, in DDP or not; else None."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return vars(base).get(STAGED)

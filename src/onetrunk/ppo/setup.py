@@ -347,6 +347,7 @@ def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[
     from onetrunk.parallel.tensor import distribute_frozen
     from onetrunk.rollouts.pipelined import PipelinedBackend
 
+    check_stage_training(args, getattr(trunk.get_base_model(), "quantization_method", None))
     if args.pipeline_training and not isinstance(backend, PipelinedBackend):
         split = LayerSplit.of(trunk, args.pipeline_stages or args.world_size, args.pipeline_split)
         verify_split(trunk, split)
@@ -646,11 +647,15 @@ def check_best_score(metric: str | None, functions: Sequence[str], gives_rewards
         )
 
 
-def check_stage_training(args: PPOConfig, quantization_config: Any, scores_on_trunk: bool) -> None:
-    """Check before the model loads what training in pipeline stages cannot carry out."""
+def check_stage_training(args: PPOConfig, quantization: Any, scores_on_trunk: bool = False) -> None:
+    """Raise ValueError for what training in pipeline stages cannot carry out, before the model loads if that is known.
+
+    Args:
+        quantization: how the base is quantised; None: it is not.
+    """
     if not args.pipeline_training:
         return
-    if quantization_config is not None:
+    if quantization is not None:
         raise ValueError(
             "pipeline_training is not supported for a quantised base, which loads on one device as a whole; load it in"
             " bfloat16 (leave load_in_4bit and load_in_8bit out)"
