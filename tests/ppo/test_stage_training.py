@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from onetrunk.parallel import sharding
-from onetrunk.parallel.sharding import Layout
-from onetrunk.ppo import setup
+from onetrunk.parallel import layout
+from onetrunk.parallel.layout import Layout
 from onetrunk.ppo.setup import check_pipeline, check_stage_training, divide
 from onetrunk.rollouts.local import LocalBackend
 from tests.models.branches import a_trunk
@@ -136,11 +135,10 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
         check_stage_training(config, quantization=None, scores_on_trunk=True)
     launch = SimpleNamespace(rollout_backend="pipelined", pipeline_stages=None, pipeline_training=True, world_size=2)
     check_pipeline(launch)
-    monkeypatch.setattr(setup, "launch_layout", lambda: Layout(tensor=2))
+    monkeypatch.setattr(layout, "launch_layout", lambda: Layout(tensor=2))
     with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set .* to 'local'"):
         check_pipeline(launch)
-    monkeypatch.undo()
-    monkeypatch.setattr(sharding, "launch_layout", Layout)
+    monkeypatch.setattr(layout, "launch_layout", Layout)
     with pytest.raises(ValueError, match="the launch shards them .fsdp_config.; launch with .*pipelined.yaml"):
         check_pipeline(launch)
     check_stage_training(make_config(tmp_path), quantization=object(), scores_on_trunk=True)
