@@ -52,12 +52,11 @@ FREE_SETTINGS = frozenset(
     " trust_remote_code trace_rollouts vllm_server_base_url"
     " write_report vllm_server_timeout vllm_request_timeout vllm_api_key_env vllm_gpu_memory_utilization"
     " vllm_enable_sleep_mode"
-    " pipeline_training pipeline_stages pipeline_split pipeline_batches"
     " tool_timeout max_failed_episodes_fraction max_tool_calling_iterations".split()
 )
 FREE_PREFIXES = (
     "logging_", "log_", "save_", "eval_", "hub_", "dataloader_", "trackio_", "ddp_", "torch_compile", "alarm_",
-    "stop_on_",
+    "stop_on_", "pipeline_",
 )  # fmt: skip
 # Has one of the prefixes, but decides which rows a step gets.
 NOT_FREE = ("dataloader_drop_last",)

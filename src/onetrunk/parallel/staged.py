@@ -22,7 +22,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from onetrunk.costs import SCORED_AT_ONCE
 from onetrunk.models.base_model import backbone, decoder_layers
-from onetrunk.models.speedups.token_grid import token_grid
 from onetrunk.models.trunk import PackOutput, StageInput, TrunkModel
 from onetrunk.parallel.groups import STAGED, process_mesh, staged
 from onetrunk.parallel.sharding import cast_now, mark_divided, share_frozen
@@ -279,8 +278,7 @@ class _Packs:
     entropy_grad: bool = False
 
     def __post_init__(self) -> None:
-        trunk = self.stage.model
-        self.lengths = [token_grid(trunk, pack, trunk.padding_free).num_tokens for pack in self.packs]
+        self.lengths = [self.stage.model.grid_of(pack).num_tokens for pack in self.packs]
 
     def forward(self, number: int, states: tuple[Tensor, ...] | None, asked: dict[str, Any]) -> Any:
         """Return the states [N, H] after the layers of this stage; of the last stage the PackOutput.
