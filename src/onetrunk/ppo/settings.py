@@ -683,11 +683,11 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
                 f"{name} is set and rollout_backend is not 'pipelined'; set it, or leave {name} out"
                 + ("" if is_of_sampling else " (with pipeline_training, use_vllm samples too)"),
             )
-        split, stages = self.pipeline_split or (), self.pipeline_stages
+        split = self.pipeline_split or ()
         yield (
-            split and len(split) != stages,
-            f"pipeline_split has {len(split)} numbers and pipeline_stages is {stages}; give one number of layers for"
-            " each stage",
+            split and len(split) != self.pipeline_stages,
+            f"pipeline_split has {len(split)} numbers and pipeline_stages is {self.pipeline_stages}; give one number of"
+            " layers for each stage",
         )
         yield (
             trains and self.is_colocated,
