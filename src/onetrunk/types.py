@@ -164,7 +164,7 @@ class Pack:
     """The rows of one forward pass: the unit of scoring, of the trunk cache and of training.
 
     Packs are formed once per rollout and keep their rows and width, so that old and new logprobs come from equal
-    shapes. With `padding_free` the model takes the rows out of the padding and runs them in one sequence.
+    shapes. The model may take the rows out of the padding and run them in one sequence.
 
     Args:
         input_ids: [R, T] int64, prompt then completion, padded on the right.

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.ops.packing import PackLimits, deal_rows, make_pack, plan_packs
+from onetrunk.ops.packing import PackLimits, deal_rows, largest_rows, make_pack, plan_packs
 
 many = settings(max_examples=200, deadline=None)
 
@@ -27,6 +27,14 @@ def test_without_padding_rows_of_any_lengths_fill_a_pack():
     assert plan_packs([5, 5, 1], PackLimits(3, 12, padding_free=True)) == [[0, 1, 2]]
     # Without a budget the number of rows decides, as with padding.
     assert plan_packs([5, 9, 1, 5, 4], PackLimits(2, padding_free=True)) == [[1, 0], [3, 4], [2]]
+
+
+def test_the_largest_pack_has_full_rows_and_without_padding_a_shorter_one_that_fills_it_up():
+    # Rows of 5 + 6 tokens, of which 25 tokens hold two; 3 are left, of which a prompt has at least one.
+    assert largest_rows(5, 6, PackLimits(4)) == 4 * [(5, 6)]
+    assert largest_rows(5, 6, PackLimits(4, 25)) == 2 * [(5, 6)]
+    assert largest_rows(5, 6, PackLimits(4, 25, padding_free=True)) == [(5, 6), (5, 6), (1, 2)]
+    assert largest_rows(5, 6, PackLimits(2, 25, padding_free=True)) == 2 * [(5, 6)]
 
 
 @many

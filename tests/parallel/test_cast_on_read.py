@@ -10,7 +10,8 @@ from transformers import core_model_loading
 from onetrunk.models.base_model import load_base
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, base_marks
-from onetrunk.parallel.sharding import READER, LateCast, cast_now, cast_when_sharded, casting_later, launch_layout
+from onetrunk.parallel.layout import launch_layout
+from onetrunk.parallel.sharding import READER, LateCast, cast_now, cast_when_sharded, casting_later
 from tests.parallel import cast_on_read_worker
 from tests.places import found_by_ranks
 from tests.tiny import tiny_model

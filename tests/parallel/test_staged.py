@@ -10,9 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.parallel.groups import staged
-from onetrunk.parallel.staged import _Packs, _StageModule, drop_frozen, keep_stage, training_obstacle
-from onetrunk.parallel.stages import LayerSplit
+from onetrunk.parallel.staged import _Packs, _StageModule, drop_frozen
 from tests.models.branches import a_pack, a_trunk, loss_of, same
 from tests.parallel import cast_on_read_worker, staged_worker
 from tests.places import CPU, found_by_ranks, places
@@ -128,19 +126,6 @@ def test_a_loss_that_asks_for_another_forward_is_refused(keywords, differs):
     module = one_stage(a_trunk(), a_pack(), lambda _, model: loss_of(model(**keywords)))
     with pytest.raises(ValueError, match=f"compute_loss must call the model on the experience's pack.*{differs}"):
         module(torch.zeros(1))
-
-
-def test_what_cannot_be_trained_in_stages_is_refused_with_the_fix():
-    with pytest.raises(ValueError, match="for a model whose weights all train; set use_peft"):
-        keep_stage(tiny_model("llama"), LayerSplit((2, 2)), torch.device("cpu"))
-    trunk = a_trunk()
-    trunk.get_base_model().quantization_method = "bitsandbytes"
-    assert "quantised base" in training_obstacle(trunk)
-    trunk = a_trunk()
-    next(p for n, p in trunk.named_parameters() if "norm" in n).requires_grad_(True)
-    assert "norm.weight among what trains; train LoRA adapters only" in training_obstacle(trunk)
-    assert training_obstacle(a_trunk()) is None
-    assert staged(trunk) is None
 
 
 def test_a_layer_of_another_stage_keeps_its_adapters_also_frozen_ones():

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from onetrunk.parallel import sharding
-from onetrunk.parallel.sharding import Layout
-from onetrunk.ppo import setup
-from onetrunk.ppo.setup import check_pipeline, check_stage_training
+from onetrunk.parallel import layout
+from onetrunk.parallel.layout import Layout
+from onetrunk.ppo.setup import check_pipeline, check_stage_training, divide
+from onetrunk.rollouts.local import LocalBackend
+from tests.models.branches import a_trunk
 from tests.places import BACKENDS, CPU, GPU, REPEATED, on_gpus, places
 from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.staged_runs import CASES
@@ -129,16 +130,19 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
     with pytest.raises(ValueError, match="forms pipelines of 2 processes and 1 run"):
         check_pipeline(config)
     with pytest.raises(ValueError, match="quantised base, which loads on one device.*load it in bfloat16"):
-        check_stage_training(config, quantization_config=object(), scores_on_trunk=False)
+        check_stage_training(config, quantization=object())
     with pytest.raises(ValueError, match="reward adapter on the policy's base.*reward model on a server"):
-        check_stage_training(config, quantization_config=None, scores_on_trunk=True)
+        check_stage_training(config, quantization=None, scores_on_trunk=True)
     launch = SimpleNamespace(rollout_backend="pipelined", pipeline_stages=None, pipeline_training=True, world_size=2)
     check_pipeline(launch)
-    monkeypatch.setattr(setup, "launch_layout", lambda: Layout(tensor=2))
+    monkeypatch.setattr(layout, "launch_layout", lambda: Layout(tensor=2))
     with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set .* to 'local'"):
         check_pipeline(launch)
-    monkeypatch.undo()
-    monkeypatch.setattr(sharding, "launch_layout", Layout)
+    monkeypatch.setattr(layout, "launch_layout", Layout)
     with pytest.raises(ValueError, match="the launch shards them .fsdp_config.; launch with .*pipelined.yaml"):
         check_pipeline(launch)
-    check_stage_training(make_config(tmp_path), quantization_config=object(), scores_on_trunk=True)
+    check_stage_training(make_config(tmp_path), quantization=object(), scores_on_trunk=True)
+    trunk = a_trunk()
+    trunk.get_base_model().quantization_method = "bitsandbytes"
+    with pytest.raises(ValueError, match="quantised base"):
+        divide(trunk, config, LocalBackend())

@@ -65,6 +65,7 @@ MISTAKES = [
     (f"{OK} beta=0.1", "", "'beta=0.1' is not an option; write --beta VALUE", 2),
     (f"{OK} --reward_funcs score", "", "neither 'package.module.name' nor 'path/to/file.py:name'", 1),
     ("sft --config good.yaml", "", "reward_funcs: an option of onetrunk ppo, eval, chat, which this command", 2),
+    ("distill --pipeline_training true", "", "pipeline_training: an option of onetrunk ppo, which this command", 2),
     ("eval --config good.yaml", "kl_coef: 0.1\n", "kl_coef: beta of other commands, which this", 2),
     ("eval --config good.yaml --top_k -1", "", "top_k is -1; set a whole number of tokens", 2),
     (OK, "vllm_server_base_url: localhost:8000\nuse_vllm: true\n", "write it with its scheme", 2),

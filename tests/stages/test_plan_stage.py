@@ -242,7 +242,7 @@ STAGED = ["--rollout_backend", "pipelined", "--pipeline_training", "true"]
     [
         (["--pipeline_split", "10", "19"], 2, ["pipeline_split has 29 layers and the model 28"]),
         (["--dtypes", "nf4"], 1, ["training in pipeline stages is not tried: a quantised base"]),
-        (["--trunk_cache", "cpu"], 2, ["trunk_cache is 'cpu' and pipeline_training"]),
+        (["--trunk_cache", "cpu"], 2, ["pipeline_training is not supported with trunk_cache cpu"]),
         (["--schedules", "one_step"], 1, ["nothing fits"]),
         (["--rollout_backend", "local", "--use_vllm", "true"], 2, ["on rows of a server, which plan does not know"]),
     ],

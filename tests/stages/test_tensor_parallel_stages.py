@@ -52,10 +52,10 @@ def make_material(folder):
     write_rows(folder / "pairs.jsonl", judged_pairs(37))
 
 
-def launch(folder, place, processes, cases, name, config="tensor_parallel"):
+def launch(folder, place, processes, cases, name):
     """Run cases, {name: words}, in one launch."""
     (folder / f"{name}.cases").write_text(json.dumps(cases))
-    command = [*launcher(config, processes), WORKER, f"{name}.cases", name]
+    command = [*launcher("tensor_parallel", processes), WORKER, f"{name}.cases", name]
     env = launch_environment(place, processes)
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=3000)
 

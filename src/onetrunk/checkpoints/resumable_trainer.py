@@ -73,17 +73,10 @@ from onetrunk.checkpoints.resume_settings import (
 from onetrunk.checkpoints.signals import StopAsked, Stopped, StopSignals
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
-from onetrunk.parallel.groups import DataParallel, GroupAccelerator, limit_waits
+from onetrunk.parallel.groups import GroupAccelerator, limit_waits
 from onetrunk.parallel.heartbeat import SAVE, Heartbeat
-from onetrunk.parallel.sharding import (
-    group_size,
-    is_divided,
-    is_sharded,
-    launch_layout,
-    replicas_of_what_trains,
-    train_in_stages,
-    training_stages,
-)
+from onetrunk.parallel.layout import group_size, launch_layout, train_in_stages, training_stages
+from onetrunk.parallel.sharding import is_divided, is_sharded, replicas_of_what_trains
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, held_folder, reading_content
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
 from onetrunk.utils.redaction import redact, without_secrets
@@ -125,9 +118,7 @@ class ResumableTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._continue_tensorboard()
         self.heartbeat = Heartbeat.of(self.args.output_dir, self.args.process_index)
-        sharding = self.divide_base()
-        if sharding is not None and self.args.should_log:
-            tqdm.write(sharding, file=sys.stderr)
+        self._divide_base()
         limit_waits(self.args.ddp_timeout)
         self.add_callback(self._loop_events)
         self.add_callback(self.heartbeat)
@@ -138,15 +129,17 @@ class ResumableTrainer(Trainer):
             self.remove_callback(TensorBoardCallback)
             self.add_callback(self.make_tensorboard())
 
-    # --- hooks for subclasses ---------------------------------------------------------------------------------------
-
-    def divide_base(self) -> str | None:
-        """Divide the frozen base over the processes as the run asks; return a line for the user, if it was divided."""
+    def _divide_base(self) -> None:
+        """Divide the frozen base over the processes as the launch asks, and say so."""
         if self._layout is None:
-            return None
+            return
         from onetrunk.parallel.tensor import distribute_frozen
 
-        return distribute_frozen(self.model, self._layout, self.args.device)
+        line = distribute_frozen(self.model, self._layout, self.args.device)
+        if line is not None and self.args.should_log:
+            tqdm.write(line, file=sys.stderr)
+
+    # --- hooks for subclasses ---------------------------------------------------------------------------------------
 
     def make_tensorboard(self) -> RunTensorBoard:
         """Return the callback that writes for TensorBoard."""
@@ -584,6 +577,7 @@ class ResumableTRLTrainer(ResumableTrainer):
     needed_files = (*LOOP_FILES, SETTINGS_FILE)
 
     def __init__(self, *args: Any, streamed: ShardedRows | None = None, **kwargs: Any):
+        train_in_stages(1)  # A PPO run of this process may have trained in stages.
         super().__init__(*args, **kwargs)
         if streamed is not None:
             # TRL takes only its own kinds of datasets, and has checked a sample of these rows.
@@ -601,11 +595,6 @@ class ResumableTRLTrainer(ResumableTrainer):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the rows of an optimizer step; the processes of a group that divides the base share theirs."""
         return super().get_total_train_batch_size(args) // group_size()
-
-    def merged_loop_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return what this process restores if the base was divided over another number of processes."""
-        ranks = DataParallel(self.accelerator)
-        return states[:: max(1, len(states) // ranks.num_processes)][ranks.process_index]
 
     def settings_of_run(self) -> dict[str, Any]:
         """Return the settings and digests that decide what the run computes."""
@@ -649,7 +638,6 @@ class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
     """
 
     def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any):
-        train_in_stages(1)  # Not supported here; another training of this process may have done so.
         if isinstance(train_dataset, ShardedRows):
             sample = train_dataset.sample()
             streamed = train_dataset.encoded(lambda rows: self._encode(rows))

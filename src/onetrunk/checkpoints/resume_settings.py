@@ -26,7 +26,6 @@ from peft import PeftModel
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.parallel.groups import DataParallel
-from onetrunk.parallel.sharding import training_stages
 from onetrunk.utils.files import read_json
 
 if TYPE_CHECKING:
@@ -53,12 +52,11 @@ FREE_SETTINGS = frozenset(
     " trust_remote_code trace_rollouts vllm_server_base_url"
     " write_report vllm_server_timeout vllm_request_timeout vllm_api_key_env vllm_gpu_memory_utilization"
     " vllm_enable_sleep_mode"
-    " pipeline_training pipeline_stages pipeline_split pipeline_batches"
     " tool_timeout max_failed_episodes_fraction max_tool_calling_iterations".split()
 )
 FREE_PREFIXES = (
     "logging_", "log_", "save_", "eval_", "hub_", "dataloader_", "trackio_", "ddp_", "torch_compile", "alarm_",
-    "stop_on_",
+    "stop_on_", "pipeline_",
 )  # fmt: skip
 # Has one of the prefixes, but decides which rows a step gets.
 NOT_FREE = ("dataloader_drop_last",)
@@ -132,8 +130,7 @@ def plain_settings(trainer: Trainer) -> dict[str, Any]:
     if isinstance(trainer.train_dataset, ShardedRows):
         settings["row_contents"] = trainer.train_dataset.contents
     ranks = DataParallel(trainer.accelerator)
-    tensor_parallel = ranks.group_size // training_stages()
-    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": tensor_parallel}
+    settings |= {"num_processes": ranks.num_processes, "tensor_parallel": ranks.group_size}
     settings["adapter"] = _adapter_settings(model) if has_adapter else None
     settings["base"], settings["base_name"] = base_fingerprint(base), base.config.name_or_path
     # Tuples become lists, as in settings that are read from a file.
@@ -187,15 +184,15 @@ def check_streaming(args: TrainingArguments, reads_alone: bool = False) -> None:
 
 
 def check_group_settings(args: TrainingArguments) -> None:
-    """Raise ValueError for settings of SFT, reward or distillation that a divided base cannot carry out."""
+    """Raise ValueError for settings of SFT, reward or distillation that tensor parallelism cannot carry out."""
     names = ("use_liger_kernel", "neftune_noise_alpha", "eval_use_gather_object", "activation_offloading")
     used = [name for name in names if getattr(args, name, None)]
     dealing = ("dispatch_batches", "split_batches")
     used += [f"accelerator_config.{name}" for name in dealing if getattr(args.accelerator_config, name)]
     if used:
-        how = "pipeline_training" if training_stages() > 1 else "tensor parallelism"
         raise ValueError(
-            f"{used[0]} is not supported with {how}; leave it out, or launch with accelerate_configs/fsdp2.yaml"
+            f"{used[0]} is not supported with tensor parallelism; leave it out, or launch with"
+            " accelerate_configs/fsdp2.yaml"
         )
 
 

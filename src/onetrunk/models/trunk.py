@@ -195,6 +195,10 @@ class TrunkModel(PeftModelForCausalLM):
             )
         self.padding_free = is_on
 
+    def grid_of(self, pack: Pack) -> TokenGrid:
+        """Return the tokens of a pack as the decoder takes them."""
+        return token_grid(self.get_base_model(), pack, self.padding_free)
+
     @contextlib.contextmanager
     def as_role(self, name: str) -> Iterator[None]:
         """Play a role ("policy", "value", "reference", "reward") in the block, also for forwards without a pack."""
@@ -246,7 +250,7 @@ class TrunkModel(PeftModelForCausalLM):
         unknown = set(roles) - set(ROLES)
         if unknown:
             raise ValueError(f"roles {sorted(unknown)} are none of {', '.join(ROLES)}")
-        grid = token_grid(self.get_base_model(), pack, self.padding_free)
+        grid = self.grid_of(pack)
         if stage is not None:
             hidden = self._stage_hidden(grid, roles, stage)
             return self._stage_output(hidden, grid, roles, temperature, entropy_grad) if stage.is_last else hidden

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,11 @@ class PackLimits:
     tokens: int | None = None
     padding_free: bool = False
 
+    @classmethod
+    def of(cls, settings: Any, rows: int) -> PackLimits:
+        """Return the limits that settings of PPO or of an evaluation give packs of `rows` rows."""
+        return cls(rows, settings.microbatch_tokens, settings.padding_free)
+
 
 def plan_packs(lengths: Sequence[int], limits: PackLimits) -> list[list[int]]:
     """Return the rows of every pack: sorted by length, and cut to the limits on rows and tokens.
@@ -115,6 +121,19 @@ def _first_fit(lengths: Sequence[int], order: Sequence[int], max_rows: int, max_
         packs[place].append(row)
         rooms[place] -= lengths[row]
     return packs
+
+
+def largest_rows(prompt: int, completion: int, limits: PackLimits) -> list[tuple[int, int]]:
+    """Return the rows of the largest pack, as tokens of prompt and completion; these are the longest of both."""
+    longest = prompt + completion
+    number = limits.rows if limits.tokens is None else max(1, min(limits.rows, limits.tokens // longest))
+    rows = [(prompt, completion)] * number
+    rest = 0 if limits.tokens is None else limits.tokens - number * longest
+    if limits.padding_free and number < limits.rows and rest > 1:
+        # A shorter row, most of it completion, fills the sequence up.
+        completion = min(completion, rest - 1)
+        rows.append((min(prompt, rest - completion), completion))
+    return rows
 
 
 def split_packs(packs: Sequence[list[int]], count: int) -> list[list[int]]:

@@ -18,7 +18,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from onetrunk.parallel.sharding import group_size, is_divided, training_stages, world_size
+from onetrunk.parallel.layout import group_size, training_stages
+from onetrunk.parallel.sharding import is_divided, world_size
 from onetrunk.types import Pack, PackOutput
 
 T = TypeVar("T")
@@ -238,7 +239,7 @@ def _computed_by(first: int, compute: Callable[[], T], group: dist.ProcessGroup 
 
 
 def staged(model: nn.Module) -> Any | None:
-    """Return the `parallel.staged.Stage` of a model whose layers are divided, wrapped in DDP or not; else None."""
+    """Return the `parallel.staged.StagedTrunk` of a trunk whose layers are divided, in DDP or not; else None."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return vars(base).get(STAGED)

@@ -62,15 +62,6 @@ class LayerSplit:
             )
         return cls(tuple(sizes))
 
-    @classmethod
-    def even(cls, model: nn.Module, stages: int, sizes: Sequence[int] | None = None) -> LayerSplit:
-        """Return the given sizes, or stages with equally many layers, the first ones with one more if need be."""
-        num_layers = len(decoder_layers(model))
-        if sizes is None and stages > num_layers:
-            raise ValueError(f"{num_layers} layers cannot be divided into {stages} stages; launch fewer processes")
-        whole, rest = divmod(num_layers, stages)
-        return cls.of(model, stages, sizes or [whole + (stage < rest) for stage in range(stages)])
-
     @property
     def num_stages(self) -> int:
         return len(self.sizes)

@@ -19,6 +19,7 @@ from typing import Any
 from onetrunk.costs import ModelShape
 from onetrunk.rewards.specs import Spec, read_spec
 from onetrunk.utils.files import read_json, read_yaml
+from onetrunk.utils.options import stage_obstacles
 
 MODELS = Path(__file__).with_name("models.yaml")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -338,13 +339,10 @@ def reward_specs(values: Mapping[str, Any]) -> list[Spec]:
 
 
 def _stage_obstacle(values: Mapping[str, Any], rewards: list[Spec]) -> str | None:
-    """Return the setting that a run with pipeline_training would reject; a plan sets the others itself."""
-    if values["fp16"]:
-        return "fp16 scales gradients"
-    if values["capture_trunk_states"]:
-        return "capture_trunk_states keeps states for the layers above the cut"
-    if values["trunk_cache"] not in ("auto", "off"):
-        return f"trunk_cache {values['trunk_cache']} keeps the output of layers that other processes have"
+    """Return the setting with which training in pipeline stages would be rejected; a plan sets the others itself."""
+    for name, why, _ in stage_obstacles(values):
+        if name != "activation_offloading":
+            return f"{name} {values[name]} {why}"
     adapters = [spec.text for spec in rewards if (Path(spec.text).expanduser() / ADAPTER_CONFIG).is_file()]
     return f"the reward {adapters[0]} is an adapter on the policy's base" if adapters else None
 

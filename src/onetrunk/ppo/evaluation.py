@@ -74,7 +74,7 @@ def evaluate_prompts(
     roles = sampler.roles(*(wanted if role == "policy" else ()))
     packs, everything, pad_id = [], [range(len(rollout))], sampler.params.pad_token_id
     if roles:
-        limits = PackLimits(args.per_device_eval_batch_size, args.microbatch_tokens, args.padding_free)
+        limits = PackLimits.of(args, args.per_device_eval_batch_size)
         agree = equal_counts(model, accelerator)
         packs = rollout_packs(rollout, everything, limits, pad_id, accelerator.device, agree)
     temperature = sampler.params.temperature or 1.0

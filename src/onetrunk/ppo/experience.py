@@ -197,7 +197,7 @@ class ExperienceStream:
 
     def form_packs(self, rollout: Rollout) -> list[RolloutPack]:
         """Return the packs of the rollout in use; they keep their rows and width for all of its steps."""
-        limits = PackLimits(self.plan.rows_per_pack, self.config.microbatch_tokens, self.config.padding_free)
+        limits = PackLimits.of(self.config, self.plan.rows_per_pack)
         _, minibatches = self._deal(self.state.iteration)
         agree, pad_id = equal_counts(self.model, self.accelerator), self.sampler.params.pad_token_id
         return rollout_packs(rollout, minibatches, limits, pad_id, self.accelerator.device, agree)

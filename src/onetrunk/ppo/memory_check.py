@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from onetrunk.models.speedups.memory_use import is_out_of_memory, offloaded_activations
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.ops.packing import make_pack
+from onetrunk.ops.packing import PackLimits, largest_rows, make_pack
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.monitoring.metrics import peak_gib
 from onetrunk.rollouts.base import longest_row
@@ -25,15 +25,8 @@ from onetrunk.types import Pack, to_device
 
 def largest_pack(args: PPOConfig, longest_prompt: int) -> Pack:
     """Return the pack with the most tokens that a rollout can have on this process."""
-    lengths = (longest_prompt, longest_row(longest_prompt, args) - longest_prompt)
-    most_rows, budget = plan_batches(args, args.world_size).rows_per_pack, args.microbatch_tokens
-    num_rows = most_rows if budget is None else max(1, min(most_rows, budget // sum(lengths)))
-    rows = [lengths] * num_rows
-    rest = 0 if budget is None else budget - num_rows * sum(lengths)
-    if args.padding_free and num_rows < most_rows and rest > 1:
-        # A shorter row, most of it completion, fills the sequence up.
-        completion = min(lengths[1], rest - 1)
-        rows.append((min(longest_prompt, rest - completion), completion))
+    limits = PackLimits.of(args, plan_batches(args, args.world_size).rows_per_pack)
+    rows = largest_rows(longest_prompt, longest_row(longest_prompt, args) - longest_prompt, limits)
     return make_pack([[0] * prompt for prompt, _ in rows], [[0] * completion for _, completion in rows], 0)
 
 

@@ -27,14 +27,12 @@ from onetrunk.utils.options import (
     option,
     replace_none,
     require_seed,
-    require_split,
     require_truncation,
+    stage_obstacles,
 )
 
 logger = logging.getLogger(__name__)
 
-STAGE_SETTINGS = ("pipeline_stages", "pipeline_split", "pipeline_training")
-PIPELINE_SETTINGS = (*STAGE_SETTINGS, "pipeline_batches")
 SERVER_SETTINGS = ("vllm_server_base_url", "vllm_server_timeout", "vllm_request_timeout", "vllm_api_key_env")
 ENGINE_SETTINGS = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
 BACKENDS = ("local", "pipelined")
@@ -97,6 +95,11 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "0 or more",
     ),
     ("pipeline_stages", lambda v: is_whole(v) and v > 1, "a whole number above 1"),
+    (
+        "pipeline_split",
+        lambda v: isinstance(v, list) and len(v) > 1 and all(is_whole(n) and n > 0 for n in v),
+        "a list of whole numbers above 0, at least two",
+    ),
     ("padding_free pipeline_training", lambda v: isinstance(v, bool), "true or false"),
     ("max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more"),
     ("kl_estimator", *_one_of("k1", "k2", "k3")),
@@ -476,11 +479,10 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         check_optimizer(self)
         self._check_ranges()
         self._derive()
-        faults = self._objective_faults(), self._sampling_faults(), self._compaction_faults(), self._stage_faults()
+        faults = self._objective_faults(), self._sampling_faults(), self._compaction_faults(), self._pipeline_faults()
         for is_wrong, message in chain(*faults):
             if is_wrong:
                 raise ValueError(message)
-        require_split(self)
         check_limits(self.alarm_limits)
         self.stop_on_alarm = stopping_alarms(self.stop_on_alarm, self.limits)
         super().__post_init__()
@@ -551,7 +553,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
 
     def _derive(self) -> None:
         """Set what other settings decide, where it is None."""
-        for name in ("max_steps", "max_turns", "max_staleness"):
+        for name in ("max_steps", "max_turns", "max_staleness", "pipeline_stages"):
             if isinstance(getattr(self, name), Derived):
                 setattr(self, name, type(self).__dataclass_fields__[name].default)
         if self.num_rollouts is not None:
@@ -572,6 +574,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             self.max_turns = Derived(turns)
         if self.truncated_completions is None:
             self.truncated_completions = "terminal" if self.missing_eos_penalty is None else "penalize"
+        if self.pipeline_stages is None and self.pipeline_split is not None:
+            self.pipeline_stages = Derived(len(self.pipeline_split))
         if self.max_staleness is None:
             self.max_staleness = Derived(0 if self.schedule == "sync" else 1)
         if self.metric_for_best_model is None and (self.load_best_model_at_end or word(self.save_strategy) == "best"):
@@ -670,7 +674,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             " max_staleness out, or set schedule to async",
         )
 
-    def _stage_faults(self) -> Iterator[tuple[Any, str]]:
+    def _pipeline_faults(self) -> Iterator[tuple[Any, str]]:
         samples, trains = self.rollout_backend == "pipelined", self.pipeline_training
         stages = "pipeline_training" if self.use_vllm else "rollout_backend 'pipelined'"
         yield (
@@ -678,11 +682,19 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             f"rollout_backend is {self.rollout_backend!r} and use_vllm samples on a server; leave one of them out",
         )
         for name in () if samples else PIPELINE_SETTINGS:
+            value, is_of_sampling = getattr(self, name), name == "pipeline_batches"
+            is_set = value and not isinstance(value, Derived)
             yield (
-                getattr(self, name) and not (self.use_vllm and trains and name in STAGE_SETTINGS),
+                is_set and (is_of_sampling or not (self.use_vllm and trains)),
                 f"{name} is set and rollout_backend is not 'pipelined'; set it, or leave {name} out"
-                + (" (with pipeline_training, use_vllm samples too)" if name in STAGE_SETTINGS else ""),
+                + ("" if is_of_sampling else " (with pipeline_training, use_vllm samples too)"),
             )
+        split = self.pipeline_split or ()
+        yield (
+            split and len(split) != self.pipeline_stages,
+            f"pipeline_split has {len(split)} numbers and pipeline_stages is {self.pipeline_stages}; give one number of"
+            " layers for each stage",
+        )
         yield (
             trains and self.is_colocated,
             "pipeline_training is not supported with vllm_mode 'colocate', whose engine loads the whole base on the"
@@ -693,18 +705,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             f"schedule {self.schedule!r} samples during the update, and the processes of {stages} work together then;"
             " set schedule to sync",
         )
-        for name, why, fix in (
-            ("fp16", "scales gradients", "set bf16, or neither"),
-            ("activation_offloading", "wraps a whole forward", "set activation_checkpointing"),
-            ("capture_trunk_states", "keeps states for the layers above the cut", "leave it out"),
-        ):
-            message = f"pipeline_training is not supported with {name}, which {why}; {fix}"
-            yield trains and getattr(self, name), message
-        yield (
-            trains and self.trunk_cache not in ("auto", "off"),
-            f"trunk_cache is {self.trunk_cache!r} and pipeline_training runs the lower layers on other processes than"
-            " the upper ones; set trunk_cache to auto or off",
-        )
+        for name, why, remedy in stage_obstacles(vars(self)):
+            setting = f"{name} {getattr(self, name)}"
+            yield trains, f"pipeline_training is not supported with {setting}, which {why}; {remedy}"
 
 
 def _require(name: str, value: Any, holds: Callable[[Any], bool], expected: str) -> None:
@@ -722,5 +725,6 @@ def _changed(config: Any, names: Sequence[str]) -> list[str]:
     return [name for name in names if getattr(config, name) != PPOSettings.__dataclass_fields__[name].default]
 
 
+PIPELINE_SETTINGS = tuple(f.name for f in fields(PPOSettings) if f.name.startswith("pipeline_"))
 # Read once: transformers' parser rewrites the types of fields.
 MAY_BE_NONE = frozenset(f.name for f in fields(PPOSettings) if "None" in str(f.type))

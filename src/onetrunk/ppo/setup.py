@@ -39,13 +39,15 @@ from onetrunk.models.build import attach_score_adapter, build_trunk, check_model
 from onetrunk.models.frozen_layers import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.sharding import (
-    cast_when_sharded,
+from onetrunk.parallel.layout import (
     check_stage_launch,
     check_stage_layout,
     launch_layout,
+    reject_tensor_parallelism,
     train_in_stages,
+    training_stages,
 )
+from onetrunk.parallel.sharding import cast_when_sharded
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.foreign_names import our_metric
 from onetrunk.ppo.memory_check import MemoryCheck
@@ -350,16 +352,17 @@ def divide(trunk: TrunkModel, args: PPOConfig, backend: RolloutBackend) -> list[
     from onetrunk.parallel.tensor import distribute_frozen
     from onetrunk.rollouts.pipelined import PipelinedBackend
 
-    if args.pipeline_training and not isinstance(backend, PipelinedBackend):
-        split = LayerSplit.of(trunk, args.pipeline_stages or args.world_size, args.pipeline_split)
-        verify_split(trunk, split)
-        return [keep_stage(trunk, split, args.device)]
-    if not isinstance(backend, PipelinedBackend):
-        return [distribute_frozen(trunk, launch_layout(), args.device)]
-    backend.check_policy(trunk)
+    samples_in_stages = isinstance(backend, PipelinedBackend)
+    if samples_in_stages:
+        backend.check_policy(trunk)
     if args.pipeline_training:
-        return [keep_stage(trunk, backend.split_of(trunk), args.device)]
-    return [backend.report(trunk), distribute_frozen(trunk, launch_layout(), args.device)]
+        check_stage_training(args, getattr(trunk.get_base_model(), "quantization_method", None))
+        split = LayerSplit.of(trunk, training_stages(), args.pipeline_split)
+        if not samples_in_stages:
+            verify_split(trunk, split)
+        return [keep_stage(trunk, split, args.device)]
+    lines = [backend.report(trunk)] if samples_in_stages else []
+    return [*lines, distribute_frozen(trunk, launch_layout(), args.device)]
 
 
 def policy_tokenizer(
@@ -594,9 +597,9 @@ def check_pipeline(args: PPOConfig) -> None:
         reject_tensor_parallelism(what, f"which divides every layer; {otherwise}, or launch with fsdp2.yaml")
     elif not args.pipeline_training:
         return
-    check_stage_launch(what, args.pipeline_stages, args.world_size, "ppo", otherwise)
+    check_stage_launch(what, args.pipeline_stages, args.world_size, otherwise)
     if args.pipeline_training:
-        check_stage_layout()
+        check_stage_layout("pipeline_training", "leave pipeline_training out")
 
 
 def own_backend(args: PPOConfig, given: RolloutBackend | None) -> RolloutBackend | None:
@@ -669,11 +672,15 @@ def check_best_score(metric: str | None, functions: Sequence[str], gives_rewards
         )
 
 
-def check_stage_training(args: PPOConfig, quantization_config: Any, scores_on_trunk: bool) -> None:
-    """Check before the model loads what training in pipeline stages cannot carry out."""
+def check_stage_training(args: PPOConfig, quantization: Any, scores_on_trunk: bool = False) -> None:
+    """Raise ValueError for what training in pipeline stages cannot carry out, before the model loads if that is known.
+
+    Args:
+        quantization: how the base is quantised; None: it is not.
+    """
     if not args.pipeline_training:
         return
-    if quantization_config is not None:
+    if quantization is not None:
         raise ValueError(
             "pipeline_training is not supported for a quantised base, which loads on one device as a whole; load it in"
             " bfloat16 (leave load_in_4bit and load_in_8bit out)"
@@ -706,13 +713,6 @@ def check_schedule(args: PPOConfig, backend: RolloutBackend) -> None:
         "whose processes must agree on every completion; set schedule to 'sync', or shard the base with"
         " accelerate_configs/fsdp2.yaml",
     )
-
-
-def reject_tensor_parallelism(setting: str, why: str) -> None:
-    """Raise ValueError if the launch divides the layers over its processes; `why` also says what to change."""
-    layout = launch_layout()
-    if layout is not None and layout.tensor > 1:
-        raise ValueError(f"{setting} is not supported with tensor parallelism, {why}")
 
 
 def check_model(model: Any, tokenizer: Any, kwargs: dict[str, Any], peft_config: PeftConfig | None = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,7 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
-from accelerate.utils import send_to_device
 from datasets import Dataset, Features, List, Value
-from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
@@ -36,74 +34,19 @@ from onetrunk.models.reward_model import READS_END, length_limit
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
-from onetrunk.parallel.groups import staged
-from onetrunk.parallel.sharding import check_stage_launch, check_stage_layout, train_in_stages
-from onetrunk.parallel.staged import keep_stage, reduce_gradients
-from onetrunk.parallel.stages import LayerSplit
 from onetrunk.rewards.model import encode_rows
-from onetrunk.utils.options import is_whole, option, replace_none, require_seed, require_split
+from onetrunk.utils.options import option, replace_none, require_seed
 from onetrunk.utils.redaction import SecretFreeArguments
 
 logger = logging.getLogger(__name__)
 
 NAN = float("nan")
 ENCODED = ("chosen_ids", "rejected_ids")
-# Labels of a pair in a batch.
-PAIR_LABELS = ("probability", "margin")
-# The entries of a batch that the model reads; the others are labels.
-MODEL_INPUTS = ("input_ids", "attention_mask")
-# Microbatches of a batch, per stage of a pipeline: a process is then idle for less than a fifth of a step.
-BATCHES_PER_STAGE = 4
 
 
 @dataclass(repr=False)
-class StageTrainingConfig:
-    """How a reward adapter trains in pipeline stages. List it before TrainingArguments among the bases."""
-
-    pipeline_training: bool = option(
-        False,
-        "With use_peft: divide the layers of the frozen base over consecutive processes, which train as the stages of"
-        " a pipeline, by the 1F1B schedule. Each process loads and holds the weights of its own layers only, so that a"
-        " base that needs several devices can be trained on them; a pipeline counts as one process for rows (not yet"
-        " run on hardware).",
-    )
-    pipeline_stages: int | None = option(
-        None, "With pipeline_training: processes that form a pipeline, 2 or more; None: all processes."
-    )
-    pipeline_split: list[int] | None = option(
-        None,
-        "With pipeline_training: number of layers of each stage, 1 or more; their sum is the model's layers. None:"
-        " equally many, the first stages one more where they do not divide.",
-    )
-    pipeline_batches: int | None = option(
-        None,
-        "With pipeline_training: microbatches that the per_device_train_batch_size rows are cut into, 1 or more. Fewer"
-        " leave processes idle, more make them small; the result does not depend on it. None: 4 per stage, as far as"
-        " there are rows.",
-    )
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.pipeline_training, bool):
-            raise ValueError(f"pipeline_training is {self.pipeline_training!r}; it must be true or false")
-        for name, least in (("pipeline_stages", 2), ("pipeline_batches", 1)):
-            value = getattr(self, name)
-            if value is not None and not (is_whole(value) and value >= least):
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
-        names = ("pipeline_stages", "pipeline_split", "pipeline_batches")
-        unused = next((name for name in names if getattr(self, name) is not None), None)
-        if unused is not None and not self.pipeline_training:
-            raise ValueError(f"{unused} is set and pipeline_training is not; set both, or leave {unused} out")
-        require_split(self)
-        if self.pipeline_training and self.fp16:
-            raise ValueError(
-                "pipeline_training is not supported with fp16, which scales gradients; set bf16, or neither"
-            )
-        super().__post_init__()
-
-
-@dataclass(repr=False)
-class RewardModelConfig(StageTrainingConfig, CheckpointConfig, SecretFreeArguments, RewardConfig):
-    """TRL's RewardConfig, how the labels of the rows are used, and how the base is divided over processes.
+class RewardModelConfig(CheckpointConfig, SecretFreeArguments, RewardConfig):
+    """TRL's RewardConfig, and how the labels of the rows are used.
 
     Raises:
         ValueError: a value out of range.
@@ -154,7 +97,7 @@ class PairCollator:
         }
         batch["first"] = torch.tensor(list(labelled), dtype=torch.long)
         batch["second"] = torch.tensor(list(labelled.values()), dtype=torch.long)
-        for name in PAIR_LABELS:
+        for name in ("probability", "margin"):
             if name in features[0]:
                 batch[name] = torch.tensor([features[index][name] for index in labelled], dtype=torch.float32)
         if "chosen_score" in features[0]:
@@ -169,25 +112,6 @@ class PairCollator:
             ids = F.pad(ids, (0, -ids.shape[1] % self.pad_to_multiple_of), value=self.pad_token_id)
         return {"input_ids": ids, "attention_mask": length_mask(lengths, ids.shape[1]).long()}
 
-    def parts(self, batch: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
-        """Return at most `number` parts of a batch, whose losses add up to the batch's loss; pairs stay whole."""
-        device, num_rows = batch["input_ids"].device, len(batch["input_ids"])
-        partner = torch.arange(num_rows, device=device)
-        partner[batch["second"]] = batch["first"]
-        leaders, group = partner.unique(return_inverse=True)
-        parts = []
-        for chosen in torch.arange(len(leaders), device=device).chunk(number):
-            indices = torch.isin(group, chosen).nonzero()[:, 0]
-            place = torch.full((num_rows,), -1, device=device)
-            place[indices] = torch.arange(len(indices), device=device)
-            is_here = place[batch["first"]] >= 0
-            part = self._rows(batch, indices)
-            part |= {name: place[batch[name][is_here]] for name in ("first", "second")}
-            part |= {name: batch[name][is_here] for name in PAIR_LABELS if name in batch}
-            part |= {"scores": batch["scores"][indices]} if "scores" in batch else {}
-            parts.append({**part, "label_counts": self.denominators(batch)})
-        return parts
-
     @staticmethod
     def label_counts(batch: dict[str, Tensor]) -> Tensor:
         """Return float32 [2]: how many scores and how many labelled pairs a batch has."""
@@ -200,13 +124,6 @@ class PairCollator:
         """Return what divides the sums of the losses: the batch's entry `label_counts`, else its own counts."""
         counts = batch["label_counts"] if "label_counts" in batch else cls.label_counts(batch)
         return torch.where(counts > 0, counts, 1.0)
-
-    def _rows(self, batch: dict[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
-        """Return input_ids and attention_mask of some rows of a batch, as wide as the longest of them."""
-        mask = batch["attention_mask"][indices]
-        width = int(mask.sum(1).max())
-        width += -width % (self.pad_to_multiple_of or 1)
-        return {"input_ids": batch["input_ids"][indices, :width], "attention_mask": mask[:, :width]}
 
 
 @dataclass(frozen=True)
@@ -274,7 +191,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **trl: Any,
     ):
-        join_pipeline(args, has_adapter=trl.get("peft_config") is not None or isinstance(model, PeftModel))
         if trl.get("peft_config") is not None:
             require_lora(trl["peft_config"], "peft_config")
         check_tokenizer(processing_class)
@@ -297,14 +213,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             processing_class=processing_class,
             **trl,
         )
-
-    def divide_base(self) -> str | None:
-        """Divide the frozen base over the processes as the run asks; return a line for the user, if it was divided."""
-        if not self.args.pipeline_training:
-            return super().divide_base()
-        stages = self.args.pipeline_stages or self.args.world_size
-        split = LayerSplit.even(self.model, stages, self.args.pipeline_split)
-        return keep_stage(self.model, split, self.args.device)
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the loop state, with the metrics since the last log."""
@@ -386,34 +294,13 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             batches = [{**batch, "label_counts": total[:-1] / total[-1]} for batch in batches]
         return batches, num_items
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Return the loss of a batch after its backward; in pipeline stages its parts are the microbatches."""
-        stage = staged(model)
-        if stage is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        model.train()
-        number = self.args.pipeline_batches or BATCHES_PER_STAGE * stage.num_stages
-        parts = send_to_device(self.data_collator.parts(inputs, number), self.accelerator.device)
-        total = torch.zeros((), device=self.accelerator.device)
-
-        def loss_of(number: int, run: Callable[..., Any]) -> Tensor:
-            loss = self.compute_loss(run, parts[number]) / self.current_gradient_accumulation_steps
-            total.add_(loss.detach())
-            # `reduce_gradients` adds the gradients of all pipelines, and the mean of their losses is trained.
-            return loss / self.accelerator.num_processes
-
-        stage.update([{name: part[name] for name in MODEL_INPUTS} for part in parts], loss_of)
-        if self.accelerator.sync_gradients:
-            reduce_gradients(stage.model)
-        return total
-
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the Bradley-Terry loss, plus a term that centres the scores on 0 (2312.09244, equation 2).
 
         The sum over the pairs of the inputs is divided by `label_counts`: in training the mean number of a batch
-        (`get_batch_samples`), of which a part of a batch adds its share; in an evaluation the number of the inputs.
+        (`get_batch_samples`); in an evaluation the number of the inputs.
         """
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         scores = outputs.logits.squeeze(-1).float()
@@ -445,25 +332,6 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
                 logs[name if mode == "train" else f"eval_{name}"] = total / count
         self.pair_sums[mode].clear()
         super().log(logs, start_time)
-
-
-def join_pipeline(args: RewardModelConfig, has_adapter: bool, verb: str = "reward") -> None:
-    """Let the processes of a launch count as pipelines from now on, if they train as their stages.
-
-    Call it before the model is loaded: each process then loads what it keeps.
-    """
-    if not args.pipeline_training:
-        train_in_stages(1)
-        return
-    if not has_adapter:
-        raise ValueError(
-            "pipeline_training divides the frozen base, and all weights of this model train; set use_peft: true, or"
-            " launch with accelerate_configs/ddp.yaml"
-        )
-    check_stage_layout()
-    otherwise = "leave pipeline_training out"
-    check_stage_launch("pipeline_training", args.pipeline_stages, args.world_size, verb, otherwise)
-    train_in_stages(args.pipeline_stages or args.world_size)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> None:

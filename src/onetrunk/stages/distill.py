@@ -39,7 +39,6 @@ from onetrunk.reward_models.metrics import (
     teacher_labels,
     true_labels,
 )
-from onetrunk.reward_models.training import join_pipeline
 from onetrunk.rewards.model import load_reward
 from onetrunk.stages.arguments import OptionalModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
@@ -161,7 +160,6 @@ def make_student(
     args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows | None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, LoraConfig | None]:
     """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter."""
-    join_pipeline(args, bool(student.use_peft), "distill")
     kwargs = load_kwargs(args, student, "a student")
     name = student.model_name_or_path
     # The pinned commit is the model's; code of another repository is not run.

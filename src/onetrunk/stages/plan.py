@@ -113,8 +113,9 @@ def parse_plan(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         settings.__post_init__()
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
-    # TRL's names for these were read.
-    values |= {name: getattr(settings, name) for name in ("rollout_batch_size", "num_minibatches", "num_ppo_epochs")}
+    # TRL's names, and other settings, may have decided these.
+    decided = ("rollout_batch_size", "num_minibatches", "num_ppo_epochs", "pipeline_stages")
+    values |= {name: getattr(settings, name) for name in decided}
     return own, values
 
 
@@ -204,9 +205,10 @@ def _stages_of(
             f"pipeline_split has {sum(split)} layers and the model {layers}; give the layers of each stage, or leave"
             " it out"
         )
-    stages = values["pipeline_stages"] or len(split) or None
     training = bool(values["pipeline_training"]) or None
-    return {"engines": (PIPELINED,), "stages": stages, "split": split, "stage_training": training}
+    return {
+        "engines": (PIPELINED,), "stages": values["pipeline_stages"], "split": split, "stage_training": training,
+    }  # fmt: skip
 
 
 def _reward_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[ModelFacts | None, str | None]:
@@ -354,7 +356,7 @@ def plan_of_run(job: Job, device: Device, processes: int, values: Mapping[str, A
     sample = SampleLayout(device, SERVER if job.uses_server else LOCAL, processes)
     if values["rollout_backend"] == PIPELINED:
         split = tuple(values["pipeline_split"] or ())
-        stages = values["pipeline_stages"] or len(split) or processes
+        stages = values["pipeline_stages"] or processes
         if values["pipeline_training"]:
             train = replace(train, data=processes // stages, stages=stages, split=split)
         sample = SampleLayout(device, PIPELINED, processes // stages, stages=stages, split=split, per_node=processes)

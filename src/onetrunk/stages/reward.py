@@ -20,7 +20,7 @@ from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load
 from onetrunk.parallel.groups import forwards_of_first
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
-from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer, join_pipeline
+from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards.model import ModelReward
 from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
@@ -58,7 +58,6 @@ def make_trainer(
     args: RewardArguments, model_args: ModelArguments, train: TrainingRows, held_out: Dataset | None
 ) -> RewardModelTrainer:
     name = model_args.model_name_or_path
-    join_pipeline(args, has_adapter=bool(model_args.use_peft))
     kwargs = load_kwargs(args, model_args, "a reward model")
     tokenizer = load_reward_tokenizer(name, kwargs["revision"], kwargs["trust_remote_code"])
     config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])

@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -20,6 +20,13 @@ SEED_LIMIT = 2**32
 VALUE_HEADS = ("shared", "adapter")
 TRUNK_CACHES = ("auto", "off", "device", "cpu")
 IMPORTANCE_MODES = ("token_truncate", "token_mask")
+# The values that training in pipeline stages accepts of a setting, why it rejects others, and what to set instead.
+IN_STAGES = {
+    "fp16": ((False, None), "scales gradients", "set bf16, or neither"),
+    "activation_offloading": ((False, None), "wraps a whole forward", "set activation_checkpointing"),
+    "capture_trunk_states": ((False, None), "keeps states for the layers above the cut", "leave it out"),
+    "trunk_cache": (("auto", "off"), "keeps the output of layers that other processes have", "set it to auto or off"),
+}
 # The ranks of LoRA that vLLM reserves memory for.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # What None means where neither the type nor the default says it.
@@ -80,20 +87,11 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def require_split(settings: Any) -> None:
-    """Check `pipeline_split` of settings, and set `pipeline_stages` to its length if that is None."""
-    split, stages = settings.pipeline_split, settings.pipeline_stages
-    if split is None:
-        return
-    if not (isinstance(split, list) and all(is_whole(n) and n > 0 for n in split)):
-        raise ValueError(f"pipeline_split is {split!r}; it must be a list of whole numbers above 0")
-    if stages is None:
-        settings.pipeline_stages = stages = len(split)
-    if len(split) != stages:
-        raise ValueError(
-            f"pipeline_split has {len(split)} numbers and pipeline_stages is {stages}; give one number of layers for"
-            " each stage"
-        )
+def stage_obstacles(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the settings with which PPO cannot train in pipeline stages: name, why, and what to set instead."""
+    for name, (accepted, why, remedy) in IN_STAGES.items():
+        if values[name] not in accepted:
+            yield name, why, remedy
 
 
 def documented(settings: T) -> T:
