@@ -692,8 +692,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         split = self.pipeline_split or ()
         yield (
             split and len(split) != self.pipeline_stages,
-            f"pipeline_split has {len(split)} numbers and pipeline_stages is {self.pipeline_stages}; give one number of"
-            " layers for each stage",
+            f"pipeline_split has {len(split)} numbers and pipeline_stages is {self.pipeline_stages}; give one number"
+            " of layers for each stage",
         )
         yield (
             trains and self.is_colocated,
