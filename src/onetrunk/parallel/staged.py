@@ -80,7 +80,7 @@ def training_obstacle(model: nn.Module) -> str | None:
     is_trunk = isinstance(model, TrunkModel)
     if is_trunk and model.reward_branch is not None:
         return "with a reward adapter on the policy's trunk; score with a function, or with a model on a server"
-    head = set((model.value_head if is_trunk else score_layer(model)).parameters())
+    head = set() if is_trunk else set(score_layer(model).parameters())
     others = [n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n and p not in head]
     if others:
         return f"with {others[0]} among what trains; train LoRA adapters only (no modules_to_save)"
@@ -128,7 +128,7 @@ def reduce_gradients(model: nn.Module) -> None:
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reduced])
     dist.all_reduce(flat)
     for parameter, gradient in zip(reduced, flat.split([p.numel() for p in reduced]), strict=True):
-        # The value head is float32 also next to adapters in float64.
+        # A score head may have another precision than the adapters.
         parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
 
 
@@ -273,14 +273,14 @@ class _StageModule(nn.Module):
 
 
 def update_in_stages(
-    model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], loss_of: LossOf, temperature: float, entropy: bool
+    model: nn.Module, packs: Sequence[Pack], loss_of: LossOf, temperature: float, entropy: bool
 ) -> None:
     """Run forward and backward over packs in the pipeline of a model; every stage gets all gradients.
 
     The arguments are those of `StagedTrunk.update`.
     """
     stage = staged(model)
-    stage.update(packs, roles, loss_of, temperature, entropy)
+    stage.update(packs, loss_of, temperature, entropy)
     reduce_gradients(stage.model)
 
 
@@ -291,10 +291,9 @@ def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy
     stage.outputs(packs, ("policy", "value", "reference"), temperature)
 
     def loss_of(_: int, run: Callable[..., PackOutput]) -> Tensor:
-        output = run()
-        return output.logprobs.sum() + output.values.sum()
+        return run().logprobs.sum()
 
-    stage.update(packs, ("policy", "value"), loss_of, temperature, entropy)
+    stage.update(packs, loss_of, temperature, entropy)
     stage.model.zero_grad(set_to_none=True)
 
 
@@ -317,15 +316,10 @@ class StagedTrunk(Stage):
             self.model.has_reference_adapter = kept
 
     def update(
-        self,
-        packs: Sequence[Pack],
-        roles: Sequence[str],
-        loss_of: LossOf,
-        temperature: float = 1.0,
-        entropy_grad: bool = False,
+        self, packs: Sequence[Pack], loss_of: LossOf, temperature: float = 1.0, entropy_grad: bool = False
     ) -> list[PackOutput]:
-        """Run forward and backward over the packs; return their outputs, without gradients, on every stage."""
-        batches = _Packs(self, packs, tuple(roles), temperature, entropy_grad)
+        """Run the policy over the packs, forward and backward; return its outputs, detached, on every stage."""
+        batches = _Packs(self, packs, ("policy",), temperature, entropy_grad)
         return [PackOutput(**tensors) for tensors in self.run(batches, loss_of)]
 
 
@@ -372,9 +366,10 @@ class _Packs:
     def shapes(self, number: int) -> dict[str, Sequence[int]]:
         mask = self.packs[number].completion_mask
         shapes = {name: mask.shape[:dims] for role in self.roles for name, dims in OUTPUTS[role].items()}
-        trunk = self.stage.model
-        if "value" in self.roles and trunk.value_head_kind == "shared":
-            shapes["value_states"] = (int(mask.sum()), trunk.value_head.hidden_size)
+        if "value" in self.roles:
+            places, ends = self.packs[number].places, self.stage.model.values_turn_ends
+            num_values = len(places.sampled) + (len(places.ended) if ends else 0)
+            shapes["value_states"] = (num_values, self.stage.hidden_size)
         return shapes
 
 

@@ -41,7 +41,6 @@ _RENAMES = by_name(
         "temperature": "temp",
         "beta": "init_kl_coef kl_coef",
         "epsilon": "clip_range eps_clip cliprange",
-        "value_clip": "cliprange_value",
         "lam": "gae_lambda",
         "run_name": "exp_name",
         "vllm_server_base_url": "vllm_server_host vllm_server_port",
@@ -49,10 +48,20 @@ _RENAMES = by_name(
     }
 )
 _SAMPLER = "sampling here follows the policy itself, or its top_p or top_k; leave it out"
+_VALUE = (
+    "the PPO loss has no value term: the value head is fitted after each rollout (value_steps, value_learning_rate);"
+    " leave it out"
+)
 _LAUNCH = "the launch decides, on the command line of sft, reward, distill, ppo and eval only:"
 # Keys without a counterpart, or with one of another meaning.
 REASONS = {
     "env": "set environment variables before the command: CUDA_VISIBLE_DEVICES=0 onetrunk ...",
+    "value_head": "gone with the value adapter: the value is a small head on the policy's last hidden states; leave it"
+    " out",
+    "value_clip": _VALUE,
+    "value_coef": _VALUE,
+    "cliprange_value": _VALUE,
+    "vf_coef": _VALUE,
     "rollout_func": "give environment_factory or tools for episodes, or rollout_backend for another sampler",
     "datasets": "one dataset_name, or a file with the rows of all of them; mixtures are made by the datasets library",
     "stages": "the file is a pipeline, which onetrunk run FILE runs",
