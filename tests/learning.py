@@ -51,7 +51,6 @@ SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 128,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "linear",
-    "value_head": "shared",
     "epsilon": 0.2,
     "gamma": 1.0,
     "lam": 0.95,

@@ -67,9 +67,8 @@ def test_what_an_iteration_gathers_by_hand():
     by_lower = [gathers(SHAPE, 6, 3, 2, lower_layers=lower) for lower in ("sampling", "scoring", "every")]
     assert [found["score"].layers for found in by_lower] == [3 * (2 + 2), 3 * (6 + 2 + 2), 3 * (6 + 2 + 2)]
     assert [found["update"].layers for found in by_lower] == [6 * (2 + 2), 6 * (2 + 2), 6 * (6 + 2 + 2)]
-    # A value adapter adds a forward, and a backward but for its lowest layer.
-    branch = gathers(SHAPE, 6, 3, 2, has_value_adapter=True, has_reference=False)
-    assert (branch["score"].layers, branch["update"].layers) == (3 * (2 + 2), 6 * (2 + 2 + 2 + 1))
+    alone = gathers(SHAPE, 6, 3, 2, has_reference=False)
+    assert (alone["score"].layers, alone["update"].layers) == (3 * 2, 6 * (2 + 2))
     # Two layers of 120 weights and three times the 40 outside of them, in float32.
     assert Gathers(2, 3).num_bytes(SHAPE, 4) == 4 * (2 * 120 + 3 * 40)
 
@@ -94,13 +93,13 @@ def test_what_a_training_stage_runs_and_keeps_by_hand():
     assert [packs_in_flight(stage, 3, 9) for stage in (0, 1, 2)] == [3, 2, 1]
     # Two packs: all forwards come first, on every stage.
     assert [packs_in_flight(stage, 3, 2) for stage in (0, 1, 2)] == [2, 2, 2]
-    # The first boundary is below the adapters: one forward for all roles, and no gradients. Above them each of two
-    # adapters and the reference has its own.
-    boundaries = stage_streams((2, 3, 3), 5, branches=2, has_reference=True)
-    assert boundaries == (Streams(0, 0, 0), Streams(1, 1, 0), Streams(3, 2, 2), Streams(0, 0, 0))
+    # The first boundary is below the adapters: one forward for all roles, and no gradients. Above them policy and
+    # reference have each their own.
+    boundaries = stage_streams((2, 3, 3), 5, has_reference=True)
+    assert boundaries == (Streams(0, 0, 0), Streams(1, 1, 0), Streams(2, 1, 1), Streams(0, 0, 0))
     # 9 packs in a minibatch and 18 in a rollout, of which 12 are scored together. The second stage has a buffer for
     # what each pack receives and for its gradients, and keeps what it sent of the 2 packs in flight.
-    assert stage_buffers(boundaries, 1, 9, 18) == (12 * (1 + 3), 9 * 1 + 9 * 2 + 2 * 2)
-    assert stage_buffers(boundaries, 2, 9, 18) == (12 * 3, 9 * 2)
+    assert stage_buffers(boundaries, 1, 9, 18) == (12 * (1 + 2), 9 * 1 + 9 * 1 + 2 * 1)
+    assert stage_buffers(boundaries, 2, 9, 18) == (12 * 2, 9 * 1)
     # Scoring of few packs has fewer buffers.
-    assert stage_buffers(boundaries, 2, 2, 4)[0] == 4 * 3
+    assert stage_buffers(boundaries, 2, 2, 4)[0] == 4 * 2

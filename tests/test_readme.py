@@ -39,7 +39,7 @@ MODELS_README = (ROOMS / "models" / "README.md").read_text(encoding="utf-8")
 PPO_README = (ROOMS / "ppo" / "README.md").read_text(encoding="utf-8")
 MOST_WORDS = 1300
 # Most of the parts that the table under "What works with what" has; states are reused, and the reward is an adapter.
-PARTS = {"adapter_layers": "top-2", "value_head": "adapter"}
+PARTS = {"adapter_layers": "top-2"}
 
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
@@ -137,7 +137,7 @@ def test_what_the_readme_says_of_vllm_trains_on_samples_of_a_server(tmp_path):
     base = AutoModelForCausalLM.from_pretrained(folder)
     with StubVLLM(base) as server:
         settings = {"use_vllm": True, "vllm_server_base_url": server.url, "num_ppo_epochs": 2, "num_rollouts": 2}
-        settings |= {"adapter_layers": "top-1", "value_head": "adapter"}
+        settings |= {"adapter_layers": "top-1"}
         trainer = make_trainer(tmp_path / "out", model=base, reward=rewards, **settings)
         trainer.train()
         trainer.sampler.backend.close()

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,12 +147,11 @@ def test_against_agilerl_both_adapt_the_same_layers_and_no_reward_model_runs(mon
     from bench.rows import choose_rows
 
     rows = choose_rows(None, "cpu", is_quick=False, baseline="agilerl")
-    assert {"equal-all", "mixed-top", "mixed-value-adapter"} <= set(rows)
+    assert {"equal-all", "mixed-top"} <= set(rows)
     assert not any("reward" in name for name in rows)
-    ours, theirs = commands(rows["mixed-value-adapter"], AGILERL)
+    ours, theirs = commands(rows["mixed-top"], AGILERL)
     assert theirs == "python scripts/bench/agilerl_baseline.py --mixed --adapter_layers top-4"
-    end = "--mixed --adapter_layers top-4 --value_head adapter --learn_only"
-    assert ours == f"python scripts/bench/onetrunk_ppo.py {end}"
+    assert ours == "python scripts/bench/onetrunk_ppo.py --mixed --adapter_layers top-4 --learn_only"
     assert rows["mixed-top"].floor is None
 
 
@@ -167,12 +167,10 @@ def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(
     branch = 8 * (2 * 576 + 4 * 2 * 8) + 2 * 2 * 80
     assert least["score"] == 8 * 2 * (2 * 576 + 4 * 2 * 8) + 2 * branch
     assert least["update"] == 4 * 2 * branch
-    # A reward adapter runs the trained layer alone, as does a value adapter; the latter trains too.
-    branches = Iteration(SMALL, None, 1, epochs=4, prompts=[3, 3], completions=[1, 1], itemsize=4, value_adapter=True)
-    layer = 8 * (2 * 576 + 4 * 2 * 8)
-    least = least_seconds(branches, Ceilings(flops=1.0, bandwidth=1.0))
-    assert least["score"] == 2 * layer + 2 * branch
-    assert least["update"] == 4 * 2 * (branch + layer)
+    # A reward adapter runs the trained layer alone.
+    least = least_seconds(replace(work, reward=None), Ceilings(flops=1.0, bandwidth=1.0))
+    assert least["score"] == 8 * (2 * 576 + 4 * 2 * 8) + 2 * branch
+    assert least["update"] == 4 * 2 * branch
 
 
 def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(monkeypatch):
@@ -188,7 +186,7 @@ def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(mon
 
 
 SLOW = pytest.mark.slow
-TOP, VALUE, CHECKPOINTED = {"adapter_layers": "top-2"}, {"value_head": "adapter"}, {"activation_checkpointing": True}
+TOP, CHECKPOINTED = {"adapter_layers": "top-2"}, {"activation_checkpointing": True}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +195,7 @@ TOP, VALUE, CHECKPOINTED = {"adapter_layers": "top-2"}, {"value_head": "adapter"
         ("llama", "bfloat16", {}),
         pytest.param("qwen2", "bfloat16", TOP, marks=SLOW),
         pytest.param("llama", "bfloat16", CHECKPOINTED, marks=SLOW),
-        pytest.param("llama", "float32", VALUE | CHECKPOINTED, marks=SLOW),
+        pytest.param("llama", "float32", CHECKPOINTED, marks=SLOW),
         pytest.param("qwen2", "float32", {}, marks=SLOW),
         pytest.param("qwen3", "bfloat16", {}, marks=SLOW),
     ],
@@ -209,12 +207,12 @@ def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_
     from launches import launches
 
     layers, adapted = 6, 2 if "adapter_layers" in settings else 6
-    branches, known = 2 if "value_head" in settings else 1, operations_of(getattr(torch, dtype).itemsize)
+    known = operations_of(getattr(torch, dtype).itemsize)
     expected = {
         "decode": known.of_token(layers, adapted),
-        # Every branch, the reference, and the frozen layers once.
-        "score": known.of_score((branches + 1) * adapted + layers - adapted, branches * adapted),
-        "update": known.of_update(branches * adapted, 0, "activation_checkpointing" in settings),
+        # Policy and reference, and the frozen layers once.
+        "score": known.of_score(2 * adapted + layers - adapted, adapted),
+        "update": known.of_update(adapted, 0, "activation_checkpointing" in settings),
     }
     counted = launches(family, layers, dtype=dtype, **settings)
     for phase, number in expected.items():

@@ -289,6 +289,6 @@ def test_the_study_runs_ours_and_grpo_and_goes_on_where_it_ended(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     runs = [json.loads(line) for line in (tmp_path / "one_token.jsonl").read_text().splitlines()]
-    assert {run["arm"] for run in runs} == {"shared", "adapter", "top-1", "lam-1", "grpo"}
+    assert {run["arm"] for run in runs} == {"shared", "top-1", "lam-1", "grpo"}
     assert len(runs) == len({(run["arm"], run["seed"], str(run["rates"])) for run in runs})
     assert "| `grpo` |" in done.stdout and (tmp_path / "one_token.png").is_file()

@@ -194,9 +194,23 @@ def explained(
     return later[:, 0].mean().item(), (later[:, 0] > 0).float().mean().item(), later[:, 1].mean().item()
 
 
+class LinearHead(nn.Linear):
+    """A linear map from a state to a value, which is 0 at first."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__(hidden_size, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the values [...] of states [..., H], in float32."""
+        return super().forward(states.float()).squeeze(-1)
+
+
 def fitted(rollouts: list[list[dict[str, Tensor]]], given: Head) -> tuple[float, float, float]:
     """Fit a head rollout by rollout; return what `explained` does."""
-    head = ValueHead(rollouts[0][0][given.states].shape[-1], given.width)
+    hidden_size = rollouts[0][0][given.states].shape[-1]
+    head = ValueHead(hidden_size, given.width) if given.width else LinearHead(hidden_size)
     optimizer = torch.optim.Adam(head.parameters(), given.learning_rate)
     generator, past, moments = torch.Generator().manual_seed(0), [], (0.0, 1.0)
 

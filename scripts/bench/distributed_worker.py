@@ -239,7 +239,6 @@ def gathers_by_formula(given: Any, work: Workload, trainer: PPOTrainer) -> dict[
         trainer.model.cut,
         packs=-(-work.rollout // work.microbatch),
         epochs=work.epochs,
-        has_value_adapter=given.value_head == "adapter",
         lower_layers="sampling" if plan.sampled else "scoring" if is_kept else "every",
     )
 

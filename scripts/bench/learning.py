@@ -3,9 +3,8 @@
     python scripts/bench/learning.py --task four_tokens
     python scripts/bench/learning.py --task sums --arms shared top-1
 
-Value heads `shared` (the default) and `adapter` with adapters on all layers, the shared head with adapters on the top
-quarter, and with lam 1. On tasks of turns (`chain-1`, `chain`, `chain-16`, `dialogue`) `turn-rewards` pays each turn
-when it ends, and `sum` pays everything at the end.
+The defaults with adapters on all layers (`shared`), on the top quarter, and with lam 1. On tasks of turns (`chain-1`,
+`chain`, `chain-16`, `dialogue`) `turn-rewards` pays each turn when it ends, and `sum` pays everything at the end.
 Needs the repository's root in PYTHONPATH. Results: learning/README.md.
 """
 
@@ -31,15 +30,6 @@ from onetrunk.rewards import PerTurn
 from tests import learning
 
 RATES = {task: [{"learning_rate": rate} for rate in FOUR_RATES] for task in TINY_TASKS}
-PAIRS = [(1e-3, 1e-3), (1e-3, 1e-2), (3e-3, 3e-3), (3e-3, 1e-2)]
-PAIRS_OF_SUMS = [(5e-4, 5e-3), (1e-3, 1e-3), (1e-3, 1e-2), (2e-3, 1e-2), (4e-3, 1e-2)]
-WITH_ADAPTER = {
-    task: [
-        {"learning_rate": policy, "value_learning_rate": value}
-        for policy, value in (PAIRS_OF_SUMS if task in ("sums", "sparse") else PAIRS)
-    ]
-    for task in TINY_TASKS
-}
 # The best rate of few layers is higher.
 HIGHER = {task: [{"learning_rate": 4 * rate} for rate in FOUR_RATES] for task in TINY_TASKS}
 TWO_RATES = [{"learning_rate": rate} for rate in (5e-4, 1e-3)]
@@ -48,7 +38,6 @@ TURNS["dialogue"] = TWO_RATES
 for task in TURN_TASKS:
     del RATES[task], HIGHER[task]
 PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)], "rules": TWO_RATES}
-PAIRS_OF_REPLIES = [{"learning_rate": 5e-4, "value_learning_rate": value} for value in (5e-4, 2e-3)]
 ONE_RATE = {"replies": [{"learning_rate": 5e-4}], "sums": [{"learning_rate": 1e-3}]}
 TWICE = {task: [{"learning_rate": 2 * entry["learning_rate"]} for entry in grid] for task, grid in ONE_RATE.items()}
 HALF = {task: [{"learning_rate": entry["learning_rate"] / 2} for entry in grid] for task, grid in ONE_RATE.items()}
@@ -59,7 +48,6 @@ ARMS = [
     Arm("turn-gae", {"pays": "turns", "gae_unit": "turn"}, TURNS),
     Arm("sum-turn-gae", {"pays": "end", "gae_unit": "turn"}, TURNS),
     Arm("shared", {}, {**RATES, **PRETRAINED}),
-    Arm("adapter", {"value_head": "adapter"}, {**WITH_ADAPTER, "replies": PAIRS_OF_REPLIES}),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
     # 40 fits of the head per rollout of 32 completions, in place of 10.
     Arm("40-fits", {"value_steps": 160}, {"replies": [{"learning_rate": 1e-3}]}),

@@ -1,4 +1,4 @@
-"""One process of our PPOTrainer on the workload: one frozen trunk, a shared value head, a reward model.
+"""One process of our PPOTrainer on the workload: one frozen trunk, a value head, a reward model.
 
     python scripts/bench/onetrunk_ppo.py --shape base --mixed --adapter_layers top-4
 
@@ -143,7 +143,7 @@ def ppo_config(work: Workload, folder: str, given: argparse.Namespace) -> PPOCon
     if work.mixed or given.microbatch_tokens:
         budget = given.microbatch_tokens or work.microbatch * (work.prompt + work.completion)
         rows = {"per_device_train_batch_size": work.rollout, "microbatch_tokens": budget}
-    names = ("trunk_cache", "value_head", "padding_free", "max_rollout_rows")
+    names = ("trunk_cache", "padding_free", "max_rollout_rows")
     settings = {f.name: getattr(given, f.name) for f in fields(PPOConfig) if f.name in names}
     return PPOConfig(
         output_dir=folder,
@@ -214,7 +214,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     Workload.add_options(parser)
     parser.add_argument("--adapter_layers", default="all", help="all, or top-k")
-    parser.add_argument("--value_head", default="shared")
     parser.add_argument("--num_minibatches", type=int, default=1, help="optimizer steps per epoch")
     parser.add_argument("--trunk_cache", default="auto")
     parser.add_argument("--microbatch_tokens", type=int, default=0, help="of a forward; 0: as many as TRL's have")
@@ -252,7 +251,6 @@ def roofline(work: Workload, given: argparse.Namespace, marks: Marks, ceilings: 
                 prompts=[len(ids) for ids in rollout.prompt_ids],
                 completions=[len(ids) for ids in rollout.completion_ids],
                 itemsize=itemsize(work, given),
-                value_adapter=given.value_head == "adapter",
             ),
             ceilings,
         )

@@ -34,7 +34,6 @@ class Iteration:
         epochs: PPO epochs.
         prompts, completions: tokens of every row.
         itemsize: bytes of a weight; 0.5 in 4 bit.
-        value_adapter: True where the value has layers of its own.
     """
 
     policy: Any
@@ -44,7 +43,6 @@ class Iteration:
     prompts: Sequence[int]
     completions: Sequence[int]
     itemsize: float
-    value_adapter: bool = False
 
 
 def measure_ceilings(device: str, dtype: torch.dtype, now: Callable[[], float] = time.perf_counter) -> Ceilings:
@@ -73,8 +71,8 @@ def least_seconds(work: Iteration, ceilings: Ceilings) -> dict[str, float]:
     tokens, sampled = sum(work.prompts) + sum(work.completions), sum(work.completions)
     context = tokens / len(work.prompts) / 2
     layers = forward_flops(policy, tokens, work.trained_layers, context)
-    branch, value = layers + head_flops(policy, sampled), layers if work.value_adapter else 0
-    scoring = 2 * branch + value
+    branch = layers + head_flops(policy, sampled)
+    scoring = 2 * branch
     if work.reward is None:
         scoring += layers
     else:
@@ -83,7 +81,7 @@ def least_seconds(work: Iteration, ceilings: Ceilings) -> dict[str, float]:
     return {
         "generate": _sampling_seconds(policy, work, ceilings),
         "score": scoring / ceilings.flops,
-        "update": 2 * work.epochs * (branch + value) / ceilings.flops,
+        "update": 2 * work.epochs * branch / ceilings.flops,
     }
 
 

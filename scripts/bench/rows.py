@@ -67,11 +67,6 @@ CPU_ROWS = {
         "--mixed",
         "--adapter_layers top-4 --reward_adapter",
     ),
-    "mixed-value-adapter": _row(
-        "mixed lengths, top quarter, a value adapter of its own",
-        "--mixed",
-        "--adapter_layers top-4 --value_head adapter",
-    ),
     "big-vocab-equal": _row(
         "big vocabulary, equal lengths, top quarter", "--shape big_vocab", "--adapter_layers top-3"
     ),

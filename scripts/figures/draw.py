@@ -46,7 +46,7 @@ DARK = Theme(
 
 BRANCHES = (
     ("policy", "LoRA adapter “default”, trained", "logprobs, entropy"),
-    ("value", "small head, or an adapter of its own", "values"),
+    ("value", "a small head, fitted after each rollout", "values"),
     ("reference", "the same model, adapter switched off", "reference logprobs"),
     ("reward", "adapter and score head (optional)", "scores"),
 )

@@ -87,7 +87,6 @@ CASES = {
         lora_r=None,
         lora_alpha=None,
         reward_funcs=[REWARD, "inputs/reward-adapter"],
-        value_head="adapter",
         num_generations=2,
         normalize_scores=True,
         missing_eos_penalty=0.5,
@@ -100,7 +99,7 @@ CASES = {
     "ppo-colocated": ppo(sampler="colocated", vllm_mode="colocate"),
     "ppo-ddp": ppo("ddp", adapter_layers="top-1"),
     "ppo-fsdp2": ppo("fsdp2", reward_funcs=[REWARD, "inputs/reward-adapter"]),
-    "ppo-tensor": ppo("tensor_parallel", value_head="adapter"),
+    "ppo-tensor": ppo("tensor_parallel"),
     "ppo-pipelined": ppo("pipelined", rollout_backend="pipelined", reward_funcs=[REWARD, "inputs/reward-model"]),
     "ppo-stages": ppo("pipelined", rollout_backend="pipelined", **STAGES),
     "ppo-resumed": Case(

@@ -233,18 +233,17 @@ class Streams:
 
 
 @functools.cache
-def stage_streams(sizes: tuple[int, ...], adapted: int, branches: int, has_reference: bool) -> tuple[Streams, ...]:
+def stage_streams(sizes: tuple[int, ...], adapted: int, has_reference: bool) -> tuple[Streams, ...]:
     """Return what crosses each boundary of training stages, those before the first and after the last stage included.
 
     Args:
         sizes: layers of each stage.
         adapted: layers with adapters, the last ones.
-        branches: adapters that train, each with hidden states of its own: policy, and the value's own.
         has_reference: whether the reference is scored.
     """
     cut = sum(sizes) - adapted
     inner = [
-        Streams(branches + has_reference, branches, branches) if layer > cut else Streams(1, 1, 0)
+        Streams(1 + has_reference, 1, 1) if layer > cut else Streams(1, 1, 0)
         for layer in itertools.accumulate(sizes[:-1])
     ]
     return (Streams(0, 0, 0), *inner, Streams(0, 0, 0))
@@ -292,31 +291,23 @@ class Gathers:
 
 
 def gathers(
-    shape: ModelShape,
-    cut: int,
-    packs: int,
-    epochs: int,
-    *,
-    has_value_adapter: bool = False,
-    has_reference: bool = True,
-    lower_layers: str = "sampling",
+    shape: ModelShape, cut: int, packs: int, epochs: int, *, has_reference: bool = True, lower_layers: str = "sampling"
 ) -> dict[str, Gathers]:
     """Return what one iteration gathers, by its phases "generate", "score" and "update".
 
     A rollout gathers everything once. In scoring and update each forward through a layer gathers it, and so does each
-    backward; the weights outside the layers stay for all of the scoring, and for one pack of the update. With a value
-    adapter the first layer above the cut stays from one backward to the other. Holds without activation checkpointing.
+    backward; the weights outside the layers stay for all of the scoring, and for one pack of the update. Holds without
+    activation checkpointing.
 
     Args:
         packs: packs of one process in one rollout.
-        has_value_adapter: the value is a branch of its own above the cut, not a head on the policy.
         has_reference: False where beta is 0.
         lower_layers: when the layers below the cut run: in "sampling" only (the states are captured there), once in
             "scoring", or in "every" forward (`trunk_cache: off`).
     """
-    above, trained = shape.num_layers - cut, 1 + has_value_adapter
-    in_scoring = (trained + has_reference) * above + (0 if lower_layers == "sampling" else cut)
-    in_update = 2 * trained * above - has_value_adapter + (cut if lower_layers == "every" else 0)
+    above = shape.num_layers - cut
+    in_scoring = (1 + has_reference) * above + (0 if lower_layers == "sampling" else cut)
+    in_update = 2 * above + (cut if lower_layers == "every" else 0)
     return {
         "generate": Gathers(shape.num_layers, 1),
         "score": Gathers(packs * in_scoring, 1),

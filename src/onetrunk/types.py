@@ -260,8 +260,7 @@ class PackOutput(NamedTuple):
         scores: [R] of prompt and completion under the reward adapter.
         states: [N, H] output of the layers below the cut at the N tokens of the rows, row after row without padding;
             in the trunk's dtype.
-        value_states: [K, H] states from which the head predicts the K `values`, row after row;
-            None if the head trains with the policy.
+        value_states: [K, H] states from which the head predicts the K `values`, row after row.
     """
 
     logprobs: Tensor | None = None
@@ -284,8 +283,6 @@ class LossCoefficients:
         epsilon_high: clip range of the ratio above 1 (clip-higher, DAPO 2503.14476); epsilon where None.
         dual_clip: bound above 1 on the ratio at negative advantages; None: off.
         dis_epsilon_low, dis_epsilon_high: with dis, how far below and above 1 a ratio trains.
-        value_clip: clip range of a value around its rollout value; None: off.
-        value_coef: weight of the value loss.
         entropy_coef: weight of the entropy bonus.
         kl_weight: weight of the KL to the reference in the loss; 0 leaves the KL out.
         kl_estimator: k1, k2 or k3.
@@ -295,8 +292,6 @@ class LossCoefficients:
     epsilon: float = 0.2
     epsilon_high: float | None = None
     dual_clip: float | None = None
-    value_clip: float | None = None
-    value_coef: float = 1.0
     entropy_coef: float = 0.0
     kl_weight: float = 0.0
     kl_estimator: str = "k1"
@@ -313,21 +308,11 @@ class Minibatch:
     Args:
         experiences: at least one; a rank without tokens to train has one pack whose `loss_mask` is all False.
         num_tokens: number of tokens that train in this step, over all ranks (float, at least 1).
-        num_values: that of tokens whose values train; None: the same.
-        trains_policy: False during value pretraining, which has no policy loss.
-        trains_value: False if the value head is fitted to kept states instead.
-        is_empty_slot: True if the step must not change the weights (after a `target_kl` stop).
+        trains_policy: False during value pretraining.
+        is_empty_slot: True if the step must not change the weights (also after a `target_kl` stop).
     """
 
     experiences: tuple[Experience, ...]
     num_tokens: float
     trains_policy: bool = True
-    trains_value: bool = True
     is_empty_slot: bool = False
-    num_values: float | None = None
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """The roles of the trunk that train."""
-        trains = {"policy": self.trains_policy, "value": self.trains_value}
-        return tuple(role for role, is_on in trains.items() if is_on)

@@ -84,7 +84,7 @@ _TABLE = (
          columns=_PROMPTS, needed={**_MODEL_AND_ROWS, "reward_funcs": ["rewards.py:score"]}, known_by="policy",
          explained="model_name_or_path lora_r dataset_name eval_size rollout_batch_size num_rollouts"
          " max_completion_length use_vllm reward_funcs missing_eos_penalty beta num_ppo_epochs num_minibatches"
-         " value_head learning_rate per_device_train_batch_size output_dir overwrite_output_dir report_to judge"),
+         " learning_rate per_device_train_batch_size output_dir overwrite_output_dir report_to judge"),
     Verb("eval", "sample and score held-out prompts; win rate over the model before training, or another model",
          "onetrunk.stages.eval", dry_run="onetrunk.stages.tools.dry_run:evaluate", launches=True,
          columns=_PROMPTS, needed={**_MODEL_AND_ROWS, "reward_funcs": ["rewards.py:score"]},

@@ -125,14 +125,7 @@ def ppo_monitor(folder: Path, **settings: Any) -> Any:
 KINDS: dict[str, Callable[..., Any]] = {
     "ppo": ppo,
     "ppo_adaptive": lambda folder, **s: ppo(
-        folder,
-        kl_target=0.05,
-        kl_horizon=40,
-        normalize_scores=True,
-        value_head="adapter",
-        num_generations=2,
-        value_learning_rate=3e-2,
-        **s,
+        folder, kl_target=0.05, kl_horizon=40, normalize_scores=True, num_generations=2, value_learning_rate=3e-2, **s
     ),
     "ppo_cut": lambda folder, **s: ppo(folder, adapter_layers="top-1", trunk_cache="cpu", **s),
     "ppo_in_loss": lambda folder, **s: ppo(

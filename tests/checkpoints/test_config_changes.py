@@ -20,16 +20,16 @@ from onetrunk.rewards.combine import RewardSet
 from tests.ppo.support import even_share, make_config, make_trainer
 
 FIELDS = [f.name for f in dataclasses.fields(PPOConfig) if f.init and f.name not in TRL_DEFAULTS]
-BOUND = {*rules.SETTINGS["place"], "value_learning_rate", "kl_target"}
-KEPT = set(rules.SETTINGS["optimizer"]) - {"value_learning_rate"}
+BOUND = set(rules.SETTINGS["place"])
+KEPT = set(rules.SETTINGS["optimizer"])
 STEERING = {
     "temperature", "top_p", "top_k", "beta", "kl_in_loss", "adapter_layers", "max_prompt_length", "overlong_prompts",
     "max_completion_length", "stop_tokens", "chat_template_kwargs", "reward_weights", "missing_eos_penalty",
     "length_penalty", "truncated_completions", "normalize_scores", "score_clip", "kl_estimator", "kl_horizon", "gamma",
     "gae_unit", "lam", "lam_value", "length_adaptive_lam", "whiten_advantages", "whiten_rewards", "epsilon",
-    "ratio_unit", "epsilon_high", "dual_clip", "value_clip", "value_coef", "value_steps", "entropy_coef", "target_kl",
+    "ratio_unit", "epsilon_high", "dual_clip", "value_steps", "value_learning_rate", "entropy_coef", "target_kl",
     "policy_objective", "dis_epsilon_low", "dis_epsilon_high",
-    "value_pretraining_rollouts", "value_head", "capture_trunk_states", "lr_scheduler_type", "lr_scheduler_kwargs",
+    "value_pretraining_rollouts", "capture_trunk_states", "lr_scheduler_type", "lr_scheduler_kwargs",
     "warmup_steps", "max_grad_norm", "optim", "optim_args", "bf16", "fp16", "tf32", "full_determinism",
     "schedule", "max_staleness", "use_vllm",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
@@ -51,7 +51,7 @@ def test_an_alarm_says_which_of_the_settings_that_it_advises_need_a_new_run():
     advised = {name for rule in RULES.values() for name in re.findall(r"\w+", rule.change) if name in FIELDS}
     before = settings_of()
     rejected = {name for name in advised if compare(before, changed(before, name), is_allowed=True) or name in KEPT}
-    assert {"rollout_batch_size", "learning_rate", "value_learning_rate"} <= rejected <= rules.NEW_RUN
+    assert {"rollout_batch_size", "learning_rate"} <= rejected <= rules.NEW_RUN
 
 
 @cache

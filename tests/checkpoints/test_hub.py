@@ -16,17 +16,17 @@ SCRIPT = """
 import sys
 import torch
 torch.set_num_threads(1)
-from tests.ppo.support import make_trainer
+from tests.ppo.support import make_trainer, sft_model
 
-settings = {"push_to_hub": True, "hub_model_id": "someone/out", "hub_token": "hf_none", "value_head": "adapter"}
+settings = {"push_to_hub": True, "hub_model_id": "someone/out", "hub_token": "hf_none"}
 settings |= {"save_strategy": "steps", "save_steps": 1, "num_rollouts": 2, "hub_strategy": "every_save"}
 settings |= {"hub_always_push": True}
-trainer = make_trainer(sys.argv[1], **settings)
+trainer = make_trainer(sys.argv[1], model=sft_model(), **settings)
 trainer.train()
 trainer.push_to_hub()
 """
 BRANCHES = ("adapter_model.safetensors", "adapter_config.json", "value_head.safetensors", "tokenizer.json")
-VALUE = ("value/adapter_model.safetensors", "value/adapter_config.json")
+REFERENCE = ("reference/adapter_model.safetensors", "reference/adapter_config.json")
 
 
 @pytest.fixture
@@ -48,16 +48,16 @@ def push(hub, folder):
 @pytest.mark.slow
 def test_a_push_carries_all_branches_and_no_base(tmp_path, hub):
     push(hub, tmp_path)
-    for name in (*BRANCHES, *VALUE, "README.md"):
+    for name in (*BRANCHES, *REFERENCE, "README.md"):
         assert name in hub.files, sorted(hub.files)
     assert not [name for name in hub.files if "checkpoint-" in name]
     local = tmp_path / "out"
-    for name in ("adapter_model.safetensors", "value_head.safetensors", "value/adapter_model.safetensors"):
+    for name in ("adapter_model.safetensors", "value_head.safetensors", REFERENCE[0]):
         assert hub.files[name] == (local / name).read_bytes()
     tensors = load(hub.files["adapter_model.safetensors"])
     assert tensors and all("lora_" in key for key in tensors)
-    assert set(load(hub.files["value_head.safetensors"])) == {"weight", "bias"}
+    assert {"moments", "weight", "bias"} < set(load(hub.files["value_head.safetensors"]))
     card = hub.files["README.md"].decode()
     assert "- onetrunk" in card and "- ppo" in card
     progress = [paths for summary, paths in hub.commits if summary.startswith("Training in progress")]
-    assert progress and {*BRANCHES[:3], *VALUE} <= {path for paths in progress for path in paths}
+    assert progress and {*BRANCHES[:3], *REFERENCE} <= {path for paths in progress for path in paths}

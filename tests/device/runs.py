@@ -34,17 +34,16 @@ SHAPE: dict[str, Any] = {
     "use_cpu": False, "num_minibatches": 2, "per_device_train_batch_size": 1, "max_completion_length": 4,
 }  # fmt: skip
 AHEAD = {"num_rollouts": 3, "check_memory": False}
-# A pack of every kind: states that are kept, an adapter of values, no padding, a reference.
-ALL_ROLES = {"adapter_layers": "top-1", "value_head": "adapter", "padding_free": True}
+# A pack of every kind: states that are kept, no padding, a reference.
+ALL_ROLES = {"adapter_layers": "top-1", "padding_free": True}
 PPO: dict[str, dict[str, Any]] = {
-    "shared head": {},
+    "defaults": {},
     "float32": {"bf16": False},
-    "value adapter": {"value_head": "adapter", "value_clip": 0.2, "value_learning_rate": 1e-3},
-    "value pretraining": {"value_head": "adapter", "value_pretraining_rollouts": 1, "num_rollouts": 2},
+    "value pretraining": {"value_pretraining_rollouts": 1, "num_rollouts": 2},
     "top layer": {"adapter_layers": "top-1", "trunk_cache": "device"},
-    "top layer, states on the CPU": {"adapter_layers": "top-1", "trunk_cache": "cpu", "value_head": "adapter"},
+    "top layer, states on the CPU": {"adapter_layers": "top-1", "trunk_cache": "cpu"},
     "top layer, padding free": {"adapter_layers": "top-1", "padding_free": True, "microbatch_tokens": 40},
-    "padding free": {"padding_free": True, "value_head": "adapter", "per_device_train_batch_size": 2},
+    "padding free": {"padding_free": True, "per_device_train_batch_size": 2},
     "loss": {"kl_in_loss": True, "kl_estimator": "k3", "entropy_coef": 0.01, "epsilon_high": 0.3, "dual_clip": 3.0},
     "rewards": {"whiten_rewards": True, "normalize_scores": True, "kl_target": 0.05, "score_clip": 1.0},
     "truncated": {"truncated_completions": "bootstrap", "length_adaptive_lam": 0.5},
@@ -168,7 +167,7 @@ RUNS: dict[str, Callable[[Path], Any]] = {
     "async": lambda folder: ahead(folder, "async"),
     "pipelined": pipelined,
     "episodes": episodes,
-    "turns": lambda folder: episodes(folder, gae_unit="turn", ratio_unit="turn", value_head="adapter"),
+    "turns": lambda folder: episodes(folder, gae_unit="turn", ratio_unit="turn"),
     "reward adapter": reward_adapter,
     "reward adapter, top layer": lambda folder: reward_adapter(folder, adapter_layers="top-1"),
     "reward model": reward_model,

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from onetrunk.models.adapters import POLICY, REFERENCE, VALUE, adapter_parameters
+from onetrunk.models.adapters import POLICY, REFERENCE, adapter_parameters
 from onetrunk.models.trunk import PackOutput, TrunkModel
 from onetrunk.ops.packing import make_pack
 from onetrunk.types import Pack
@@ -31,11 +31,11 @@ def a_pack(pad_id: int = 0, rows: slice = slice(None)) -> Pack:
     return make_pack(PROMPTS[rows], COMPLETIONS[rows], pad_id)
 
 
-def move(model: nn.Module, adapters: tuple[str, ...] = (POLICY, VALUE), seed: int = 1) -> None:
-    """Draw the weights of some adapters (those that train) and of the value head anew, away from their start."""
+def move(model: nn.Module, seed: int = 1) -> None:
+    """Draw the weights of the policy (those that train) and of the value head anew, away from their start."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        weights = [p for name in adapters for p in adapter_parameters(model, name).values() if p.requires_grad]
+        weights = [p for p in adapter_parameters(model, POLICY).values() if p.requires_grad]
         head = list(model.value_head.parameters()) if hasattr(model, "value_head") else []
         for parameter in weights + head:
             drawn = torch.randn(parameter.shape, generator=generator) * 0.2
@@ -44,7 +44,7 @@ def move(model: nn.Module, adapters: tuple[str, ...] = (POLICY, VALUE), seed: in
 
 
 def a_trunk(family: str = "llama", *, config: LoraConfig | None = None, dtype=torch.float32, base=None, **settings):
-    """Return a trunk whose policy, value adapter and value head are away from zero."""
+    """Return a trunk whose policy and value head are away from zero."""
     base = tiny_model(family) if base is None else base
     trunk = TrunkModel(base.to(dtype), config or lora(), **settings)
     move(trunk)
@@ -64,13 +64,10 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def loss_of(output: PackOutput) -> Tensor:
-    """Return a loss in which every logprob and value has a weight of its own."""
-    loss = torch.zeros(())
-    for tensor in (output.logprobs, output.values):
-        if tensor is not None:
-            weights = torch.linspace(-1, 1.5, tensor.numel(), device=tensor.device).reshape(tensor.shape)
-            loss = loss + (weights * tensor).sum() + 0.05 * (tensor**2).sum()
-    return loss
+    """Return a loss in which every logprob has a weight of its own."""
+    logprobs = output.logprobs
+    weights = torch.linspace(-1, 1.5, logprobs.numel(), device=logprobs.device).reshape(logprobs.shape)
+    return (weights * logprobs).sum() + 0.05 * (logprobs**2).sum()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -97,7 +94,7 @@ def same(one, other) -> bool:
 
 
 def weights_of(model: nn.Module, *adapters: str) -> dict[str, Tensor]:
-    names = adapters or (POLICY, VALUE, REFERENCE)
+    names = adapters or (POLICY, REFERENCE)
     return {n: p.detach().clone() for a in names for n, p in adapter_parameters(model, a).items()}
 
 

@@ -39,7 +39,7 @@ def flags(model):
 @pytest.mark.parametrize("family", FEW)
 def test_the_reference_of_a_new_adapter_is_the_base_model_bit_for_bit(family):
     base, pack = tiny_model(family), a_pack()
-    trunk = a_trunk(family, value_head="adapter")
+    trunk = a_trunk(family)
     with trunk.as_role("reference"):
         assert same(logits(trunk), logits(base))
     assert not torch.allclose(logits(trunk), logits(base), atol=0.1)
@@ -66,15 +66,15 @@ def test_a_new_adapter_has_no_divergence_at_all(family, precision):
     assert same(moved.ref_logprobs, output.ref_logprobs) and not same(moved.logprobs, output.logprobs)
 
 
-@pytest.mark.parametrize(("value_head", "adapter_layers"), [("shared", "all"), ("adapter", "top-1")])
-def test_the_reference_of_a_continued_adapter_is_a_frozen_copy_of_it(value_head, adapter_layers):
+@pytest.mark.parametrize("adapter_layers", ["all", "top-1"])
+def test_the_reference_of_a_continued_adapter_is_a_frozen_copy_of_it(adapter_layers):
     sft = an_sft_model()
     sft_logits, base_logits = logits(sft), logits(tiny_model("llama"))
     assert not torch.allclose(sft_logits, base_logits, atol=0.1)
-    trunk = build_trunk(sft, value_head=value_head, adapter_layers=adapter_layers).train()
+    trunk = build_trunk(sft, adapter_layers=adapter_layers).train()
     start = trunk(pack=a_pack(), roles=BOTH)
     assert same(start.logprobs.detach(), start.ref_logprobs)
-    for name in ("policy", "reference", "value"):
+    for name in BOTH:
         with trunk.as_role(name):
             assert same(logits(trunk), sft_logits)
     optimizer = torch.optim.Adam([p for p in trunk.parameters() if p.requires_grad], lr=0.05)
@@ -90,47 +90,37 @@ def test_the_reference_of_a_continued_adapter_is_a_frozen_copy_of_it(value_head,
         assert same(logits(trunk), base_logits)
 
 
-@pytest.mark.parametrize(
-    ("value_head", "adapter_layers", "continued"), [("shared", "all", False), ("adapter", "top-2", True)]
-)
-def test_only_adapters_and_the_head_train_and_the_base_never_moves(value_head, adapter_layers, continued):
+@pytest.mark.parametrize(("adapter_layers", "continued"), [("all", False), ("top-2", True)])
+def test_only_the_policy_trains_and_the_base_never_moves(adapter_layers, continued):
     model = an_sft_model() if continued else tiny_model("llama")
     config = None if continued else lora()
-    trunk = build_trunk(model, config, value_head=value_head, adapter_layers=adapter_layers).train()
+    trunk = build_trunk(model, config, adapter_layers=adapter_layers).train()
     trained = {name for name, p in trunk.named_parameters() if p.requires_grad}
     cut = 2 if adapter_layers == "top-2" else 0
-    adapters = ("default", "value") if value_head == "adapter" else ("default",)
-    head = {"value_head.linear.weight", "value_head.linear.bias"} if value_head == "adapter" else set()
-    assert trained == {
-        *head,
-        *(n for a in adapters for n in adapter_parameters(trunk, a) if layer_index(n, "layers") >= cut),
-    }
-    assert len(trained) == len(head) + len(adapters) * 14 * (4 - cut) and trunk.cut == cut
+    assert trained == {n for n in adapter_parameters(trunk, "default") if layer_index(n, "layers") >= cut}
+    assert len(trained) == 14 * (4 - cut) and trunk.cut == cut
     before, start = base_weights(trunk), weights_of(trunk)
     optimizer = torch.optim.Adam(trunk.parameters(), lr=0.05)
     for _ in range(3):
         loss_of(trunk(pack=a_pack())).backward()
         optimizer.step()
     assert same(before, base_weights(trunk))
-    assert {n for n, p in weights_of(trunk).items() if not same(p, start[n])} == trained - head
+    assert {n for n, p in weights_of(trunk).items() if not same(p, start[n])} == trained
 
 
 def test_adapters_and_the_head_are_float32_over_a_bfloat16_base():
     model = an_sft_model().to(torch.bfloat16)
-    for trunk in (
-        build_trunk(tiny_model("llama").to(torch.bfloat16), lora(), value_head="adapter"),
-        build_trunk(model, value_head="adapter"),
-    ):
+    for trunk in (build_trunk(tiny_model("llama").to(torch.bfloat16), lora()), build_trunk(model)):
         assert {p.dtype for n, p in trunk.named_parameters() if "lora_" in n or "value_head" in n} == {torch.float32}
         assert {p.dtype for p in base_weights(trunk).values()} == {torch.bfloat16}
 
 
 def test_roles_change_no_flag_inside_or_after_the_block():
-    trunk = build_trunk(an_sft_model(), value_head="adapter", adapter_layers="top-2")
+    trunk = build_trunk(an_sft_model(), adapter_layers="top-2")
     before = flags(trunk)
     outputs = {}
-    for name in ("policy", "value", "reference"):
-        move(trunk, (name if name == "value" else "default",), seed=len(name))
+    move(trunk)
+    for name in BOTH:
         with trunk.as_role(name):
             assert flags(trunk) == before
             outputs[name] = logits(trunk)
@@ -139,7 +129,7 @@ def test_roles_change_no_flag_inside_or_after_the_block():
         assert flags(trunk) == before
         outputs["off"] = logits(trunk)
     assert flags(trunk) == before
-    assert len({tensor.sum().item() for tensor in outputs.values()}) == 4
+    assert len({tensor.sum().item() for tensor in outputs.values()}) == 3
 
 
 def test_an_adapter_is_told_from_a_module_of_the_same_name():
@@ -151,13 +141,13 @@ def test_an_adapter_is_told_from_a_module_of_the_same_name():
 
     config = LoraConfig(r=2, target_modules=["value", "reference_proj", "default"], init_lora_weights=False)
     model = get_peft_model(nn.Sequential(Block()), config)
-    copy_adapter(model, "default", "value", trainable=True)
-    copy_adapter(model, "default", "reference", trainable=False)
+    copy_adapter(model, "default", "value")
+    copy_adapter(model, "default", "reference")
     for name in ("default", "value", "reference"):
         found = adapter_parameters(model, name)
         assert len(found) == 6 and all(key.endswith(f".{name}.weight") for key in found)
         assert same([*found.values()][0], [*adapter_parameters(model, "default").values()][0])
-        assert {p.requires_grad for p in found.values()} == {name != "reference"}
+        assert {p.requires_grad for p in found.values()} == {name == "default"}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +218,7 @@ def test_with_a_supported_field_the_first_ratio_is_1_and_adapters_off_are_the_ba
     settings = {name: SUPPORTED[name]}
     if name in ("layers_pattern", "layers_to_transform", "target_parameters"):
         settings |= {"target_modules": ["q_proj"], "layers_to_transform": [1]}
-    trunk, pack = TrunkModel(tiny_model("llama"), lora(**settings), value_head="adapter"), a_pack()
+    trunk, pack = TrunkModel(tiny_model("llama"), lora(**settings)), a_pack()
     output = trunk(pack=pack, roles=BOTH)
     assert torch.allclose(output.logprobs, output.ref_logprobs, atol=1e-6)
     move(trunk)
@@ -251,7 +241,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 @pytest.mark.parametrize("layers", ["all", "top-1"])
 def test_adapters_on_experts_keep_the_base_train_and_load_again(tmp_path, layers):
     pack, config = a_pack(), LoraConfig(r=2, target_parameters=EXPERTS)
-    trunk = TrunkModel(moe(), config, value_head="adapter", adapter_layers=layers)
+    trunk = TrunkModel(moe(), config, adapter_layers=layers)
     assert trunk.cut == (1 if layers == "top-1" else 0)
     output, gradients = step_gradients(trunk, pack, roles=("policy", "value", "reference"))
     assert same(output.logprobs, output.ref_logprobs) and len(gradients) >= 4 * (2 - trunk.cut)
@@ -262,14 +252,14 @@ def test_adapters_on_experts_keep_the_base_train_and_load_again(tmp_path, layers
     expected = logits(trunk)
     assert not torch.allclose(expected, logits(moe()), atol=0.01)
     assert torch.allclose(logits(PeftModel.from_pretrained(moe(), tmp_path).eval()), expected, atol=1e-6)
-    again = TrunkModel(moe(), config, value_head="adapter", adapter_layers=layers)
+    again = TrunkModel(moe(), config, adapter_layers=layers)
     again.load_branches(tmp_path)
     assert same(logits(again), expected)
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "falcon_h1"])
 def test_all_linear_leaves_out_what_peft_rejects_in_hybrid_models(family):
-    trunk = build_trunk(hybrid(family), value_head="adapter")
+    trunk = build_trunk(hybrid(family))
     adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapter_parameters(trunk, "default")}
     assert {"in_proj", "q_proj", "o_proj"} <= adapted and "out_proj" not in adapted
     output = trunk(pack=a_pack(), roles=BOTH)

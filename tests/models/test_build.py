@@ -13,6 +13,7 @@ from onetrunk.models.base_model import load_base, load_tokenizer, stop_token_ids
 from onetrunk.models.build import BaseShape, build_trunk, default_peft_config, make_base, train_tokenizer
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import VALUE_HEAD_FILE
+from onetrunk.models.value_model import load_value_model
 from tests.models.branches import FEW, a_pack, a_trunk, an_sft_model, logits, lora, loss_of, move, same, step_gradients
 from tests.tiny import tiny_model
 
@@ -25,7 +26,7 @@ def test_a_trunk_is_built_from_a_model_a_name_and_a_path(tmp_path):
     base = tiny_model("llama")
     base.save_pretrained(tmp_path)
     for model in (base, str(tmp_path), tmp_path):
-        trunk = build_trunk(model, adapter_layers="top-2", value_head="adapter")
+        trunk = build_trunk(model, adapter_layers="top-2")
         assert trunk.peft_config["default"].r == 16 and trunk.cut == 2 and not trunk.has_reference_adapter
         assert same(logits(trunk), logits(tiny_model("llama")))
     assert default_peft_config().lora_dropout == 0
@@ -40,7 +41,7 @@ def test_a_trunk_goes_on_from_a_folder_with_an_adapter_as_from_its_model(tmp_pat
     sft = an_sft_model(tiny_model("llama").from_pretrained(loaded.name_or_path), lora_dropout=0.05)
     expected = logits(sft)
     sft.save_pretrained(tmp_path / "sft")
-    trunks = [build_trunk(model, value_head="adapter") for model in (tmp_path / "sft", str(tmp_path / "sft"), sft)]
+    trunks = [build_trunk(model) for model in (tmp_path / "sft", str(tmp_path / "sft"), sft)]
     for trunk in trunks:
         assert same(logits(trunk), expected)
         assert trunk.has_reference_adapter and all(c.lora_dropout == 0 for c in trunk.peft_config.values())
@@ -50,18 +51,29 @@ def test_a_trunk_goes_on_from_a_folder_with_an_adapter_as_from_its_model(tmp_pat
     assert same(step_gradients(trunks[0], a_pack()), step_gradients(trunks[2], a_pack()))
 
 
-@pytest.mark.parametrize("value_head", ["shared", "adapter"])
-def test_the_value_goes_on_from_a_folder_that_has_it(value_head, tmp_path):
+def test_the_value_goes_on_from_a_folder_that_has_it(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "base")
-    first = build_trunk(tmp_path / "base", lora(), value_head=value_head)
+    first = build_trunk(tmp_path / "base", lora())
     move(first)
     first.save_pretrained(tmp_path / "ppo")
-    second = build_trunk(tmp_path / "ppo", value_head=value_head)
+    second = build_trunk(tmp_path / "ppo")
     with torch.no_grad():
         before, after = (m.eval()(pack=a_pack(), roles=("policy", "value", "reference")) for m in (first, second))
     assert same(before.values, after.values) and same(before.logprobs, after.logprobs)
     assert same(after.ref_logprobs, after.logprobs)  # a new run is compared with what it starts from
     assert before.values.abs().sum() > 0
+
+
+def test_the_head_of_a_value_adapter_of_an_earlier_version_is_named_and_can_be_deleted(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    build_trunk(tmp_path / "base", lora()).save_pretrained(tmp_path / "ppo")
+    file = tmp_path / "ppo" / VALUE_HEAD_FILE
+    save_file({"weight": torch.ones(1, 32), "bias": torch.zeros(1)}, file)
+    for load in (build_trunk, load_value_model):
+        with pytest.raises(ValueError, match=f"{file} is the head of a value adapter, .*; delete it"):
+            load(tmp_path / "ppo")
+    file.unlink()
+    assert not build_trunk(tmp_path / "ppo")(pack=a_pack()).values.any()
 
 
 def test_a_merged_or_doubly_active_adapter_is_refused():
@@ -96,35 +108,29 @@ def test_settings_that_exclude_each_other_are_refused(tmp_path):
 
 
 def test_a_trunk_passes_through_when_the_settings_agree():
-    trunk = a_trunk(value_head="adapter", adapter_layers="top-2")
-    assert build_trunk(trunk, value_head="adapter", adapter_layers="top-2") is trunk
-    assert build_trunk(trunk, value_head="adapter") is trunk
-    with pytest.raises(ValueError, match="TrunkModel with value_head 'adapter'.*set value_head to 'adapter'"):
-        build_trunk(trunk)
+    trunk = a_trunk(adapter_layers="top-2")
+    assert build_trunk(trunk, adapter_layers="top-2") is trunk
+    assert build_trunk(trunk) is trunk
     with pytest.raises(ValueError, match="leave peft_config out"):
-        build_trunk(trunk, lora(), value_head="adapter")
+        build_trunk(trunk, lora())
     with pytest.raises(ValueError, match="trains from layer 2 on"):
-        build_trunk(trunk, value_head="adapter", adapter_layers="top-1")
+        build_trunk(trunk, adapter_layers="top-1")
 
 
 @pytest.mark.parametrize(
-    ("value_head", "continued", "config"),
-    [("shared", False, {}), ("adapter", True, {"use_dora": True}), ("adapter", False, {"use_rslora": True})],
+    ("continued", "config"), [(False, {}), (True, {"use_dora": True}), (False, {"use_rslora": True})]
 )
-def test_what_is_saved_comes_back_bit_for_bit(tmp_path, value_head, continued, config):
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path, continued, config):
     def build(seed):
         model = an_sft_model(**config) if continued else tiny_model("llama")
-        trunk = build_trunk(
-            model, None if continued else lora(**config), value_head=value_head, adapter_layers="top-2"
-        )
+        trunk = build_trunk(model, None if continued else lora(**config), adapter_layers="top-2")
         move(trunk, seed=seed)
         return trunk
 
     trunk, other = build(1), build(2)
     trunk.save_pretrained(tmp_path)
     folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    expected = {"value"} if value_head == "adapter" else set()
-    assert folders == expected | ({"reference"} if continued else set())
+    assert folders == ({"reference"} if continued else set())
     assert (tmp_path / VALUE_HEAD_FILE).is_file() and (tmp_path / ADAPTER_FILE).is_file()
     assert not any("value_head" in key or "embed" in key for key in load_file(tmp_path / ADAPTER_FILE))
     roles, flags = ("policy", "value", "reference"), [p.requires_grad for p in other.parameters()]
@@ -138,7 +144,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path, value_head, continued, c
 
 @pytest.mark.parametrize("family", FEW)
 def test_peft_alone_loads_the_policy(family, tmp_path):
-    trunk = a_trunk(family, value_head="adapter", adapter_layers="top-2")
+    trunk = a_trunk(family, adapter_layers="top-2")
     trunk.save_pretrained(tmp_path)
     plain = PeftModel.from_pretrained(tiny_model(family), tmp_path)
     assert same(logits(plain), logits(trunk)) and list(plain.peft_config) == ["default"]
@@ -161,14 +167,14 @@ def test_a_continued_adapter_is_saved_whole_also_below_the_cut(tmp_path):
 
 
 def saved(folder, **settings):
-    trunk = build_trunk(an_sft_model(), value_head="adapter", **settings)
+    trunk = build_trunk(an_sft_model(), **settings)
     move(trunk)
     trunk.save_pretrained(folder)
     return trunk
 
 
 @pytest.mark.parametrize("damage", ["gone", "missing", "shape"])
-@pytest.mark.parametrize("file", [ADAPTER_FILE, f"value/{ADAPTER_FILE}", VALUE_HEAD_FILE])
+@pytest.mark.parametrize("file", [ADAPTER_FILE, f"reference/{ADAPTER_FILE}", VALUE_HEAD_FILE])
 def test_a_file_that_is_gone_or_does_not_fit_is_named_and_nothing_is_loaded(tmp_path, file, damage):
     trunk = saved(tmp_path)
     tensors = load_file(tmp_path / file)
@@ -187,7 +193,7 @@ def test_a_file_that_is_gone_or_does_not_fit_is_named_and_nothing_is_loaded(tmp_
 
 def test_branches_that_this_trunk_has_not_are_refused(tmp_path):
     saved(tmp_path)
-    fresh = TrunkModel(tiny_model("llama"), lora(), value_head="adapter")
+    fresh = TrunkModel(tiny_model("llama"), lora())
     with pytest.raises(ValueError, match="holds an adapter 'reference' and this trunk has none"):
         fresh.load_branches(tmp_path)
     narrow = a_trunk(base=tiny_model("llama", hidden_size=16))

@@ -30,22 +30,22 @@ def checkpointed_step(trunk, **arguments):
 
 @pytest.mark.parametrize("family", FEW)
 def test_checkpointing_changes_no_bit_of_outputs_and_gradients(family):
-    trunk = a_trunk(family, value_head="adapter")
+    trunk = a_trunk(family)
     plain, checkpointed = checkpointed_step(trunk)
     assert same(plain, checkpointed)
-    assert any("value" in name for name in plain[1]) and any("default" in name for name in plain[1])
+    assert plain[1] and all("default" in name for name in plain[1])
 
 
 def test_below_the_cut_nothing_is_recomputed():
-    trunk = a_trunk(value_head="adapter", adapter_layers="top-1").train()
+    trunk = a_trunk(adapter_layers="top-1").train()
     trunk.activation_checkpointing_enable()
     with counted(decoder_layers(trunk)) as counts:
         step_gradients(trunk, a_pack(), roles=ALL_ROLES)
-    assert counts == [1, 1, 1, 5]  # policy and value twice, the reference has no backward
+    assert counts == [1, 1, 1, 3]  # the policy twice, the reference has no backward
 
 
 def test_the_backward_leaves_the_role_as_it_was():
-    trunk = a_trunk(value_head="adapter").train()
+    trunk = a_trunk().train()
     trunk.activation_checkpointing_enable()
     expected = step_gradients(trunk, a_pack())
     trunk.zero_grad(set_to_none=True)

@@ -31,7 +31,7 @@ def without_cut(trunk):
     ("family", "checkpointing"), [("llama", True), ("gemma2", False), ("gpt2", False), ("phi3", True)]
 )
 def test_outputs_and_gradients_above_the_cut_are_those_of_a_full_forward(family, checkpointing):
-    trunk = a_trunk(family, value_head="adapter", adapter_layers="top-2").train()
+    trunk = a_trunk(family, adapter_layers="top-2").train()
     assert trunk.cut == 2
     if checkpointing:
         trunk.activation_checkpointing_enable()
@@ -43,22 +43,16 @@ def test_outputs_and_gradients_above_the_cut_are_those_of_a_full_forward(family,
         full, full_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     assert same(cut, kept) and same(cut_gradients, kept_gradients) and same(cut.states, states)
     assert full.states is None and same(cut._replace(states=None), full) and same(cut_gradients, full_gradients)
-    # Two adapters, seven (GPT-2, Phi: four) linears in each of two layers, A and B; and the head's weight and bias.
-    assert len(cut_gradients) == 2 * 2 * 2 * (4 if family in ("gpt2", "phi3") else 7) + 2
+    # Seven (GPT-2, Phi: four) linears in each of two layers, A and B.
+    assert len(cut_gradients) == 2 * 2 * (4 if family in ("gpt2", "phi3") else 7)
     assert all(gradient.any() for gradient in cut_gradients.values())
 
 
 @pytest.mark.parametrize(
-    ("value_head", "roles", "passes"),
-    [
-        ("shared", ("policy", "value"), 1),
-        ("adapter", ALL_ROLES, 3),
-        ("adapter", ("value",), 1),
-        ("shared", ("trunk",), 0),
-    ],
+    ("roles", "passes"), [(("policy", "value"), 1), (ALL_ROLES, 2), (("value",), 1), (("trunk",), 0)]
 )
-def test_lower_layers_run_once_a_pack_whatever_the_roles(value_head, roles, passes):
-    trunk = a_trunk(value_head=value_head, adapter_layers="top-1")
+def test_lower_layers_run_once_a_pack_whatever_the_roles(roles, passes):
+    trunk = a_trunk(adapter_layers="top-1")
     with counted(layers_of(trunk)) as counts:
         states = trunk(pack=a_pack(), roles=roles).states
     assert counts == [1, 1, 1, passes]
@@ -106,10 +100,10 @@ def test_a_layer_that_reads_more_than_the_states_below_it_is_refused_for_a_cut()
 
 def test_states_of_a_continued_adapter_are_those_of_the_frozen_part():
     sft = get_peft_model(tiny_model("llama"), lora(init_lora_weights=False))
-    trunk = build_trunk(sft, value_head="adapter", adapter_layers="top-2")
+    trunk = build_trunk(sft, adapter_layers="top-2")
     before = trunk(pack=a_pack(), roles=("trunk",)).states
     with torch.no_grad():
-        for adapter in ("default", "value", "reference"):
+        for adapter in ("default", "reference"):
             named = adapter_parameters(trunk, adapter).items()
             lower = [p for name, p in named if ".layers.0." in name or ".layers.1." in name]
             assert len(lower) == 28 and not any(p.requires_grad for p in lower)

@@ -21,7 +21,7 @@ def fused_calls(monkeypatch):
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", "all"), ("gemma2", "top-2"), ("gpt2", "all")])
 def test_outputs_and_gradients_are_those_of_peft(family, layers, fused_calls):
-    trunk = a_trunk(family, value_head="adapter", adapter_layers=layers).train()
+    trunk = a_trunk(family, adapter_layers=layers).train()
     fused, fused_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     assert bool(fused_calls) == (family != "gpt2")  # GPT-2 has Conv1D layers.
     fused_calls.clear()

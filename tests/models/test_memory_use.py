@@ -9,7 +9,7 @@ from tests.models.branches import ALL_ROLES, a_pack, a_trunk, gradients, loss_of
 
 @pytest.mark.parametrize(("family", "checkpointing"), [("llama", False), ("gemma2", True)])
 def test_offloading_does_not_change_the_gradients(family, checkpointing):
-    trunk = a_trunk(family, value_head="adapter").train()
+    trunk = a_trunk(family).train()
     if checkpointing:
         trunk.activation_checkpointing_enable()
     _, plain = step_gradients(trunk, a_pack(), roles=ALL_ROLES)

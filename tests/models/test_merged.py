@@ -31,7 +31,7 @@ def num_merged(trunk):
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", "top-2"), ("gemma2", "all"), ("gpt2", "all")])
 def test_the_merged_policy_is_the_policy_and_the_base_comes_back_bitwise(family, layers):
-    trunk = a_trunk(family, value_head="adapter", adapter_layers=layers).eval()
+    trunk = a_trunk(family, adapter_layers=layers).eval()
     before, places = all_bits(trunk), storages(trunk)
     with torch.no_grad():
         apart = trunk(IDS).logits
@@ -144,7 +144,7 @@ def test_without_memory_for_a_copy_of_the_matrices_nothing_is_merged():
 
 
 def test_the_proof_leaves_no_trace_and_is_made_once():
-    trunk = a_trunk(value_head="adapter", adapter_layers="top-2").eval()
+    trunk = a_trunk(adapter_layers="top-2").eval()
     before, places = all_bits(trunk), storages(trunk)
     parameters = {name: (p, p.requires_grad) for name, p in trunk.named_parameters()}
     calls, random_state = [], torch.get_rng_state()

@@ -53,13 +53,13 @@ def frozen_bytes(trunk):
 
 @pytest.mark.parametrize("kind", ["nf4-bfloat16", "int8"])
 def test_adapters_train_over_a_quantized_base(folder, kind):
-    trunk = quantized_trunk(folder, kind, value_head="adapter", adapter_layers="top-2").train()
+    trunk = quantized_trunk(folder, kind, adapter_layers="top-2").train()
     start = trunk(pack=a_pack(), roles=("policy", "reference"))
     assert same(start.logprobs.detach(), start.ref_logprobs)
     move(trunk)
     trained = {name: p for name, p in trunk.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
-    assert all("lora_" in name or "value_head" in name for name in trained)
+    assert all("lora_" in name for name in trained)
     before, optimizer = frozen_bytes(trunk), torch.optim.Adam(trained.values(), lr=0.05)
     output, found = step_gradients(trunk, a_pack(), roles=("policy", "value", "reference"))
     assert found.keys() == trained.keys() and all(g.isfinite().all() and g.any() for g in found.values())
@@ -85,7 +85,7 @@ def dequantized_twin(trunk, base):
         layer = plain[name.removesuffix(".base_layer")]
         assert 0 < (layer.weight - weight).abs().max() < 0.25  # really quantised, and really this layer
         layer.weight.data = weight
-    twin = TrunkModel(base, lora(), value_head=trunk.value_head_kind)
+    twin = TrunkModel(base, lora())
     own = {n: p for n, p in trunk.named_parameters() if "lora_" in n or "value_head" in n}
     assert not twin.load_state_dict(own, strict=False).unexpected_keys
     return twin
@@ -94,7 +94,7 @@ def dequantized_twin(trunk, base):
 @pytest.mark.parametrize("kind", ["nf4-double", "int8"])
 def test_outputs_and_gradients_are_those_of_the_dequantized_base(folder, kind):
     # bitsandbytes' kernels for inference on the CPU pass no gradient on: the base's part would be missing, silently.
-    trunk = quantized_trunk(folder, kind, value_head="adapter")
+    trunk = quantized_trunk(folder, kind)
     move(trunk)
     twin = dequantized_twin(trunk, AutoModelForCausalLM.from_pretrained(folder))
     with torch.no_grad():
@@ -126,13 +126,13 @@ def test_a_model_whose_weights_were_repacked_for_inference_is_refused(folder):
 
 
 def test_the_cut_and_checkpointing_change_no_bit_over_a_quantized_base(folder):
-    trunk = quantized_trunk(folder, "nf4-float32", value_head="adapter", adapter_layers="top-2").train()
+    trunk = quantized_trunk(folder, "nf4-float32", adapter_layers="top-2").train()
     move(trunk)
     cut, cut_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     trunk.activation_checkpointing_enable()
     with counted(decoder_layers(trunk)) as counts:
         checkpointed = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
-    assert counts == [1, 1, 5, 5] and same(checkpointed, (cut, cut_gradients))
+    assert counts == [1, 1, 3, 3] and same(checkpointed, (cut, cut_gradients))
     trunk.cut = 0
     full, full_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     assert same(cut._replace(states=None), full) and same(cut_gradients, full_gradients)

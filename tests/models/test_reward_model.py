@@ -144,14 +144,14 @@ def scores(trunk, pack=None, **arguments):
 @pytest.mark.parametrize(("family", "first"), [("llama", 2), ("gemma2", 0), ("gpt2", 2)])
 def test_scores_are_those_of_the_same_adapter_on_a_separate_model(family, first, places):
     base, folder = places(family), places(family, first)
-    trunk = a_reward_trunk(family, base, folder, adapter_layers="top-2", value_head="adapter")
+    trunk = a_reward_trunk(family, base, folder, adapter_layers="top-2")
     expected = scores_of_a_separate_model(folder, base, a_pack())
     output = trunk.eval()(pack=a_pack(), roles=WITH_REWARD)
     assert trunk.reward_branch.from_states == (first == 2)
     # Rows in a pack and rows alone: float32 rounds otherwise.
     torch.testing.assert_close(output.scores, expected, atol=1e-5, rtol=1e-5)
     assert output.scores.dtype == torch.float32 and output.scores.std() > 1e-2
-    without = a_trunk(family, adapter_layers="top-2", value_head="adapter").eval()(pack=a_pack(), roles=ALL_ROLES)
+    without = a_trunk(family, adapter_layers="top-2").eval()(pack=a_pack(), roles=ALL_ROLES)
     assert same(output._replace(scores=None), without)
 
 
@@ -218,7 +218,7 @@ def unchanged(trunk):
 
 
 def test_attaching_and_scoring_leave_flags_branches_and_gradients_as_they_were(places):
-    settings = {"adapter_layers": "top-2", "value_head": "adapter"}
+    settings = {"adapter_layers": "top-2"}
     plain, trunk = a_trunk(**settings), a_trunk(**settings)
     flags = {n: p.requires_grad for n, p in trunk.named_parameters()}
     attach_score_adapter(trunk, read_score_adapter(str(places("llama", 0))))
@@ -241,8 +241,8 @@ def test_attaching_and_scoring_leave_flags_branches_and_gradients_as_they_were(p
 
 
 def test_a_saved_policy_holds_no_reward_adapter_and_loads_into_a_trunk_with_one(places, tmp_path):
-    trunk = a_reward_trunk("llama", places(), places("llama", 2), value_head="adapter", adapter_layers="top-2")
-    plain = a_trunk(value_head="adapter", adapter_layers="top-2")
+    trunk = a_reward_trunk("llama", places(), places("llama", 2), adapter_layers="top-2")
+    plain = a_trunk(adapter_layers="top-2")
     trunk.save_pretrained(tmp_path / "with")
     plain.save_pretrained(tmp_path / "without")
     files = [sorted(str(f.relative_to(d)) for f in d.rglob("*")) for d in (tmp_path / "with", tmp_path / "without")]

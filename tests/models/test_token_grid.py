@@ -73,23 +73,18 @@ def check(build, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("family", FEW)
 def test_rows_in_one_sequence_give_the_outputs_and_gradients_of_padded_rows(family, dtype):
-    check(functools.partial(a_trunk, family, value_head="adapter", dtype=dtype), dtype)
+    check(functools.partial(a_trunk, family, dtype=dtype), dtype)
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"adapter_layers": "top-2"},
-        {"value_head": "adapter", "adapter_layers": "top-3"},
-        {"config": lora(use_dora=True)},
-    ],
+    "settings", [{"adapter_layers": "top-2"}, {"adapter_layers": "top-3"}, {"config": lora(use_dora=True)}]
 )
-def test_heads_cuts_and_variants_of_lora_do_not_see_the_difference(settings):
+def test_cuts_and_variants_of_lora_do_not_see_the_difference(settings):
     check(functools.partial(a_trunk, "gemma3", dtype=torch.float64, **settings), torch.float64)
 
 
 def test_kept_states_give_the_bits_of_a_whole_forward():
-    trunk = a_trunk("llama", value_head="adapter", adapter_layers="top-2").train()
+    trunk = a_trunk("llama", adapter_layers="top-2").train()
     trunk.use_padding_free()
     whole, whole_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     states = trunk(pack=a_pack(), roles=("trunk",)).states
@@ -115,7 +110,7 @@ def test_a_reward_adapter_scores_the_same(tmp_path):
 
 @pytest.mark.parametrize("family", FEW)
 def test_in_bfloat16_the_policy_scores_itself_with_a_ratio_of_exactly_one(family):
-    trunk = a_trunk(family, value_head="adapter", dtype=torch.bfloat16)
+    trunk = a_trunk(family, dtype=torch.bfloat16)
     trunk.use_padding_free()
     with torch.no_grad():
         old = trunk.eval()(pack=a_pack(), roles=("policy", "value", "reference"))
@@ -195,13 +190,13 @@ def varlen(monkeypatch):
 
 @pytest.mark.parametrize("family", FEW)
 def test_flash_attention_gets_the_borders_of_the_rows_in_every_layer(family, varlen):
-    settings = {"value_head": "adapter", "dtype": torch.float64}
+    settings = {"dtype": torch.float64}
     padded, padded_gradients = step(a_trunk(family, **settings), padding_free=False)
     trunk = a_trunk(family, **settings)
     trunk.get_base_model().config._attn_implementation = "flash_attention_2"
     packed, gradients = step(trunk, padding_free=True)
-    # Rows of 16, 5, 8 and 6 tokens; after the three forwards of the proof, four layers for each of three adapters.
-    assert varlen.borders[12:] == [[0, 16, 21, 29, 35]] * 12
+    # Rows of 16, 5, 8 and 6 tokens; after the three forwards of the proof, four layers for policy and reference.
+    assert varlen.borders[12:] == [[0, 16, 21, 29, 35]] * 8
     assert varlen.borders[:12] == [[0, 11]] * 4 + [[0, 13, 16, 27]] * 8
     # With soft-capping padded rows run eager attention, whose softmax is in float32.
     tolerance = 1e-5 if family == "gemma2" else 1e-12
@@ -272,7 +267,7 @@ def block_tokens(trunk):
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", "top-2"), ("gemma2", "all"), ("gpt2", "all")])
 def test_outputs_and_gradients_are_those_of_blocks_that_run_everywhere(family, layers):
-    trunk = a_trunk(family, value_head="adapter", adapter_layers=layers).train()
+    trunk = a_trunk(family, adapter_layers=layers).train()
     narrow, narrow_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     with block_tokens(trunk) as tokens:
         step_gradients(trunk, a_pack(), roles=ALL_ROLES)

@@ -1,4 +1,4 @@
-"""A pass over a pack against the plain model, row by row; and the value head: its state, its gradient, its dtype."""
+"""A pass over a pack against the plain model, row by row; and the value head: its state and its dtype."""
 
 import functools
 
@@ -10,12 +10,11 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from torch.nn import functional as F
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from onetrunk.models.adapters import adapter_parameters
 from onetrunk.models.base_model import backbone
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.packing import make_pack
-from tests.models.branches import COMPLETIONS, PROMPTS, a_pack, a_trunk, gradients, lora, same, step_gradients
+from tests.models.branches import COMPLETIONS, FEW, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
 from tests.tiny import FAMILIES, tiny_model
 
 # fp32, logits of up to 10, and another width of the row: sums in another order.
@@ -73,7 +72,7 @@ MODES = {
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_same_pack_gives_the_same_bits_in_every_mode(family, precision):
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    trunk = a_trunk(family, value_head="adapter", dtype=dtype)
+    trunk = a_trunk(family, dtype=dtype)
     autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
     outputs = []
     for grad, train in MODES.values():
@@ -86,12 +85,12 @@ def test_the_same_pack_gives_the_same_bits_in_every_mode(family, precision):
     assert all(same(outputs[0], other) for other in outputs[1:]) and same(alone, outputs[0].logprobs)
     assert torch.equal((outputs[0].logprobs - outputs[3].logprobs).exp(), torch.ones_like(alone))
     # The bits depend on the precision: autocast and bf16 weights were really on.
-    assert precision == "float32" or not same(alone, a_trunk(family, value_head="adapter")(pack=a_pack()).logprobs)
+    assert precision == "float32" or not same(alone, a_trunk(family)(pack=a_pack()).logprobs)
 
 
 @functools.cache
 def cached_trunk(family):
-    return a_trunk(family, value_head="adapter", adapter_layers="top-3").eval()
+    return a_trunk(family, adapter_layers="top-3").eval()
 
 
 ROWS = st.lists(
@@ -160,16 +159,6 @@ def test_roles_that_were_not_asked_are_none_and_unknown_ones_are_refused():
         trunk(pack=a_pack(), temperature=0.0)
 
 
-HEAD = {"value_head.linear.weight", "value_head.linear.bias"}
-
-
-def value_gradients(trunk, roles):
-    trunk.zero_grad(set_to_none=True)
-    output = trunk(pack=a_pack(), roles=roles)
-    (output.values.sum() + output.next_values.sum()).backward()
-    return {name for name, gradient in gradients(trunk).items() if gradient.any()}
-
-
 def test_a_new_head_says_zero_in_float32_whatever_the_trunk():
     trunk = TrunkModel(tiny_model("llama").to(torch.bfloat16), lora())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -180,22 +169,26 @@ def test_a_new_head_says_zero_in_float32_whatever_the_trunk():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_head_multiplies_in_float32(autocast):
-    head = ValueHead(3)
+    head = ValueHead(2, 2)
     with torch.no_grad():
-        head.linear.weight.copy_(torch.tensor([[1.0, 1 / 512, 1 / 1024]]))
+        head.hidden[1].weight.copy_(torch.tensor([[100.0, 0.0], [0.0, 100.0]]))
+        head.hidden[1].bias.zero_()
+        head.linear.weight.copy_(torch.tensor([[1 / 128, 1.0]]))
         head.linear.bias.fill_(2.0)
+        head.moments.copy_(torch.tensor([1 / 512, 4.0]))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        values = head(torch.tensor([[1.0, 1.0, 1.0], [2.0, 0.0, 4.0]], dtype=torch.bfloat16))
-    # 2 + 1 + 1/512 + 1/1024, and 2 + 2 + 4/1024: bf16 knows neither.
-    assert values.tolist() == [3.0029296875, 4.00390625]
+        values = head(torch.tensor([[512.0, 0.0], [0.0, 512.0]], dtype=torch.bfloat16))
+    # The LayerNorm gives (1, -1) and (-1, 1), GELU (100, 0) and (0, 100): 4 * (2 + 100/128) + 1/512 and
+    # 4 * (2 + 100) + 1/512, neither of which bfloat16 knows.
+    assert values.tolist() == [11.126953125, 408.001953125]
 
 
-@pytest.mark.parametrize(("family", "value_head"), [("llama", "shared"), ("gpt2", "shared"), ("gemma2", "adapter")])
-def test_values_read_the_state_that_predicts_their_token(family, value_head):
-    trunk = a_trunk(family, value_head=value_head).eval()
+@pytest.mark.parametrize("family", FEW)
+def test_values_read_the_state_that_predicts_their_token(family):
+    trunk = a_trunk(family).eval()
     output = trunk(pack=a_pack(), roles=("value",))
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
-        with torch.no_grad(), trunk.as_role("value"):
+        with torch.no_grad():
             hidden = backbone(trunk)(input_ids=torch.tensor([prompt + completion])).last_hidden_state[0]
             every = [trunk.value_head(state) for state in hidden]
         # The first completion token is predicted by the last prompt token; the state after the last one is the last.
@@ -207,21 +200,18 @@ def test_values_read_the_state_that_predicts_their_token(family, value_head):
         assert not output.values[row, len(completion) :].any()
 
 
-def test_a_shared_head_gets_and_passes_no_gradient_and_hands_out_the_states_that_it_reads():
-    trunk = a_trunk(value_head="shared", adapter_layers="top-2")
+def test_the_head_gets_and_passes_no_gradient_and_hands_out_the_states_that_it_reads():
+    trunk = a_trunk(adapter_layers="top-2")
     output = trunk(pack=a_pack(), roles=("policy", "value"))
     assert output.logprobs.requires_grad and not output.values.requires_grad
     assert same(trunk.value_head(output.value_states), output.values[a_pack().completion_mask])
 
 
-def test_the_gradient_of_the_value_goes_to_its_adapter_and_head_alone():
-    trunk = a_trunk(value_head="adapter", adapter_layers="top-2")
-    with_policy = trunk(pack=a_pack(), roles=("policy", "value"))
-    for roles in (("policy", "value"), ("value",)):
-        assert value_gradients(trunk, roles) == HEAD | set(adapter_parameters(trunk, "value"))
-    assert all(p.grad is None for p in adapter_parameters(trunk, "default").values())
-    assert same(trunk(pack=a_pack(), roles=("value",)).values, with_policy.values)
-    assert trunk(pack=a_pack(), roles=("value",)).logprobs is None
+def test_the_value_alone_is_that_of_a_pass_with_the_policy_and_keeps_no_graph():
+    trunk = a_trunk(adapter_layers="top-2")
+    alone = trunk(pack=a_pack(), roles=("value",))
+    assert same(alone.values, trunk(pack=a_pack(), roles=("policy", "value")).values)
+    assert alone.logprobs is None and not alone.values.requires_grad
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])

@@ -12,13 +12,11 @@ PROMPTS = ["a dog", "the red sun", "a small bird sings"]
 COMPLETIONS = ["sees a black river", "yes", ""]
 
 
-@pytest.mark.parametrize("value_head", ["shared", "adapter"])
-def test_the_values_of_a_saved_run_are_those_of_its_trainer_one_per_token_and_row_by_row(tmp_path, value_head):
+def test_the_values_of_a_saved_run_are_those_of_its_trainer_one_per_token_and_row_by_row(tmp_path):
     base_model().save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    settings = {"value_head": value_head, "num_rollouts": 2, "value_learning_rate": 0.1}
-    trainer = trained(tmp_path / "run", model=model, **settings)
+    trainer = trained(tmp_path / "run", model=model, num_rollouts=2, value_learning_rate=0.1)
     trainer.save_model()
     values = trainer.values(PROMPTS, COMPLETIONS)
     # An EOS token follows each completion.

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from onetrunk.ops.masking import length_mask
 
-PADDED_INPUTS = ("old_logprobs", "ref_logprobs", "old_values", "logprobs_minus_old", "values_minus_old")
+PADDED_INPUTS = ("old_logprobs", "ref_logprobs", "old_values", "logprobs_minus_old")
 
 
 def padded(rows):
@@ -27,7 +27,6 @@ def oracle():
     return SimpleNamespace(
         **inputs,
         logprobs=inputs["old_logprobs"] + inputs["logprobs_minus_old"],
-        values=inputs["old_values"] + inputs["values_minus_old"],
         mask=length_mask(torch.tensor(case["inputs"]["lengths"]), 6),
         scores=torch.tensor(case["inputs"]["scores"], dtype=torch.float64),
         expected=case["expected"],

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from onetrunk.ops import bradley_terry_loss, masked_whiten, policy_loss, value_loss
+from onetrunk.ops import bradley_terry_loss, masked_whiten, policy_loss
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
 many = settings(max_examples=200, deadline=None)
@@ -28,18 +28,13 @@ def random_step(seed, rows=6, width=5):
     return (*tensors, torch.rand(rows, width, generator=generator) < 0.6)
 
 
-def test_losses_and_clip_fractions_agree_with_the_oracle(oracle):
+def test_the_policy_loss_and_its_clip_fraction_agree_with_the_oracle(oracle):
     expected = oracle.expected
     # The oracle prints advantages with six digits; whitening and averaging keep the error below 1e-6.
     advantages = masked_whiten(oracle.padded(expected["advantages"]), oracle.mask)
-    policy, policy_stats = policy_loss(oracle.logprobs, oracle.old_logprobs, advantages, oracle.mask, 0.2)
-    returns = oracle.padded(expected["returns"])
-    value, value_stats = value_loss(oracle.values, oracle.old_values, returns, oracle.mask, clip=0.2)
+    policy, stats = policy_loss(oracle.logprobs, oracle.old_logprobs, advantages, oracle.mask, 0.2)
     assert policy.item() == pytest.approx(expected["policy_loss_eps_0.2_whitened_token_mean"], abs=1e-6)
-    assert policy_stats["clip_fraction"].item() == pytest.approx(expected["policy_clip_fraction"], abs=1e-8)
-    assert value.item() == pytest.approx(expected["value_loss_clip_0.2"], abs=1e-6)
-    assert value_stats["clip_fraction"].item() == expected["value_clip_fraction"]
-    assert (policy + 0.1 * value).item() == pytest.approx(expected["total_loss_value_coef_0.1"], abs=1e-6)
+    assert stats["clip_fraction"].item() == pytest.approx(expected["policy_clip_fraction"], abs=1e-8)
 
 
 def test_bradley_terry_agrees_with_the_oracle(oracle):
@@ -100,25 +95,10 @@ def test_weights_multiply_the_loss_and_get_no_gradient():
     assert_close(loss, sum(tokens) / len(tokens), **EXACT)
 
 
-def test_value_loss_of_three_tokens_by_hand():
-    # V .5, 2, 1; V_old 0, 0, 1; R 1, 1, 3; clip .2 gives V .2, .2, 1.
-    # max(.25, .64) = .64; max(1, .64) = 1; max(4, 4) = 4: half the mean is 5.64 / 6. Clipped is active in the first.
-    values, old_values = torch.tensor([[0.5, 2.0, 1.0]]), torch.tensor([[0.0, 0.0, 1.0]])
-    returns, mask = torch.tensor([[1.0, 1.0, 3.0]]), torch.ones(1, 3).bool()
-    loss, stats = value_loss(values, old_values, returns, mask, clip=0.2)
-    assert loss.item() == pytest.approx(5.64 / 6)
-    assert stats["clip_fraction"].item() == pytest.approx(1 / 3)
-    plain, plain_stats = value_loss(values, None, returns, mask)
-    assert plain.item() == pytest.approx(5.25 / 6)  # (.25 + 1 + 4) / 6
-    assert plain_stats["clip_fraction"] == 0
-    with pytest.raises(ValueError, match="old_values is None"):
-        value_loss(values, None, returns, mask, clip=0.2)
-
-
 @many
 @given(seed=st.integers(0, 9999), cuts=st.sets(st.integers(1, 5)), dual_clip=st.sampled_from([None, 1.5]))
 def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(seed, cuts, dual_clip):
-    logprobs, old_logprobs, advantages, returns, mask = random_step(seed)
+    logprobs, old_logprobs, advantages, _, mask = random_step(seed)
     mask[0, 0] = True
     edges = [0, *sorted(cuts), 6]
 
@@ -126,13 +106,11 @@ def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(see
         leaf = logprobs.clone().requires_grad_()
         total, maximum = {}, torch.zeros(())
         for rows in parts:
-            args = (leaf[rows], old_logprobs[rows])
             options = {"epsilon": 0.2, "dual_clip": dual_clip, "num_tokens": mask.sum()}
-            policy, stats = policy_loss(*args, advantages[rows], mask[rows], **options)
-            value, value_stats = value_loss(*args, returns[rows], mask[rows], clip=0.3, num_tokens=mask.sum())
-            (policy + value).backward()
+            policy, stats = policy_loss(leaf[rows], old_logprobs[rows], advantages[rows], mask[rows], **options)
+            policy.backward()
             maximum = torch.maximum(maximum, stats.pop("ratio_max"))
-            for name, stat in [*stats.items(), *((f"value_{n}", s) for n, s in value_stats.items())]:
+            for name, stat in stats.items():
                 total[name] = total.get(name, 0) + stat
         return leaf.grad, {**total, "ratio_max": maximum}
 
@@ -144,14 +122,12 @@ def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(see
     assert_close(whole_stats["loss"], default, **EXACT)
 
 
-def test_losses_of_bfloat16_inputs_are_computed_in_float32():
-    logprobs, old_logprobs, advantages, returns, mask = random_step(3)
-    low = [x.bfloat16() for x in (logprobs, old_logprobs, advantages, returns)]
-    policy, _ = policy_loss(*low[:3], mask, 0.2)
-    value, _ = value_loss(low[0], low[1], low[3], mask, clip=0.2)
-    assert policy.dtype == value.dtype == torch.float32
-    assert torch.equal(policy, policy_loss(*(x.float() for x in low[:3]), mask, 0.2)[0])
-    assert torch.equal(value, value_loss(low[0].float(), low[1].float(), low[3].float(), mask, clip=0.2)[0])
+def test_the_loss_of_bfloat16_inputs_is_computed_in_float32():
+    *tensors, _, mask = random_step(3)
+    low = [x.bfloat16() for x in tensors]
+    policy, _ = policy_loss(*low, mask, 0.2)
+    assert policy.dtype == torch.float32
+    assert torch.equal(policy, policy_loss(*(x.float() for x in low), mask, 0.2)[0])
 
 
 def test_soft_labels_and_margins_by_hand():

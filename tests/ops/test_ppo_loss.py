@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from onetrunk.ops import kl_estimate, policy_loss, value_loss
+from onetrunk.ops import kl_estimate, policy_loss
 from onetrunk.ops.losses import kl_loss, ppo_loss
 from onetrunk.ops.masking import masked_mean
 from onetrunk.types import Experience, LossCoefficients, PackOutput
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64
-COEFS = LossCoefficients(0.2, 0.3, 1.5, 0.2, 0.4, 0.05, 0.7, "k2")
+COEFS = LossCoefficients(0.2, 0.3, 1.5, 0.05, 0.7, "k2")
 CONSTANTS = "old_logprobs old_values advantages returns ref_logprobs weights".split()
 
 
 def loss_of(tensors, coefficients, num_tokens=None):
     """Return the PPO loss and stats of tensors by name, `mask` among them; those that are missing are None."""
-    output = PackOutput(**{name: tensors.get(name) for name in ("values", "logprobs", "entropy")})
+    output = PackOutput(**{name: tensors.get(name) for name in ("logprobs", "entropy")})
     constants = {name: tensors.get(name) for name in CONSTANTS}
     experience = Experience(pack=None, loss_mask=tensors["mask"], **constants)
     return ppo_loss(experience, output, coefficients, num_tokens)
@@ -26,15 +26,15 @@ def loss_of(tensors, coefficients, num_tokens=None):
 
 def random_tensors(seed=0, rows=6, width=5):
     generator = torch.Generator().manual_seed(seed)
-    names = "values returns old_values logprobs old_logprobs advantages weights ref_logprobs entropy".split()
+    names = "returns old_values logprobs old_logprobs advantages weights ref_logprobs entropy".split()
     tensors = {name: torch.randn(rows, width, generator=generator, dtype=torch.float64) for name in names}
-    for name in ("values", "logprobs", "entropy"):
+    for name in ("logprobs", "entropy"):
         tensors[name].requires_grad_()
     return SimpleNamespace(mask=torch.rand(rows, width, generator=generator) < 0.6, **tensors)
 
 
 def gradients(loss, tensors):
-    return torch.autograd.grad(loss, (tensors.values, tensors.logprobs, tensors.entropy))
+    return torch.autograd.grad(loss, (tensors.logprobs, tensors.entropy))
 
 
 def test_the_loss_of_one_token_by_hand():
@@ -42,14 +42,14 @@ def test_the_loss_of_one_token_by_hand():
         return torch.tensor([[x]], dtype=torch.float64)
 
     tensors = dict(
-        mask=one(1).bool(), values=one(2.0), returns=one(5.0), advantages=one(2.0), logprobs=one(-1.0),
-        old_logprobs=one(-1.0 - math.log(1.5)), ref_logprobs=one(-1.3), entropy=one(0.9),
+        mask=one(1).bool(), advantages=one(2.0), logprobs=one(-1.0), old_logprobs=one(-1.0 - math.log(1.5)),
+        ref_logprobs=one(-1.3), entropy=one(0.9),
     )  # fmt: skip
-    loss, stats = loss_of(tensors, LossCoefficients(epsilon=0.2, value_coef=0.1, entropy_coef=0.5, kl_weight=2.0))
-    # -min(2 * 1.5, 2 * 1.2) + .1 * (2 - 5)^2 / 2 - .5 * .9 + 2 * (1.5 * .3)
-    assert loss.item() == pytest.approx(-2.4 + 0.45 - 0.45 + 0.9, abs=1e-12)
+    loss, stats = loss_of(tensors, LossCoefficients(epsilon=0.2, entropy_coef=0.5, kl_weight=2.0))
+    # -min(2 * 1.5, 2 * 1.2) - .5 * .9 + 2 * (1.5 * .3)
+    assert loss.item() == pytest.approx(-2.4 - 0.45 + 0.9, abs=1e-12)
     assert stats["policy"]["clip_fraction"] == 1 and stats["policy"]["entropy"].item() == pytest.approx(0.9)
-    assert stats["kl"]["loss"].item() == pytest.approx(0.45) and stats["value"]["loss"] == 4.5
+    assert stats["kl"]["loss"].item() == pytest.approx(0.45) and set(stats) == {"policy", "kl"}
 
 
 @pytest.mark.parametrize("num_tokens", [None, 77.0, torch.tensor(77)])
@@ -67,13 +67,12 @@ def test_the_loss_is_the_weighted_sum_of_the_losses_of_its_terms(num_tokens):
         weights=t.weights,
         **counted,
     )
-    value, value_stats = value_loss(t.values, t.old_values, t.returns, clip=0.2, **counted)
     entropy = masked_mean(t.entropy, **counted)
     kl = kl_loss(t.logprobs, t.old_logprobs, t.ref_logprobs, estimator="k2", weights=t.weights, **counted)
-    expected = policy + 0.4 * value - 0.05 * entropy + 0.7 * kl
+    expected = policy - 0.05 * entropy + 0.7 * kl
     assert_close(loss, expected, **EXACT)
     assert_close(gradients(loss, t), gradients(expected, t), **EXACT)
-    terms = {"policy": policy_stats | {"entropy": entropy.detach()}, "value": value_stats, "kl": {"loss": kl.detach()}}
+    terms = {"policy": policy_stats | {"entropy": entropy.detach()}, "kl": {"loss": kl.detach()}}
     assert_close(stats, terms, **EXACT)
     assert not any(x.requires_grad for group in stats.values() for x in group.values())
 
@@ -101,10 +100,6 @@ def test_on_the_first_pass_over_the_policys_own_samples_the_kl_is_the_plain_mean
 
 def test_what_is_not_given_is_left_out():
     t = random_tensors()
-    only_values = {"mask": t.mask, "values": t.values, "returns": t.returns, "ref_logprobs": t.ref_logprobs}
-    loss, stats = loss_of(only_values, LossCoefficients(value_coef=0.4, kl_weight=3.0))
-    assert_close(loss, 0.4 * value_loss(t.values, None, t.returns, t.mask)[0], **EXACT)
-    assert set(stats) == {"value"}
     names = ("mask", "logprobs", "old_logprobs", "advantages")
     only_policy = {name: getattr(t, name) for name in names}
     loss, stats = loss_of(only_policy, LossCoefficients(kl_weight=3.0, entropy_coef=3.0))
@@ -118,7 +113,7 @@ def test_values_outside_the_mask_change_neither_loss_nor_gradient(estimator):
     t, coefs = random_tensors(), replace(COEFS, kl_estimator=estimator)
     loss, stats = loss_of(vars(t), coefs)
     junk = {name: torch.where(t.mask, x.detach(), torch.nan) for name, x in vars(t).items() if name != "mask"}
-    for name in ("values", "logprobs", "entropy"):
+    for name in ("logprobs", "entropy"):
         junk[name].requires_grad_()
     dirty = SimpleNamespace(mask=t.mask, **junk)
     dirty_loss, dirty_stats = loss_of(vars(dirty), coefs)
@@ -131,7 +126,7 @@ def test_a_token_that_is_not_finite_shows_in_the_loss_and_in_its_own_gradient():
     row, column = t.mask.nonzero()[0].tolist()
     t.logprobs.data[row, column] = torch.nan
     loss, _ = loss_of(vars(t), COEFS)
-    _, gradient, _ = gradients(loss, t)
+    gradient, _ = gradients(loss, t)
     assert loss.isnan() and gradient[row, column].isnan() and gradient.isnan().sum() == 1
 
 
@@ -154,21 +149,10 @@ def test_a_small_kl_keeps_its_digits_in_float32():
         assert kl.item() == pytest.approx(5e-9, rel=1e-3)
 
 
-def test_values_that_stay_within_the_clip_range_count_as_not_clipped():
-    # V_old + (V - V_old) would not be V to the last bit, and .2% of such values count as clipped
-    generator = torch.Generator().manual_seed(0)
-    values, returns = torch.randn(2, 1, 10_000, generator=generator)
-    old_values = values + 0.15 * (2 * torch.rand(1, 10_000, generator=generator) - 1)
-    _, stats = value_loss(values, old_values, returns, torch.ones_like(values).bool(), clip=0.2)
-    assert stats["clip_fraction"] == 0
-
-
 @pytest.mark.parametrize(
     ("left_out", "coefs", "message"),
     [
-        (["logprobs", "values"], COEFS, "neither logprobs nor values"),
-        (["old_values"], COEFS, "value_clip is 0.2 but old_values is None"),
-        (["logprobs"], COEFS, "or entropy without logprobs"),
+        (["logprobs"], COEFS, "got no logprobs; run the model with the role policy"),
         ([], LossCoefficients(kl_weight=0.1, kl_estimator="k4"), "kl_estimator is 'k4'"),
         ([], LossCoefficients(dual_clip=0.5), "dual_clip is 0.5"),
     ],

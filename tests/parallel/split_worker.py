@@ -37,7 +37,7 @@ CPU_DEVICE = torch.device("cpu")
 ROLES = ("policy", "value", "reference")
 PROMPTS = [[4, 5, 6, 7], [20, 21], [30, 31, 32]]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
-BOTH = ("shared", "adapter, top-2", "checkpointing", "padding-free", "continued adapter", "bfloat16")
+BOTH = ("all layers", "top-2", "checkpointing", "padding-free", "continued adapter", "bfloat16")
 CASES = {
     "FSDP2": (*BOTH, "nf4"),
     "TP": (*BOTH, "tied head", "soft-capping", "gathered projections", "uneven widths", "reward adapter"),
@@ -91,10 +91,10 @@ def rewarded(folder: Path) -> TrunkModel:
 def cases(folder: Path, device: torch.device) -> dict[str, Any]:
     """Return what builds the trunk of each case; a quantised one on `device`, the others on the CPU."""
     return {
-        "shared": a_trunk,
-        "adapter, top-2": partial(a_trunk, value_head="adapter", adapter_layers="top-2"),
-        "checkpointing": partial(a_trunk, value_head="adapter"),
-        "padding-free": partial(packed, "mistral", value_head="adapter", adapter_layers="top-2"),
+        "all layers": a_trunk,
+        "top-2": partial(a_trunk, adapter_layers="top-2"),
+        "checkpointing": a_trunk,
+        "padding-free": partial(packed, "mistral", adapter_layers="top-2"),
         "tied head": partial(a_trunk, "qwen2"),
         "soft-capping": partial(a_trunk, "gemma2", adapter_layers="top-2"),
         "continued adapter": continued,
@@ -165,7 +165,7 @@ def whole_bytes(trunk: TrunkModel, is_tensor: bool) -> int:
     kept = [
         p
         for n, p in trunk.named_parameters()
-        if p.requires_grad or ".lora_" in n or "value_head" in n or "head.linear" in n or (is_tensor and p.dim() < 2)
+        if p.requires_grad or ".lora_" in n or "value_head" in n or "reward_branch" in n or (is_tensor and p.dim() < 2)
     ]
     return sum(p.nbytes for p in kept)
 

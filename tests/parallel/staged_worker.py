@@ -33,20 +33,19 @@ from tests.parallel.split_worker import continued, packed, relative_difference, 
 from tests.places import CPU, join_group
 
 TEMPERATURE = 0.8
-LOSS = LossCoefficients(value_clip=0.2, entropy_coef=0.01, kl_weight=0.05)
+LOSS = LossCoefficients(entropy_coef=0.01, kl_weight=0.05)
 
 
 def cases() -> dict[str, dict[str, Any]]:
     """Return what builds the trunk of each case, and what else differs from the usual."""
     return {
-        "llama": {"build": partial(a_trunk, value_head="adapter")},
+        "llama": {"build": a_trunk},
         "gemma2": {"build": partial(a_trunk, "gemma2")},
-        "top-2": {"build": partial(a_trunk, value_head="adapter", adapter_layers="top-2")},
-        "uneven": {"build": partial(a_trunk, value_head="adapter", adapter_layers="top-2"), "sizes": (1, 3)},
-        "checkpointing": {"build": partial(a_trunk, value_head="adapter"), "checkpointing": True},
-        "padding-free": {"build": partial(packed, "mistral", value_head="adapter", adapter_layers="top-2")},
+        "top-2": {"build": partial(a_trunk, adapter_layers="top-2")},
+        "uneven": {"build": partial(a_trunk, adapter_layers="top-2"), "sizes": (1, 3)},
+        "checkpointing": {"build": a_trunk, "checkpointing": True},
+        "padding-free": {"build": partial(packed, "mistral", adapter_layers="top-2")},
         "continued": {"build": continued},
-        "pretraining": {"build": partial(a_trunk, value_head="adapter"), "roles": ("value",)},
         "one pack": {"build": a_trunk, "num_packs": 1},
         "bfloat16": {"build": partial(a_trunk, dtype=torch.bfloat16)},
     }
@@ -112,7 +111,7 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
     after = (base_marks(divided.get_base_model()), base_fingerprint(divided.get_base_model()))
     wrapped = DistributedDataParallel(divided, find_unused_parameters=True, broadcast_buffers=False)
     own = staged(wrapped)
-    every, roles = packs(case.get("num_packs", 5), device), case.get("roles", ("policy", "value"))
+    every, roles = packs(case.get("num_packs", 5), device), ("policy",)
     # Each pipeline has rows of its own; together they have those of one process.
     own_rows = slice(rank // stages, None, world_size // stages)
     mine = every[own_rows]
@@ -137,7 +136,7 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
         # The second step must not add what the first has left.
         for _ in range(2):
             divided.zero_grad(set_to_none=True)
-            trained = as_dict(own.update(mine, roles, noted_loss, TEMPERATURE, entropy_grad=True))
+            trained = as_dict(own.update(mine, noted_loss, TEMPERATURE, entropy_grad=True))
             alone = sorted(gradients(divided))
             reduce_gradients(divided)
     expected = as_dict(expected[own_rows])
@@ -181,7 +180,7 @@ def measure(name: str, split: LayerSplit | None) -> dict[str, float]:
             for pack in every:
                 loss_of(trunk(pack=pack)).backward()
         else:
-            staged(trunk).update(every, ("policy", "value"), lambda number, run: loss_of(run(pack=every[number])))
+            staged(trunk).update(every, lambda number, run: loss_of(run(pack=every[number])))
             reduce_gradients(trunk)
     gc.collect()
     return {"peak": (peak[0] - before) / whole, "end": (private_bytes() - before) / whole, "whole": whole / 2**20}

@@ -45,7 +45,7 @@ def test_a_late_cast_base_is_the_base_in_every_number_that_is_read(family, tmp_p
     assert {p.dtype for p in found.parameters()} == {torch.float32}
     assert torch.equal(found(input_ids=IDS).logits, whole(input_ids=IDS).logits)
     assert base_fingerprint(found) == base_fingerprint(whole) and base_marks(found) == base_marks(whole)
-    expected, trunk = both(lambda: build_trunk(name, value_head="adapter", model_init_kwargs={"dtype": "float32"}))
+    expected, trunk = both(lambda: build_trunk(name, model_init_kwargs={"dtype": "float32"}))
     cast_now(trunk)
     assert not late(trunk)
     for (key, one), (other_key, other) in zip(expected.named_parameters(), trunk.named_parameters(), strict=True):

@@ -16,7 +16,7 @@ from tests.places import CPU, found_by_ranks, places
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 LAYERS = 4
 # Of FSDP2: layers above the cut are gathered once for each role; the root and the layers below it once for a pack.
-GATHERS = {"shared": 14, "adapter, top-2": 12, "checkpointing": 22}
+GATHERS = {"all layers": 14, "top-2": 10, "checkpointing": 14}
 LAYOUTS = {"FSDP2": Layout(), "TP": Layout(tensor=2)}
 EVERY = [(kind, case) for kind, cases in CASES.items() for case in cases]
 
@@ -71,7 +71,7 @@ def test_each_process_holds_its_share_of_the_frozen_base_and_all_that_trains(pla
         assert kind == "FSDP2" or found["is_stored"]
 
 
-@pytest.mark.parametrize("case", ["shared", "nf4"])
+@pytest.mark.parametrize("case", ["all layers", "nf4"])
 @pytest.mark.parametrize("place", places(2))
 def test_a_rollout_gathers_each_unit_once(place, case):
     for found in two("FSDP2", case, place):
@@ -87,7 +87,7 @@ def test_a_step_gathers_the_frozen_layers_once_and_the_others_once_per_role_and_
 
 def test_tensor_parallelism_gathers_no_matrix_except_projections_that_a_layer_splits_inside():
     """Two forwards with three roles."""
-    assert not any(name.startswith("all_gather") for name in two("TP", "shared")[0]["collectives"])
+    assert not any(name.startswith("all_gather") for name in two("TP", "all layers")[0]["collectives"])
     assert two("TP", "gathered projections")[0]["collectives"]["all_gather_single"] > 0
 
 
@@ -96,13 +96,13 @@ def test_tensor_parallelism_gathers_no_matrix_except_projections_that_a_layer_sp
 def test_accelerate_wraps_a_split_model_on_several_gpus(place, kind):
     """On a CPU accelerate wraps every model; on GPUs it rejects those with a DTensor, unless its test says no."""
     assert "if model_has_dtensor(model):" in inspect.getsource(Accelerator.prepare_model)
-    assert [found["accepted"] for found in two(kind, "shared", place)] == [True, True]
+    assert [found["accepted"] for found in two(kind, "all layers", place)] == [True, True]
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("FSDP2", Layout(2)), ("TP", Layout(2, tensor=2))])
 @pytest.mark.parametrize("place", places(4))
 def test_two_copies_over_two_processes_each_give_what_a_whole_base_gives(place, kind, layout):
-    for rank in launch(4, layout, ["shared", "adapter, top-2"], place):
+    for rank in launch(4, layout, ["all layers", "top-2"], place):
         for case, found in rank.items():
             assert "over 2 processes, 2 copies" in found["line"] and found["completions"]
             check_numbers(found, kind, case, place)

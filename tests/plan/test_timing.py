@@ -132,7 +132,7 @@ def test_two_training_stages_by_hand():
 
 def test_training_stages_send_hidden_states_and_sum_gradients():
     one, slow = job(lengths=EVEN, is_padding_free=True), staged(link_gb_s=0.001, network_gb_s=0.0001)
-    state, sums = 400 * 64 * 2, 2 * 4 * one.trained_weights * 0.5
+    state, sums = 400 * 64 * 2, 2 * 4 * one.adapter_weights * 0.5
     # The first stage sends the states of policy and reference.
     link = score_time(one, slow).parts["link"]
     assert link == pytest.approx(8 * (2 * state / 1e6 + LATENCY_S))
@@ -152,16 +152,15 @@ def test_training_stages_send_hidden_states_and_sum_gradients():
 @given(
     stages=st.integers(2, 4),
     adapted=st.integers(1, 4),
-    copies=st.integers(1, 2),
     has_reference=st.booleans(),
     rows=st.sampled_from([8, 16, 32]),
     is_checkpointed=st.booleans(),
     keeps_states=st.booleans(),
 )
 def test_stages_are_never_faster_than_their_share_and_more_packs_leave_less_idle(
-    stages, adapted, copies, has_reference, rows, is_checkpointed, keeps_states
+    stages, adapted, has_reference, rows, is_checkpointed, keeps_states
 ):
-    one = job(lengths=EVEN, adapted_layers=adapted, trained_copies=copies, has_reference=has_reference,
+    one = job(lengths=EVEN, adapted_layers=adapted, has_reference=has_reference,
               rollout_batch_size=rows, is_padding_free=True, keeps_states=keeps_states)  # fmt: skip
     # Slow, so that latencies do not count.
     layout = replace(staged(stages, tflops=0.001), is_checkpointed=is_checkpointed)

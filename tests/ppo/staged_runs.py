@@ -27,7 +27,7 @@ STAGED = {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_s
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
 # By case of two_processes.py: settings of the launched run, and those of both.
 CASES = {
-    "adapter": {"pipeline_batches": 3},
+    "pretrained": {"pipeline_batches": 3},
     "packed": {},
     "stopped": {},
     "autocast": {},

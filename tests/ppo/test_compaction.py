@@ -193,7 +193,7 @@ def test_the_first_ratio_is_1_and_segments_are_counted(tmp_path):
     assert '"context": ' in samples
 
 
-@pytest.mark.parametrize("own", [{}, {"value_head": "adapter", "gae_unit": "turn"}, {"policy_objective": "dis"}])
+@pytest.mark.parametrize("own", [{}, {"gae_unit": "turn"}, {"policy_objective": "dis"}])
 def test_a_run_does_not_depend_on_how_segments_are_packed(tmp_path, own):
     own |= {"num_rollouts": 2, "rollout_batch_size": 8, **SGD}
     whole, divided = (trainer_of(tmp_path / str(rows), per_device_train_batch_size=rows, **own) for rows in (8, 2))

@@ -156,7 +156,9 @@ REFUSED = [
     ({"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_high 0.2 is below epsilon 0.3"),
     ({"gamma": 1.1}, "gamma is 1.1; it must be between 0 and 1"),
     ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be above 1"),
-    ({"value_head": "twin"}, "value_head is 'twin'; it must be one of shared, adapter"),
+    ({"value_head": "shared"}, "value_head: gone with the value adapter: the value is a small head on the policy's"),
+    ({"value_coef": 0.1}, "value_coef: the PPO loss has no value term: the value head is fitted after each rollout"),
+    ({"cliprange_value": 0.2}, "cliprange_value: the PPO loss has no value term"),
     ({"adapter_layers": "top-0"}, "adapter_layers is 'top-0'; it must be 'all', or 'top-k'"),
     ({"padding_free": "yes"}, "padding_free is 'yes'; it must be true or false"),
     ({"overlong_prompts": "drop"}, "overlong_prompts 'drop' needs max_prompt_length"),
@@ -212,8 +214,8 @@ def test_a_value_out_of_range_or_a_contradiction_is_refused_by_a_sentence(settin
 
 
 NONE_IS_OFF = {"beta": 0.0, "max_grad_norm": 0.0}
-# None is a value of its own: no clipping with a value adapter, no bound of a ratio.
-NONE_CONTRADICTS = ("value_clip", "vllm_importance_sampling_clip_max")
+# None is a value of its own: no bound of a ratio.
+NONE_CONTRADICTS = ("vllm_importance_sampling_clip_max",)
 
 
 @pytest.mark.parametrize("settings_class", [PPOConfig, RewardModelConfig, RewardDistillationConfig, SFTArguments])

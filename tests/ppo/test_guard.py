@@ -67,7 +67,8 @@ class InfiniteGradient(Diverging):
 @pytest.mark.parametrize("trainer_class", [NanLoss, InfiniteGradient])
 def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(tmp_path, trainer_class):
     recorder = Recorder()
-    settings = {"value_head": "adapter", "num_rollouts": 5}
+    # On the first pass the loss of the policy may be exactly 0.
+    settings = {"num_rollouts": 5, "entropy_coef": 0.1}
     trainer = make_trainer(tmp_path, trainer_class=trainer_class, callbacks=[recorder], **settings)
     first = trained_weights(trainer.model)
     result = trainer.train()

@@ -98,11 +98,11 @@ def test_the_steps_after_the_last_interval_are_logged_at_the_end_and_not_again_a
 
 
 def test_the_loss_is_made_of_the_parts_that_are_logged(tmp_path):
-    settings = {"value_head": "adapter", "value_coef": 0.7, "entropy_coef": 0.3, "per_device_train_batch_size": 1}
+    settings = {"entropy_coef": 0.3, "per_device_train_batch_size": 1}
     trainer = trained(tmp_path, num_ppo_epochs=2, **settings)
-    parts = (logged(trainer, n) for n in ("loss", "policy/loss", "value/loss", "policy/entropy"))
-    for loss, policy, value, entropy in zip(*parts, strict=True):
-        assert loss == pytest.approx(policy + 0.7 * value - 0.3 * entropy, rel=1e-5)
+    parts = (logged(trainer, n) for n in ("loss", "policy/loss", "policy/entropy"))
+    for loss, policy, entropy in zip(*parts, strict=True):
+        assert loss == pytest.approx(policy - 0.3 * entropy, rel=1e-5)
 
 
 def test_samples_are_written_and_shown(tmp_path, capsys):
@@ -219,7 +219,6 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
         "save_steps": 1,
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_score/mean",
-        "value_head": "adapter",
     }
     eval_scores = iter([0.1, 0.9, 0.2])
 

@@ -15,10 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"value_head": "adapter", "activation_checkpointing": True},
-        {"bf16": True, "adapter_layers": "top-1", "activation_offloading": True},
-    ],
+    [{"activation_checkpointing": True}, {"bf16": True, "adapter_layers": "top-1", "activation_offloading": True}],
 )
 def test_it_leaves_no_trace(tmp_path, settings):
     settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "save_strategy": "no", **settings}

@@ -45,7 +45,7 @@ def test_a_saved_run_has_a_card_that_says_what_it_is(tmp_path):
     assert text.count("# my-run\n") == 1
     assert "the base model `tiny-base`, trained by PPO (4 optimizer steps)" in text
     assert f"with onetrunk {onetrunk.__version__}." in text
-    facts = {"rank": "4", "layers trained": "the last 1 of 2", "value head": "shared", "rewards": "even_share"}
+    facts = {"rank": "4", "layers trained": "the last 1 of 2", "rewards": "even_share"}
     facts |= {"rollouts": "2 of 4 prompts x 1 completions", "beta": "0.07", "temperature": "0.9", "seed": "3"}
     facts |= {"score/mean": f"{logged(trainer, 'score/mean')[-1]:.4g}"}
     facts |= {"eval_kl/ref": f"{logged(trainer, 'eval_kl/ref')[-1]:.4g}"}

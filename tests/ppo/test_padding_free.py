@@ -13,7 +13,7 @@ SHAPE = {"rollout_batch_size": 8, "num_ppo_epochs": 2, "num_rollouts": 2, "num_m
 BUDGET = {"per_device_train_batch_size": 8, "microbatch_tokens": 23}
 # SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
 SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
-TOP = {"adapter_layers": "top-1", "value_head": "adapter"}
+TOP = {"adapter_layers": "top-1"}
 
 
 def forwards_of(trainer):

@@ -52,7 +52,7 @@ args = PPOConfig(
     output_dir=folder + "/out", use_cpu=True, rollout_batch_size=8, num_rollouts=2, max_completion_length=6,
     num_ppo_epochs=2, num_minibatches=2, per_device_train_batch_size=2, learning_rate=1e-2, seed=5, save_steps=1,
     bf16=kind == "bf16", activation_checkpointing=kind == "checkpointing", kl_target=1.0, normalize_scores=True,
-    value_head="adapter" if kind == "checkpointing" else "shared", disable_tqdm=True, report_to="none",
+    disable_tqdm=True, report_to="none",
 )
 rows = Dataset.from_dict({"prompt": [" ".join(WORDS[i : i + 1 + i % 3]) for i in range(8)]})
 trainer = PPOTrainer(

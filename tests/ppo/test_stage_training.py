@@ -21,7 +21,9 @@ from tests.ppo.support import assert_same, base_model, make_config
 from tests.rollouts.stub_vllm import StubVLLM
 
 # By the number of processes.
-LAUNCHES = Launches("staged_runs.py", {1: ALONE, 2: Launch("pipelined", 2), 4: Launch("pipelined", 4, ("adapter",))})
+LAUNCHES = Launches(
+    "staged_runs.py", {1: ALONE, 2: Launch("pipelined", 2), 4: Launch("pipelined", 4, ("pretrained",))}
+)
 launched, facts, weights = LAUNCHES.folder, LAUNCHES.facts, LAUNCHES.weights
 NAMES = [(processes, name) for processes in (2, 4) for name in LAUNCHES.named[processes].cases or CASES]
 RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]

@@ -56,7 +56,7 @@ def peak_of_a_run(folder, model=None, **settings):
     return watch.peak
 
 
-TOP = {"adapter_layers": "top-1", "trunk_cache": "device", "value_head": "adapter"}
+TOP = {"adapter_layers": "top-1", "trunk_cache": "device"}
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def one_run(folder, **cut):
     recorder = Recorder()
     # Without momentum and normalisation weights are linear in the gradient: no sign of a rounding error decides.
     settings = {"rollout_batch_size": 8, "num_ppo_epochs": 2, "optim": "sgd", "learning_rate": 0.3}
-    trained(folder, callbacks=[recorder], **{**settings, "max_grad_norm": 0.0, "value_head": "adapter", **cut})
+    trained(folder, callbacks=[recorder], **{**settings, "max_grad_norm": 0.0, **cut})
     return recorder
 
 
@@ -101,16 +101,14 @@ def test_the_gradient_is_clipped_per_optimizer_step(tmp_path):
         assert norm == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("value_head", ["shared", "adapter"])
-def test_only_adapters_and_value_head_have_gradients_and_move(tmp_path, value_head):
+def test_only_the_policys_adapter_has_gradients_and_moves(tmp_path):
     recorder = Recorder()
     original = base_model().state_dict()
-    trainer = make_trainer(tmp_path, value_head=value_head, callbacks=[recorder], num_ppo_epochs=3)
+    trainer = make_trainer(tmp_path, callbacks=[recorder], num_ppo_epochs=3)
     before = trained_weights(trainer.model)
     trainer.train()
-    trained = {"default", "value", "value_head"} if value_head == "adapter" else {"default"}
     for gradients in recorder.gradients:
-        assert {n.split(".")[-2] if "lora_" in n else "value_head" for n in gradients} == trained
+        assert gradients and all("lora_" in n and ".default." in n for n in gradients)
     assert differ(trained_weights(trainer.model), before) == set(before)
     kept = {
         n.removeprefix("base_model.model.").replace(".base_layer", ""): p
@@ -134,12 +132,11 @@ class LayerCalls(TrainerCallback):
         self.count += module.training
 
 
-@pytest.mark.parametrize("value_head", ["shared", "adapter"])
-def test_activation_checkpointing_recomputes_and_changes_nothing(tmp_path, value_head):
+def test_activation_checkpointing_recomputes_and_changes_nothing(tmp_path):
     runs = {}
     for on in (False, True):
         calls = LayerCalls()
-        settings = {"num_ppo_epochs": 3, "value_head": value_head, "activation_checkpointing": on}
+        settings = {"num_ppo_epochs": 3, "activation_checkpointing": on}
         trainer = trained(tmp_path / str(on), callbacks=[calls], **settings)
         runs[on] = (trained_weights(trainer.model), without_wall_clock(trainer.state.log_history), calls.count)
     assert runs[True][2] == 2 * runs[False][2] > 0

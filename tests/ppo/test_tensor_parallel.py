@@ -10,18 +10,18 @@ from tests.ppo.launches import Launch, Launches
 from tests.ppo.support import assert_same, make_trainer
 from tests.ppo.two_processes import SHAPE
 
-CASES = ("adapter", "kept", "judged")
+CASES = ("pretrained", "kept", "judged")
 # By the number of processes.
 LAUNCHES = Launches(
     "two_processes.py",
     {
         1: Launch(processes=1, cases=CASES),
         2: Launch("tensor_parallel", 2, (*CASES, "resumed")),
-        4: Launch("tensor_parallel", 4, ("adapter",)),
+        4: Launch("tensor_parallel", 4, ("pretrained",)),
     },
 )
 launched, facts, weights = LAUNCHES.folder, LAUNCHES.facts, LAUNCHES.weights
-NAMES = [*((2, name) for name in CASES), (4, "adapter")]
+NAMES = [*((2, name) for name in CASES), (4, "pretrained")]
 RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -67,11 +67,11 @@ def test_a_group_resumes_in_the_middle_of_a_rollout(place):
         assert_same(weights(place, 2, "resumed", rank), whole, **REPEATED[place])
     # One process writes the adapters and the value head, as one normal PEFT folder.
     saved = launched(place, 2) / "stopped" / "checkpoint-6"
-    assert {"adapter_model.safetensors", "value_head.safetensors", "value"} <= {p.name for p in saved.iterdir()}
+    assert {"adapter_model.safetensors", "value_head.safetensors"} <= {p.name for p in saved.iterdir()}
 
 
 def test_a_run_without_tensor_parallelism_does_not_resume_its_checkpoint(tmp_path):
-    case = {**SHAPE, "num_minibatches": 2, "value_head": "adapter", "num_rollouts": 2}
+    case = {**SHAPE, "num_minibatches": 2, "num_rollouts": 2}
     checkpoint = launched(CPU, 2) / "stopped" / "checkpoint-6"
     with pytest.raises(ValueError, match="was written with tensor_parallel 2 .here 1."):
         make_trainer(tmp_path, **case).train(resume_from_checkpoint=str(checkpoint))

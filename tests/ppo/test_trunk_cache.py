@@ -31,12 +31,12 @@ def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(("place", "value_head"), [("cpu", "adapter"), ("auto", "shared")])
-def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, place, value_head):
+@pytest.mark.parametrize("place", ["cpu", "auto"])
+def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, place):
     runs = []
     for name, trunk_cache in (("kept", place), ("off", "off")):
         recorder = Recorder()
-        settings = {**TOP, "value_head": value_head, "trunk_cache": trunk_cache}
+        settings = {**TOP, "trunk_cache": trunk_cache}
         runs.append((trained(tmp_path / name, callbacks=[recorder], **settings), recorder))
     (kept, kept_steps), (off, off_steps) = runs
     for one, other in zip(kept_steps.gradients, off_steps.gradients, strict=True):
@@ -95,15 +95,12 @@ def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
     assert "nothing to reuse" in make_trainer(tmp_path / "all").trunk_plan.report
 
 
-@pytest.mark.parametrize(
-    ("family", "value_head", "truncated"), [("gemma2", "shared", "bootstrap"), ("gpt2", "adapter", "terminal")]
-)
-def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp_path, family, value_head, truncated):
+@pytest.mark.parametrize(("family", "truncated"), [("gemma2", "bootstrap"), ("gpt2", "terminal")])
+def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp_path, family, truncated):
     recorders = []
     for captures in (True, False):
         recorders.append(Recorder())
-        settings = {**TOP, "value_head": value_head, "capture_trunk_states": captures, "num_rollouts": 1}
-        settings["truncated_completions"] = truncated
+        settings = {**TOP, "capture_trunk_states": captures, "num_rollouts": 1, "truncated_completions": truncated}
         trained(tmp_path / str(captures), model=family, callbacks=[recorders[-1]], max_rollout_rows=3, **settings)
     # float32 rounds a token alone otherwise than within a row; Adam would turn that into steps of any size.
     assert_same(recorders[0].gradients[0], recorders[1].gradients[0], atol=1e-5, rtol=1e-5)

@@ -21,14 +21,13 @@ TURNS = [[0, 0, -1, -1, 1, 1], [0, 0], [0, -1, 1, -1, -1, 2, 2], [0, -1, -1]]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def an_experience(pack, output, unit):
+def an_experience(pack, output):
     """Return an experience of a pack whose numbers depend on each row's own tokens alone."""
     mask, ids = pack.completion_mask, pack.completion_ids.float()
-    value_mask = turn_starts(mask, pack.turns) if unit == "turn" else None
     states = None if output.states is None else output.states.detach()
     return Experience(
         pack, mask, (output.logprobs + 0.1 * ids.sin()).detach(), output.values.detach() + 0.1, ids.cos(), ids.sin(),
-        output.ref_logprobs.detach(), weights=1 + 0.5 * ids.cos(), states=states, value_mask=value_mask,
+        output.ref_logprobs.detach(), weights=1 + 0.5 * ids.cos(), states=states,
     )  # fmt: skip
 
 
@@ -39,14 +38,14 @@ def step(trunk, rows, unit, has_states):
         make_pack(*([x[i] for i in part] for x in (PROMPTS, COMPLETIONS)), 0, 0, [TURNS[i] for i in part])
         for part in rows
     ]
-    total, coefficients = 0.0, LossCoefficients(0.2, 0.3, 1.5, 0.2, 0.4, 0.05, 0.7, "k2", unit)
-    num_tokens, num_values = sum(t >= 0 for turns in TURNS for t in turns), sum(max(turns) + 1 for turns in TURNS)
+    total, coefficients = 0.0, LossCoefficients(0.2, 0.3, 1.5, 0.05, 0.7, "k2", unit)
+    num_tokens = sum(t >= 0 for turns in TURNS for t in turns)
     for pack in packs:
         with torch.no_grad():
             output = trunk(pack=pack, roles=("policy", "value", "reference", *(("trunk",) if has_states else ())))
-        experience = an_experience(pack, output, unit)
-        output = trunk(pack=pack, states=experience.states, entropy_grad=True)
-        loss, _ = ppo_loss(experience, output, coefficients, num_tokens, num_values if unit == "turn" else None)
+        experience = an_experience(pack, output)
+        output = trunk(pack=pack, roles=("policy",), states=experience.states, entropy_grad=True)
+        loss, _ = ppo_loss(experience, output, coefficients, num_tokens)
         loss.backward()
         total += loss.item()
     return total, gradients(trunk)
@@ -56,7 +55,7 @@ def step(trunk, rows, unit, has_states):
 @pytest.mark.parametrize("has_states", [False, True], ids=["whole", "states"])
 @pytest.mark.parametrize("unit", ["token", "turn"])
 def test_loss_and_gradients_of_a_pack_of_episodes_are_those_of_single_rows(unit, has_states, is_free):
-    trunk = a_trunk("llama", value_head="adapter", adapter_layers="top-2")
+    trunk = a_trunk("llama", adapter_layers="top-2")
     alone, expected = step(trunk, [[0], [1], [2], [3]], unit, False)
     if is_free:
         trunk.use_padding_free()
@@ -67,7 +66,7 @@ def test_loss_and_gradients_of_a_pack_of_episodes_are_those_of_single_rows(unit,
 
 
 def test_an_observation_is_context_and_the_value_after_a_row_that_of_its_last_sampled_token():
-    trunk = a_trunk("llama", value_head="shared").eval()
+    trunk = a_trunk("llama").eval()
     with torch.no_grad():
         found, plain = (trunk(pack=make_pack(PROMPTS, COMPLETIONS, 0, 0, turns)) for turns in (TURNS, None))
         cut = trunk(pack=make_pack(PROMPTS[3:], [COMPLETIONS[3][:1]], 0))
@@ -111,7 +110,7 @@ def run(folder, **settings):
     return trainer
 
 
-@pytest.mark.parametrize("settings", [{}, UNITS, {**UNITS, "value_head": "adapter"}])
+@pytest.mark.parametrize("settings", [{}, UNITS])
 def test_a_run_on_episodes_does_not_depend_on_how_a_minibatch_is_cut(tmp_path, settings):
     whole, cut = (run(tmp_path / str(rows), per_device_train_batch_size=rows, **settings) for rows in (8, 2))
     assert_same(trained_weights(cut.model), trained_weights(whole.model), atol=1e-5, rtol=1e-4)
@@ -121,7 +120,7 @@ def test_a_run_on_episodes_does_not_depend_on_how_a_minibatch_is_cut(tmp_path, s
 
 
 def test_a_run_with_turns_as_actions_resumes_to_the_bit_in_the_middle_of_a_rollout(tmp_path):
-    settings = {**UNITS, "value_head": "adapter", "num_minibatches": 2, "truncated_completions": "bootstrap"}
+    settings = {**UNITS, "num_minibatches": 2, "truncated_completions": "bootstrap"}
     whole = run(tmp_path / "whole", **settings)
     run(tmp_path / "stopped", callbacks=[StopAt(6)], **settings)
     resumed = trainer_of(tmp_path / "stopped", **settings)
@@ -133,7 +132,7 @@ def test_with_turns_as_actions_only_values_at_their_starts_train_and_lambda_coun
     own = {"length_adaptive_lam": 1.0, "lam_value": 0.5, "gamma": 0.9, "beta": 0.0, "whiten_advantages": False}
     stream = trainer_of(tmp_path, **UNITS, **own).get_train_dataloader()
     minibatch = next(iter(stream))["minibatch"]
-    scores, num_turns, rows = stream.last_scored.scores.total, 0, []
+    scores = stream.last_scored.scores.total
     for e in minibatch.experiences:
         mask, starts = e.pack.completion_mask, turn_starts(e.pack.completion_mask, e.pack.turns)
         ids = [row[: row.index(0)] if 0 in row else row for row in e.pack.completion_ids.tolist()]
@@ -144,20 +143,13 @@ def test_with_turns_as_actions_only_values_at_their_starts_train_and_lambda_coun
         _, returns = turn_gae_reference(*inputs, 0.5, turn_ids=e.pack.turns)
         torch.testing.assert_close((e.advantages, e.returns), (advantages, returns))
         assert e.value_mask.equal(starts)
-        num_turns += int(starts.sum())
-    assert minibatch.num_values == num_turns < minibatch.num_tokens
+        assert e.value_tokens.equal(starts) and starts.sum() < mask.sum()
 
 
-@pytest.mark.parametrize("value_head", ["shared", "adapter"])
-def test_the_ends_of_turns_train_if_a_cut_is_bootstrapped_with_the_value_there(tmp_path, value_head):
-    settings = {"truncated_completions": "bootstrap", "value_head": value_head}
-    trainer = trainer_of(tmp_path, **settings)
-    minibatch = next(iter(trainer.get_train_dataloader()))["minibatch"]
-    num_values = 0
-    for e in minibatch.experiences:
+def test_the_ends_of_turns_train_if_a_cut_is_bootstrapped_with_the_value_there(tmp_path):
+    trainer = trainer_of(tmp_path, truncated_completions="bootstrap")
+    for e in next(iter(trainer.get_train_dataloader()))["minibatch"].experiences:
         assert e.value_tokens.equal(e.pack.completion_mask | e.pack.turn_ends)
-        num_values += int(e.value_tokens.sum())
         # Nothing is earned between the end of a turn and the start of the next.
         rows = e.pack.turn_ends[:, 2:3].any(1)
         assert not rows.any() or e.returns[rows, 2].equal(e.returns[rows, 3])
-    assert minibatch.num_values == num_values > minibatch.num_tokens

@@ -52,7 +52,7 @@ def test_two_processes_log_what_one_logs(place, how, name):
 
 @pytest.mark.parametrize(("place", "how"), LAUNCHES)
 def test_value_pretraining_leaves_the_policy_alone_with_two_processes(place, how):
-    history = facts(place, how, "adapter")["history"]
+    history = facts(place, how, "pretrained")["history"]
     assert ["policy/loss" in entry for entry in history if "loss" in entry] == [False, False, True, True]
 
 

@@ -20,7 +20,7 @@ def stub():
 
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [("llama", {"adapter_layers": "top-1", "value_head": "adapter"}), pytest.param(None, {}, marks=pytest.mark.slow)],
+    [("llama", {"adapter_layers": "top-1"}), pytest.param(None, {}, marks=pytest.mark.slow)],
     ids=["top layer", "continued adapter"],
 )
 def test_ppo_trains_on_samples_of_the_server_without_any_other_change(stub, tmp_path, model, settings):

@@ -24,7 +24,7 @@ from tests.ppo.test_episodes_in_training import Words, words_trainer  # noqa: E4
 
 LIMITS = {"some_fail": 0.5, "too_many_fail": 0.4}
 SEVERAL_TURNS = {
-    "several_turns": {"max_completion_length": 30, "gae_unit": "turn", "value_head": "adapter"},
+    "several_turns": {"max_completion_length": 30, "gae_unit": "turn"},
     # Processes get other numbers of segments.
     "compacted": {
         "max_completion_length": 80,

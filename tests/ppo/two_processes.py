@@ -41,9 +41,9 @@ PLACE = {} if os.environ.get("ACCELERATE_USE_CPU") == "true" else {"use_cpu": Fa
 SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 CASES = {
     "shared": {},
-    "adapter": {"value_head": "adapter", "value_pretraining_rollouts": 1, "kl_target": 0.1, "normalize_scores": True},
-    "kept": {"adapter_layers": "top-1", "trunk_cache": "cpu", "value_head": "adapter"},
-    "judged": {"adapter_layers": "top-1", "trunk_cache": "cpu", "value_head": "adapter"},
+    "pretrained": {"value_pretraining_rollouts": 1, "kl_target": 0.1, "normalize_scores": True},
+    "kept": {"adapter_layers": "top-1", "trunk_cache": "cpu"},
+    "judged": {"adapter_layers": "top-1", "trunk_cache": "cpu"},
     "packed": {
         "padding_free": True,
         "activation_checkpointing": True,
@@ -51,18 +51,12 @@ CASES = {
         "per_device_train_batch_size": 8,
         "adapter_layers": "top-1",
         "trunk_cache": "cpu",
-        "value_head": "adapter",
     },
     "stopped": {"target_kl": 1e-9, "num_ppo_epochs": 3},
-    "dealt": {
-        "num_minibatches": 4,
-        "per_device_train_batch_size": 8,
-        "value_head": "adapter",
-        "value_pretraining_rollouts": 1,
-    },
+    "dealt": {"num_minibatches": 4, "per_device_train_batch_size": 8, "value_pretraining_rollouts": 1},
 }
 
-RESUMED = {**SHAPE, **PLACE, "num_minibatches": 2, "value_head": "adapter"}
+RESUMED = {**SHAPE, **PLACE, "num_minibatches": 2}
 
 
 def reward(prompts, completions, completion_ids, log_metric, **kwargs):

@@ -69,7 +69,7 @@ def first_rollout(trainer):
     return stream.last_scored
 
 
-@pytest.mark.parametrize(("first", "settings"), [(0, {}), (1, {"adapter_layers": "top-1", "value_head": "adapter"})])
+@pytest.mark.parametrize(("first", "settings"), [(0, {}), (1, {"adapter_layers": "top-1"})])
 def test_the_scores_of_a_rollout_are_those_of_a_separate_model(tmp_path, first, settings):
     trainer = run(tmp_path, adapter(first), trains=False, rollout_batch_size=6, **settings)
     trunk = trainer.model
@@ -83,7 +83,7 @@ def test_the_scores_of_a_rollout_are_those_of_a_separate_model(tmp_path, first, 
 def test_a_score_that_is_not_finite_leaves_out_its_row_and_stops_no_run(tmp_path):
     trainer = run(tmp_path, [adapter(), even_share], trains=False, max_unscored_fraction=1.0)
     with torch.no_grad():
-        trainer.model.reward_branch.head.linear.bias.fill_(math.inf)
+        trainer.model.reward_branch.bias.fill_(math.inf)
     scored = first_rollout(trainer)
     assert scored.scores.total.isnan().all() and scored.scores.by_function["even_share"].isfinite().all()
 
@@ -108,7 +108,7 @@ def test_a_run_learns_and_reports_the_score_by_name_in_training_and_evaluation(t
 
 @pytest.mark.slow
 def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path):
-    step, settings = 3, {"adapter_layers": "top-1", "value_head": "adapter", "bf16": True}
+    step, settings = 3, {"adapter_layers": "top-1", "bf16": True}
     whole = run(tmp_path / "whole", **SHAPE, **settings)
     run(tmp_path / "cut", callbacks=[StopAt(step)], **SHAPE, **settings)
     saved = {str(f.relative_to(tmp_path / "cut")) for f in (tmp_path / "cut" / f"checkpoint-{step}").rglob("*")}

@@ -29,7 +29,7 @@ FINISHED = "_finished.json"
 # What a finished run leaves next to its checkpoints: an adapter, or a whole model.
 RESULTS = ("adapter_config.json", "config.json")
 # Branches that only some runs save: an old run's would be taken for the new run's.
-BRANCHES = ("reference", "value")
+BRANCHES = ("reference",)
 # This many checkpoints are always kept: whatever ends the run may also damage the last one.
 LEAST_KEPT = 2
 # How torch and safetensors report that a file could not be written.

@@ -26,7 +26,6 @@ from onetrunk.utils.startup import time_limit
 logger = logging.getLogger(__name__)
 
 POLICY = "default"
-VALUE = "value"
 REFERENCE = "reference"
 REWARD = "reward"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -286,29 +285,28 @@ def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
 
 
 def first_trained_layer(model: nn.Module, layers_name: str) -> int:
-    """Return the lowest decoder layer with a trained weight of policy or value; 0 for one outside the layers."""
-    trained = [n for a in (POLICY, VALUE) for n, p in adapter_parameters(model, a).items() if p.requires_grad]
+    """Return the lowest decoder layer with a trained weight of the policy; 0 for one outside the layers."""
+    trained = [name for name, p in adapter_parameters(model, POLICY).items() if p.requires_grad]
     if not trained:
         raise ValueError("adapter_layers leaves no layer to train that has a weight of the adapter; set it to 'all'")
     return min(layer_index(name, layers_name) or 0 for name in trained)
 
 
-def copy_adapter(model: PeftModel, source: str, target: str, trainable: bool) -> None:
-    """Add adapter `target` with the config and the weights of `source`."""
+def copy_adapter(model: PeftModel, source: str, target: str) -> None:
+    """Add adapter `target` with the config and the weights of `source`; it is frozen."""
     model.add_adapter(target, copy.deepcopy(model.peft_config[source]))
     weights = adapter_parameters(model, source)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model, target).items():
             parameter.copy_(weights[re.sub(rf"(\.lora_\w+)\.{target}(?=\.|$)", rf"\1.{source}", name)])
-            parameter.requires_grad_(trainable)
+            parameter.requires_grad_(False)
 
 
 def freeze_below(model: nn.Module, layers_name: str, first_layer: int) -> None:
-    """Freeze the weights of the policy and the value below a layer; those outside the layers count as layer 0."""
-    for adapter in (POLICY, VALUE):
-        for name, parameter in adapter_parameters(model, adapter).items():
-            if (layer_index(name, layers_name) or 0) < first_layer:
-                parameter.requires_grad_(False)
+    """Freeze the weights of the policy below a layer; those outside the layers count as layer 0."""
+    for name, parameter in adapter_parameters(model, POLICY).items():
+        if (layer_index(name, layers_name) or 0) < first_layer:
+            parameter.requires_grad_(False)
 
 
 def read_adapter(folder: str | Path) -> dict[str, Tensor]:
@@ -344,9 +342,8 @@ def set_adapter_weights(model: PeftModel, weights: dict[str, Tensor], adapter: s
 def read_branches(model: PeftModel, folder: str | Path) -> dict[str, dict[str, Tensor]]:
     """Return adapter name -> tensors from a folder with the branches of `model`, except the reward adapter."""
     folder = Path(folder)
-    for adapter in {VALUE, REFERENCE} - set(model.peft_config):
-        if (folder / adapter / ADAPTER_FILE).is_file():
-            raise ValueError(f"{folder} holds an adapter {adapter!r} and this trunk has none; build it as before")
+    if REFERENCE not in model.peft_config and (folder / REFERENCE / ADAPTER_FILE).is_file():
+        raise ValueError(f"{folder} holds an adapter {REFERENCE!r} and this trunk has none; build it as before")
     weights = {}
     for adapter in [name for name in model.peft_config if name != REWARD]:
         source = folder if adapter == POLICY else folder / adapter

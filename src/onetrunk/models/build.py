@@ -26,10 +26,8 @@ from transformers import (
 )
 
 from onetrunk.models.adapters import (
-    ADAPTER_FILE,
     POLICY,
     REWARD,
-    VALUE,
     adapter_parameters,
     check_adapter_config,
     check_adapter_fits,
@@ -38,7 +36,6 @@ from onetrunk.models.adapters import (
     list_name,
     match_modules,
     parse_adapter_layers,
-    read_adapter,
     set_adapter_weights,
 )
 from onetrunk.models.base_model import decoder_layers, load_base, output_head
@@ -73,7 +70,6 @@ def build_trunk(
     model: str | PathLike[str] | PreTrainedModel | PeftModel,
     peft_config: PeftConfig | None = None,
     *,
-    value_head: str = "shared",
     adapter_layers: str = "all",
     quantization_config: Any = None,
     model_init_kwargs: dict[str, Any] | None = None,
@@ -84,7 +80,6 @@ def build_trunk(
         model: a name or path of a base model or of an adapter, a transformers decoder, or a PeftModel. The policy
             continues an adapter, with a frozen copy of it as the reference, and a value head saved with it.
         peft_config: LoRA config of a new policy; None: rank 16 on all linear layers.
-        value_head: "shared" or "adapter".
         adapter_layers: "all" or "top-k".
         quantization_config: for a model given by name.
         model_init_kwargs: keywords of from_pretrained, for a model given by name.
@@ -106,7 +101,7 @@ def build_trunk(
     if isinstance(model, str):
         model = _load(model, peft_config, quantization_config, model_init_kwargs or {})
     if isinstance(model, TrunkModel):
-        _check_settings(model, peft_config, value_head, adapter_layers)
+        _check_settings(model, peft_config, adapter_layers)
         return model
     if isinstance(model, PeftModel):
         if peft_config is not None:
@@ -114,13 +109,13 @@ def build_trunk(
                 "the model carries an adapter already and peft_config asks for a new one: leave peft_config out to"
                 " continue the adapter, or merge it first (model.merge_and_unload())"
             )
-        trunk = TrunkModel.from_adapter(model, value_head=value_head, adapter_layers=adapter_layers)
+        trunk = TrunkModel.from_adapter(model, adapter_layers=adapter_layers)
         if isinstance(source, str):
             _restore_value(trunk, source, (model_init_kwargs or {}).get("revision"))
         return trunk
     peft_config = peft_config or default_peft_config()
     check_targets(peft_config, model)
-    return TrunkModel(model, peft_config, value_head=value_head, adapter_layers=adapter_layers)
+    return TrunkModel(model, peft_config, adapter_layers=adapter_layers)
 
 
 def check_model_type(model: Any) -> None:
@@ -169,23 +164,16 @@ def lowest_layer(trunk: PeftModel, adapter: str) -> int:
 
 def _restore_value(trunk: TrunkModel, adapter: str, revision: str | None) -> None:
     if not Path(adapter).is_dir():
-        adapter = snapshot_download(adapter, revision=revision, allow_patterns=[VALUE_HEAD_FILE, f"{VALUE}/*"])
+        adapter = snapshot_download(adapter, revision=revision, allow_patterns=VALUE_HEAD_FILE)
     folder = Path(adapter)
     if (folder / VALUE_HEAD_FILE).is_file():
         trunk.value_head.load(folder)
         logger.info("the value head continues from %s", folder)
-    if VALUE in trunk.peft_config and (folder / VALUE / ADAPTER_FILE).is_file():
-        set_adapter_weights(trunk, read_adapter(folder / VALUE), VALUE, folder / VALUE)
 
 
-def _check_settings(model: TrunkModel, peft_config: PeftConfig | None, value_head: str, adapter_layers: str) -> None:
+def _check_settings(model: TrunkModel, peft_config: PeftConfig | None, adapter_layers: str) -> None:
     if peft_config is not None:
         raise ValueError("the model is a TrunkModel, which has its own LoRA config; leave peft_config out")
-    if value_head != model.value_head_kind:
-        raise ValueError(
-            f"the model is a TrunkModel with value_head {model.value_head_kind!r}, and the settings ask for"
-            f" {value_head!r}; set value_head to {model.value_head_kind!r}"
-        )
     if parse_adapter_layers(adapter_layers, len(decoder_layers(model))) > model.cut:
         raise ValueError(
             f"the model is a TrunkModel that trains from layer {model.cut} on, which is below adapter_layers"

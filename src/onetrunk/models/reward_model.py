@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, PeftConfig
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +42,6 @@ from onetrunk.models.loading import (
     read_tokenizer,
     source_file,
 )
-from onetrunk.models.value_head import ValueHead
 from onetrunk.types import Completion, Conversation, Message, Pack, Prompt
 from onetrunk.utils.files import atomic_write_json, read_json, read_number
 
@@ -278,16 +278,15 @@ class ScoreBranch(nn.Module):
     def __init__(self, adapter: ScoreAdapter, hidden_size: int, device: torch.device, obstacle: str | None):
         super().__init__()
         self.name, self.pad_token_id, self.obstacle = adapter.name, adapter.pad_token_id, obstacle
-        self.head = ValueHead(hidden_size, device=device)
-        if adapter.head["weight"].shape != self.head.linear.weight.shape:
+        if adapter.head["weight"].shape != (1, hidden_size):
             raise ValueError(
                 f"reward adapter {adapter.name} has a head of {list(adapter.head['weight'].shape)}, and this trunk is"
                 f" {hidden_size} wide: it was trained on another base model"
             )
-        with torch.no_grad():
-            for key, tensor in adapter.head.items():
-                getattr(self.head.linear, key).copy_(tensor)
-        self.requires_grad_(False)
+        head = {"bias": torch.zeros(1), **adapter.head}
+        self.weight, self.bias = (
+            nn.Parameter(head[name].to(device, torch.float32), requires_grad=False) for name in ("weight", "bias")
+        )
 
     @property
     def from_states(self) -> bool:
@@ -307,7 +306,8 @@ class ScoreBranch(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the scores [R], float32, of the rows' states [R, H] at `last_tokens` under this adapter."""
-        return self.head(states)
+        with torch.autocast(states.device.type, enabled=False):
+            return F.linear(states.float(), self.weight, self.bias).squeeze(-1)
 
 
 # --- rows ---

@@ -1,15 +1,14 @@
 """One frozen base model that plays every role of PPO: roles run over a pack and return logprobs, values, scores.
 
-The policy is the LoRA adapter `default`; the value is a head on the policy's last hidden state, or on that of an
-adapter of its own; the reference is the trunk with adapters off, or a frozen copy of the adapter that the policy
-started from. The layers below the cut contain nothing that trains: they run once per pack, without gradient, and
-every role starts from their output.
+The policy is the LoRA adapter `default`; the value is a head on the policy's last hidden states, which never gets a
+gradient here: it is fitted to states that are kept (`ppo/value_fit.py`). The reference is the trunk with adapters off,
+or a frozen copy of the adapter that the policy started from. The layers below the cut contain nothing that trains:
+they run once per pack, without gradient, and every role starts from their output.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from onetrunk.models.adapters import (
     POLICY,
     REFERENCE,
     REWARD,
-    VALUE,
     copy_adapter,
     find_tuner_layers,
     first_trained_layer,
@@ -60,10 +58,9 @@ from onetrunk.models.speedups.token_grid import (
     packing_obstacle,
     token_grid,
 )
-from onetrunk.models.value_head import HEAD_WIDTH, ValueHead
+from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.types import Pack, PackOutput
-from onetrunk.utils.options import VALUE_HEADS
 from onetrunk.utils.startup import peft_calls
 
 ROLES = ("policy", "value", "reference", "reward", "trunk")
@@ -94,8 +91,6 @@ class TrunkModel(PeftModelForCausalLM):
     Args:
         base: a decoder that transformers loads; it is frozen, and its dropout set to 0.
         peft_config: LoRA config of the policy.
-        value_head: "shared" (a small network on the policy's last states; it is fitted to states that are kept, so
-            it gets no gradient here) or "adapter" (a LoRA of its own on the same trunk, and a linear map).
         adapter_layers: "all", or "top-k" to adapt only the last k layers.
         initial_adapter: weights that the policy starts from (`TrunkModel.from_adapter`). The reference is then a
             frozen copy of them. Those below the first trained layer stay frozen and active in every role.
@@ -109,12 +104,9 @@ class TrunkModel(PeftModelForCausalLM):
         base: PreTrainedModel,
         peft_config: PeftConfig,
         *,
-        value_head: str = "shared",
         adapter_layers: str = "all",
         initial_adapter: dict[str, Tensor] | None = None,
     ):
-        if value_head not in VALUE_HEADS:
-            raise ValueError(f"value_head {value_head!r} is none of {', '.join(VALUE_HEADS)}")
         check_supported(base.config)
         check_cache(base)
         num_layers = len(decoder_layers(base))
@@ -129,7 +121,6 @@ class TrunkModel(PeftModelForCausalLM):
             super().__init__(base, config, POLICY)
         if hasattr(base.get_input_embeddings(), "base_layer"):
             raise ValueError("peft_config.target_modules matches the embedding, which every role shares; leave it out")
-        self.value_head_kind = value_head
         self.has_reference_adapter = initial_adapter is not None
         self._role: str | None = POLICY
         self.reward_branch: ScoreBranch | None = None
@@ -138,10 +129,8 @@ class TrunkModel(PeftModelForCausalLM):
         fuse_lora(self.tuner_layers)
         # Results of the checks in speedups/merged.py, by the way in which the model is called.
         self.merge_proofs: dict[Any, bool] = {}
-        hidden_size = base.config.get_text_config().hidden_size
-        is_fitted = value_head == "shared"
-        device = output_head(base).weight.device
-        self.value_head = ValueHead(hidden_size, HEAD_WIDTH if is_fitted else 0, device).requires_grad_(not is_fitted)
+        hidden_size, device = base.config.get_text_config().hidden_size, output_head(base).weight.device
+        self.value_head = ValueHead(hidden_size, device=device).requires_grad_(False)
         self.cut = first_trained_layer(self, list_name(self, decoder_layers(base)))
         self.states_dtype: torch.dtype | None = None
         if self.cut:
@@ -160,22 +149,15 @@ class TrunkModel(PeftModelForCausalLM):
         fuse_lora(self.tuner_layers)
 
     @classmethod
-    def from_adapter(cls, model: PeftModel, *, value_head: str = "shared", adapter_layers: str = "all") -> TrunkModel:
+    def from_adapter(cls, model: PeftModel, *, adapter_layers: str = "all") -> TrunkModel:
         """Return a trunk whose policy continues the active adapter of `model`, which is removed from `model`."""
         config, weights = initial_weights(model)
-        return cls(
-            model.unload(), config, value_head=value_head, adapter_layers=adapter_layers, initial_adapter=weights
-        )
+        return cls(model.unload(), config, adapter_layers=adapter_layers, initial_adapter=weights)
 
     def _attach_branches(self, initial_adapter: dict[str, Tensor] | None, first_layer: int) -> None:
         if initial_adapter is not None:
             set_adapter_weights(self, initial_adapter, POLICY, "the initial adapter")
-            copy_adapter(self, POLICY, REFERENCE, trainable=False)
-        if self.value_head_kind == "adapter" and initial_adapter is not None:
-            copy_adapter(self, POLICY, VALUE, trainable=True)
-        elif self.value_head_kind == "adapter":
-            self.add_adapter(VALUE, copy.deepcopy(self.peft_config[POLICY]))
-            self.set_requires_grad(VALUE)
+            copy_adapter(self, POLICY, REFERENCE)
         freeze_below(self, list_name(self, decoder_layers(self.get_base_model())), first_layer)
 
     def use_padding_free(self, is_on: bool = True) -> None:
@@ -201,12 +183,8 @@ class TrunkModel(PeftModelForCausalLM):
 
     @contextlib.contextmanager
     def as_role(self, name: str) -> Iterator[None]:
-        """Play a role ("policy", "value", "reference", "reward") in the block, also for forwards without a pack."""
-        adapters = {
-            "policy": POLICY,
-            "value": VALUE if self.value_head_kind == "adapter" else POLICY,
-            "reference": REFERENCE if self.has_reference_adapter else None,
-        }
+        """Play a role ("policy", "reference", "reward") in the block, also for forwards without a pack."""
+        adapters = {"policy": POLICY, "reference": REFERENCE if self.has_reference_adapter else None}
         if self.reward_branch is not None:
             adapters["reward"] = REWARD
         if name not in adapters:
@@ -234,8 +212,7 @@ class TrunkModel(PeftModelForCausalLM):
 
         Args:
             pack: the rows, on the model's device.
-            roles: some of "policy", "value", "reference", "reward" and "trunk". "value" without "policy" gives the
-                policy's adapter no gradient (value pretraining).
+            roles: some of "policy", "value", "reference", "reward" and "trunk". Only "policy" has a gradient.
             states: [N, H] kept output of the layers below the cut (role "trunk"), so that they don't run again.
             temperature: divides the logits of policy and reference.
             entropy_grad: make the entropy differentiable, for an entropy bonus.
@@ -261,15 +238,14 @@ class TrunkModel(PeftModelForCausalLM):
         if states is not None and len(states) != grid.num_tokens:
             raise ValueError(f"states {list(states.shape)} are not of this pack, which has {grid.num_tokens} tokens")
         out: dict[str, Tensor | None] = {"states": states if "trunk" in roles else None}
-        shares = "value" in roles and self.value_head_kind != "adapter"
         hidden = None
-        if "policy" in roles or shares:
+        if "policy" in roles or "value" in roles:
             with self.as_role("policy"), torch.set_grad_enabled(torch.is_grad_enabled() and "policy" in roles):
                 hidden = self._hidden(grid, states)
         if "policy" in roles:
             out["logprobs"], out["entropy"] = self._token_logprobs(hidden, grid, temperature, entropy_grad)
         if "value" in roles:
-            out |= self._values(hidden, grid, states)
+            out |= self._values(hidden.detach(), grid)
         if "reference" in roles:
             with torch.no_grad(), self.as_role("reference"):
                 out["ref_logprobs"], _ = self._token_logprobs(self._hidden(grid, states), grid, temperature, False)
@@ -314,15 +290,8 @@ class TrunkModel(PeftModelForCausalLM):
             )
         return tuple(_spread(flat.float(), rows, columns, pack.completion_mask) for flat in (logprobs, entropy))
 
-    def _values(self, hidden: Tensor | None, grid: TokenGrid, states: Tensor | None) -> dict[str, Tensor]:
-        if self.value_head_kind == "adapter":
-            with self.as_role("value"):
-                hidden = self._hidden(grid, states)
-        return self._head_values(hidden, grid)
-
-    def _head_values(self, hidden: Tensor, grid: TokenGrid) -> dict[str, Tensor]:
-        is_fitted, mask = self.value_head_kind == "shared", grid.pack.completion_mask
-        hidden, places = hidden.detach() if is_fitted else hidden, grid.pack.places
+    def _values(self, hidden: Tensor, grid: TokenGrid) -> dict[str, Tensor]:
+        mask, places = grid.pack.completion_mask, grid.pack.places
         valued = torch.cat([places.sampled, places.ended]).sort().values if self.values_turn_ends else places.sampled
         rows, columns = _rows_and_columns(grid.pack, valued)
         predicting = grid.first + grid.pack.prompt_lengths - 1
@@ -330,8 +299,8 @@ class TrunkModel(PeftModelForCausalLM):
         values = _spread(self.value_head(value_states), rows, columns, mask)
         # The state of the last sampled token predicts what comes after it; [R], 0 for a row without any.
         after = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1)
-        out = {"values": values, "next_values": self.value_head(hidden[predicting + after])}
-        return out | ({"value_states": value_states} if is_fitted else {})
+        next_values = self.value_head(hidden[predicting + after])
+        return {"values": values, "next_values": next_values, "value_states": value_states}
 
     def _scores(self, grid: TokenGrid, states: Tensor | None) -> Tensor:
         branch = self.reward_branch
@@ -341,12 +310,12 @@ class TrunkModel(PeftModelForCausalLM):
     # --- one stage of a pipeline ------------------------------------------------------------------------------------
 
     def streams(self, roles: Sequence[str]) -> dict[str, bool]:
-        """Return the roles whose hidden states pass the layers above the cut, and whether they get gradients."""
-        shares = "value" in roles and self.value_head_kind != "adapter"
-        found = {"policy": "policy" in roles} if "policy" in roles or shares else {}
-        if "value" in roles and not shares:
-            found["value"] = True
-        return found | ({"reference": False} if "reference" in roles else {})
+        """Return the roles whose hidden states pass the layers above the cut, and whether they get gradients.
+
+        The value reads those of the policy.
+        """
+        streams = {"policy": "policy" in roles} if {"policy", "value"} & set(roles) else {}
+        return streams | ({"reference": False} if "reference" in roles else {})
 
     def _stage_hidden(self, grid: TokenGrid, roles: Sequence[str], stage: StageInput) -> tuple[Tensor, ...]:
         """Return the states after the layers of a stage: [N, H] each, of the last stage [B * L, H]."""
@@ -387,8 +356,7 @@ class TrunkModel(PeftModelForCausalLM):
         if "policy" in roles:
             out["logprobs"], out["entropy"] = self._token_logprobs(states["policy"], grid, temperature, entropy_grad)
         if "value" in roles:
-            own = states["value" if self.value_head_kind == "adapter" else "policy"]
-            out |= self._head_values(own, grid)
+            out |= self._values(states["policy"].detach(), grid)
         if "reference" in roles:
             with torch.no_grad():
                 out["ref_logprobs"], _ = self._token_logprobs(states["reference"], grid, temperature, False)

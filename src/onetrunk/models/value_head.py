@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from onetrunk.utils.files import check_tensors, load_tensors, save_tensors
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-# Width of the hidden layer of a head that is fitted to kept states.
 HEAD_WIDTH = 128
 HEAD_SEED = 0
 
@@ -18,34 +17,32 @@ HEAD_SEED = 0
 class ValueHead(nn.Module):
     """Maps a hidden state to a value, always in float32; the value is 0 at first.
 
-    A head with a hidden layer predicts in units of the returns: its output is multiplied by their standard deviation
-    and added to their mean (`moments`), so that no learning rate depends on the scale of a reward.
+    It predicts in units of the returns: its output is multiplied by their standard deviation and added to their mean
+    (`moments`), so that no learning rate depends on the scale of a reward.
 
     Args:
         hidden_size: width H of the states.
-        width: of the hidden layer, after a LayerNorm; 0: a linear map.
+        width: of the hidden layer, after a LayerNorm.
         device: of the weights.
     """
 
-    def __init__(self, hidden_size: int, width: int = 0, device: torch.device | None = None):
+    def __init__(self, hidden_size: int, width: int = HEAD_WIDTH, device: torch.device | None = None):
         super().__init__()
-        self.hidden_size = hidden_size
         # The same weights on every process and in every run, without a draw from the global generator.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(HEAD_SEED)
-            layers = [nn.LayerNorm(hidden_size), nn.Linear(hidden_size, width), nn.GELU()] if width else []
+            layers = nn.LayerNorm(hidden_size), nn.Linear(hidden_size, width), nn.GELU()
             self.hidden = nn.Sequential(*layers).to(device, torch.float32)
-            self.linear = nn.Linear(width or hidden_size, 1).to(device, torch.float32)
+            self.linear = nn.Linear(width, 1).to(device, torch.float32)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         # [2], mean and standard deviation of the returns.
-        self.register_buffer("moments", torch.tensor([0.0, 1.0], device=device) if width else None)
+        self.register_buffer("moments", torch.tensor([0.0, 1.0], device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the values [...] of hidden states [..., H], in float32."""
         with torch.autocast(hidden.device.type, enabled=False):
-            values = self.linear(self.hidden(hidden.float())).squeeze(-1)
-            return values if self.moments is None else values * self.moments[1] + self.moments[0]
+            return self.linear(self.hidden(hidden.float())).squeeze(-1) * self.moments[1] + self.moments[0]
 
     @torch.no_grad()
     def rescale(self, mean: float, std: float) -> None:
@@ -68,14 +65,20 @@ class ValueHead(nn.Module):
         """Read `value_head.safetensors` from `folder`.
 
         Raises:
-            ValueError: the file is missing, belongs to another model, or holds numbers that are not finite.
+            ValueError: the file is missing, is of an earlier version with a value adapter, belongs to another model,
+                or holds numbers that are not finite.
         """
         path = Path(folder) / VALUE_HEAD_FILE
         if not path.is_file():
             raise ValueError(f"{path} is missing; the value head is saved with the adapter: pass a folder with both")
         tensors = load_tensors(path)
-        why = "it was trained on another base model, or with another value_head"
-        check_tensors(path, tensors, self._tensors(), why)
+        if tensors.keys() == {"weight", "bias"}:
+            raise ValueError(
+                f"{path} is the head of a value adapter, which an earlier version wrote (value_head: adapter) and this"
+                f" one no longer reads; delete it and the folder value next to it to continue the policy with a new"
+                " value head"
+            )
+        check_tensors(path, tensors, self._tensors(), "it was trained on another base model")
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self._tensors()[name].copy_(tensor)

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.data.prompts import encode_prompt
-from onetrunk.models.adapters import ADAPTER_FILE, VALUE
 from onetrunk.models.base_model import load_tokenizer
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import adapter_base, check_source, source_file
@@ -84,9 +83,8 @@ def load_value_model(name: str | Path, revision: str | None = None, **model_init
     base = adapter_base(name, revision)
     if base is None or source_file(name, VALUE_HEAD_FILE, revision) is None:
         raise ValueError(f"{name} holds no adapter with {VALUE_HEAD_FILE}; give the output_dir of a PPO run")
-    kind = "shared" if source_file(name, f"{VALUE}/{ADAPTER_FILE}", revision) is None else "adapter"
     if revision is not None:
         model_init_kwargs["revision"] = revision
-    model: TrunkModel = build_trunk(name, value_head=kind, model_init_kwargs=model_init_kwargs)
+    model: TrunkModel = build_trunk(name, model_init_kwargs=model_init_kwargs)
     has_tokenizer = source_file(name, "tokenizer_config.json", revision) is not None
     return ValueModel(model.eval(), load_tokenizer(name, revision) if has_tokenizer else load_tokenizer(base))

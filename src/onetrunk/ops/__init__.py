@@ -2,7 +2,7 @@
 
 from onetrunk.ops.advantages import AdaptiveKLController, gae, kl_estimate, token_rewards
 from onetrunk.ops.logprobs import fused_token_logprobs, token_logprobs
-from onetrunk.ops.losses import bradley_terry_loss, policy_loss, value_loss
+from onetrunk.ops.losses import bradley_terry_loss, policy_loss
 from onetrunk.ops.masking import masked_whiten
 from onetrunk.ops.running_softmax import Head
 
@@ -17,5 +17,4 @@ __all__ = [
     "policy_loss",
     "token_logprobs",
     "token_rewards",
-    "value_loss",
 ]

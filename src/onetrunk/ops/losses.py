@@ -1,4 +1,4 @@
-"""The PPO loss and its two terms, importance weights, and the Bradley-Terry loss.
+"""The PPO loss and its terms, importance weights, and the Bradley-Terry loss.
 
 Tensors are [R, C] as in types.py, or any equal shapes. A loss is the sum over the counted tokens divided by
 `num_tokens`, the token count of the whole optimizer step, so the losses of its packs add up to the loss of the step.
@@ -29,47 +29,36 @@ def ppo_loss(
     output: PackOutput,
     coefficients: LossCoefficients,
     num_tokens: float | Tensor | None = None,
-    num_values: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Stats]]:
-    """Return policy loss + value_coef * value loss - entropy_coef * entropy + kl_weight * KL, and the stats of each.
+    """Return policy loss - entropy_coef * entropy + kl_weight * KL, and the stats of each.
 
-    A term is left out where `output` lacks its tensor; the KL also where kl_weight is 0 or there are no ref_logprobs.
+    The value has no term: its head is fitted after each rollout. The entropy is left out where `output` lacks it, the
+    KL where kl_weight is 0 or there are no ref_logprobs.
 
     Args:
-        experience: the pack; its `loss_mask` says which tokens count, its `value_tokens` which values do.
-        output: logprobs (with entropy) or values of the current model, or all; the gradient flows here.
+        experience: the pack; its `loss_mask` says which tokens count.
+        output: logprobs, with or without entropy, of the current model; the gradient flows here.
         coefficients: the settings of the loss.
         num_tokens: denominator of every term and stat; the counted tokens, at least 1, where None.
-        num_values: that of the value loss, if it differs.
 
     Returns:
-        The loss, a scalar, and detached scalars in groups: "policy" as in `policy_loss`, with `entropy`; "value" as
-        in `value_loss`; "kl" with `loss`, the KL as in `kl_loss`.
+        The loss, a scalar, and detached scalars in groups: "policy" as in `policy_loss`, with `entropy`; "kl" with
+        `loss`, the KL as in `kl_loss`.
 
     Raises:
-        ValueError: there is nothing to train.
+        ValueError: there are no logprobs.
     """
-    c, mask = coefficients, experience.loss_mask
-    if output.logprobs is None and (output.values is None or output.entropy is not None):
-        raise ValueError("the PPO loss got neither logprobs nor values, or entropy without logprobs; pass logprobs")
-    loss, stats = 0.0, {}
-    if output.values is not None:
-        value, stats["value"] = value_loss(
-            output.values, experience.old_values, experience.returns, experience.value_tokens, c.value_clip,
-            num_tokens if num_values is None else num_values,
-        )  # fmt: skip
-        loss = loss + c.value_coef * value
+    c, mask, stats = coefficients, experience.loss_mask, {}
     if output.logprobs is None:
-        return loss, stats
+        raise ValueError("the PPO loss got no logprobs; run the model with the role policy")
     probabilities = (output.logprobs, experience.old_logprobs, experience.advantages, mask)
     if c.policy_objective == "dis":
-        policy, stats["policy"] = direct_policy_loss(*probabilities, c.dis_epsilon_low, c.dis_epsilon_high, num_tokens)
+        loss, stats["policy"] = direct_policy_loss(*probabilities, c.dis_epsilon_low, c.dis_epsilon_high, num_tokens)
     else:
-        policy, stats["policy"] = policy_loss(
+        loss, stats["policy"] = policy_loss(
             *probabilities, c.epsilon, c.epsilon_high, c.dual_clip, experience.weights, num_tokens,
             experience.pack.turns if c.ratio_unit == "turn" else None,
         )  # fmt: skip
-    loss = loss + policy
     if output.entropy is not None:
         entropy = masked_mean(at_least_float32(output.entropy), mask, num_tokens=num_tokens)
         stats["policy"]["entropy"] = entropy.detach()
@@ -223,51 +212,6 @@ def kl_loss(
     if weights is not None:
         kl = kl * _kept(mask, weights).detach()
     return masked_mean(kl, mask, num_tokens=num_tokens)
-
-
-def value_loss(
-    values: Tensor,
-    old_values: Tensor | None,
-    returns: Tensor,
-    mask: Tensor,
-    clip: float | None = None,
-    num_tokens: float | Tensor | None = None,
-) -> tuple[Tensor, Stats]:
-    """Return half the squared error of the values, clipped around the old values, and its stats.
-
-    Per token 1/2 * max((V - R)^2, (clip(V, V_old +- clip) - R)^2).
-
-    Args:
-        values: [R, C] of the current head; the gradient flows here.
-        old_values: [R, C] at rollout time; may be None where clip is None.
-        returns: [R, C] targets.
-        mask: [R, C] bool.
-        clip: `value_clip` of the config; no clipping where None.
-        num_tokens: denominator of the loss and of the stats; the counted tokens, at least 1, where None.
-
-    Returns:
-        The loss, a scalar, and detached scalars, both sums over counted tokens divided by num_tokens: `loss` and
-        `clip_fraction` (tokens whose clipped branch is active).
-
-    Raises:
-        ValueError: clip is given without old_values.
-
-    Source: Schulman et al.'s baselines, ppo2; Huang et al. 2023, "value function loss clipping".
-    """
-    values, returns = _kept(mask, values), _kept(mask, returns)
-    losses = (values - returns) ** 2
-    is_clipped = torch.zeros_like(mask)
-    if clip is not None:
-        if old_values is None:
-            raise ValueError(f"value_clip is {clip} but old_values is None; pass the values at rollout time")
-        old_values = _kept(mask, old_values)
-        # Not V_old + clip(V - V_old), which is not quite V where nothing is clipped.
-        clipped = (values.clamp(old_values - clip, old_values + clip) - returns) ** 2
-        losses, is_clipped = torch.maximum(losses, clipped), clipped > losses
-
-    loss = masked_mean(losses / 2, mask, num_tokens=num_tokens)
-    clip_fraction = masked_mean(is_clipped.to(losses.dtype), mask, num_tokens=num_tokens)
-    return loss, {"loss": loss.detach(), "clip_fraction": clip_fraction}
 
 
 def bradley_terry_loss(

@@ -95,7 +95,6 @@ def reduce_gradients(model: nn.Module) -> None:
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reduced])
     dist.all_reduce(flat)
     for parameter, gradient in zip(reduced, flat.split([p.numel() for p in reduced]), strict=True):
-        # The value head is float32 also next to adapters in float64.
         parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
 
 
@@ -103,14 +102,14 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 def update_in_stages(
-    model: nn.Module, packs: Sequence[Pack], roles: Sequence[str], loss_of: LossOf, temperature: float, entropy: bool
+    model: nn.Module, packs: Sequence[Pack], loss_of: LossOf, temperature: float, entropy: bool
 ) -> None:
     """Run forward and backward over packs in the pipeline of a model; every stage gets all gradients.
 
     The arguments are those of `StagedTrunk.update`.
     """
     stage = staged(model)
-    stage.update(packs, roles, loss_of, temperature, entropy)
+    stage.update(packs, loss_of, temperature, entropy)
     reduce_gradients(stage.model)
 
 
@@ -121,10 +120,9 @@ def rehearse_in_stages(model: nn.Module, pack: Pack, temperature: float, entropy
     stage.outputs(packs, ("policy", "value", "reference"), temperature)
 
     def loss_of(_: int, run: Callable[..., PackOutput]) -> Tensor:
-        output = run()
-        return output.logprobs.sum() + output.values.sum()
+        return run().logprobs.sum()
 
-    stage.update(packs, ("policy", "value"), loss_of, temperature, entropy)
+    stage.update(packs, loss_of, temperature, entropy)
     stage.model.zero_grad(set_to_none=True)
 
 
@@ -159,12 +157,7 @@ class StagedTrunk:
             self.model.has_reference_adapter = kept
 
     def update(
-        self,
-        packs: Sequence[Pack],
-        roles: Sequence[str],
-        loss_of: LossOf,
-        temperature: float = 1.0,
-        entropy_grad: bool = False,
+        self, packs: Sequence[Pack], loss_of: LossOf, temperature: float = 1.0, entropy_grad: bool = False
     ) -> list[PackOutput]:
         """Run forward and backward over the packs; return their outputs, without gradients, on every stage.
 
@@ -173,7 +166,7 @@ class StagedTrunk:
                 of the head, to `.grad`. The other stages call it after the backwards on the outputs of the last
                 stage, so that all stages have loss and metrics.
         """
-        outputs = self._run(_Packs(self, packs, tuple(roles), temperature, entropy_grad), loss_of)
+        outputs = self._run(_Packs(self, packs, ("policy",), temperature, entropy_grad), loss_of)
         if not self.is_last:
             with torch.no_grad():
                 for number, output in enumerate(outputs):
@@ -314,7 +307,8 @@ class _Packs:
         """Return the shapes of a pack's outputs."""
         mask = self.packs[number].completion_mask
         shapes = {name: mask.shape[:dims] for role in self.roles for name, dims in OUTPUTS[role].items()}
-        trunk = self.stage.model
-        if "value" in self.roles and trunk.value_head_kind == "shared":
-            shapes["value_states"] = (int(mask.sum()), trunk.value_head.hidden_size)
+        if "value" in self.roles:
+            places, ends = self.packs[number].places, self.stage.model.values_turn_ends
+            num_values = len(places.sampled) + (len(places.ended) if ends else 0)
+            shapes["value_states"] = (num_values, self.stage.hidden_size)
         return shapes

@@ -205,7 +205,6 @@ class Job:
         base_bytes: bytes of a weight of the base.
         itemsize: bytes of an activation.
         adapted_layers: layers with adapters, the last of the model.
-        trained_copies: adapters that train: policy, and the value's own.
         frozen_copies: adapters that do not train: the reference of a continued one, a reward on the trunk.
         reward: a reward model of its own that scores every completion in the trainer's processes; None: none.
         reward_bytes: bytes of a weight of it.
@@ -222,7 +221,6 @@ class Job:
     lengths: Lengths
     lora_rank: int = 16
     adapted_layers: int = 0
-    trained_copies: int = 1
     frozen_copies: int = 0
     has_reference: bool = True
     reward: ModelShape | None = None
@@ -266,13 +264,8 @@ class Job:
 
     @property
     def adapter_weights(self) -> int:
-        """Weights of one adapter."""
+        """Weights of one adapter; those of a value head are few."""
         return self.shape.lora_parameters(self.lora_rank, self.adapted_layers)
-
-    @property
-    def trained_weights(self) -> int:
-        """Weights of the adapters that train; those of a value head are few."""
-        return self.trained_copies * self.adapter_weights
 
 
 def job_of(
@@ -310,7 +303,6 @@ def job_of(
         lengths=lengths,
         lora_rank=int(values["lora_r"]),
         adapted_layers=_adapted_layers(str(values["adapter_layers"]), model.shape.num_layers),
-        trained_copies=2 if values["value_head"] == "adapter" else 1,
         frozen_copies=0 if model.base is None else 1,
         has_reference=values["beta"] > 0 or values["kl_target"] is not None,
         reward=None if reward is None else reward.shape,

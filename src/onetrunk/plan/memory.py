@@ -145,7 +145,7 @@ def train_memories(job: Job, train: TrainLayout) -> list[dict[str, Parts]]:
     state = tokens * job.shape.hidden_size * job.itemsize
     shared, memories = _process_memory(job, train, 0), []
     for stage, layers in enumerate(above):
-        flying = layers * job.trained_copies * packs_in_flight(stage, len(sizes), packs)
+        flying = layers * packs_in_flight(stage, len(sizes), packs)
         kept = kept_activations_bytes(job.shape, tokens, flying, job.itemsize, train.is_checkpointed)
         own = {"weights": weights[stage] * train.base_bytes}
         score, update = (number * state for number in stage_buffers(streams, stage, packs, all_packs))
@@ -162,8 +162,8 @@ def train_memories(job: Job, train: TrainLayout) -> list[dict[str, Parts]]:
 def _process_memory(job: Job, train: TrainLayout, layers: int) -> dict[str, Parts]:
     """Return the bytes of a process in scoring and in the update; `layers` keep the activations of a pack."""
     training = Training(
-        job.shape, forward_tokens(job, train), train.base_bytes, job.trained_weights, job.optimizer_bytes,
-        train.shards, train.tensor, layers * job.trained_copies, job.itemsize, train.is_checkpointed,
+        job.shape, forward_tokens(job, train), train.base_bytes, job.adapter_weights, job.optimizer_bytes,
+        train.shards, train.tensor, layers, job.itemsize, train.is_checkpointed,
         train.is_offloaded, gathers=train.shards > 1,
     )  # fmt: skip
     update = training_parts(training)

@@ -224,8 +224,8 @@ def storage_gb(job: Job) -> dict[str, float]:
     return {
         "base model": job.shape.parameters * job.model.itemsize / GB,
         "reward model": 0.0 if job.reward is None else job.reward.parameters * job.reward_bytes / GB,
-        f"{kept} checkpoints": kept * (CHECKPOINT_BYTES * job.trained_weights + rollout) / GB,
-        "result": 4.0 * job.trained_weights / GB,
+        f"{kept} checkpoints": kept * (CHECKPOINT_BYTES * job.adapter_weights + rollout) / GB,
+        "result": 4.0 * job.adapter_weights / GB,
         "rollout in work": rollout / GB,
         "prompts": job.num_rollouts * job.rollout_batch_size * job.lengths.prompt * TEXT_BYTES / GB,
     }

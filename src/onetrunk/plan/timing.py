@@ -386,7 +386,7 @@ def shares_of(job: Job, layout: TrainLayout) -> list[Share]:
 
 def streams_of(job: Job, layout: TrainLayout) -> tuple[Streams, ...]:
     """Return the hidden states that cross each boundary of the stages of a layout."""
-    return stage_streams(split_of(layout, job.shape), job.adapted_layers, job.trained_copies, job.has_reference)
+    return stage_streams(split_of(layout, job.shape), job.adapted_layers, job.has_reference)
 
 
 def in_stages(stages: Sequence[dict[str, float]], packs: int, fills: int) -> dict[str, float]:
@@ -418,14 +418,14 @@ def score_time(job: Job, layout: TrainLayout) -> PhaseTime:
         # A reward server works at the same time as the model.
         parts["reward"] = max(0.0, reward - sum(parts.values())) if layout.serves_reward else reward
     below = 0 if job.captures_states and not layout.is_staged else job.shape.num_layers - job.adapted_layers
-    branches, reference = job.trained_copies * job.adapted_layers, job.has_reference * job.adapted_layers
-    operations = packs.number * operations_of(job.itemsize).of_score(branches + reference + below, branches)
+    above, reference = job.adapted_layers, job.has_reference * job.adapted_layers
+    operations = packs.number * operations_of(job.itemsize).of_score(above + reference + below, above)
     return launched_phase(layout.device, parts, operations / layout.stages)
 
 
 def _score_parts(job: Job, layout: TrainLayout, packs: Packs, share: Share) -> dict[str, float]:
     """Return the seconds in which a process scores all packs, without what it waits for."""
-    roles = 1 + job.has_reference + (job.trained_copies - 1)
+    roles = 1 + job.has_reference
     # States that sampling provides stay in the process; a stage has none of the layers before its own.
     layers = roles * share.above + (0 if job.captures_states and not layout.is_staged else share.below)
     heads = (1 + job.has_reference) * packs.completion if share.has_head else 0.0
@@ -450,21 +450,20 @@ def update_time(job: Job, layout: TrainLayout) -> PhaseTime:
     if layout.shards > 1:
         link += _gather_seconds(job, layout, packs, "update", parts["compute"])
     frozen = job.shape.num_layers - job.adapted_layers if layout.is_staged or not job.keeps_states else 0
-    branches = job.trained_copies * job.adapted_layers
-    operations = operations_of(job.itemsize).of_update(branches, frozen, layout.is_checkpointed)
+    operations = operations_of(job.itemsize).of_update(job.adapted_layers, frozen, layout.is_checkpointed)
     parts |= {"link": link} if link else {}
     return launched_phase(layout.device, parts, epochs * packs.number * operations / layout.stages)
 
 
 def _update_parts(job: Job, layout: TrainLayout, packs: Packs, share: Share) -> dict[str, float]:
     """Return the seconds in which a process runs an epoch over all packs, without what it waits for."""
-    rates, branches = layout.device.rates, job.trained_copies
+    rates = layout.device.rates
     # Forward, the gradient of every input, and with checkpointing the forward again.
     passes = 3.0 if layout.is_checkpointed else 2.0
     heads = 1.5 * packs.completion if share.has_head else 0.0
-    parts = _forward_parts(job, layout, packs, branches * share.above, heads, passes=passes)
+    parts = _forward_parts(job, layout, packs, share.above, heads, passes=passes)
     per_layer = (rates.layer_s + rates.adapter_layer_s) * (1.0 if layout.is_checkpointed else UNCHECKPOINTED)
-    launches = branches * share.above * per_layer + rates.forward_s
+    launches = share.above * per_layer + rates.forward_s
     if share.below and (layout.is_staged or not job.keeps_states):
         lower = _forward_parts(job, layout, packs, share.below, 0.0, passes=1.0)
         parts = {name: value + lower[name] for name, value in parts.items()}
@@ -530,7 +529,6 @@ def _gather_seconds(job: Job, layout: TrainLayout, packs: Packs, phase: str, com
         job.shape.num_layers - job.adapted_layers,
         packs.number,
         job.num_ppo_epochs,
-        has_value_adapter=job.trained_copies > 1,
         has_reference=job.has_reference,
         lower_layers="sampling" if job.captures_states else "scoring" if job.keeps_states else "every",
     )[phase]
@@ -545,7 +543,7 @@ def _reduce_seconds(job: Job, layout: TrainLayout) -> float:
     """Return the seconds of one all-reduce of the gradients of everything that trains."""
     if layout.count == 1:
         return 0.0
-    moved = 2 * 4 * job.trained_weights * (layout.count - 1) / layout.count
+    moved = 2 * 4 * job.adapter_weights * (layout.count - 1) / layout.count
     return link_seconds(layout.device, moved, layout.count <= layout.per_node) + LATENCY_S * layout.count
 
 

@@ -150,10 +150,8 @@ class ExperienceStream:
         cache = trainer.trunk_plan.cache
         self.forward = Forward(lambda: self.model, self.accelerator, config.temperature, cache, beat, stop)
         self.source = self.make_source()
-        trunk = self.accelerator.unwrap_model(trainer.model)
-        self.value_fit = (
-            ValueFit(trunk.value_head, config, self.data_parallel) if trunk.value_head_kind == "shared" else None
-        )
+        head = self.accelerator.unwrap_model(trainer.model).value_head
+        self.value_fit = ValueFit(head, config, self.data_parallel)
         self._experiences: list[Experience] | None = None
 
     @property
@@ -352,11 +350,10 @@ class ExperienceStream:
         return observed, plain
 
     def fit_value(self, packs: Sequence[RolloutPack], experiences: Sequence[Experience], sampled: Sampled) -> None:
-        """Fit a shared value head to the returns; a value adapter trains with the policy instead."""
-        if self.value_fit is not None:
-            numbers = [completion for _, _, completion in sampled.batch.keys]
-            loss = self.value_fit.fit(packs, experiences, numbers, self.state.iteration)
-            self.trainer.metric_log.add_rollout({"value/loss": loss})
+        """Fit the value head to the returns."""
+        numbers = [completion for _, _, completion in sampled.batch.keys]
+        loss = self.value_fit.fit(packs, experiences, numbers, self.state.iteration)
+        self.trainer.metric_log.add_rollout({"value/loss": loss})
 
     def whiten(self, experiences: list[Experience]) -> list[Experience]:
         """Return the experiences with advantages of mean 0 and variance 1 over all tokens that train, if set."""
@@ -472,26 +469,23 @@ class ExperienceStream:
     def _use(self, experiences: list[Experience]) -> None:
         """Train on these; count the tokens of their minibatches, in one copy from the device."""
         self._experiences = experiences
-        counts = torch.zeros(self.config.num_minibatches, 2, device=self.accelerator.device)
+        counts = torch.zeros(self.config.num_minibatches, device=self.accelerator.device)
         for e in experiences:
-            counts[e.pack.minibatch] += torch.stack([e.loss_mask.sum(), e.value_tokens.sum()])
+            counts[e.pack.minibatch] += e.loss_mask.sum()
         self._token_counts = self.data_parallel.sum(counts).tolist()
 
     def _minibatch(self, slot: int) -> Minibatch:
         # The rows of a minibatch stay together for a rollout, as their packs do.
         number = self.order.minibatch(self.state.iteration, slot)
         experiences = tuple(e for e in self._experiences if e.pack.minibatch == number)
-        num_tokens, num_values = self._token_counts[number]
+        num_tokens = self._token_counts[number]
         trains_policy = self.state.iteration >= self.config.value_pretraining_rollouts
-        trains_value = self.value_fit is None
         return Minibatch(
             experiences=experiences,
             num_tokens=max(1.0, num_tokens),
-            num_values=max(1.0, num_values),
             trains_policy=trains_policy,
-            trains_value=trains_value,
             # If no token trains, momentum alone would still move the weights.
-            is_empty_slot=self.state.skips_rest or not num_tokens or not (trains_policy or trains_value),
+            is_empty_slot=self.state.skips_rest or not num_tokens or not trains_policy,
         )
 
     def _advance(self) -> None:
@@ -512,19 +506,17 @@ class ExperienceStream:
         """Write the stream's state, and this process's share of the rollout in use, into a checkpoint."""
         if self.accelerator.is_main_process:
             save_state(folder, self.state, self.settings, self.kl_controller, self.score_moments)
-            if self.value_fit is not None:
-                self.value_fit.save(folder)
+            self.value_fit.save(folder)
         if self.data_parallel.is_first_of_group:
             buffer = self.forward.for_checkpoint(self._experiences or [])
             save_buffer(folder, buffer, self.data_parallel.process_index)
         self.source.save(folder, self._next)
 
     def saved_numbers(self) -> dict[str, Tensor]:
-        """Return by name the numbers that `save` writes and that must be finite, and those of a fitted value head."""
+        """Return by name the numbers that `save` writes and that must be finite, and those of the value head."""
         numbers = {"beta": self.state.beta, **self.score_moments.state_dict()}
         numbers |= {f"the KL controller's {name}": value for name, value in self.kl_controller.state_dict().items()}
-        fitted = {} if self.value_fit is None else self.value_fit.tensors()
-        return {**fitted, **{name: torch.tensor(value) for name, value in numbers.items()}}
+        return {**self.value_fit.tensors(), **{name: torch.tensor(value) for name, value in numbers.items()}}
 
     def load(self, folder: str | Path) -> None:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
@@ -534,7 +526,7 @@ class ExperienceStream:
             raise ValueError(
                 f"{folder} holds the state of another step ({self.state}); resume from another checkpoint"
             )
-        if self.value_fit is not None and (self.state.iteration or self.state.slot):
+        if self.state.iteration or self.state.slot:
             self.value_fit.load(folder)
         self._experiences = None
         if self.state.slot:

@@ -52,7 +52,7 @@ _WITHOUT_EFFECT = {
     "the fused logprobs of onetrunk take its place": "use_liger_kernel liger_kernel_config",
     "rollouts keep a cache and training forwards need none": "use_cache",
     "a loss is always divided by the tokens of all processes": "average_tokens_across_devices",
-    "what runs in a step changes with the roles that it trains": "ddp_static_graph",
+    "steps run unequal numbers of forwards, and some none": "ddp_static_graph",
     "see completion/length and throughput/completion_tokens_per_s": "include_num_input_tokens_seen",
     "see memory/peak_gib": "skip_memory_metrics",
     "not tested with adapter switching yet": "torch_compile torch_compile_backend torch_compile_mode",
@@ -71,7 +71,7 @@ FIXED = {
     "ignore_data_skip": (True, "the experience stream restores its own position"),
     "remove_unused_columns": (False, "reward functions receive every column"),
     "logging_nan_inf_filter": (False, "a step that is not finite is skipped and counted, not averaged away"),
-    "ddp_find_unused_parameters": (True, "a step that trains the value alone leaves the policy without gradient"),
+    "ddp_find_unused_parameters": (True, "an expert that gets no token leaves its adapter without gradient"),
     "ddp_broadcast_buffers": (False, "processes make unequal numbers of forwards"),
 }
 REFUSED_OPTIMIZERS = {
@@ -119,7 +119,6 @@ _RENAMES = by_name(
         "temperature": "temp",
         "beta": "init_kl_coef kl_coef",
         "epsilon": "clip_range eps_clip cliprange",
-        "value_clip": "cliprange_value",
         "lam": "gae_lambda",
         "run_name": "exp_name",
         "vllm_server_base_url": "vllm_server_host vllm_server_port",
@@ -127,10 +126,20 @@ _RENAMES = by_name(
     }
 )
 _SAMPLER = "sampling here follows the policy itself, or its top_p or top_k; leave it out"
+_VALUE = (
+    "the PPO loss has no value term: the value head is fitted after each rollout (value_steps, value_learning_rate);"
+    " leave it out"
+)
 _LAUNCH = "the launch decides, on the command line of sft, reward, distill, ppo and eval only:"
 # Keys without a counterpart, or with one of another meaning.
 REASONS = {
     "env": "set environment variables before the command: CUDA_VISIBLE_DEVICES=0 onetrunk ...",
+    "value_head": "gone with the value adapter: the value is a small head on the policy's last hidden states; leave it"
+    " out",
+    "value_clip": _VALUE,
+    "value_coef": _VALUE,
+    "cliprange_value": _VALUE,
+    "vf_coef": _VALUE,
     "rollout_func": "give environment_factory or tools for episodes, or rollout_backend for another sampler",
     "datasets": "one dataset_name, or a file with the rows of all of them; mixtures are made by the datasets library",
     "stages": "the file is a pipeline, which onetrunk run FILE runs",

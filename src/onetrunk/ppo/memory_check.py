@@ -44,10 +44,11 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
             roles = ("policy", "value", "reference", *(() if model.reward_branch is None else ("reward",)))
             model(pack=pack, roles=roles, states=states, temperature=args.temperature)
         with offloaded_activations(model) if args.activation_offloading else contextlib.nullcontext():
-            output = model(pack=pack, states=states, temperature=args.temperature, entropy_grad=args.entropy_coef > 0)
+            settings = {"temperature": args.temperature, "entropy_grad": args.entropy_coef > 0}
+            output = model(pack=pack, roles=("policy",), states=states, **settings)
         # Not `backward`: DDP would count its gradients as those of a step.
         trained = [p for p in model.parameters() if p.requires_grad]
-        torch.autograd.grad(output.logprobs.sum() + output.values.sum(), trained, allow_unused=True)
+        torch.autograd.grad(output.logprobs.sum(), trained, allow_unused=True)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

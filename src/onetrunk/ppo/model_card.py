@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import Trainer
 
 from onetrunk.checkpoints.folders import published_path
-from onetrunk.models.adapters import POLICY, REFERENCE, VALUE
+from onetrunk.models.adapters import POLICY, REFERENCE
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.loading import can_be_on_hub
 from onetrunk.models.trunk import TrunkModel
@@ -24,7 +24,7 @@ from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import VLLM_RANKS
 from onetrunk.utils.redaction import markdown_text, redact
 
-ROLES = {VALUE: "the value's adapter", REFERENCE: "the reference that the KL was measured to"}
+REFERENCE_FILES = f"`{REFERENCE}/` (the reference that the KL was measured to)"
 METRICS = ("score/mean", "kl/ref", "completion/length")
 # The settings that most affect what is learned.
 SETTINGS = (
@@ -125,8 +125,7 @@ def write_card(
         base_words=f"[{hub_base}](https://huggingface.co/{hub_base})" if hub_base else base_words,
         steps=trainer.state.global_step,
         version=sys.modules["onetrunk"].__version__,
-        files=["`value_head.safetensors` (the value head)"]
-        + [f"`{role}/` ({what})" for role, what in ROLES.items() if role in model.peft_config],
+        files=["`value_head.safetensors` (the value head)", *([REFERENCE_FILES] * (REFERENCE in model.peft_config))],
         tables=_tables(trainer, model),
         packages=[f"{package} {version(package)}" for package in ("torch", "transformers", "peft")],
         where=where,
@@ -149,7 +148,6 @@ def _tables(trainer: Trainer, model: TrunkModel) -> dict[str, dict[str, Any]]:
         "alpha": config.lora_alpha,
         "targets": targets,
         "layers trained": f"the last {num_layers - model.cut} of {num_layers}" if model.cut else f"all {num_layers}",
-        "value head": model.value_head_kind,
     }
     quantization = getattr(model.get_base_model().config, "quantization_config", None)
     if quantization is not None:

@@ -21,7 +21,6 @@ from onetrunk.ppo.monitoring.alarm_rules import check_limits, limits_in_use, sto
 from onetrunk.utils.options import (
     IMPORTANCE_MODES,
     TRUNK_CACHES,
-    VALUE_HEADS,
     defaults_of,
     is_whole,
     option,
@@ -69,14 +68,14 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a whole number above 0",
     ),
     (
-        "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high value_clip target_kl"
+        "temperature score_clip kl_target kl_horizon length_adaptive_lam epsilon epsilon_high target_kl"
         " dis_epsilon_low dis_epsilon_high"
         " value_learning_rate gamma vllm_server_timeout vllm_request_timeout tool_timeout",
         lambda v: _is_number(v) and v > 0,
         "a number above 0",
     ),
     (
-        f"missing_eos_penalty length_penalty beta value_coef entropy_coef {IS_CLIP}_min {IS_CLIP}_max",
+        f"missing_eos_penalty length_penalty beta entropy_coef {IS_CLIP}_min {IS_CLIP}_max",
         lambda v: _is_number(v) and v >= 0,
         "0 or more",
     ),
@@ -105,7 +104,6 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("kl_estimator", *_one_of("k1", "k2", "k3")),
     ("truncated_completions", *_one_of("terminal", "bootstrap", "penalize", "mask")),
     ("overlong_prompts", *_one_of("error", "drop", "truncate")),
-    ("value_head", *_one_of(*VALUE_HEADS)),
     ("trunk_cache", *_one_of(*TRUNK_CACHES)),
     ("schedule", *_one_of("sync", "one_step", "async")),
     ("gae_unit", *_one_of("token", "turn")),
@@ -362,30 +360,19 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     epsilon: float = option(0.2, "Clip range of the ratio, below 1 - epsilon and above 1 + epsilon.")
     epsilon_high: float | None = option(None, "Upper clip range; None: epsilon.")
     dual_clip: float | None = option(None, "Upper bound (above 1) of the ratio for negative advantages; None: off.")
-    value_clip: float | None = option(
-        0.2, "With value_head adapter: clip range of the value around its rollout value; None: off."
-    )
-    value_coef: float = option(0.1, "With value_head adapter: weight of the value loss.")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
     target_kl: float | None = option(
         None, "Skip the remaining steps of a rollout once KL(old, new) per token exceeds it; None: off."
     )
     value_pretraining_rollouts: int = option(0, "Rollouts at the start that train only the value.")
-    value_learning_rate: float | None = option(
-        None, "Learning rate of the value head, and of a value adapter. None: 1e-3; with an adapter learning_rate."
-    )
+    value_learning_rate: float = option(1e-3, "Learning rate of the value head, which is fitted after each rollout.")
     value_steps: int = option(
         40,
-        "With value_head shared: steps of 512 tokens by which the head is fitted to the returns of each rollout. A"
-        " rollout of fewer than 128 completions, or 512 tokens, gets fewer in proportion.",
+        "Steps of 512 tokens by which the value head is fitted to the returns of each rollout. A rollout of fewer than"
+        " 128 completions, or 512 tokens, gets fewer in proportion.",
     )
 
     # Trunk
-    value_head: str = option(
-        "shared",
-        "'shared': a small network on the policy's last hidden states, fitted after each rollout without a forward of"
-        " the model. 'adapter': a LoRA of its own, trained with the policy.",
-    )
     adapter_layers: str = option("all", "'all', or 'top-k': adapt and train only the last k layers.")
     trunk_cache: str = option(
         "auto",
@@ -599,9 +586,6 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             " the reference further down); use k1, or set kl_in_loss",
         )
         yield self.kl_in_loss and not self.beta, "kl_in_loss needs beta above 0"
-        names = ("value_clip", "value_coef") if self.value_head == "shared" else ("value_steps",)
-        changed = ", ".join(_changed(self, names))
-        yield changed, f"{changed} has no effect with value_head {self.value_head!r}; leave it out"
         names = CLIP_SETTINGS if self.policy_objective == "dis" else ("dis_epsilon_low", "dis_epsilon_high")
         changed = ", ".join(_changed(self, names))
         yield changed, f"{changed} has no effect with policy_objective {self.policy_objective!r}; leave it out"

@@ -257,7 +257,6 @@ def load_sampled_model(
         trunk = build_trunk(
             model,
             inputs.peft_config,
-            value_head=args.value_head,
             adapter_layers=args.adapter_layers,
             quantization_config=inputs.quantization_config,
             model_init_kwargs=args.model_init_kwargs,

@@ -43,9 +43,9 @@ BUFFER_FILE = "experience_buffer_{rank}.safetensors"
 # Which settings may differ between a checkpoint and the run that resumes from it. Every setting that is not listed
 # here, nor free in checkpoints/resume_settings.py, steers the run: a change needs allow_config_change.
 SETTINGS = {
-    # Never: the position in the run depends on them, or the kind of controller and the optimizer's groups.
+    # Never: the position in the run depends on them, or the kind of controller.
     "place": "rollout_batch_size num_generations num_ppo_epochs num_minibatches shuffle_dataset"
-    " seed data_seed kl_target value_learning_rate".split(),
+    " seed data_seed kl_target".split(),
     # Only between two rollouts: the rollout in use was sampled and scored under them.
     "rollout": ["temperature", "kl_in_loss", "beta", "policy_objective"],
     # Without effect: the optimizer's state, which the checkpoint holds, keeps them.
@@ -54,7 +54,7 @@ SETTINGS = {
     "adapter": ["lora_alpha", "use_rslora"],
 }
 # What resuming rejects or keeps, also with allow_config_change; an alarm that advises one of them says so.
-NEW_RUN = {*SETTINGS["place"], *SETTINGS["optimizer"], *SETTINGS["adapter"], "value_head", "lora_target_modules"}
+NEW_RUN = {*SETTINGS["place"], *SETTINGS["optimizer"], *SETTINGS["adapter"], "lora_target_modules"}
 # Always: the batch arithmetic of PPO does not depend on them; nor on num_processes, over which `load_buffer` deals the
 # rollout in use again.
 FREE_IN_PPO = frozenset(

@@ -27,9 +27,8 @@ from onetrunk.checkpoints.resumable_trainer import ResumableTrainer
 from onetrunk.checkpoints.resume_point import LOOP_FILES, read_loop_state
 from onetrunk.checkpoints.resume_settings import rows_digest
 from onetrunk.data.sharded import ShardedRows
-from onetrunk.models.adapters import POLICY, VALUE, adapter_parameters
+from onetrunk.models.adapters import POLICY
 from onetrunk.models.speedups.memory_use import offloaded_activations
-from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import DataParallel
@@ -116,8 +115,8 @@ class PPOTrainer(ResumableTrainer):
     _step_start = 0.0
     # The largest of the rollout; below 0 if no step of it had anything to train.
     _gradient_norm = -1.0
-    # Whether the step has anything to train: no adapter does while a shared value head is pretrained.
-    _has_roles = True
+    # False in the steps of value pretraining, which train nothing.
+    _trains_policy = True
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -192,14 +191,6 @@ class PPOTrainer(ResumableTrainer):
     reward_func_names = property(lambda self: self.sampler.rewards.names)
     reward_weights = property(lambda self: torch.tensor(self.sampler.rewards.weights))
     reward_processing_classes = property(lambda self: [getattr(f, "tokenizer", None) for f in self.reward_funcs])
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer; with value_learning_rate a value adapter and its head get their own groups."""
-        is_new = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if is_new and self.args.value_learning_rate is not None and self.args.value_head == "adapter":
-            split_off_value(optimizer, self.model if model is None else model, self.args.value_learning_rate)
-        return optimizer
 
     def planned_steps(self) -> int:
         """Return the number of optimizer steps of the whole run; needs no checkpoint."""
@@ -288,7 +279,7 @@ class PPOTrainer(ResumableTrainer):
         """Return whether the step may change the weights."""
         self._step_start = time.perf_counter()
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
-        self._has_roles = bool(minibatch.roles)
+        self._trains_policy = minibatch.trains_policy
         self.guard.begin_step(minibatch.is_empty_slot)
         if minibatch.is_empty_slot:
             self._give_scaler_gradients(model)
@@ -314,7 +305,7 @@ class PPOTrainer(ResumableTrainer):
             return loss
 
         packs = [pack["experience"].pack for pack in inputs]
-        update_in_stages(model, packs, minibatch.roles, loss_of, args.temperature, args.entropy_coef > 0)
+        update_in_stages(model, packs, loss_of, args.temperature, args.entropy_coef > 0)
         return True
 
     def poll(self) -> None:
@@ -339,7 +330,7 @@ class PPOTrainer(ResumableTrainer):
         """Pass the norm of the step's gradient to the guard; the only wait for the device in a step."""
         norm = float(norm)
         self.guard.on_grad_norm(norm)
-        if self._has_roles:
+        if self._trains_policy:
             self._gradient_norm = max(self._gradient_norm, norm)
         return norm
 
@@ -355,7 +346,7 @@ class PPOTrainer(ResumableTrainer):
     def _end_step(self, state: TrainerState) -> None:
         # Trainer counts passes from where this process began, the stream from where the run did.
         state.epoch = self._stream.passes
-        if self._has_roles:
+        if self._trains_policy:
             self.metric_log.end_step(skipped=self.guard.is_empty)
         self.metric_log.add_seconds("update", time.perf_counter() - self._step_start)
 
@@ -371,7 +362,7 @@ class PPOTrainer(ResumableTrainer):
         args, experience, minibatch = self.args, inputs["experience"], inputs["minibatch"]
         output = model(
             pack=experience.pack,
-            roles=minibatch.roles,
+            roles=("policy",),
             states=experience.states,
             temperature=args.temperature,
             entropy_grad=args.entropy_coef > 0,
@@ -380,8 +371,6 @@ class PPOTrainer(ResumableTrainer):
             epsilon=args.epsilon,
             epsilon_high=args.epsilon_high,
             dual_clip=args.dual_clip,
-            value_clip=args.value_clip,
-            value_coef=args.value_coef,
             entropy_coef=args.entropy_coef,
             kl_weight=self._stream.state.beta if args.kl_in_loss else 0.0,
             kl_estimator=args.kl_estimator,
@@ -390,15 +379,14 @@ class PPOTrainer(ResumableTrainer):
             dis_epsilon_low=args.dis_epsilon_low,
             dis_epsilon_high=args.dis_epsilon_high,
         )
-        loss, stats = ppo_loss(experience, output, coefficients, minibatch.num_tokens, minibatch.num_values)
+        loss, stats = ppo_loss(experience, output, coefficients, minibatch.num_tokens)
         self._keep_stats(stats, experience, output)
         return (loss, output) if return_outputs else loss
 
     def _keep_stats(self, stats: dict[str, dict[str, Tensor]], experience: Experience, output: PackOutput) -> None:
         for group, group_stats in stats.items():
             self.metric_log.add_stats(group, group_stats)
-        if "policy" in stats:
-            self._policy_kl += stats["policy"]["approx_kl"]
+        self._policy_kl += stats["policy"]["approx_kl"]
 
     # --- checkpoints and the Hub ------------------------------------------------------------------------------------
 
@@ -419,10 +407,10 @@ class PPOTrainer(ResumableTrainer):
         return not self.guard.is_bad
 
     def saved_numbers(self) -> dict[str, dict[str, Tensor]]:
-        """Return the numbers of the stream and of the fitted value head too, which no gradient of a step trains."""
+        """Return the numbers of the stream and of the value head too, which no gradient of a step trains."""
         remedy = (
-            "look at score/mean and value/loss; correct the reward functions or set score_clip and resume with"
-            " allow_config_change, or start over with a lower value_learning_rate"
+            "look at score/mean and value/loss; correct the reward functions, or set score_clip or a lower"
+            " value_learning_rate, and resume with allow_config_change"
         )
         own = {} if self._stream is None else {remedy: self._stream.saved_numbers()}
         return {**super().saved_numbers(), **own}
@@ -620,15 +608,3 @@ class PPOTrainer(ResumableTrainer):
                 if self.tensorboard is not None:
                     self.tensorboard.show_rollout(scored, self.state.global_step)
         super().log(logs, start_time)
-
-
-def split_off_value(optimizer: torch.optim.Optimizer, model: TrunkModel, learning_rate: float) -> None:
-    """Move the adapter `value` and its head into their own groups of `optimizer`."""
-    value_ids = {id(p) for p in model.value_head.parameters()}
-    value_ids |= {id(p) for p in adapter_parameters(model, VALUE).values()}
-    for group in list(optimizer.param_groups):
-        value_parameters = [p for p in group["params"] if id(p) in value_ids]
-        group["params"] = [p for p in group["params"] if id(p) not in value_ids]
-        settings = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
-        if value_parameters:
-            optimizer.add_param_group({**settings, "params": value_parameters, "lr": learning_rate})

@@ -19,7 +19,6 @@ from onetrunk.utils.files import check_tensors, load_tensors, save_tensors
 from onetrunk.utils.randomness import VALUE_STREAM, derived_seed
 
 OPTIMIZER_FILE = "value_optimizer.safetensors"
-LEARNING_RATE = 1e-3
 # Tokens of one step.
 BATCH_SIZE = 512
 # Completions of a rollout that gets all of its steps. The returns of a completion are nearly one number, so a head
@@ -47,8 +46,7 @@ class ValueFit:
         self.fits_turn_ends = config.truncated_completions == "bootstrap"
         self.num_rows = config.rollout_batch_size * config.num_generations
         self.data_parallel = data_parallel
-        learning_rate = LEARNING_RATE if config.value_learning_rate is None else config.value_learning_rate
-        self.optimizer = torch.optim.Adam(head.parameters(), learning_rate)
+        self.optimizer = torch.optim.Adam(head.parameters(), config.value_learning_rate)
 
     def fit(
         self, packs: Sequence[RolloutPack], experiences: Sequence[Experience], numbers: Sequence[int], iteration: int
@@ -148,12 +146,12 @@ class ValueFit:
         if not path.is_file() and not self.head.linear.weight.any():
             return  # No token has trained yet.
         if not path.is_file():
-            raise ValueError(f"{path} is missing: the checkpoint was written by a run with another value_head")
+            raise ValueError(f"{path} is missing: the checkpoint is incomplete, or of an earlier version")
         tensors, expected = load_tensors(path), {}
         for number, parameter in enumerate(self.head.parameters()):
             expected |= {f"{number}.step": torch.zeros(()), f"{number}.exp_avg": parameter}
             expected[f"{number}.exp_avg_sq"] = parameter
-        check_tensors(path, tensors, expected, "it was written by a run with another value_head")
+        check_tensors(path, tensors, expected, "it was written by another version")
         state: dict[int, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             number, name = key.split(".")

@@ -233,8 +233,7 @@ def _observe(model: TrunkModel, job: Job) -> Iterator[Observation]:
     model.train()
 
     def update() -> None:
-        output = model(pack=pack)
-        (output.logprobs.sum() + output.values.sum()).backward()
+        model(pack=pack, roles=("policy",)).logprobs.sum().backward()
         model.zero_grad()
 
     yield Observation("update", job, _median_seconds(update))

@@ -17,7 +17,6 @@ T = TypeVar("T", bound=type)
 
 SEED_LIMIT = 2**32
 # The words that settings accept, where two rooms know them.
-VALUE_HEADS = ("shared", "adapter")
 TRUNK_CACHES = ("auto", "off", "device", "cpu")
 IMPORTANCE_MODES = ("token_truncate", "token_mask")
 # The values that training in pipeline stages accepts of a setting, why it rejects others, and what to set instead.

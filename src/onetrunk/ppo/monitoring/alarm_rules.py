@@ -130,7 +130,7 @@ RULES = {
         "the explained variance of the value head",
         "a value head that does no better than a constant, whose value is 0: rewards that the state does not predict,"
         " or too few rollouts yet",
-        "raise rollout_batch_size or value_steps, or set value_head to adapter",
+        "raise rollout_batch_size or value_steps",
         range=AT_MOST_1,
         periods=5,
     ),

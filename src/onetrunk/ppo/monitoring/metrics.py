@@ -44,8 +44,6 @@ STEP_NAMES = {
     "policy/approx_kl": "kl/approx",
     "policy/entropy": "policy/entropy",
     "kl/loss": "kl/loss",
-    "value/loss": "value/loss",
-    "value/clip_fraction": "value/clip_fraction",
 }
 PHASES = ("generate", "score", "update")
 # Turns that have a metric each.
