@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from onetrunk.costs import (
+from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
+from onetrunk.models.base_model import decoder_layers
+from onetrunk.plan.costs import (
     Gathers,
-    ModelShape,
     Streams,
     forward_flops,
     gathers,
@@ -15,13 +16,10 @@ from onetrunk.costs import (
     kv_cache_bytes,
     layers_above,
     packs_in_flight,
-    reuse_saving,
     stage_buffers,
     stage_streams,
     stage_weights,
-    trunk_states_bytes,
 )
-from onetrunk.models.base_model import decoder_layers
 from tests.tiny import FAMILIES, tiny_model
 
 # 10 x 4 embedding, 2 query heads and 1 key head of size 2, three 4 x 6 matrices.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from onetrunk.costs import operations_of
+from onetrunk.plan.costs import operations_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from onetrunk.costs import ModelShape, forward_flops, head_flops
+from onetrunk.costs import ModelShape
+from onetrunk.plan.costs import forward_flops, head_flops
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ weights, gradients, optimizer state and the key-value cache of a rollout. Not co
 
 from __future__ import annotations
 
-from onetrunk.costs import ModelShape, kv_cache_bytes
+from onetrunk.costs import ModelShape
+from onetrunk.plan.costs import kv_cache_bytes
 
 GIB = 2**30
 # Vocabulary, width, layers, feed-forward width, query heads, key-value heads, head size: the models' config.json.

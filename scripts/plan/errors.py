@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onetrunk.costs import ModelShape, forward_flops
+from onetrunk.costs import ModelShape
+from onetrunk.plan.costs import forward_flops
 from onetrunk.plan.hardware import Device, load_catalog
 from onetrunk.plan.job import Job, Lengths, ModelFacts, read_model
 from onetrunk.plan.timing import LOCAL, SERVER, SampleLayout, generate_time, product_seconds

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from onetrunk.costs import ModelShape, forward_flops, head_flops
+from onetrunk.costs import ModelShape
+from onetrunk.plan.costs import forward_flops, head_flops
 from onetrunk.plan.hardware import GIB, Device, Rates, load_catalog
 from onetrunk.plan.job import FP32, NF4_BYTES, known_shapes, read_model
 from onetrunk.plan.memory import FITTED, Constants, Training, features, training_parts

@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from onetrunk.costs import slowest_stage
+from onetrunk.plan.costs import slowest_stage
 from onetrunk.plan.job import Job, Lengths
 from onetrunk.plan.memory import ASYNC_STALENESS
 from onetrunk.plan.search import Plan

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.costs import forward_flops, gathers, head_flops, slowest_stage
+from onetrunk.plan.costs import forward_flops, gathers, head_flops, slowest_stage
 from onetrunk.plan.hardware import Rates
 from onetrunk.plan.job import Lengths
 from onetrunk.plan.timing import (

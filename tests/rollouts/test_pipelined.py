@@ -6,8 +6,9 @@ from tempfile import mkdtemp
 
 import pytest
 
-from onetrunk.costs import ModelShape, balanced_split, decode_split, kv_cache_bytes, sampling_bytes
+from onetrunk.costs import ModelShape, balanced_split, decode_split
 from onetrunk.parallel.stages import LayerSplit, StageCache, verify_split
+from onetrunk.plan.costs import kv_cache_bytes, sampling_bytes
 from onetrunk.rollouts.pipelined import PipelinedBackend
 from tests.places import found_by_ranks, places
 from tests.rollouts import pipeline_worker

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from onetrunk.costs import (
-    ModelShape,
+from onetrunk.costs import ModelShape, trunk_states_bytes
+from onetrunk.plan.costs import (
     kept_activations_bytes,
     kv_cache_bytes,
     layers_above,
@@ -20,7 +20,6 @@ from onetrunk.costs import (
     sampling_bytes,
     stage_buffers,
     stage_weights,
-    trunk_states_bytes,
 )
 from onetrunk.plan.hardware import GIB
 from onetrunk.plan.job import ADAM_BYTES, FP32, Job, base_weights_bytes

@@ -11,11 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from onetrunk.costs import (
-    SCORED_AT_ONCE,
-    ModelShape,
+from onetrunk.costs import SCORED_AT_ONCE, ModelShape, decode_split
+from onetrunk.plan.costs import (
     Streams,
-    decode_split,
     forward_flops,
     gathers,
     head_flops,
