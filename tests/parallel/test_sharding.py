@@ -6,36 +6,15 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from onetrunk.parallel import sharding
 from onetrunk.parallel.groups import num_data_processes
-from onetrunk.parallel.sharding import Layout, gathered, is_sharded, launch_layout, shard_frozen
+from onetrunk.parallel.sharding import Layout, gathered, is_sharded, shard_frozen
 from onetrunk.parallel.tensor import divide_frozen
 from tests.models.branches import a_trunk, lora
 from tests.parallel import split_worker
 from tests.tiny import tiny_model
 
-
-@pytest.fixture
-def launch_env(monkeypatch):
-    """Return a function that sets the environment of a launch and asks for its layout."""
-    names = (sharding.USE_FSDP, sharding.USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING")
-
-    def asked(**variables):
-        for name in names:
-            monkeypatch.setenv(name, "false")
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        launch_layout.cache_clear()
-        return launch_layout()
-
-    yield asked
-    launch_layout.cache_clear()
-
-
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
-
-
 GROUPS = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from onetrunk.parallel import sharding
-from onetrunk.parallel.sharding import Layout, training_stages
+from onetrunk.parallel.sharding import training_stages
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.training import PairCollator, RewardModelConfig, RewardModelTrainer, join_pipeline
+from tests.parallel.test_sharding import FSDP, GROUPS
 
 STAGED = {"pipeline_training": True}
 ROWS = [[4, 5, 6, 7, 8, 9], [20, 21], [30], [17, 40, 41, 42], [7, 8, 9], [3, 4, 5, 6, 7]]
@@ -32,7 +32,7 @@ def test_a_setting_that_does_not_fit_is_rejected_with_what_to_change(tmp_path, s
         config(tmp_path, **settings)
 
 
-def test_a_launch_that_does_not_fit_is_rejected_before_a_model_loads(tmp_path, monkeypatch):
+def test_a_launch_that_does_not_fit_is_rejected_before_a_model_loads(tmp_path, launch_env):
     args = config(tmp_path, pipeline_training=True, pipeline_split=[1, 3])
     assert args.pipeline_stages == 2
     with pytest.raises(ValueError, match="all weights of this model train; set use_peft: true"):
@@ -41,10 +41,11 @@ def test_a_launch_that_does_not_fit_is_rejected_before_a_model_loads(tmp_path, m
         ValueError, match="forms pipelines of 2 processes and 1 run; .*onetrunk reward --num_processes 2"
     ):
         join_pipeline(args, has_adapter=True)
-    for layout, how in ((Layout(), "shards them .fsdp_config."), (Layout(tensor=2), "tensor parallelism")):
-        monkeypatch.setattr(sharding, "launch_layout", lambda layout=layout: layout)
+    for launch, how in ((FSDP, "shards them .fsdp_config."), ({**GROUPS, "WORLD_SIZE": "2"}, "tensor parallelism")):
+        launch_env(**launch)
         with pytest.raises(ValueError, match=f"the launch .*{how}.*; launch with .*pipelined.yaml"):
             join_pipeline(args, has_adapter=True)
+    launch_env()
     join_pipeline(config(tmp_path), has_adapter=False)
     assert training_stages() == 1
 
