@@ -33,6 +33,16 @@ def chat_tokenizer(template: str = "qwen3") -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first one
+        b: the second one
+    """
+    return a + b
+
+
 def tool_call(name: str, **arguments: object) -> str:
     """Return how these families write a call."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

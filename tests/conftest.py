@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from onetrunk.utils.startup import freeze_loaded
+from tests.processes import ROOT
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,6 +32,31 @@ def pytest_collection_finish() -> None:
     gc.collect()
     freeze_loaded()
     gc.enable()
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """Work in an empty folder, in which commands name the recipes as in the root of the repository."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    return tmp_path
+
+
+@pytest.fixture
+def launch_env(monkeypatch):
+    """Return a function that sets the environment of a launch with accelerate and returns its layout."""
+    from onetrunk.parallel.layout import USE_FSDP, USE_PARALLELISM, launch_layout
+
+    def layout(**variables):
+        for name in (USE_FSDP, USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            monkeypatch.setenv(name, "false")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        launch_layout.cache_clear()
+        return launch_layout()
+
+    yield layout
+    launch_layout.cache_clear()
 
 
 @pytest.fixture(scope="module")

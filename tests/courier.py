@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PrinterCallback, Qwen2ForCausalLM
 
-from tests.learning import EOS, HEAD_STD, KIND_SIZE, KIND_WEIGHT, LORA, PAD, make_config
+from tests.learning import EOS, HEAD_STD, KIND_SIZE, KIND_WEIGHT, LORA, make_config, task_config, word_tokenizer
 
 if TYPE_CHECKING:
     from onetrunk.ppo.trainer import PPOTrainer
@@ -138,19 +137,7 @@ def _taught(num: int, seed: int) -> PreTrainedModel:
 
 
 def _random_model(courier: Courier, seed: int) -> PreTrainedModel:
-    config = Qwen2Config(
-        vocab_size=courier.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
+    config = task_config(courier, num_positions=64)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
@@ -166,13 +153,6 @@ def _random_model(courier: Courier, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def courier_tokenizer(courier: Courier) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of words."""
-    backend = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": EOS} | courier.words(), unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-
-
 def make_courier_trainer(courier: Courier, seed: int, folder: str | Path, **settings: Any) -> PPOTrainer:
     """Return a trainer that plays the game; `settings` replace those of the learning tests and of the game."""
     from onetrunk.ppo.trainer import PPOTrainer
@@ -183,7 +163,7 @@ def make_courier_trainer(courier: Courier, seed: int, folder: str | Path, **sett
         None,
         make_config(folder, seed, 64, {**courier.settings(), **settings}),
         Dataset.from_dict(rows),
-        processing_class=courier_tokenizer(courier),
+        processing_class=word_tokenizer(courier.words()),
         peft_config=LoraConfig(**LORA),
         environment_factory=lambda: CourierGame(courier),
     )

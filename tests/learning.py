@@ -204,8 +204,10 @@ class Outcome:
     cpu_s: float
 
 
-def task_config(task: Task | Chain, hidden_size: int = 32, num_layers: int = 4, num_heads: int = 4) -> Qwen2Config:
-    """Return the config of a model of a task."""
+def task_config(
+    task: Any, hidden_size: int = 32, num_layers: int = 4, num_heads: int = 4, num_positions: int = 32
+) -> Qwen2Config:
+    """Return the config of a model of a task with a `vocab_size`."""
     return Qwen2Config(
         vocab_size=task.vocab_size,
         hidden_size=hidden_size,
@@ -213,7 +215,7 @@ def task_config(task: Task | Chain, hidden_size: int = 32, num_layers: int = 4, 
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=2,
-        max_position_embeddings=32,
+        max_position_embeddings=num_positions,
         tie_word_embeddings=False,
         pad_token_id=PAD,
         eos_token_id=EOS,
@@ -259,6 +261,11 @@ def chain_model(chain: Chain, seed: int) -> PreTrainedModel:
 def task_tokenizer(task: Task | Chain) -> PreTrainedTokenizerFast:
     """Return a tokenizer of words t2, t3, ..., each named after its id, or of the words of a Chain."""
     words = task.names() if isinstance(task, Chain) else {f"t{i}": i for i in range(FIRST, task.vocab_size)}
+    return word_tokenizer(words)
+
+
+def word_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words with these ids, with PAD and EOS."""
     names = {"<pad>": PAD, "<eos>": EOS} | words
     backend = Tokenizer(models.WordLevel(names, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from tests.processes import ON_CPUS, ROOT, environment, finished, free_port
+
 CPU, GPU = "cpu", "cuda"
-ROOT = Path(__file__).parents[1]
 # Of a run that is repeated: the same bits on CPUs; on GPUs some sums have no fixed order.
 REPEATED: dict[str, dict[str, float]] = {CPU: {}, GPU: {"atol": 2e-5, "rtol": 1e-4}}
 BACKENDS = {CPU: "gloo", GPU: "nccl"}
@@ -62,21 +62,21 @@ def _report(rank: int, folder: str, work: Callable[..., Any], *args: Any) -> Non
     dist.destroy_process_group()
 
 
-def launcher(config: str, processes: int) -> list[str]:
-    """Return the words in front of a script: Python, and for several processes accelerate with a shipped config."""
-    if processes == 1:
-        return [sys.executable]
-    shape = ["--num_processes", str(processes), "--main_process_port", "0"]
-    file = str(ROOT / f"accelerate_configs/{config}.yaml")
-    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *shape]
+def launch(
+    place: str, config: str, processes: int, script: str | Path, *words: Any, code: int | None = 0, cwd: Any = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on one process, or on several by accelerate with a shipped config; `code` as in `python`."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/accelerate_configs/{config}.yaml"]
+        command += ["--num_processes", str(processes), "--main_process_port", "0"]
+    return finished([*command, script, *words], code, cwd=cwd, env=launch_environment(place, processes))
 
 
 def started_pair(folder: Path, words: list[str], **variables: str) -> list[subprocess.Popen]:
     """Start Python on two processes in `folder`, without a launcher that would end the second one with the first."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     env = {**launch_environment(CPU, 2), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(folder)])
     running = []
     for rank in "01":
@@ -94,10 +94,9 @@ def finish_pair(folder: Path, words: list[str], **variables: str) -> None:
 
 def launch_environment(place: str, processes: int) -> dict[str, str]:
     """Return the environment of a launch, in which as many GPUs are visible: one process rejects several."""
-    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    own["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    if place == CPU:
-        return {**os.environ, **own, "ACCELERATE_USE_CPU": "true"}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(processes)))
-    own["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:processes])
-    return {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"} | own
+    variables = environment(**ON_CPUS)
+    if place != CPU:
+        del variables["ACCELERATE_USE_CPU"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(processes)))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:processes])
+    return variables

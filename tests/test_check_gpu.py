@@ -2,14 +2,14 @@
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.processes import python
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {"torch": "2", "triton": "3", "bitsandbytes": "0"}
@@ -36,9 +36,7 @@ def report(parts):
 
 
 def check_gpu(*options: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/check_gpu.py", *options]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
+    return python("scripts/check_gpu.py", *options, code=None, cwd=ROOT, **{"CUDA_VISIBLE_DEVICES": "", **environment})
 
 
 @pytest.mark.slow

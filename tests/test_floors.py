@@ -5,8 +5,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 import onetrunk.rewards
 import onetrunk.rollouts
+from tests.processes import python
 
 SOURCE = Path(__file__).parents[1] / "src"
 FILES = sorted((SOURCE / "onetrunk").rglob("*.py"))
@@ -175,9 +174,7 @@ def test_every_file_keeps_the_house_rules():
 
 def test_importing_the_package_loads_neither_torch_nor_a_room_but_that_of_helpers():
     code = "import sys, onetrunk; print(*[m for m in sys.modules if m == 'torch' or m.startswith('onetrunk.')])"
-    run = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["onetrunk.utils", "onetrunk.utils.startup"]
+    assert python("-c", code).stdout.split() == ["onetrunk.utils", "onetrunk.utils.startup"]
 
 
 def test_every_public_name_is_listed_and_an_unknown_one_says_what_there_is():

@@ -3,8 +3,6 @@
 import ast
 import inspect
 import re
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from onetrunk import cli
 from onetrunk.ops import losses
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
+from tests.processes import python
 from tests.stages.small_runs import make_material
 from tests.test_floors import WING_OF, room_of
 
@@ -76,8 +75,7 @@ def test_few_frames_of_ours_lie_between_the_command_and_the_ratio(tmp_path, monk
 
 def test_a_trainer_imports_few_files_and_all_of_them_are_of_the_core():
     code = "import sys; from onetrunk import PPOTrainer; print(*[m for m in sys.modules if m.startswith('onetrunk')])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = set(run.stdout.split())
+    modules = set(python("-c", code).stdout.split())
     assert len(modules) <= MOST_IMPORTED_FILES
     assert {WING_OF[room_of(module)] for module in modules - {"onetrunk"}} == {"core"}
 

@@ -1,7 +1,6 @@
 """scripts/bench.py and bench_ops.py from start to end on a tiny shape, and whether what is timed is what is named."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import torch
 from transformers import Qwen2Config
 
 from onetrunk.plan.costs import operations_of
+from tests.processes import python
 
 ROOT = Path(__file__).resolve().parents[1]
 # A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
@@ -24,9 +24,7 @@ SMALL = Qwen2Config(
 
 
 def run(script: str, *options: str, cache: Path) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
-    command = [sys.executable, f"scripts/{script}", *options]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    return python(f"scripts/{script}", *options, code=None, cwd=ROOT, OMP_NUM_THREADS="1", XDG_CACHE_HOME=str(cache))
 
 
 @pytest.mark.slow
@@ -70,9 +68,7 @@ for text, prompt, completion in zip(texts, rollout.prompt_ids, rollout.completio
 assert [len(ids) for ids in rollout.completion_ids] == work.completion_lengths(0)
 assert len(texts) == 4
 """
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr
+    python("-c", program, tmp_path, cwd=ROOT)
 
 
 def test_completions_end_where_they_must_if_rows_that_waited_join_those_that_decode(monkeypatch):

@@ -3,10 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 ROOT = Path(__file__).resolve().parents[1]
 # What the formulas leave out, norms and biases, is 1.4% of the tiny shape.
@@ -22,8 +23,7 @@ def bench(monkeypatch):
 
 
 def run(*options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/bench_distributed.py", "--quick", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    return python("scripts/bench_distributed.py", "--quick", *options, code=None, cwd=ROOT)
 
 
 def assert_is_that_of_the_formula(choice):

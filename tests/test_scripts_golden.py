@@ -2,12 +2,13 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+from tests.processes import python
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = {"loss": 0.5, "kl/ref": 2.0, "time/generate_s": 1.0, "train_runtime": 9.0, "step": 3}
@@ -66,15 +67,12 @@ def test_a_tree_computes_what_its_own_commit_computes_and_the_results_of_the_com
     # A commit of the tree as it is, changes included; nothing if there are none.
     words = ["git", "-c", "user.name=golden", "-c", "user.email=golden@localhost", "stash", "create"]
     base = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip() or "HEAD"
-    command = [sys.executable, "scripts/golden.py", base, "--cache", str(tmp_path)]
     for cases in (["plan", "ppo-top-layer"], ["plan"]):
-        done = subprocess.run([*command, "--only", *cases], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = python("scripts/golden.py", base, "--cache", tmp_path, "--only", *cases, cwd=ROOT)
         assert f"{len(cases)} of {len(cases)} cases are equal" in done.stdout
     assert len(list(tmp_path.glob("*/plan-*/seconds.json"))) == 1
 
 
 def test_an_unknown_commit_is_one_message():
-    command = [sys.executable, "scripts/golden.py", "no-such-commit"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "no-such-commit is no commit" in done.stderr and "Traceback" not in done.stderr
+    said = python("scripts/golden.py", "no-such-commit", code=2, cwd=ROOT).stderr
+    assert "no-such-commit is no commit" in said and "Traceback" not in said

@@ -2,10 +2,7 @@
 
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.rollouts.episodes.chat_turns import ChatTurns
 from tests import learning
 from tests.chat import CHAT_VOCAB, chat_tokenizer
+from tests.processes import python
 from tests.tiny import tiny_model
 
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
@@ -273,21 +271,16 @@ STUDIES = {
     ],
 )
 def test_a_small_study_prints_its_table(script, arm):
-    command = [sys.executable, str(BENCH / f"{script}.py"), *STUDIES[script].split(), arm]
-    paths = os.pathsep.join(str(BENCH.parents[1] / name) for name in ("", "src"))
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
-    assert done.returncode == 0, done.stderr
+    done = python(BENCH / f"{script}.py", *STUDIES[script].split(), arm)
     (share,) = re.findall(rf"^\| {re.escape(arm)} \|.*? (0\.\d+) \(\S+\) \|", done.stdout, re.MULTILINE)
     assert 0 < float(share) < 1
 
 
 @pytest.mark.slow
 def test_the_study_runs_ours_and_grpo_and_goes_on_where_it_ended(tmp_path):
-    command = [sys.executable, str(BENCH / "study.py"), "--tasks", "one_token", "--trainers", "ours", "grpo"]
-    command += ["--rollouts", "1", "--seeds", "0", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
+    words = "--tasks one_token --trainers ours grpo --rollouts 1 --seeds 0 --out".split()
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = python(BENCH / "study.py", *words, tmp_path, "--work", tmp_path / "work")
     runs = [json.loads(line) for line in (tmp_path / "one_token.jsonl").read_text().splitlines()]
     assert {run["arm"] for run in runs} == {"shared", "top-1", "lam-1", "grpo"}
     assert len(runs) == len({(run["arm"], run["seed"], str(run["rates"])) for run in runs})

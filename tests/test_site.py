@@ -1,10 +1,7 @@
 """The site of `make docs`: it builds without a warning, its links lead somewhere, and it needs no other host."""
 
 import html
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
@@ -13,6 +10,7 @@ import pytest
 import onetrunk
 from onetrunk.stages.options.table import shown_options
 from onetrunk.verbs import VERBS
+from tests.processes import python
 from tests.stages.recipes import DOCUMENTS
 
 ROOT = Path(__file__).parents[1]
@@ -28,10 +26,8 @@ def site(tmp_path_factory):
     """
     pytest.importorskip("mkdocs", reason="mkdocs is not installed; `make setup` installs it")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "-d", str(folder)]
-    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ["-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "-d", folder]
+    python(*words, cwd=ROOT, NO_MKDOCS_2_WARNING="1")
     return folder
 
 

@@ -18,25 +18,29 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 
 from onetrunk import cli
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.judges.judge import Principle, Rating
 from onetrunk.models.build import scorer_from_config
+from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.utils.files import held_folder
-from tests.ppo.support import make_trainer, prompts, without_wall_clock
+from tests.ppo.support import lora, make_config, make_trainer, prompts, without_wall_clock
+from tests.servers.stub import wait_until
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
@@ -101,6 +105,15 @@ def ppo(folder: Path, **settings: Any) -> Any:
     return make_trainer(folder, dataset=prompts(6), reward=drawing, **{**PPO, **settings})
 
 
+def ppo_nf4(folder: Path, **settings: Any) -> PPOTrainer:
+    """Train on a base in 4 bit."""
+    base = Path(mkdtemp()) / "base"
+    tiny_model("llama", num_hidden_layers=2, hidden_size=64).save_pretrained(base)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    parts = {"processing_class": tiny_tokenizer(), "peft_config": lora(), "quantization_config": config}
+    return PPOTrainer(str(base), drawing, make_config(folder, **{**PPO, **settings}), prompts(6), **parts)
+
+
 class Brevity:
     """Rates a completion the higher, the shorter it is."""
 
@@ -145,6 +158,7 @@ KINDS: dict[str, Callable[..., Any]] = {
         **{"greater_is_better": True, "eval_steps": 3, "eval_dataset": prompts(4), **s},
     ),
     "ppo_monitor": ppo_monitor,
+    "ppo_nf4": ppo_nf4,
     "sft": sft,
     "reward": reward,
     "distill": distill,
@@ -329,6 +343,12 @@ def signalled(kind: str, folder: Path, place: str, count: int, number: int, resu
     (folder / "digest.json").write_text(json.dumps(found))
 
 
+def wait_for_mirror(folder: Path, mirror: str | Path) -> None:
+    """Wait until every checkpoint of a folder is whole in its mirror."""
+    names = [path.name for path in checkpoint_folders(folder)]
+    wait_until(lambda: not any(checkpoint_problems(Path(mirror) / name) for name in names))
+
+
 def finish_mirrored(kind: str, folder: Path, mirror: str, dies_at: int | None = None) -> None:
     """Finish a run whose checkpoints have a second home; the process may die after a step."""
     settings = {"checkpoint_mirror": mirror}
@@ -340,7 +360,7 @@ def finish_mirrored(kind: str, folder: Path, mirror: str, dies_at: int | None = 
     class Dies(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == dies_at:
-                trainer._mirror.wait(30)
+                wait_for_mirror(folder, mirror)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     trainer.add_callback(Dies())

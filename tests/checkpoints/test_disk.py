@@ -82,7 +82,7 @@ def test_a_mirror_of_another_run_is_not_written_over(tmp_path):
     def train_and_upload(name, **more):
         trainer = make_trainer(tmp_path / name, **settings, **more)
         trainer.train()
-        assert trainer._mirror.wait(120) == []
+        crash_runs.wait_for_mirror(tmp_path / name, tmp_path / "mirror")
 
     train_and_upload("one")
     with pytest.raises(RuntimeError, match="another run"):
@@ -103,7 +103,7 @@ def test_a_mirror_that_dies_in_the_middle_does_not_stop_the_run(tmp_path, caplog
     class Dies(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                trainer._mirror.wait(30)
+                crash_runs.wait_for_mirror(tmp_path / "out", mirror)
                 shutil.rmtree(mirror)
                 Path(mirror).write_text("")
 

@@ -1,17 +1,14 @@
 """A process of two is killed: the launchers start both again, they resume, and the result has the same bytes."""
 
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
 
+from tests.processes import ON_CPUS, ROOT, python
 from tests.stages.small_runs import make_material
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(1800)]
 # Two rollouts follow the first checkpoint, so the killed process has a rollout to lose.
 OPTIONS = "--model_name_or_path base --dataset_name prompts.jsonl --output_dir out --reward_funcs reward.py:dying"
@@ -40,14 +37,10 @@ OURS = "onetrunk ppo --accelerate_config ddp --num_processes 2 --max_restarts 1 
 
 def launched(folder: Path, launcher: list[str]) -> None:
     """Run PPO on two processes to its end."""
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     # Without it the restarted processes hang in init_process_group. The endpoint gives a run on one node its own port.
-    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_RDZV_ENDPOINT": "localhost:0"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(folder)])
-    command = [sys.executable, "-m", *launcher, *OPTIONS.split()]
+    rendezvous = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_RDZV_ENDPOINT": "localhost:0"}
     # A run that hangs is ended by the time limit of the test.
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    python("-m", *launcher, *OPTIONS.split(), cwd=folder, **ON_CPUS, **rendezvous)
 
 
 def prepared(folder: Path) -> Path:

@@ -28,6 +28,7 @@ CASES = [
             ("ppo_best", 12),  # after the last step, which is not the best
             ("ppo_monitor", 7),  # between two measurements
             ("ppo_cut", 2),  # states at the cut in use
+            ("ppo_nf4", 3),  # in a rollout, on a base in 4 bit
             ("sft", 2),  # before the short last step of a pass
             ("reward", 5),  # between two logs
             ("distill", 6),  # at the end of a pass

@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load
 
 from tests.checkpoints.hub_stub import HubStub
+from tests.processes import environment
 
-ROOT = Path(__file__).parents[2]
 # In a process of its own: huggingface_hub reads its settings once, when it is imported.
 SCRIPT = """
 import sys
@@ -31,15 +30,14 @@ REFERENCE = ("reference/adapter_model.safetensors", "reference/adapter_config.js
 
 @pytest.fixture
 def hub():
-    stub = HubStub()
-    yield stub
-    stub.close()
+    with HubStub() as stub:
+        yield stub
 
 
 def push(hub, folder):
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     env |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
-    env |= {"HF_HOME": str(folder / "home"), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    env |= {"HF_HOME": str(folder / "home"), "PYTHONPATH": environment()["PYTHONPATH"]}
     command = [sys.executable, "-c", SCRIPT, str(folder / "out")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -95,11 +95,17 @@ def test_a_run_whose_plan_is_raised_trains_on(tmp_path, caplog):
 
 
 def test_a_second_training_starts_at_the_first_prompt_again(tmp_path):
-    trainer = make_trainer(tmp_path, num_rollouts=2)
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.append(prompts)
+        return [0.0] * len(completions)
+
+    trainer = make_trainer(tmp_path, reward=reward, num_rollouts=2)
     trainer.train()
     trainer.train()
     assert trainer.state.global_step == 2
-    assert trainer._stream.state.iteration == 2
+    assert len(seen) == 4 and seen[:2] == seen[2:] and seen[0] != seen[1]
 
 
 def draw_elsewhere():

@@ -1,13 +1,14 @@
 """The monitor over real PPO: a reward that can be hacked, a judge that is not deceived, an alarm, and a stop."""
 
 import logging
+import math
 from collections.abc import Sequence
 
 import pytest
 import torch
 
 from onetrunk.judges.constitution import Constitution, RubricJudge
-from onetrunk.judges.hacking_monitor import HackingMonitor
+from onetrunk.judges.hacking_monitor import HackingMonitor, paired_change
 from onetrunk.judges.judge import Judge, Principle, Rating, Single
 from tests.ppo.support import StopAt, logged, make_trainer, prompts
 from tests.tiny import WORDS
@@ -217,3 +218,23 @@ def test_a_judge_that_stays_is_no_alarm_and_one_that_falls_slowly_is():
 def test_settings_that_cannot_work_are_refused(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         HackingMonitor(BrevityJudge(), CONSTITUTION, **settings)
+
+
+def test_the_change_is_the_rise_of_a_line_by_hand():
+    # Row 1: 0, 1, 2 rises by 2; row 2: 5, 5, 8 has slope (8 - 5) / 2 = 1.5 a step, so 3 in all.
+    mean, error = paired_change([[0.0, 5.0], [1.0, 5.0], [2.0, 8.0]])
+    assert mean == pytest.approx(2.5)
+    # Standard deviation of (2, 3) is .7071; over the root of 2 it is .5.
+    assert error == pytest.approx(0.5)
+
+
+def test_what_is_peculiar_to_a_row_is_no_noise():
+    offsets = [0.0, 100.0, -50.0, 7.0]
+    mean, error = paired_change([[o + 0.1 * t for o in offsets] for t in range(4)])
+    assert mean == pytest.approx(0.3) and error < 1e-9
+
+
+def test_rows_with_a_gap_are_left_out_and_one_row_shows_nothing():
+    whole = paired_change([[0.0, 1.0], [1.0, 3.0]])
+    assert paired_change([[0.0, None, 1.0], [1.0, 5.0, 3.0]]) == whole
+    assert all(math.isnan(x) for x in paired_change([[0.0, None], [1.0, 2.0]]))

@@ -1,6 +1,5 @@
 """From settings to a judge: every kind of spec, through the command line too, and every mistake as one message."""
 
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from onetrunk.judges.template import question_messages
 from onetrunk.models.build import train_tokenizer
 from onetrunk.stages.arguments import parse
 from tests.judges.test_constitution import SHORT, short
+from tests.processes import python
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CHECKS = "def short(completions, **columns):\n    return [1 / (1 + len(text)) for text in completions]\n"
@@ -118,8 +118,7 @@ def test_a_rubric_loads_no_http_client_and_no_model():
         "import sys; from onetrunk.judges.judge_config import *; load_judge(JudgeConfig('rubric', rubric={'a': len}));"
         "print([m for m in ('httpx2', 'onetrunk.judges.server', 'onetrunk.judges.local', 'peft') if m in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    assert python("-c", code).stdout.strip() == "[]"
 
 
 OWN_JUDGE = """

@@ -61,18 +61,11 @@ def test_a_reply_that_leaves_log_probabilities_out_is_a_vote_and_the_others_are_
     assert len(stub.bodies) == 3 * 5 and all(sum(v.details["votes"].values()) == 5 for v in verdicts)
 
 
-def rating_route(mark_shares):
-    def answer(body):
-        mark = max(mark_shares, key=mark_shares.get)
-        return 200, completion("rater", mark, [candidates(mark, mark_shares)] if body.get("logprobs") else None)
-
-    return answer
-
-
 def test_a_rating_is_the_mean_mark_from_0_to_1():
-    shares = {RATINGS[0]: 0.25, RATINGS[-1]: 0.75}
-    with StubServer("rater", routes={"/v1/chat/completions": rating_route(shares)}) as stub:
-        judge = ServerJudge(stub.url, "rater", policy=QUICK)
+    mark = candidates(RATINGS[-1], {RATINGS[0]: 0.25, RATINGS[-1]: 0.75})
+    with StubServer("rater") as stub:
+        stub.replies_instead = lambda body: completion("rater", RATINGS[-1], [mark] if body.get("logprobs") else None)
+        judge = judge_of(stub)
         told = []
         ratings = judge.rate([Single("p", "c"), Single("q", "d")], KIND, lambda i, rating: told.append((i, rating)))
     assert [rating.score for rating in ratings] == pytest.approx([0.75, 0.75]) and len(told) == 2

@@ -4,11 +4,7 @@ Its model knows two words: after any token A comes with probability .6 and B wit
 """
 
 import json
-import os
-import socket
-import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -20,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.server import ServerJudge
 from onetrunk.servers.fleet import RetryPolicy
+from tests.processes import environment, served
 
 pytestmark = pytest.mark.slow
 
@@ -68,38 +65,21 @@ def two_word_model(folder: Path) -> Path:
 
 
 @pytest.fixture
-def serve(tmp_path):
-    """Return a function that starts `transformers serve` for a model and returns its address."""
-    processes = []
-
-    def start(model: Path) -> str:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [Path(sys.executable).with_name("transformers"), "serve", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-        log = tmp_path / "serve.log"
-        with log.open("w") as file:
-            processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=file))
-        for _ in range(480):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                return f"http://127.0.0.1:{port}/v1"
-            except OSError:
-                assert processes[0].poll() is None, log.read_text()[-3000:]
-                time.sleep(0.25)
-        raise AssertionError(log.read_text()[-3000:])
-
-    yield start
-    for process in processes:
-        process.terminate()
-        process.wait(20)
+def model(tmp_path):
+    return two_word_model(tmp_path / "judge")
 
 
-def test_what_it_leaves_out_is_noticed_and_votes_estimate_the_probability(serve, tmp_path):
-    model = two_word_model(tmp_path / "judge")
-    url = serve(model)
+@pytest.fixture
+def url(model, tmp_path):
+    """Return the address of `transformers serve` for the model."""
+    words = [Path(sys.executable).with_name("transformers"), "serve", model, "--host", "127.0.0.1"]
+    words += ["--device", "cpu", "--dtype", "float32"]
+    env = environment(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hub"))
+    with served(words, tmp_path / "serve.log", env=env) as address:
+        yield f"{address}/v1"
+
+
+def test_what_it_leaves_out_is_noticed_and_votes_estimate_the_probability(model, url):
     # It says 200 and nothing of what it did not do.
     asked = {"model": str(model), "messages": [{"role": "user", "content": "A"}], "logprobs": True, "top_logprobs": 5}
     request = urllib.request.Request(f"{url}/chat/completions", json.dumps(asked).encode())

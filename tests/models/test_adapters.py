@@ -13,20 +13,8 @@ from onetrunk.models.base_model import backbone, output_head
 from onetrunk.models.build import build_trunk
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.logprobs import fused_token_logprobs
-from tests.models.branches import (
-    FEW,
-    a_pack,
-    a_trunk,
-    an_sft_model,
-    base_weights,
-    logits,
-    lora,
-    loss_of,
-    move,
-    same,
-    step_gradients,
-    weights_of,
-)
+from tests.models import branches
+from tests.models.branches import a_pack, an_sft_model, base_weights, logits, lora, loss_of, move, same, weights_of
 from tests.tiny import hybrid, moe, tiny_model
 
 BOTH = ("policy", "reference")
@@ -36,10 +24,10 @@ def flags(model):
     return {name: p.requires_grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", branches.FEW)
 def test_the_reference_of_a_new_adapter_is_the_base_model_bit_for_bit(family):
     base, pack = tiny_model(family), a_pack()
-    trunk = a_trunk(family)
+    trunk = branches.a_trunk(family)
     with trunk.as_role("reference"):
         assert same(logits(trunk), logits(base))
     assert not torch.allclose(logits(trunk), logits(base), atol=0.1)
@@ -243,7 +231,7 @@ def test_adapters_on_experts_keep_the_base_train_and_load_again(tmp_path, layers
     pack, config = a_pack(), LoraConfig(r=2, target_parameters=EXPERTS)
     trunk = TrunkModel(moe(), config, adapter_layers=layers)
     assert trunk.cut == (1 if layers == "top-1" else 0)
-    output, gradients = step_gradients(trunk, pack, roles=("policy", "value", "reference"))
+    output, gradients = branches.step_gradients(trunk, pack, roles=("policy", "value", "reference"))
     assert same(output.logprobs, output.ref_logprobs) and len(gradients) >= 4 * (2 - trunk.cut)
     move(trunk)
     with trunk.as_role("reference"):

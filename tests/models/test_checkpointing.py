@@ -6,18 +6,8 @@ import pytest
 import torch
 
 from onetrunk.models.base_model import decoder_layers
-from tests.models.branches import (
-    ALL_ROLES,
-    FEW,
-    a_pack,
-    a_trunk,
-    counted,
-    gradients,
-    lora,
-    loss_of,
-    same,
-    step_gradients,
-)
+from tests.models import branches
+from tests.models.branches import ALL_ROLES, FEW, a_pack, a_trunk, counted, lora, loss_of, same, step_gradients
 from tests.tiny import tiny_model
 
 
@@ -55,7 +45,7 @@ def test_the_backward_leaves_the_role_as_it_was():
         loss_of(output).backward()
         ids = a_pack().input_ids[:1, :5]
         off = trunk(input_ids=ids).logits
-    assert same(gradients(trunk), expected[1])
+    assert same(branches.gradients(trunk), expected[1])
     assert flags == {name: p.requires_grad for name, p in trunk.named_parameters()}
     assert torch.equal(off, tiny_model("llama")(input_ids=ids).logits)
 

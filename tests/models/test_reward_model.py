@@ -30,15 +30,9 @@ from onetrunk.models.reward_model import (
 )
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
+from tests.models import reward_adapters
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, lora, move, same, step_gradients, weights_of
-from tests.models.reward_adapters import (
-    a_reward_trunk,
-    a_scorer,
-    saved_base,
-    saved_reward_adapter,
-    scorer_config,
-    scores_of_a_separate_model,
-)
+from tests.models.reward_adapters import a_reward_trunk, a_scorer, scorer_config, scores_of_a_separate_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TEXTS = ["the cat runs fast", "dog", "a big red bird sings in the old tree", "no <eos>", "the cat runs fast"]
@@ -127,10 +121,10 @@ def places(tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("place")
             if first is None:
-                made[key] = saved_base(folder, family)
+                made[key] = reward_adapters.saved_base(folder, family)
             else:
                 layers = list(range(first, 4)) if first else None
-                made[key] = saved_reward_adapter(folder, place(family), layers=layers, **settings)
+                made[key] = reward_adapters.saved_reward_adapter(folder, place(family), layers=layers, **settings)
         return made[key]
 
     return place
@@ -210,7 +204,7 @@ def unchanged(trunk):
     def look():
         flags = {n: p.requires_grad for n, p in trunk.named_parameters()}
         active = [(layer.active_adapters, layer.disable_adapters) for layer in trunk.tuner_layers]
-        return flags, active, trunk._role
+        return flags, active
 
     before = look()
     yield
@@ -290,7 +284,7 @@ def test_what_is_no_reward_adapter_for_a_trunk_is_refused_with_a_sentence(change
 
 
 def test_other_kinds_of_adapters_and_several_labels_are_refused(places, tmp_path):
-    two = saved_reward_adapter(tmp_path / "two", places(), num_labels=2)
+    two = reward_adapters.saved_reward_adapter(tmp_path / "two", places(), num_labels=2)
     with pytest.raises(ValueError, match="has 2 labels; expected 1, a score"):
         read_score_adapter(str(two))
     # It is a LoraConfig by its class.

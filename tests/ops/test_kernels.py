@@ -1,8 +1,5 @@
 """The Triton kernels: their theorems in Triton's interpreter or on a GPU, and that they compile for GPUs."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import torch
 
 from onetrunk.ops import Head, fused_token_logprobs
 from onetrunk.ops.kernels import SWITCH, runs_kernels
+from tests.processes import python
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -19,8 +17,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs tri
 
 def run(*command, **environment):
     # A process of its own: Triton decides at its import between its interpreter and its compiler.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")} | environment
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return python(*command, code=None, cwd=ROOT, **{"OMP_NUM_THREADS": "1", **environment})
 
 
 def theorems(**environment):

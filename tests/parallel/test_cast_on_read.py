@@ -10,7 +10,6 @@ from transformers import core_model_loading
 from onetrunk.models.base_model import load_base
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, base_marks
-from onetrunk.parallel.layout import launch_layout
 from onetrunk.parallel.sharding import READER, LateCast, cast_now, cast_when_sharded, casting_later
 from tests.parallel import cast_on_read_worker
 from tests.places import found_by_ranks
@@ -67,17 +66,13 @@ def test_a_late_cast_can_be_written_to_and_copied_without_a_change_of_the_file()
     assert torch.equal(stored, torch.arange(6.0).reshape(2, 3).bfloat16())
 
 
-def test_the_block_is_for_launches_that_shard_a_base(monkeypatch, tmp_path):
+def test_the_block_is_for_launches_that_shard_a_base(launch_env, tmp_path):
     name, world = saved(tmp_path), {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}
     found = []
     for env, quantization in ((world, None), ({**world, "WORLD_SIZE": "1"}, None), ({}, None), (world, object())):
-        with monkeypatch.context() as patch:
-            for key, value in env.items():
-                patch.setenv(key, value)
-            launch_layout.cache_clear()
-            with cast_when_sharded(quantization):
-                found.append(bool(late(load_base(name, dtype="float32"))))
-    launch_layout.cache_clear()
+        launch_env(**env)
+        with cast_when_sharded(quantization):
+            found.append(bool(late(load_base(name, dtype="float32"))))
     assert found == [True, False, False, False]
 
 

@@ -5,25 +5,7 @@ import os
 import pytest
 
 from onetrunk.parallel.groups import num_data_processes
-from onetrunk.parallel.layout import USE_FSDP, USE_PARALLELISM, Layout, launch_layout
-
-
-@pytest.fixture
-def launch_env(monkeypatch):
-    """Return a function that sets the environment of a launch and asks for its layout."""
-    names = (USE_FSDP, USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING")
-
-    def asked(**variables):
-        for name in names:
-            monkeypatch.setenv(name, "false")
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        launch_layout.cache_clear()
-        return launch_layout()
-
-    yield asked
-    launch_layout.cache_clear()
-
+from onetrunk.parallel.layout import Layout
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}

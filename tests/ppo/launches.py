@@ -6,7 +6,6 @@ Each launch writes a folder of results once; many tests read it.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.places import launch_environment, launcher
+from tests import places
 from tests.ppo.support import assert_same, differ
 
 
@@ -45,11 +44,8 @@ class Launches:
     def folder(self, place: str, how: Any, *words: str) -> Path:
         """Run the cases of a launch, or what `words` say; return the folder of the results, with stderr.txt."""
         launch, folder = self.named[how], Path(mkdtemp())
-        script = str(Path(__file__).with_name(self.script))
-        command = [*launcher(launch.config, launch.processes), script, str(folder), *(words or launch.cases)]
-        env = launch_environment(place, launch.processes)
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
+        script, words = Path(__file__).with_name(self.script), words or launch.cases
+        done = places.launch(place, launch.config, launch.processes, script, folder, *words)
         (folder / "stderr.txt").write_text(done.stderr)
         return folder
 

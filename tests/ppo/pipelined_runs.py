@@ -18,7 +18,6 @@ torch.set_num_threads(1)
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from onetrunk.models.base_model import decoder_layers  # noqa: E402
-from onetrunk.rollouts import pipelined  # noqa: E402
 from onetrunk.utils.startup import freeze_loaded  # noqa: E402
 from tests import learning  # noqa: E402
 from tests.ppo import two_processes  # noqa: E402
@@ -31,22 +30,20 @@ CASES = {"shared": {}, "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]
 
 def whole_layers(folder: Path) -> None:
     """Write which layers a process holds whole while it samples."""
-    original, seen = pipelined._StageRun._forward, set()
+    case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "num_rollouts": 1}
+    trainer, seen = make_trainer(folder / "layers", **case), set()
+    backend = trainer.sampler.backend
+    poll = backend.poll
 
-    def forward(run, turn, dtype):
-        for number, layer in enumerate(decoder_layers(run.call.model)):
+    def look() -> None:
+        for number, layer in enumerate(decoder_layers(trainer.model)):
             layer = vars(layer).get("stands_for", layer)
             if not any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
                 seen.add(number)
-        return original(run, turn, dtype)
+        poll()
 
-    pipelined._StageRun._forward = forward
-    try:
-        case = {**two_processes.SHAPE, **two_processes.PLACE, **PIPELINED, "num_rollouts": 1}
-        trainer = make_trainer(folder / "layers", **case)
-        trainer.train()
-    finally:
-        pipelined._StageRun._forward = original
+    backend.poll = look
+    trainer.train()
     rank = trainer.accelerator.process_index
     (folder / f"layers-{rank}.json").write_text(json.dumps(sorted(seen)))
 

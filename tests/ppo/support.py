@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +168,19 @@ class StopAt(TrainerCallback):
         if state.global_step == self.step:
             control.should_save = True
             control.should_training_stop = True
+
+
+def whole_and_resumed(make: Callable[[str], PPOTrainer], step: int) -> tuple[PPOTrainer, PPOTrainer]:
+    """Train a run to its end, and one that stops after a step and is resumed; require the same weights, bit by bit.
+
+    Args:
+        make: name of a folder -> a new trainer of the run.
+    """
+    whole, stopped = make("whole"), make("stopped")
+    whole.train()
+    stopped.add_callback(StopAt(step))
+    stopped.train()
+    resumed = make("stopped")
+    resumed.train(resume_from_checkpoint=f"{stopped.args.output_dir}/checkpoint-{step}")
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    return whole, resumed

@@ -10,7 +10,8 @@ from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, find_breach, patience_of
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
-from tests.ppo.support import StopAt, assert_same, logged, make_trainer, trained, trained_weights, without_wall_clock
+from tests.ppo import support
+from tests.ppo.support import assert_same, logged, make_trainer, trained, trained_weights, without_wall_clock
 
 LOGGER = "onetrunk.ppo.monitoring.alarms"
 LONG, SHORT, CUT, REPEATS = [5, 6, 7, 8, 9, 1], [5, 1], [5, 6, 7, 8, 9, 10], [5, 5, 5, 5, 5, 1]
@@ -150,19 +151,16 @@ def test_a_resumed_run_raises_the_same_alarms(tmp_path, step, caplog):
     """Stopped while the first rollouts are added up, in a rollout, while conditions hold, while the alarm lasts."""
     limits = {**LIMITS, "length_collapse": 0.5, "entropy": 10.0}
     settings = {"num_rollouts": 9, "alarm_limits": limits, "logging_steps": 3}
-    whole = stopping(tmp_path / "whole", backend=turning(LONG, SHORT), **settings)
-    whole.train()
-    expected = said(caplog)
-    caplog.clear()
-    cut = stopping(tmp_path / "cut", backend=turning(LONG, SHORT), **settings)
-    cut.add_callback(StopAt(step))
-    cut.train()
-    resumed = stopping(tmp_path / "cut", backend=turning(LONG, SHORT), **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{step}"))
+
+    def make(name):
+        return stopping(tmp_path / name, backend=turning(LONG, SHORT), **settings)
+
+    whole, resumed = support.whole_and_resumed(make, step)
     assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
     assert resumed.alarms.state_dict() == whole.alarms.state_dict()
-    assert [text.replace("cut", "whole") for text in said(caplog)] == expected
-    assert len(expected) == 2
+    told = {name: [text for text in said(caplog) if f"/{name}/" in text] for name in ("whole", "stopped")}
+    assert [text.replace("stopped", "whole") for text in told["stopped"]] == told["whole"]
+    assert len(told["whole"]) == 2
 
 
 @pytest.mark.parametrize(("save_steps", "limit"), [(1, 4)])

@@ -15,6 +15,7 @@ from onetrunk.ppo.packs import cut, joined, rollout_packs
 from onetrunk.types import Experience, Rollout
 from tests.courier import Courier, Tables, courier_model, make_courier_trainer, objective, optimum
 from tests.fakes import CopyBackend
+from tests.ppo import support
 from tests.ppo.support import StopAt, assert_same, base_model, logged, lora, prompts, trained_weights
 from tests.ppo.test_episodes_in_training import Words, words_trainer
 
@@ -210,13 +211,7 @@ def test_a_run_that_stops_amid_a_rollout_resumes_to_the_same_weights(tmp_path, s
         backend = None if schedule == "sync" else CopyBackend(TrunkModel(base_model(), lora()))
         return trainer_of(tmp_path / name, backend=backend, num_rollouts=3, schedule=schedule, learning_rate=1e-3)
 
-    whole, stopped = trainer("whole"), trainer("cut")
-    whole.train()
-    stopped.add_callback(StopAt(6))  # The third step of the second rollout.
-    stopped.train()
-    resumed = trainer("cut")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-6"))
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    whole, _ = support.whole_and_resumed(trainer, 6)  # The third step of the second rollout.
     assert min(logged(whole, "episode/compactions")) >= 1
 
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from tests.ppo.support import assert_same, logged, make_config, make_trainer, trained_weights, without_wall_clock
+from tests.ppo.support import logged, make_config, make_trainer, trained_weights, whole_and_resumed, without_wall_clock
 from tests.ppo.test_importance_correction import Shifted, recorded
-from tests.ppo.test_schedules import StopAt, ahead, sampler
+from tests.ppo.test_schedules import ahead, sampler
 
 DIS = {"policy_objective": "dis"}
 
@@ -51,14 +51,8 @@ def test_rows_sampled_ahead_are_compared_with_the_version_that_drew_them(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 8], ids=["in a rollout", "between two rollouts"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, step):
-    settings = {"max_staleness": 2, **DIS}
-    whole = ahead(tmp_path / "whole", sampler(), "async", **settings)
-    whole.train()
-    ahead(tmp_path / "cut", sampler(), "async", callbacks=[StopAt(step)], **settings).train()
-    resumed = ahead(tmp_path / "cut", sampler(), "async", **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{step}"))
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
-    histories = [without_wall_clock(trainer.state.log_history) for trainer in (resumed, whole)]
+    runs = whole_and_resumed(lambda name: ahead(tmp_path / name, sampler(), "async", max_staleness=2, **DIS), step)
+    histories = [without_wall_clock(trainer.state.log_history) for trainer in runs]
     assert histories[0] == histories[1]
 
 

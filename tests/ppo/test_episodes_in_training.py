@@ -15,9 +15,10 @@ from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.combine import RewardSet
-from tests.chat import CHAT_VOCAB, END, chat_tokenizer, tool_call
+from tests.chat import CHAT_VOCAB, END, add, chat_tokenizer, tool_call
 from tests.fakes import CannedBackend, CopyBackend
 from tests.places import CPU
+from tests.ppo import support
 from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.support import StopAt, assert_same, base_model, logged, lora, make_config, prompts, trained_weights
 from tests.tiny import tiny_tokenizer
@@ -205,14 +206,12 @@ def copy_backend(schedule):
 @pytest.mark.parametrize("schedule", ["sync", "one_step", "async"])
 def test_a_run_that_stops_amid_a_rollout_resumes_to_the_same_weights(tmp_path, schedule):
     settings = {"num_rollouts": 3, "schedule": schedule, "learning_rate": 1e-3}
-    whole = run(tmp_path / "whole", backend=copy_backend(schedule), **settings)
+
+    def make(name):
+        return words_trainer(tmp_path / name, backend=copy_backend(schedule), **settings)
+
+    whole, _ = support.whole_and_resumed(make, 6)  # The third step of the second rollout.
     assert max(logged(whole, "score/std")) > 0
-    stopped = words_trainer(tmp_path / "cut", backend=copy_backend(schedule), **settings)
-    stopped.add_callback(StopAt(6))  # The third step of the second rollout.
-    stopped.train()
-    resumed = words_trainer(tmp_path / "cut", backend=copy_backend(schedule), **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-6"))
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
 
 
 def test_another_environment_is_noticed_when_a_run_is_resumed(tmp_path):
@@ -312,20 +311,16 @@ def test_an_environment_may_own_its_data(tmp_path, factory):
 
 
 def test_without_rows_an_environment_says_texts_and_a_run_resumes_or_grows_longer_to_the_same_weights(tmp_path):
-    def words(folder, **settings):
+    lengths = iter([3, 2, 3])
+
+    def words(name):
         stops = [tiny_tokenizer().convert_ids_to_tokens(i) for i in range(40, 64)]
-        config = make_config(folder, stop_tokens=stops, **{**SETTINGS, "learning_rate": 1e-3, **settings})
+        own = {**SETTINGS, "learning_rate": 1e-3, "num_rollouts": next(lengths), "lr_scheduler_type": "constant"}
+        config = make_config(tmp_path / name, stop_tokens=stops, **own)
         given = {"processing_class": tiny_tokenizer(), "peft_config": lora(), "environment_factory": Words}
         return PPOTrainer(base_model(), None, config, **given)
 
-    whole = words(tmp_path / "whole", num_rollouts=3, lr_scheduler_type="constant")
-    whole.train()
-    stopped = words(tmp_path / "cut", num_rollouts=2, lr_scheduler_type="constant")
-    stopped.add_callback(StopAt(6))
-    stopped.train()
-    resumed = words(tmp_path / "cut", num_rollouts=3, lr_scheduler_type="constant")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-6"))
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    whole, _ = support.whole_and_resumed(words, 6)
     assert max(logged(whole, "score/std")) > 0
 
 
@@ -375,16 +370,6 @@ def test_failed_episodes_are_counted_over_all_processes(name):
 
 
 # --- conversations -------------------------------------------------------------------------------------------------
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first one
-        b: the second one
-    """
-    return a + b
 
 
 class Caller(CannedBackend):

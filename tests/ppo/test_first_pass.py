@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from onetrunk.ppo.trainer import PPOTrainer
+from tests.checkpoints import crash_runs
 from tests.ppo.support import logged, make_trainer, sft_model, trained
 
 
@@ -16,6 +17,19 @@ def test_the_first_pass_over_a_rollout_has_ratio_one_and_no_kl(tmp_path, family,
     assert (ratio[0::2], kl[0::2], clipped[0::2]) == ([1.0] * 3, [0.0] * 3, [0.0] * 3)
     # The second pass follows an update: the figures can move.
     assert min(ratio[1::2]) > 1.01 and min(kl[1::2]) > 0
+
+
+@pytest.mark.slow
+def test_a_base_in_4_bit_keeps_its_bits_and_the_first_ratio_is_1(tmp_path):
+    trainer = crash_runs.ppo_nf4(tmp_path, num_rollouts=2, logging_steps=1)
+    tensors = {name: x for name, x in trainer.model.state_dict().items() if torch.is_tensor(x)}
+    frozen = {n: x.clone() for n, x in tensors.items() if "lora_" not in n and "value_head" not in n}
+    trainer.train()
+    after = trainer.model.state_dict()
+    assert len(frozen) > 20 and all(torch.equal(after[name], tensor) for name, tensor in frozen.items())
+    # The first of four steps on each rollout.
+    assert logged(trainer, "policy/ratio_max")[::4] == [1.0, 1.0] and logged(trainer, "kl/approx")[::4] == [0.0, 0.0]
+    assert logged(trainer, "kl/ref")[0] == 0.0
 
 
 class Hooked(PPOTrainer):

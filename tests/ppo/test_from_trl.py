@@ -6,17 +6,8 @@ import pytest
 from datasets import DatasetDict, IterableDataset
 
 from onetrunk import PPOConfig, PPOTrainer
-from tests.ppo.support import (
-    assert_same,
-    base_model,
-    even_share,
-    logged,
-    make_config,
-    make_trainer,
-    prompts,
-    trained,
-    trained_weights,
-)
+from tests.ppo import support
+from tests.ppo.support import base_model, even_share, logged, make_trainer, prompts, trained, trained_weights
 
 CPU = {"output_dir": "out", "use_cpu": True}
 
@@ -42,7 +33,7 @@ def test_lists_a_single_split_and_iterable_rows_train_and_evaluate_as_a_dataset_
     metrics = expected.evaluate(prompts(4))
     for number, rows in enumerate(of_each_kind(prompts())):
         trainer = trained(tmp_path / str(number), num_rollouts=2, dataset=rows)
-        assert_same(trained_weights(trainer.model), trained_weights(expected.model))
+        support.assert_same(trained_weights(trainer.model), trained_weights(expected.model))
     for rows in (prompts(4).to_list(), prompts(4).to_iterable_dataset()):
         again = expected.evaluate(rows)
         assert {n: v for n, v in again.items() if "time" not in n} == {
@@ -102,7 +93,7 @@ def test_a_best_metric_of_a_reward_function_that_there_is_none_of_is_named_befor
 
 
 def test_arguments_and_methods_of_trls_trainer_that_are_missing_here_say_what_to_use(tmp_path):
-    config = make_config(tmp_path)
+    config = support.make_config(tmp_path)
     with pytest.raises(TypeError, match="rollout_func: give environment_factory or tools for episodes, or rollout_b"):
         PPOTrainer(base_model(), even_share, config, prompts(), rollout_func=print)
     with pytest.raises(TypeError, match="unknown key 'evaldataset': did you mean 'eval_dataset'"):

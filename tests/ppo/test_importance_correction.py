@@ -9,7 +9,6 @@ from datasets import Dataset
 
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ppo.experience import ExperienceStream
-from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.local import LocalBackend
 from tests.fakes import CannedBackend, CopyBackend
@@ -18,19 +17,6 @@ from tests.ppo.test_shaping import moved_policy
 from tests.tiny import tiny_tokenizer
 
 ESS, CLIPPED = "sampling/effective_sample_size", "sampling/clipped_weights"
-
-
-class Recording(ExperienceStream):
-    """Keeps the experiences of every rollout."""
-
-    def make_rollout(self):
-        experiences = super().make_rollout()
-        self.made = [*getattr(self, "made", []), *experiences]
-        return experiences
-
-
-class RecordingTrainer(PPOTrainer):
-    stream_class = Recording
 
 
 class Shifted(CopyBackend):
@@ -50,9 +36,19 @@ class Shifted(CopyBackend):
 
 
 def recorded(folder, backend, **settings):
-    trainer = make_trainer(folder, trainer_class=RecordingTrainer, rollout_backend=backend, **settings)
+    """Return a trainer that has trained, and the experiences of all its rollouts."""
+    made = []
+
+    class Recording(ExperienceStream):
+        def make_rollout(self):
+            experiences = super().make_rollout()
+            made.extend(experiences)
+            return experiences
+
+    trainer = make_trainer(folder, rollout_backend=backend, **settings)
+    trainer.stream_class = Recording
     trainer.train()
-    return trainer, trainer._stream.made
+    return trainer, made
 
 
 def test_a_known_shift_of_the_logprobs_gives_the_known_weights(tmp_path):

@@ -13,17 +13,8 @@ from onetrunk.ppo.config import HOLD_OUT
 from onetrunk.ppo.monitoring.alarms import RULES
 from onetrunk.ppo.monitoring.metrics import MetricLog
 from onetrunk.ppo.monitoring.progress import RolloutProgress
-from tests.ppo.support import (
-    assert_same,
-    differ,
-    even_share,
-    logged,
-    make_config,
-    make_trainer,
-    prompts,
-    trained,
-    trained_weights,
-)
+from tests.ppo import support
+from tests.ppo.support import differ, even_share, logged, make_config, make_trainer, prompts, trained, trained_weights
 
 STEP = """loss grad_norm learning_rate policy/loss policy/clip_fraction kl/approx policy/entropy policy/ratio_max
 time/update_s memory/peak_gib epoch step""".split()
@@ -130,7 +121,7 @@ def test_evaluation_is_repeatable_and_leaves_training_alone(tmp_path):
     plain = trained(tmp_path / "plain", num_rollouts=3)
     settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
     evaluated = trained(tmp_path / "eval", num_rollouts=3, eval_dataset=prompts(5), **settings)
-    assert_same(trained_weights(evaluated.model), trained_weights(plain.model))
+    support.assert_same(trained_weights(evaluated.model), trained_weights(plain.model))
     assert len(logged(evaluated, "eval_score/mean")) == 4
     first, second = evaluated.evaluate(), evaluated.evaluate()
     for metrics in (first, second):

@@ -9,17 +9,8 @@ from peft import LoraConfig
 
 import onetrunk
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import (
-    assert_same,
-    base_model,
-    even_share,
-    logged,
-    lora,
-    make_config,
-    make_trainer,
-    prompts,
-    trained_weights,
-)
+from tests.ppo import support
+from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts, trained_weights
 from tests.tiny import moe, tiny_tokenizer
 
 
@@ -96,7 +87,7 @@ def test_a_run_that_adapts_experts_is_saved_with_a_card_and_resumes_exactly(tmp_
     assert "| targets | down_proj, gate_up_proj |\n" in text and "vllm serve" not in text
     resumed = trainer("resumed", num_rollouts=2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    support.assert_same(trained_weights(resumed.model), trained_weights(whole.model))
 
 
 def test_a_base_from_the_hub_is_named_in_the_metadata_and_linked(tmp_path):

@@ -4,11 +4,7 @@ Needs the extra openenv.
 """
 
 import json
-import socket
-import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +15,7 @@ from onetrunk import PPOTrainer, cli
 from onetrunk.servers.openenv import open_environment
 from tests.chat import calling, chat_tokenizer, taught_base, tool_call
 from tests.ppo.support import logged, make_config
+from tests.processes import python, served
 from tests.rollouts.test_episodes import CHAT, Scripted, counts_of, episodes_of, play, turns_of
 from tests.stages.small_runs import error_of, make_material, metrics
 from tests.stages.test_episode_stages import STOPS, command
@@ -26,40 +23,24 @@ from tests.stages.test_episode_stages import STOPS, command
 openenv = pytest.importorskip("openenv.core")
 
 
-@contextmanager
-def served(app, folder):
-    """Serve an app; yield its address, and the process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["uvicorn", app, "--host", "127.0.0.1", "--port", str(port)]
-    server = subprocess.Popen([sys.executable, "-m", *words], cwd=folder)
-    for _ in range(600):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert server.poll() is None, "the server ended"
-        time.sleep(0.1)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait()
+def serving(app, folder, log):
+    """Serve an app; yield its address."""
+    return served([sys.executable, "-m", "uvicorn", app, "--host", "127.0.0.1"], log / "uvicorn.log", cwd=folder)
 
 
 @pytest.fixture
 def address(tmp_path):
     """Start the environment that `openenv init` makes, which echoes messages and pays 0.1 for each letter."""
-    subprocess.run([sys.executable, "-m", "openenv.cli", "init", "echo_env"], cwd=tmp_path, check=True)
+    python("-m", "openenv.cli", "init", "echo_env", cwd=tmp_path)
     app = tmp_path / "echo_env/server/app.py"
     app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=16,"))
-    with served("echo_env.server.app:app", tmp_path) as address:
+    with serving("echo_env.server.app:app", tmp_path, tmp_path) as address:
         yield address
 
 
 @pytest.fixture(scope="module")
-def apps():
-    with served("openenv_apps:app", Path(__file__).parent) as address:
+def apps(tmp_path_factory):
+    with serving("openenv_apps:app", Path(__file__).parent, tmp_path_factory.mktemp("apps")) as address:
         yield address
 
 
@@ -137,11 +118,11 @@ def test_an_environment_of_one_text_answers_turn_by_turn(apps):
 
 
 @SLOW
-def test_what_a_server_rejects_is_an_observation_and_a_lost_session_fails_the_episode(apps):
+def test_what_a_server_rejects_is_an_observation_and_a_lost_session_fails_the_episode(apps, tmp_path):
     rollout = play_texts(f"{apps}/words", "fail", "hello", max_turns=2)
     assert "no such word" in observed(rollout)[1] and rollout.turn_rewards == [[0.0, 0.5]]
     # In this order: the server ends at the last one.
-    with served("openenv_apps:app", Path(__file__).parent) as address:
+    with serving("openenv_apps:app", Path(__file__).parent, tmp_path) as address:
         lost = play_texts(f"{address}/words", "hello", "crash")
     assert lost.episodes[0].failure.startswith(f"step: {address}/words") and counts_of(lost).failed_episodes == 1
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from onetrunk.ppo.stream_state import deal_packs
 from onetrunk.types import Experience
 from tests.models.branches import a_pack
-from tests.places import CPU, launch_environment, launcher
+from tests.places import CPU, launch
 from tests.ppo.support import assert_same
 
 SCRIPT = str(Path(__file__).with_name("other_processes.py"))
@@ -20,12 +19,8 @@ CHANGES = [(2, 1, "ddp"), ("fsdp2", 4, "fsdp2")]
 MIDDLE, BETWEEN, LOGGED = 2, 4, 6
 
 
-def launch(processes, output, checkpoint=None, config="ddp"):
-    words = [str(output), *([] if checkpoint is None else [str(checkpoint)])]
-    command = [*launcher(config, processes), SCRIPT, *words]
-    env = launch_environment(CPU, processes)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-4000:]
+def launched(processes, output, *checkpoint, config="ddp"):
+    launch(CPU, config, processes, SCRIPT, output, *checkpoint)
     assert json.loads((output / "facts-0.json").read_text())["world_size"] == processes
     return output
 
@@ -35,9 +30,9 @@ def written(tmp_path_factory):
     """Return the folders of whole runs on one process and on two, with a checkpoint of each step."""
     folder = tmp_path_factory.mktemp("written")
     return {
-        1: launch(1, folder / "one"),
-        2: launch(2, folder / "two"),
-        "fsdp2": launch(2, folder / "fsdp2", None, "fsdp2"),
+        1: launched(1, folder / "one"),
+        2: launched(2, folder / "two"),
+        "fsdp2": launched(2, folder / "fsdp2", config="fsdp2"),
     }
 
 
@@ -48,7 +43,7 @@ def written(tmp_path_factory):
 def test_a_checkpoint_resumes_on_another_number_of_processes(written, before, now, config, step, tmp_path):
     checkpoint = tmp_path / "out" / f"checkpoint-{step}"
     shutil.copytree(written[before] / f"checkpoint-{step}", checkpoint)
-    output = launch(now, tmp_path / "out", checkpoint, config)
+    output = launched(now, tmp_path / "out", checkpoint, config=config)
     whole, expected = (json.loads((f / "facts-0.json").read_text())["history"] for f in (output, written[1]))
     for rank in range(now):
         # The same gradients with their sums in another order.

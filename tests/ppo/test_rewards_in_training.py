@@ -7,17 +7,8 @@ import pytest
 from datasets import Dataset
 
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import (
-    Recorder,
-    assert_same,
-    differ,
-    even_share,
-    logged,
-    make_trainer,
-    prompts,
-    trained,
-    trained_weights,
-)
+from tests.ppo import support
+from tests.ppo.support import Recorder, assert_same, differ, even_share, logged, prompts, trained, trained_weights
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 CONVERSATIONS = [[{"role": "user", "content": f"the {w}"}] for w in ("cat", "dog", "bird", "fish")]
@@ -107,7 +98,7 @@ def test_a_row_without_a_score_is_left_out_of_the_update(tmp_path, missing):
 
 def test_too_many_rows_without_a_score_stop_the_run_with_the_names_of_the_functions(tmp_path):
     reward = reward_without("the", None)
-    trainer = make_trainer(tmp_path, reward=reward, dataset=prompts(4))
+    trainer = support.make_trainer(tmp_path, reward=reward, dataset=prompts(4))
     before = trained_weights(trainer.model)
     with pytest.raises(RuntimeError, match=r"25% of the rows of rollout 0 .* max_unscored_fraction 10%.*\(reward\)"):
         trainer.train()

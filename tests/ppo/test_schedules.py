@@ -17,17 +17,8 @@ from onetrunk.utils.randomness import EVALUATION_STREAM
 from tests import learning
 from tests.fakes import CannedBackend, CopyBackend
 from tests.learning import TASK_A, TASK_B
-from tests.ppo.support import (
-    StopAt,
-    assert_same,
-    base_model,
-    logged,
-    lora,
-    make_trainer,
-    prompts,
-    trained_weights,
-    without_wall_clock,
-)
+from tests.ppo import support
+from tests.ppo.support import assert_same, base_model, logged, lora, prompts, trained_weights, without_wall_clock
 
 SLOTS, ROWS, ROLLOUTS = 4, 8, 5
 SHAPE = {"num_rollouts": ROLLOUTS, "num_ppo_epochs": 2, "num_minibatches": 2, "rollout_batch_size": ROWS}
@@ -40,7 +31,7 @@ def sampler(**settings):
 
 def ahead(folder, backend, schedule="one_step", **settings):
     settings = {**SHAPE, "schedule": schedule, **settings}
-    return make_trainer(folder, dataset=prompts(16), rollout_backend=backend, check_memory=False, **settings)
+    return support.make_trainer(folder, dataset=prompts(16), rollout_backend=backend, check_memory=False, **settings)
 
 
 def versions_by_rollout(backend):
@@ -136,19 +127,13 @@ def test_async_uses_each_row_once_within_the_staleness_and_can_be_replayed(tmp_p
 )
 @pytest.mark.parametrize("step", [5, 8], ids=["in a rollout", "between two rollouts"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, schedule, staleness, step):
-    settings = {"max_staleness": staleness, "normalize_scores": True}
-    whole = ahead(tmp_path / "whole", sampler(), schedule, **settings)
-    whole.train()
-    first, second = Jittery(TrunkModel(base_model(), lora())), sampler()
-    stopped = ahead(tmp_path / "cut", first, schedule, callbacks=[StopAt(step)], **settings)
-    stopped.train()
-    resumed = ahead(tmp_path / "cut", second, schedule, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{step}"))
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
-    histories = [without_wall_clock(trainer.state.log_history) for trainer in (resumed, whole)]
+    settings, last = {"max_staleness": staleness, "normalize_scores": True}, sampler()
+    backends = iter([sampler(), Jittery(TrunkModel(base_model(), lora())), last])
+    runs = support.whole_and_resumed(lambda name: ahead(tmp_path / name, next(backends), schedule, **settings), step)
+    histories = [without_wall_clock(trainer.state.log_history) for trainer in runs]
     assert histories[0] == histories[1]
     # Nothing that was used is sampled again.
-    assert min(key[1] for _, _, keys in second.calls for key in keys) > (step - 1) // SLOTS
+    assert min(key[1] for _, _, keys in last.calls for key in keys) > (step - 1) // SLOTS
 
 
 class Blocked(CopyBackend):
@@ -167,18 +152,18 @@ class Blocked(CopyBackend):
 
 @pytest.mark.slow
 def test_rows_that_run_at_a_checkpoint_are_sampled_again_from_the_version_that_they_had(tmp_path):
-    whole = ahead(tmp_path / "whole", sampler())
-    whole.train()
     first, second = Blocked(2), sampler()
-    stopped = ahead(tmp_path / "cut", first, callbacks=[StopAt(6)])
-    stopped.train()  # Rollout 2 is being sampled from version 4.
-    assert first.asked.is_set()
-    first.gate.set()
-    resumed = ahead(tmp_path / "cut", second)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-6"))
+    backends = iter([sampler(), first, second])
+
+    def make(name):
+        if first.asked.is_set():  # Stopped while rollout 2 is being sampled from version 4.
+            first.gate.set()
+        return ahead(tmp_path / name, next(backends))
+
+    support.whole_and_resumed(make, 6)
+    assert first.gate.is_set()
     assert versions_by_rollout(second) == {2: {4}, 3: {8}, 4: {12}}
     assert second.synced[0] == 4  # The adapter comes from the checkpoint, whose weights are those of step 6.
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
 
 
 def test_an_error_of_the_sampler_ends_the_run(tmp_path):
@@ -202,7 +187,7 @@ def test_an_error_of_the_sampler_ends_the_run(tmp_path):
 def test_a_sampler_without_weights_of_its_own_is_rejected(tmp_path, schedule, backend):
     name = "LocalBackend" if backend is None else "CannedBackend"
     with pytest.raises(ValueError, match=f"schedule '{schedule}' .* {name} has no weights of its own; set use_vllm"):
-        make_trainer(tmp_path, rollout_backend=backend, schedule=schedule)
+        support.make_trainer(tmp_path, rollout_backend=backend, schedule=schedule)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from onetrunk.parallel import layout
-from onetrunk.parallel.layout import Layout
 from onetrunk.ppo.setup import check_pipeline, check_stage_training, divide
 from onetrunk.rollouts.local import LocalBackend
 from tests.models.branches import a_trunk
+from tests.parallel.test_layout import FSDP, GROUPS
 from tests.places import BACKENDS, CPU, GPU, REPEATED, on_gpus, places
 from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.staged_runs import CASES
@@ -127,7 +126,7 @@ def test_stages_train_on_rows_of_a_server_as_one_process_does(name):
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True}
 
 
-def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monkeypatch):
+def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, launch_env):
     config = make_config(tmp_path, **STAGED)
     with pytest.raises(ValueError, match="forms pipelines of 2 processes and 1 run"):
         check_pipeline(config)
@@ -137,12 +136,13 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, monke
         check_stage_training(config, quantization=None, scores_on_trunk=True)
     launch = SimpleNamespace(rollout_backend="pipelined", pipeline_stages=None, pipeline_training=True, world_size=2)
     check_pipeline(launch)
-    monkeypatch.setattr(layout, "launch_layout", lambda: Layout(tensor=2))
+    launch_env(**GROUPS, WORLD_SIZE="2")
     with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set .* to 'local'"):
         check_pipeline(launch)
-    monkeypatch.setattr(layout, "launch_layout", Layout)
+    launch_env(**FSDP)
     with pytest.raises(ValueError, match="the launch shards them .fsdp_config.; launch with .*pipelined.yaml"):
         check_pipeline(launch)
+    launch_env()
     check_stage_training(make_config(tmp_path), quantization=object(), scores_on_trunk=True)
     trunk = a_trunk()
     trunk.get_base_model().quantization_method = "bitsandbytes"

@@ -5,18 +5,8 @@ import torch
 from transformers import TrainerCallback
 
 from tests.fakes import CannedBackend
-from tests.ppo.support import (
-    Recorder,
-    assert_same,
-    base_model,
-    differ,
-    logged,
-    make_trainer,
-    prompts,
-    trained,
-    trained_weights,
-    without_wall_clock,
-)
+from tests.ppo import support
+from tests.ppo.support import Recorder, assert_same, base_model, logged, prompts, trained, trained_weights
 
 CUTS = (
     {"per_device_train_batch_size": 1},
@@ -68,7 +58,7 @@ def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(tmp_path, n
 def dealt(folder, **settings):
     """Return the rows (as lists of token ids) of every optimizer step of a pass over 16 prompts."""
     shape = {"rollout_batch_size": 8, "num_ppo_epochs": 6, "num_minibatches": 4, "dataset": prompts(16)}
-    stream = make_trainer(folder, **{**shape, **settings}).get_train_dataloader()
+    stream = support.make_trainer(folder, **{**shape, **settings}).get_train_dataloader()
     return [
         [str(row.tolist()) for e in item["minibatch"].experiences for row in e.pack.completion_ids] for item in stream
     ]
@@ -104,12 +94,12 @@ def test_the_gradient_is_clipped_per_optimizer_step(tmp_path):
 def test_only_the_policys_adapter_has_gradients_and_moves(tmp_path):
     recorder = Recorder()
     original = base_model().state_dict()
-    trainer = make_trainer(tmp_path, callbacks=[recorder], num_ppo_epochs=3)
+    trainer = support.make_trainer(tmp_path, callbacks=[recorder], num_ppo_epochs=3)
     before = trained_weights(trainer.model)
     trainer.train()
     for gradients in recorder.gradients:
         assert gradients and all("lora_" in n and ".default." in n for n in gradients)
-    assert differ(trained_weights(trainer.model), before) == set(before)
+    assert support.differ(trained_weights(trainer.model), before) == set(before)
     kept = {
         n.removeprefix("base_model.model.").replace(".base_layer", ""): p
         for n, p in trainer.model.state_dict().items()
@@ -138,7 +128,7 @@ def test_activation_checkpointing_recomputes_and_changes_nothing(tmp_path):
         calls = LayerCalls()
         settings = {"num_ppo_epochs": 3, "activation_checkpointing": on}
         trainer = trained(tmp_path / str(on), callbacks=[calls], **settings)
-        runs[on] = (trained_weights(trainer.model), without_wall_clock(trainer.state.log_history), calls.count)
+        runs[on] = (trained_weights(trainer.model), support.without_wall_clock(trainer.state.log_history), calls.count)
     assert runs[True][2] == 2 * runs[False][2] > 0
     assert_same(runs[True][0], runs[False][0])
     assert runs[True][1] == runs[False][1]

@@ -2,15 +2,14 @@
 
 import importlib.util
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ppo.support import base_model, prompts
+from tests.processes import python
 from tests.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -95,11 +94,7 @@ def test_the_script_of_trl_runs_with_two_names_changed(tmp_path):
     words += " --beta 0.1 --epsilon 0.2 --use_peft --lora_target_modules q_proj v_proj --log_completions"
     words += " --max_steps 4 --rollout_batch_size 4 --use_cpu true --report_to none"
     words += " --save_strategy steps --save_steps 4"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
-    run = subprocess.run(
-        [sys.executable, "ppo.py", *words.split()], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    python("ppo.py", *words.split(), cwd=tmp_path)
     assert json.loads((tmp_path / "out/adapter_config.json").read_text())["target_modules"]
     history = json.loads((tmp_path / "out/checkpoint-4/trainer_state.json").read_text())["log_history"]
     assert {"score/mean", "completion/length", "kl/ref"} <= history[0].keys()

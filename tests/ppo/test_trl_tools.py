@@ -1,14 +1,12 @@
 """A script in TRL's form with tools and an environment runs under TRL, and under onetrunk with two names changed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.chat import calling, taught_base
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 # As TRL documents tools and environments: one reward function, one environment that scores itself.
@@ -90,9 +88,7 @@ def folder(tmp_path_factory):
 
 
 def run(folder, name):
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
-    done = subprocess.run([sys.executable, name], cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    python(name, cwd=folder, TRL_EXPERIMENTAL_SILENCE="1")
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.merged import can_merge
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.fakes import CannedBackend
-from tests.ppo.support import Recorder, StopAt, assert_same, make_trainer, trained, trained_weights, without_wall_clock
+from tests.ppo import support
+from tests.ppo.support import Recorder, assert_same, make_trainer, trained, trained_weights, without_wall_clock
 from tests.tiny import tiny_model
 
 TOP = {
@@ -68,11 +69,7 @@ def test_the_lower_layers_run_once_a_rollout(tmp_path):
 @pytest.mark.parametrize("captures", [True, False])
 def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tmp_path, captures):
     settings = {**TOP, "trunk_cache": "cpu", "capture_trunk_states": captures}
-    whole = trained(tmp_path / "whole", **settings)
-    trained(tmp_path / "cut", callbacks=[StopAt(3)], **settings)
-    resumed = make_trainer(tmp_path / "cut", **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    support.whole_and_resumed(lambda name: make_trainer(tmp_path / name, **settings), 3)
 
 
 @pytest.mark.parametrize("place", ["device", "cpu"])

@@ -13,7 +13,7 @@ from onetrunk.types import Experience, LossCoefficients
 from tests.fakes import CannedBackend
 from tests.models.branches import PROMPTS, a_trunk, gradients
 from tests.ops.test_turn_advantages import turn_gae_reference
-from tests.ppo.support import StopAt, assert_same, logged, make_trainer, trained_weights
+from tests.ppo.support import assert_same, logged, make_trainer, trained_weights, whole_and_resumed
 
 COMPLETIONS = [[14, 15, 16, 17, 18, 1], [23, 1], [31, 32, 33, 34, 35, 36, 37], [44, 45, 46]]
 TURNS = [[0, 0, -1, -1, 1, 1], [0, 0], [0, -1, 1, -1, -1, 2, 2], [0, -1, -1]]
@@ -121,11 +121,7 @@ def test_a_run_on_episodes_does_not_depend_on_how_a_minibatch_is_cut(tmp_path, s
 
 def test_a_run_with_turns_as_actions_resumes_to_the_bit_in_the_middle_of_a_rollout(tmp_path):
     settings = {**UNITS, "num_minibatches": 2, "truncated_completions": "bootstrap"}
-    whole = run(tmp_path / "whole", **settings)
-    run(tmp_path / "stopped", callbacks=[StopAt(6)], **settings)
-    resumed = trainer_of(tmp_path / "stopped", **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    whole_and_resumed(lambda name: trainer_of(tmp_path / name, **settings), 6)
 
 
 def test_with_turns_as_actions_only_values_at_their_starts_train_and_lambda_counts_turns(tmp_path):

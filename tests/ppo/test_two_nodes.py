@@ -3,33 +3,18 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from onetrunk import cli
 from tests.ppo.support import assert_same
+from tests.processes import ON_CPUS, ROOT, environment, free_port
 from tests.stages.small_runs import make_material
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
-def environment():
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # As every launch file sets it: an elastic restart hangs without it.
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return env | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
 
 
 # In the place of Slurm: two nodes are two launchers on this machine. As machine 0 the later one would reject the port
@@ -73,9 +58,11 @@ def test_the_slurm_file_trains_on_two_nodes_what_one_process_trains(tmp_path, mo
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\necho 127.0.0.1\n")):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": free_port(), "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
     slurm |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_GPUS_PER_NODE": "2"}
-    env = environment() | slurm | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    slurm |= {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    # As every launch file sets it: an elastic restart hangs without it.
+    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **ON_CPUS, **slurm)
     command = ["bash", str(ROOT / "recipes/launch/slurm_nodes.sbatch")]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]

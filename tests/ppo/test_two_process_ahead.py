@@ -3,34 +3,22 @@
 They run twice: under DDP, and through the shipped fsdp2.yaml with a sharded base.
 """
 
-import json
-import subprocess
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from safetensors.torch import load_file
 
-from tests.places import CPU, launch_environment, launcher
+from tests.places import CPU
+from tests.ppo.launches import Launch, Launches
 from tests.ppo.support import assert_same, trained_weights, without_wall_clock
 from tests.ppo.two_process_ahead import CASES, STOP, make
 
-SCRIPT = str(Path(__file__).with_name("two_process_ahead.py"))
+RUNS = Launches("two_process_ahead.py", {"ddp": Launch("ddp"), "fsdp2": Launch("fsdp2")})
 # Float32 sums in another order, through 16 steps of SGD.
 ROUNDING = {"atol": 2e-5, "rtol": 0.0}
 SHARDED = {"ddp": "Parameter", "fsdp2": "DTensor"}
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
-
-
-@cache
-def launched(how):
-    """Run all cases in one launch with an accelerate config; return the folder of the results."""
-    folder = Path(mkdtemp())
-    command = [*launcher(how, 2), SCRIPT, str(folder)]
-    done = subprocess.run(command, env=launch_environment(CPU, 2), capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
 
 
 @cache
@@ -43,10 +31,10 @@ def alone(schedule):
 @pytest.mark.parametrize("schedule", CASES)
 @pytest.mark.parametrize("how", SHARDED)
 def test_two_processes_ahead_equal_one(how, schedule):
-    facts = [json.loads((launched(how) / f"facts-{schedule}-{rank}.json").read_text()) for rank in (0, 1)]
+    facts = [RUNS.facts(CPU, how, schedule, rank) for rank in (0, 1)]
     assert [own["num_processes"] for own in facts] == [2, 2]
     assert facts[0]["kinds"] == facts[1]["kinds"] == [[SHARDED[how], False], ["Parameter", True]]
-    weights = [load_file(launched(how) / f"weights-{schedule}-{rank}.safetensors") for rank in (0, 1)]
+    weights = [RUNS.weights(CPU, how, schedule, rank) for rank in (0, 1)]
     assert_same(weights[0], weights[1])
     assert_same(weights[0], trained_weights(alone(schedule).model), **ROUNDING)
     own = without_wall_clock(alone(schedule).state.log_history)
@@ -61,5 +49,5 @@ def test_two_processes_ahead_equal_one(how, schedule):
 @pytest.mark.parametrize("how", SHARDED)
 def test_one_process_resumes_rollouts_ahead_and_scores_of_two(how, schedule, tmp_path):
     resumed = make(tmp_path, schedule)
-    resumed.train(resume_from_checkpoint=str(launched(how) / schedule / "cut" / f"checkpoint-{STOP}"))
+    resumed.train(resume_from_checkpoint=str(RUNS.folder(CPU, how) / schedule / "cut" / f"checkpoint-{STOP}"))
     assert_same(trained_weights(resumed.model), trained_weights(alone(schedule).model), **ROUNDING)

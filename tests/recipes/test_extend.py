@@ -84,17 +84,15 @@ def test_the_judge_compares_in_both_orders_and_is_a_reward():
 
 
 @pytest.mark.slow
-def test_the_four_parts_run_together_and_three_of_them_from_yaml(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_four_parts_run_together_and_three_of_them_from_yaml(workplace, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     load_recipe_module("tiny", "make_data").make_all(num_sft_rows=50)
-    (tmp_path / "runs/tiny/sft").symlink_to("base")
+    (workplace / "runs/tiny/sft").symlink_to("base")
     trainer = load_recipe_module("extend", "train").main(num_rollouts=1)
-    assert trainer.state.global_step == 4 and (tmp_path / "runs/extend/train/adapter_model.safetensors").is_file()
+    assert trainer.state.global_step == 4 and (workplace / "runs/extend/train/adapter_model.safetensors").is_file()
     assert len(logged(trainer, "score/names_the_task")) == 1
     few = "--num_rollouts 1 --rollout_batch_size 8 --max_completion_length 6 --num_minibatches 1 --eval_strategy no"
     sampler = ["--rollout_backend", "recipes/extend/backend.py:TransformersBackend"]
     assert cli.main(["ppo", "--config", "recipes/extend/ppo.yaml", *few.split(), *sampler]) == 0
-    metrics = json.loads((tmp_path / "runs/extend/ppo/metrics.json").read_text())
+    metrics = json.loads((workplace / "runs/extend/ppo/metrics.json").read_text())
     assert {"score/names_the_task", "score/judge"} <= set(metrics["policy"]) and metrics["steps"] == 2

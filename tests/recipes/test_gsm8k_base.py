@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.stages.recipes import load_recipe_module
+from tests.stages.test_gsm8k_recipe import write_problems
 
 prepare = load_recipe_module("gsm8k-0.5b", "prepare")
 rewards = load_recipe_module("gsm8k-0.5b", "rewards")
@@ -31,13 +32,6 @@ def test_the_rewards_by_hand(text, answer, correct, right_number, marked):
     assert rewards.correct(None, completions, answer=[answer]) == [correct]
     assert rewards.right_number(None, completions, answer=[answer]) == [right_number]
     assert rewards.marked(None, completions) == [marked]
-
-
-def write_problems(path, count):
-    rows = [
-        {"question": f" What is {i} + {i}? ", "answer": f"<<{i}+{i}={2 * i}>>\n#### {2 * i}"} for i in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_the_last_training_questions_validate(tmp_path):

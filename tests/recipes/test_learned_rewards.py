@@ -8,6 +8,7 @@ from onetrunk import cli
 from onetrunk.models.build import BaseShape, make_base
 from onetrunk.stages.pipeline import load_pipeline
 from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.small_runs import write_rows
 from tests.tiny import CHAT_TEMPLATE
 
 prepare = load_recipe_module("constitutional-1.5b", "prepare")
@@ -80,26 +81,24 @@ def run(recipe, stage, *options):
 
 
 @pytest.mark.slow
-def test_the_constitutional_chain_runs_from_transcripts_to_a_win_rate(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+def test_the_constitutional_chain_runs_from_transcripts_to_a_win_rate(workplace, monkeypatch):
     words = []
     for kind in prepare.KINDS:
-        lines = [json.dumps({"chosen": transcript(f"A {kind} question {i}?", "Yes.")}) + "\n" for i in range(40)]
-        (tmp_path / f"{kind}.jsonl").write_text("".join(lines))
+        rows = [{"chosen": transcript(f"A {kind} question {i}?", "Yes.")} for i in range(40)]
+        write_rows(workplace / f"{kind}.jsonl", rows)
         words += [f"--{kind}_file", f"{kind}.jsonl"]
     sizes = ["--revise", "12", "--prompts", "16", "--held_out", "6"]
     monkeypatch.setattr("sys.argv", ["prepare.py", *words, *sizes])
     assert prepare.main() == 0
     texts = [f"A harmless question {i}? A helpful answer." for i in range(40)]
     make_base(texts, "base", shape=BaseShape(max_positions=1024), chat_template=CHAT_TEMPLATE, special_tokens=SPECIAL)
-    recipe, folder = "constitutional-1.5b", tmp_path / "runs/constitutional-1.5b"
+    recipe, folder = "constitutional-1.5b", workplace / "runs/constitutional-1.5b"
     samples = "--use_cpu true --max_completion_length 12"
     run(recipe, "prefs_revise", f"--model_name_or_path base {samples} --max_critique_length 12")
     trails = [json.loads(line) for line in (folder / "revise/data/revisions.jsonl").read_text().splitlines()]
     assert len(trails) > 6 and all(len(json.loads(row["trail"])) == 2 for row in trails)
     run(recipe, "sft", "--model_name_or_path base --eval_size 2 --eval_strategy no", TRAINS)
-    judge = rubric(tmp_path / "checks.py")
+    judge = rubric(workplace / "checks.py")
     run(recipe, "prefs", samples, *judge)
     assert (folder / "prefs/data/preferences.jsonl").stat().st_size > 0
     run(recipe, "reward", "--eval_size 3", TRAINS)

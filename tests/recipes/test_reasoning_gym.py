@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from onetrunk import cli
-from tests.recipes.pretrained import link_recipes, make_base_of_wheel
+from tests.recipes.pretrained import run_chain
 from tests.stages.recipes import ROOT, load_recipe_module
 
 # Not a dev dependency: it pins seven packages to one version each, and pip builds one of them (pycosat) in C.
@@ -43,13 +42,6 @@ SIZES = {
 
 
 @pytest.mark.slow
-def test_the_chain_runs_on_the_pretrained_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    link_recipes(tmp_path)
-    make_base_of_wheel(monkeypatch, capsys)
-    monkeypatch.setattr("sys.argv", ["prepare.py"])
-    assert prepare.main() == 0
-    for verb, options in SIZES.items():
-        assert cli.main([verb, "--config", f"recipes/{NAME}/{verb}.yaml", *options.split()]) == 0, verb
-    metrics = json.loads((tmp_path / "runs" / NAME / "eval/metrics.json").read_text())
-    assert 0 <= metrics["policy"]["score/right"] <= 1
+@pytest.mark.usefixtures("workplace")
+def test_the_chain_runs_on_the_pretrained_model(monkeypatch, capsys):
+    assert 0 <= run_chain(NAME, SIZES, monkeypatch, capsys)["policy"]["score/right"] <= 1

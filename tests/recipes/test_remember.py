@@ -6,9 +6,8 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from onetrunk import cli
 from onetrunk.rollouts.episodes.compaction import SUMMARY
-from tests.recipes.pretrained import link_recipes, make_base_of_wheel
+from tests.recipes.pretrained import run_chain
 from tests.stages.recipes import load_recipe_module
 
 NAME = "remember"
@@ -58,18 +57,11 @@ SIZES = {
 
 
 @pytest.mark.slow
-def test_the_chain_runs_on_the_pretrained_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    link_recipes(tmp_path)
-    make_base_of_wheel(monkeypatch, capsys)
-    monkeypatch.setattr("sys.argv", ["prepare.py"])
-    assert prepare.main() == 0
-    runs = tmp_path / "runs"
+def test_the_chain_runs_on_the_pretrained_model(workplace, monkeypatch, capsys):
+    metrics = run_chain(NAME, SIZES, monkeypatch, capsys)
+    assert metrics["policy"]["episode/compactions"] >= 2
+    runs = workplace / "runs"
     rows = [json.loads(line) for line in (runs / NAME / "sft.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(runs / "smollm2-135m-cpu/base")
     lengths = [len(tokenizer.apply_chat_template(row["messages"])["input_ids"]) for row in rows]
     assert max(lengths) <= 320
-    for verb, options in SIZES.items():
-        assert cli.main([verb, "--config", f"recipes/{NAME}/{verb}.yaml", *options.split()]) == 0, verb
-    metrics = json.loads((runs / NAME / "eval/metrics.json").read_text())
-    assert metrics["policy"]["episode/compactions"] >= 2

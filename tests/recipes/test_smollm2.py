@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onetrunk import cli
-from tests.recipes.pretrained import link_recipes, make_base_of_wheel
+from tests.recipes.pretrained import make_base_of_wheel
 from tests.stages.recipes import load_recipe_module
 
 NAME = "smollm2-135m-cpu"
@@ -71,11 +71,9 @@ SIZES = {
 
 
 @pytest.mark.slow
-def test_the_chain_runs_on_the_pretrained_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    link_recipes(tmp_path)
+def test_the_chain_runs_on_the_pretrained_model(workplace, monkeypatch, capsys):
     make_base_of_wheel(monkeypatch, capsys)
-    runs = tmp_path / "runs" / NAME
+    runs = workplace / "runs" / NAME
     tokenizer = AutoTokenizer.from_pretrained(runs / "base")
     model = AutoModelForCausalLM.from_pretrained(runs / "base")
     assert len(tokenizer) == model.config.vocab_size == 49_152

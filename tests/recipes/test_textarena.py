@@ -5,8 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from onetrunk import cli
-from tests.recipes.pretrained import link_recipes, make_base_of_wheel
+from tests.recipes.pretrained import run_chain
 from tests.stages.recipes import ROOT, load_recipe_module
 
 # Not a dev dependency: it brings nltk, chess and websockets, and one recipe alone needs it.
@@ -14,7 +13,6 @@ pytest.importorskip("textarena", reason="pip install textarena")
 
 NAME = "textarena"
 game = load_recipe_module(NAME, "game")
-prepare = load_recipe_module(NAME, "prepare")
 
 
 def play(guesses, seed=3):
@@ -73,20 +71,13 @@ SIZES = {
 
 
 @pytest.mark.slow
-def test_the_chain_runs_on_the_pretrained_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    link_recipes(tmp_path)
-    make_base_of_wheel(monkeypatch, capsys)
-    monkeypatch.setattr("sys.argv", ["prepare.py"])
-    assert prepare.main() == 0
-    runs = tmp_path / "runs"
+def test_the_chain_runs_on_the_pretrained_model(workplace, monkeypatch, capsys):
+    metrics = run_chain(NAME, SIZES, monkeypatch, capsys)
+    assert {"score/won", "score/GuessTheNumber"} <= set(metrics["policy"])
+    runs = workplace / "runs"
     rows = [json.loads(line) for line in (runs / NAME / "sft.jsonl").read_text().splitlines()]
-    for verb, options in SIZES.items():
-        assert cli.main([verb, "--config", f"recipes/{NAME}/{verb}.yaml", *options.split()]) == 0, verb
     shown = [
         AutoTokenizer.from_pretrained(folder).apply_chat_template(rows[0]["messages"], tokenize=False)
         for folder in (runs / "smollm2-135m-cpu/base", runs / NAME / "sft")
     ]
     assert shown[0] == shown[1]
-    metrics = json.loads((runs / NAME / "eval/metrics.json").read_text())
-    assert {"score/won", "score/GuessTheNumber"} <= set(metrics["policy"])

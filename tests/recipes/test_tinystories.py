@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onetrunk import cli
 from tests.recipes.llama2c import NaiveLlama, encode, write_checkpoint, write_tokenizer
-from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.recipes import load_recipe_module
+from tests.stages.small_runs import write_rows
 
 prepare = load_recipe_module("tinystories-260k", "prepare")
 rewards = load_recipe_module("tinystories-260k", "rewards")
@@ -64,18 +65,16 @@ def test_the_rewards_by_hand():
 
 
 @pytest.mark.slow
-def test_the_chain_runs_from_the_files_of_llama2_c_to_stories_before_and_after(files, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+def test_the_chain_runs_from_the_files_of_llama2_c_to_stories_before_and_after(files, workplace, monkeypatch):
     monkeypatch.setattr("sys.argv", ["prepare.py", "--checkpoint", str(files[0]), "--tokenizer", str(files[1])])
     assert prepare.main() == 0
-    runs = tmp_path / "runs/tinystories-260k"
+    runs = workplace / "runs/tinystories-260k"
     tokenizer = AutoTokenizer.from_pretrained(runs / "base")
     assert len(tokenizer) == AutoModelForCausalLM.from_pretrained(runs / "base").config.vocab_size == HEADER[5]
     rows = [json.loads(line) for line in (runs / "held_out.jsonl").read_text().splitlines()]
     # This tokenizer was made from two sentences: other prompts are too long for 64 positions.
     for name in ("prompts", "held_out"):
-        (runs / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS * 2))
+        write_rows(runs / f"{name}.jsonl", [{"prompt": text} for text in TEXTS * 2])
     few = "--max_completion_length 8"
     # This random model names no animals.
     ppo = f"{few} --num_rollouts 1 --rollout_batch_size 8 --num_minibatches 1 --reward_weights 0 1"

@@ -6,7 +6,8 @@ import pytest
 
 from onetrunk import cli
 from tests.chat import calling, taught_base
-from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.recipes import load_recipe_module
+from tests.stages.small_runs import write_rows
 
 calculator = load_recipe_module("qwen2.5-1.5b-tools", "calculator")
 
@@ -37,22 +38,20 @@ def test_the_reward_reads_the_last_message_alone():
 
 
 @pytest.mark.slow
-def test_the_chain_calls_the_tool(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+def test_the_chain_calls_the_tool(workplace):
     rows = [{"question": f"What is {i} * 2?", "answer": f"{i} * 2 = 4\n#### {i * 2}"} for i in range(510)]
-    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(workplace / "gsm8k.jsonl", rows)
     prepare = load_recipe_module("gsm8k-0.5b", "prepare")
     prepare.prepare("gsm8k.jsonl", "gsm8k.jsonl", "runs/qwen2.5-1.5b-tools")
     prompts = [json.loads(line)["prompt"] for line in open("runs/qwen2.5-1.5b-tools/train.jsonl").readlines()[:2]]
     call = ("calculate", {"expression": "2*2"})
     talks = [calling(prompt[0]["content"], call, "4", "#### 4") for prompt in prompts]
-    taught_base(tmp_path / "base", [calculator.calculate], talks)
+    taught_base(workplace / "base", [calculator.calculate], talks)
     ppo = "--model_name_or_path base --num_rollouts 1 --rollout_batch_size 4 --num_minibatches 1 --lora_r 2"
     ppo += " --max_prompt_length 1500 --value_pretraining_rollouts 0 --dataset_split train[:8] --eval_strategy no"
     ppo += " --report_to none"
     for verb, words in {"ppo": ppo, "eval": "--dataset_split train[:4]"}.items():
         words += " --use_cpu true"
         assert cli.main([verb, "--config", f"recipes/qwen2.5-1.5b-tools/{verb}.yaml", *words.split()]) == 0
-    metrics = json.loads((tmp_path / "runs/qwen2.5-1.5b-tools/eval/metrics.json").read_text())
+    metrics = json.loads((workplace / "runs/qwen2.5-1.5b-tools/eval/metrics.json").read_text())
     assert metrics["reference"]["score/called"] > 0.5

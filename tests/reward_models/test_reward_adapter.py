@@ -12,17 +12,8 @@ from datasets import Dataset
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.models.reward_adapters import saved_base, saved_reward_adapter, scores_of_a_separate_model
-from tests.ppo.support import (
-    StopAt,
-    assert_same,
-    even_share,
-    logged,
-    lora,
-    make_config,
-    prompts,
-    trained_weights,
-    without_wall_clock,
-)
+from tests.ppo import support
+from tests.ppo.support import even_share, logged, lora, make_config, prompts, trained_weights, without_wall_clock
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
@@ -110,11 +101,11 @@ def test_a_run_learns_and_reports_the_score_by_name_in_training_and_evaluation(t
 def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path):
     step, settings = 3, {"adapter_layers": "top-1", "bf16": True}
     whole = run(tmp_path / "whole", **SHAPE, **settings)
-    run(tmp_path / "cut", callbacks=[StopAt(step)], **SHAPE, **settings)
+    run(tmp_path / "cut", callbacks=[support.StopAt(step)], **SHAPE, **settings)
     saved = {str(f.relative_to(tmp_path / "cut")) for f in (tmp_path / "cut" / f"checkpoint-{step}").rglob("*")}
     assert saved and not any("reward" in name for name in saved)
     resumed = run(tmp_path / "cut", resume=True, **SHAPE, **settings)
-    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+    support.assert_same(trained_weights(resumed.model), trained_weights(whole.model))
     assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
 
 

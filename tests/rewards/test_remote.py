@@ -5,9 +5,9 @@ import pytest
 from onetrunk.rewards import ModelReward, PerToken, PerTurn, RemoteReward, resolve_reward
 from onetrunk.rewards.remote import remote_reward
 from onetrunk.servers.fleet import RetryPolicy, run_async
-from tests.judges.stub_server import StubServer, draw
 from tests.models.reward_adapters import a_scorer
 from tests.ppo.support import logged, make_trainer, trained
+from tests.servers.stub import Stub, draw
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 PATIENT = RetryPolicy(
@@ -46,7 +46,7 @@ def test_every_row_gets_its_own_score_whatever_the_batches(path):
         "/classify": [draw(p + c) - 0.5 for p, c in zip(prompts, completions, strict=True)],
         "/rate": [draw(p, c) for p, c in zip(prompts, completions, strict=True)],
     }[path]
-    with StubServer(routes=ROUTES, latency_s=0.005) as stub:
+    with Stub(ROUTES, latency_s=0.005) as stub:
         reward = RemoteReward(stub.root + path, batch_size=5, max_concurrency=3, policy=PATIENT)
         reward.check()
         stub.bodies.clear()
@@ -59,7 +59,7 @@ def test_every_row_gets_its_own_score_whatever_the_batches(path):
 def test_conversations_go_as_messages_to_the_template_of_the_server():
     prompts = [[{"role": "user", "content": f"question {i}"}] for i in range(3)]
     completions = [[{"role": "assistant", "content": f"reply {i}"}] for i in range(3)]
-    with StubServer(routes=ROUTES) as stub:
+    with Stub(ROUTES) as stub:
         call(RemoteReward(f"{stub.root}/classify", policy=PATIENT), prompts, completions)
         assert sorted(str(b["messages"]) for b in stub.bodies) == [
             str([*p, *c]) for p, c in zip(prompts, completions, strict=True)
@@ -85,7 +85,7 @@ def test_with_its_tokenizer_a_remote_model_reads_what_it_reads_here(tmp_path, co
     if conversational:
         prompts = [[{"role": "user", "content": p}] for p in prompts]
         completions = [[{"role": "assistant", "content": c}] for c in completions]
-    with StubServer(routes={"/classify": serve}) as stub:
+    with Stub({"/classify": serve}) as stub:
         remote = RemoteReward(f"{stub.root}/classify", tokenizer=str(tmp_path), policy=PATIENT)
         assert call(remote, prompts, completions) == pytest.approx(local(prompts, completions), abs=1e-6)
 
@@ -97,7 +97,7 @@ def test_a_remote_model_reads_the_template_variables_of_a_row_or_says_that_it_do
     rows = [{"role": "user", "content": "the cat"}], [{"role": "assistant", "content": "a bird ."}]
     moods = [{"mood": "warm"}, {"mood": "cold"}]
     columns = {"prompts": [rows[0]] * 2, "completions": [rows[1]] * 2, "chat_template_kwargs": moods}
-    with StubServer(routes=ROUTES) as stub:
+    with Stub(ROUTES) as stub:
         remote = RemoteReward(f"{stub.root}/classify", tokenizer=str(tmp_path), policy=PATIENT)
         call(remote, **columns)
         first = [tokenizer.decode(ids).split()[0] for body in stub.bodies for ids in body["input"]]
@@ -108,7 +108,7 @@ def test_a_remote_model_reads_the_template_variables_of_a_row_or_says_that_it_do
 
 def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice():
     prompts, completions = rows(60)
-    with StubServer(routes=ROUTES, fault="500", rate=0.5) as stub:
+    with Stub(ROUTES, fault="500", rate=0.5) as stub:
         reward = RemoteReward(f"{stub.root}/classify", model="judge-1", batch_size=2, policy=PATIENT)
         found = call(reward, prompts, completions)
     assert found == pytest.approx([draw(p + c) - 0.5 for p, c in zip(prompts, completions, strict=True)])
@@ -121,7 +121,7 @@ def test_a_row_that_is_refused_does_not_take_its_batch_with_it():
             return 400, {"error": "too long"}
         return anything(body)
 
-    with StubServer(routes={"/rate": picky}) as stub:
+    with Stub({"/rate": picky}) as stub:
         found = call(RemoteReward(f"{stub.root}/rate", batch_size=4, policy=PATIENT), *rows(8))
         assert [i for i, s in enumerate(found) if s is None] == [3]
         with pytest.raises(RuntimeError, match="refuses every row: HTTP 400: too long"):
@@ -135,7 +135,7 @@ def test_ppo_trains_on_it_and_leaves_out_what_it_did_not_score(tmp_path):
         asked.extend(body["prompts"])
         return 200, {"scores": [None if i % 4 == 0 else float(len(c)) for i, c in enumerate(body["completions"])]}
 
-    with StubServer(routes={"/rate": half}) as stub:
+    with Stub({"/rate": half}) as stub:
         trainer = trained(tmp_path, reward=f"{stub.root}/rate#name=remote", max_unscored_fraction=0.5)
         with pytest.raises(RuntimeError, match="reward server"):
             make_trainer(tmp_path / "other", reward=f"{stub.root}/nowhere")
@@ -159,7 +159,7 @@ def test_a_service_may_give_rewards_per_turn_and_per_token(tmp_path):
     def odd(body):
         return 200, {"scores": [body.get("model") and {"per_step": [1]}, {"per_turn": ["x"]}]}
 
-    with StubServer(routes={"/rate": dense, "/short": short, "/odd": odd}) as stub:
+    with Stub({"/rate": dense, "/short": short, "/odd": odd}) as stub:
         reward = resolve_reward(f"{stub.root}/rate#token_ids=1&batch_size=2")
         assert len(bodies) == 1  # The trial.
         given = {"completion_ids": [[5, 6, 7], [5, 6], [5]], "turn_ids": [[0, 0, 1], [0, 0], [0]]}
@@ -179,7 +179,7 @@ def test_a_service_may_give_rewards_per_turn_and_per_token(tmp_path):
 
 def test_a_recipe_names_it_by_its_address_with_options_behind_a_hash(monkeypatch):
     monkeypatch.setenv("SCORES_KEY", "tok-123")
-    with StubServer(routes=ROUTES, key="tok-123") as stub:
+    with Stub(ROUTES, key="tok-123") as stub:
         spec = (
             f"{stub.root}/classify#model=judge-1&api_key_env=SCORES_KEY&batch_size=3&timeout_s=2.5&max_concurrency=2"
         )
@@ -233,7 +233,7 @@ def two_labels(body):
 )
 def test_a_server_that_is_no_reward_model_is_found_at_the_start(answer, sentence):
     policy = RetryPolicy(first_delay_s=0.004, max_delay_s=0.01)
-    with StubServer(routes={"/classify": answer}) as stub:
+    with Stub({"/classify": answer}) as stub:
         with pytest.raises(RuntimeError, match=sentence) as error:
             RemoteReward(f"{stub.root}/classify", model="judge-1", policy=policy).check()
     assert str(error.value).startswith(f"reward server {stub.root}/classify") and "\n" not in str(error.value)

@@ -1,7 +1,5 @@
 """Every text in `reward_funcs` is of one kind, and a kind is one file and one line of the table."""
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +9,7 @@ from onetrunk import rewards
 from onetrunk.ppo.setup import ModelInputs, resolve_rewards
 from onetrunk.rewards import resolve_reward, specs
 from onetrunk.rewards.specs import KINDS, Kind, read_spec
+from tests.processes import python
 
 PACKAGE = Path(specs.__file__).parents[1]
 TEXTS = {
@@ -74,5 +73,4 @@ def test_the_grammar_is_in_one_place_and_reading_it_imports_no_torch():
     for path in (path for path in PACKAGE.rglob("*.py") if path.name != "specs.py"):
         assert '"prm:"' not in path.read_text(), path
     code = "import sys; from onetrunk.rewards.specs import read_spec; read_spec('a/b'); print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"
+    assert python("-c", code).stdout.strip() == "False"

@@ -53,7 +53,7 @@ class StubEngine:
 
     def add_lora(self, request: Any) -> bool:
         self._require_awake()
-        status, answer = self.stub._load({"lora_name": request.lora_name, "lora_path": request.lora_path})
+        status, answer = self.stub.load({"lora_name": request.lora_name, "lora_path": request.lora_path})
         if status != 200:
             raise ValueError(answer["error"]["message"])
         self.loaded[request.lora_int_id] = request.lora_name
@@ -63,7 +63,7 @@ class StubEngine:
     def remove_lora(self, number: int) -> bool:
         self._require_awake()
         self.events.append(("remove", self.loaded[number]))
-        return self.stub._unload({"lora_name": self.loaded.pop(number)})[0] == 200
+        return self.stub.unload({"lora_name": self.loaded.pop(number)})[0] == 200
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any, lora_request: Any = None) -> str:
         self._require_awake()
@@ -85,7 +85,7 @@ class StubEngine:
         body = {"model": BASE if lora is None else lora.lora_name, "prompt": prompt_ids, "seed": params.seed}
         body |= {"max_tokens": params.max_tokens, "temperature": params.temperature}
         body |= {"top_p": params.top_p, "top_k": params.top_k}
-        ids, logprobs = self.stub._sampled(body | {"stop_token_ids": params.stop_token_ids})
+        ids, logprobs = self.stub.sampled(body | {"stop_token_ids": params.stop_token_ids})
         if self.fault == "other_adapter" and lora is not None:
             lora = SimpleNamespace(lora_name="another")
         places = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=False)]

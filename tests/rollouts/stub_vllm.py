@@ -10,9 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from tests.servers.stub_http import FAULTY, StubHTTP, draw, send
+from tests.servers.stub import FAULTY, Answer, Stub, says
 
 BASE = "base"
 
@@ -36,102 +33,81 @@ def _unknown_token(answer: dict[str, Any], _body: Any) -> None:
     answer["choices"][0]["token_ids"][0] = 10**6
 
 
-async def _wait_a_day(_stub: StubVLLM, writer: asyncio.StreamWriter, _body: Any) -> None:
-    await send(writer, 429, {"error": {"message": "the budget is used up"}}, {"Retry-After": "86400"})
-
-
-async def _dead_engine(stub: StubVLLM, writer: asyncio.StreamWriter, _body: Any) -> None:
+async def _dead_engine(stub: StubVLLM, writer: asyncio.StreamWriter) -> None:
     """Answer as vLLM 0.32 does once its engine has died."""
     stub.is_well = False
     said = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-    await send(writer, *_error(500, said))
+    await says(*_error(500, said))(stub, writer)
 
 
-# Wrong answers, and failures that are shown here only; the faults of the connection are those of every stub.
-WRONG: dict[str, Callable[[dict[str, Any], Any], None]] = {"cut": _cut, "unknown_token": _unknown_token}
-OWN_FAULTY = {"wait_a_day": _wait_a_day, "dead_engine": _dead_engine}
+async def _die_and_rise(stub: StubVLLM, _writer: asyncio.StreamWriter) -> None:
+    stub.dies_after = None
+    await stub.die()
+    if stub.down_s is not None:
+        await asyncio.sleep(stub.down_s)
+        await stub.listen()
 
 
-class StubVLLM(StubHTTP):
+class StubVLLM(Stub):
     """A vLLM server for one model.
 
     Args:
         model: the base; a copy is kept.
-        fault: of WRONG, FAULTY or OWN_FAULTY, shown by completions while `faulty`; None: the server is well.
-        rate: share of the completions that it hits.
         max_rank, max_length: largest rank of an adapter, and positions.
         loads_adapters: False for a server without adapters at run time.
         raw: returns logprobs before temperature.
-        key: that calls below /v1 must bring.
+        settings: of Stub.
     """
+
+    faults = FAULTY | {
+        "wait_a_day": says(429, {"error": {"message": "the budget is used up"}}, lambda _: {"Retry-After": "86400"}),
+        "dead_engine": _dead_engine,
+    }
+    wrong = {"cut": _cut, "unknown_token": _unknown_token}
 
     def __init__(
         self,
         model: nn.Module,
-        fault: str | None = None,
-        rate: float = 1.0,
         *,
         max_rank: int = 16,
         max_length: int = 128,
         loads_adapters: bool = True,
         raw: bool = False,
-        key: str | None = None,
+        **settings: Any,
     ):
-        super().__init__()
-        self.base, self.fault, self.rate = copy.deepcopy(model).eval(), fault, rate
-        self.max_rank, self.max_length, self.loads_adapters, self.raw = max_rank, max_length, loads_adapters, raw
-        self.base_folder, self.key, self.is_well = "/models/base", key, True
-        self.faulty = True
+        super().__init__({"/v1/completions": self._complete}, **settings)
+        self.free = {
+            "/health": lambda _body: (200 if self.is_well else 503, {}),
+            "/version": lambda _body: (200, {"version": "0.32.0"}),
+            "/v1/models": lambda _body: (200, {"data": self._models()}),
+        }
+        if loads_adapters:
+            self.free |= {"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload}
+        # Names have a nonce, and which rows are hit should be the same in every run.
+        self.drawn_from = lambda body: {**body, "model": None}
+        self.base, self.base_folder, self.is_well = copy.deepcopy(model).eval(), "/models/base", True
+        self.max_rank, self.max_length, self.raw = max_rank, max_length, raw
         self.adapters: dict[str, tuple[str, PeftModel]] = {}
         # In the order in which they came: ("load" or "unload", name).
         self.events: list[tuple[str, str]] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.asked: Counter[str] = Counter()
         self.missing: list[str] = []
-        self.num_faults = 0
         # After so many completions of an adapter the server dies, and stays down for `down_s`; None: for good.
         self.dies_after: int | None = None
         self.down_s: float | None = 0.3
-        self.num_deaths = 0
 
-    async def _die(self) -> None:
-        await super()._die()
+    async def die(self) -> None:
+        await super().die()
         self.adapters.clear()
 
-    async def _die_and_rise(self) -> None:
-        self.num_deaths += 1
-        self.dies_after = None
-        await self._die()
-        if self.down_s is not None:
-            await asyncio.sleep(self.down_s)
-            await self._listen()
-
-    async def _answer(
-        self, method: str, path: str, headers: dict[str, str], body: Any, writer: asyncio.StreamWriter
-    ) -> None:
+    def answer(self, path: str, authorization: str, body: Any) -> Answer:
         self.missing += [name for name, (folder, _) in self.adapters.items() if not Path(folder).is_dir()]
-        answers: dict[tuple[str, str], Callable[[Any], tuple[int, Any]]] = {
-            ("GET", "/health"): lambda _body: (200 if self.is_well else 503, {}),
-            ("GET", "/version"): lambda _body: (200, {"version": "0.32.0"}),
-            ("GET", "/v1/models"): lambda _body: (200, {"data": self._models()}),
-        }
-        if self.loads_adapters:
-            answers["POST", "/v1/load_lora_adapter"] = self._load
-            answers["POST", "/v1/unload_lora_adapter"] = self._unload
-        if self.key is not None and path.startswith("/v1") and headers.get("authorization") != f"Bearer {self.key}":
-            await send(writer, 401, {"error": "Unauthorized"})
-        elif (method, path) == ("POST", "/v1/completions"):
-            await self._complete(body, writer)
-        elif (method, path) in answers:
-            await send(writer, *answers[method, path](body))
-        else:
-            await send(writer, 404, {"detail": "Not Found"})
+        return super().answer(path, authorization, body)
 
     def _models(self) -> list[dict[str, Any]]:
         base = {"id": BASE, "root": self.base_folder, "parent": None, "max_model_len": self.max_length}
         return [base, *({"id": n, "root": f, "parent": BASE} for n, (f, _) in self.adapters.items())]
 
-    def _load(self, body: Any) -> tuple[int, Any]:
+    def load(self, body: Any) -> tuple[int, Any]:
         name, folder = body["lora_name"], body["lora_path"]
         if not name or not folder:
             return _error(400, "Both 'lora_name' and 'lora_path' must be provided.")
@@ -147,37 +123,24 @@ class StubVLLM(StubHTTP):
         self.events.append(("load", name))
         return 200, "Success"
 
-    def _unload(self, body: Any) -> tuple[int, Any]:
+    def unload(self, body: Any) -> tuple[int, Any]:
         if body["lora_name"] not in self.adapters:
             return _error(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
         del self.adapters[body["lora_name"]]
         self.events.append(("unload", body["lora_name"]))
         return 200, "Success"
 
-    async def _complete(self, body: Any, writer: asyncio.StreamWriter) -> None:
+    def _complete(self, body: Any) -> Answer:
         name = body["model"]
         if name != BASE and name not in self.adapters:
-            await send(writer, 404, {"error": {"message": f"The model `{name}` does not exist."}})
-            return
+            return 404, {"error": {"message": f"The model `{name}` does not exist."}}
         if max(body["prompt"]) >= self.base.config.vocab_size:
-            await send(writer, *_error(400, f"Token id {max(body['prompt'])} is out of vocabulary"))
-            return
-        self.bodies.append(body)
+            return _error(400, f"Token id {max(body['prompt'])} is out of vocabulary")
         if name != BASE and self.dies_after is not None:
             self.dies_after -= 1
             if self.dies_after < 0:
-                await self._die_and_rise()
-                return
-        question = json.dumps(body, sort_keys=True)
-        self.asked[question] += 1
-        # Names have a nonce, and which rows are hit should be the same in every run.
-        row = json.dumps({**body, "model": None}, sort_keys=True)
-        fails = self.fault and self.faulty and draw(self.fault, row, self.asked[question]) < self.rate
-        self.num_faults += bool(fails)
-        if fails and self.fault not in WRONG:
-            await (FAULTY | OWN_FAULTY)[self.fault](self, writer, body)
-            return
-        ids, logprobs = self._sampled(body)
+                return _die_and_rise
+        ids, logprobs = self.sampled(body)
         choice = {
             "index": 0,
             "text": "",
@@ -185,13 +148,10 @@ class StubVLLM(StubHTTP):
             "prompt_token_ids": body["prompt"],
             "logprobs": {"token_logprobs": logprobs},
         }
-        answer = {"id": "x", "object": "text_completion", "model": name, "choices": [choice]}
-        if fails:
-            WRONG[self.fault](answer, body)
-        await send(writer, 200, answer)
+        return 200, {"id": "x", "object": "text_completion", "model": name, "choices": [choice]}
 
     @torch.no_grad()
-    def _sampled(self, body: Any) -> tuple[list[int], list[float]]:
+    def sampled(self, body: Any) -> tuple[list[int], list[float]]:
         model = self.base if body["model"] == BASE else self.adapters[body["model"]][1]
         generator = torch.Generator().manual_seed(body["seed"])
         ids: list[int] = []
@@ -221,11 +181,3 @@ class StubVLLM(StubHTTP):
 
 def _error(status: int, message: str) -> tuple[int, Any]:
     return status, {"error": {"message": message, "code": status}}
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until something holds; AssertionError after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it does not come true"
-        time.sleep(0.02)

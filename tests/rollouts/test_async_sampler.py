@@ -1,7 +1,5 @@
 """The sampler alone: who may start when, each rollout once and in order, errors, the end, checkpoints."""
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -10,6 +8,7 @@ import torch
 
 from onetrunk.rollouts.async_sampler import AsyncSampler, Closed, StartedRow, samples_ahead
 from onetrunk.types import Rollout
+from tests.processes import python
 
 LONG_S = 60
 
@@ -88,7 +87,7 @@ def test_no_row_starts_before_the_staleness_allows_it(staleness):
         sampler.take(updates)
         bench.wait_for_calls(allowed)
         # A later start would be seen after the wait for the last allowed row, which ends when all threads have.
-        for thread in list(sampler._threads):
+        for thread in (t for t in threading.enumerate() if t.name.startswith("rollout ")):
             thread.join(LONG_S)
         assert len(bench.calls) == allowed
         assert all(iteration - version // 10 <= staleness for version, [(iteration, _)] in bench.calls)
@@ -194,8 +193,7 @@ raise SystemExit(3)
 
 @pytest.mark.slow
 def test_a_process_ends_although_a_call_never_does():
-    run = subprocess.run([sys.executable, "-c", ABANDONED], timeout=1500, capture_output=True, text=True)
-    assert run.returncode == 3, run.stderr
+    python("-c", ABANDONED, code=3)
 
 
 def test_a_checkpoint_has_what_was_sampled_and_the_versions_of_what_runs():

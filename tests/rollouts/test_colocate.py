@@ -2,8 +2,6 @@
 
 import contextlib
 import importlib.util
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from onetrunk.ppo.setup import load_backend
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, RolloutBackend, SamplingParams, VersionedBackend
 from onetrunk.rollouts.episodes.rows import play_in_waves
 from tests.ppo.support import base_model, logged, lora, make_trainer, prompts
+from tests.processes import environment, finished
 from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import PROMPTS
 from tests.rollouts.stub_engine import install
@@ -66,7 +65,7 @@ def test_it_samples_each_version_from_an_adapter_that_is_loaded_under_a_new_name
         ours = LocalBackend(model).generate(PROMPTS, greedy, KEYS)
         assert backend.generate(PROMPTS, greedy, KEYS).completion_ids == ours.completion_ids
         # Only the files of the version in use are there.
-        assert [path.name.rsplit("-", 1)[1] for path in backend._files.path.iterdir()] == [f"v{version}"]
+        assert [path.name.rsplit("-", 1)[1] for path in tmp_path.glob("*/*")] == [f"v{version}"]
     with model.as_role("reference"):
         backend.sync(model, 3)
         assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
@@ -237,11 +236,8 @@ def test_settings_alone_train_on_samples_of_the_engine(engine, base, tmp_path):
 
 def run_real(python, folder, *options):
     """Run the script on the real engine of an environment with onetrunk's packages and vLLM."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    words = [str(python), "-m", "tests.rollouts.colocated_vllm", str(folder), *options]
-    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    words = [python, "-m", "tests.rollouts.colocated_vllm", folder, *options]
+    return finished(words, env=environment(), cwd=ROOT).stdout
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from onetrunk.rollouts.episodes.kinds import CompactionLimits
 from onetrunk.rollouts.episodes.rows import play_in_waves, play_row_by_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.types import Rollout
-from tests.chat import END, chat_tokenizer, tool_call
+from tests.chat import END, add, chat_tokenizer, tool_call
 from tests.tiny import tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer()
@@ -146,15 +146,6 @@ def test_without_kept_turns_the_last_answer_stays_in_the_task():
 
 
 def test_results_of_tools_come_after_the_calls_that_are_kept():
-    def add(a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: one.
-            b: the other.
-        """
-        return a + b
-
     tokenizer = chat_tokenizer("qwen2_5")
     calls = [tool_call("add", a=1, b=2), tool_call("add", a=3, b=4), "sum", "It is 10."]
     turns = [[*tokenizer.encode(text), END] for text in calls]

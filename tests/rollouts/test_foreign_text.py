@@ -1,12 +1,9 @@
 """What tools, environments and servers say: it becomes characters, never control tokens, and ends no run."""
 
-import contextlib
 import copy
 import json
 import math
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +23,7 @@ from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.redaction import redact
 from tests.chat import END, chat_tokenizer, tool_call
 from tests.rollouts.test_episodes import CHAT, WORDS, Calculator, Counting, Scripted, counts_of, episodes_of, play
+from tests.servers.stub import FAULTY, Stub
 
 # Not special, but the templates write them.
 RESULT = ["<tool_response>", "</tool_response>"]
@@ -312,10 +310,11 @@ RUBBISH = [
 
 
 @pytest.mark.parametrize("answer", [{}, "deep", *RUBBISH], ids=str)
-def test_rubbish_of_a_server_fails_the_episode(answer, monkeypatch):
-    monkeypatch.setattr(openenv, "action_fields", lambda address: {"text": {"type": "string"}})
-    episodes = episodes_of(lambda: openenv.OpenEnvText("http://here", Client(answer)), max_turns=2)
-    rollout = play(episodes, Scripted([[*WORDS("runs")["input_ids"], END]] * 2), ["a cat"])
+def test_rubbish_of_a_server_fails_the_episode(answer):
+    schema = {"action": {"properties": {"text": {"type": "string"}}}}
+    with Stub({"/schema": lambda _body: (200, schema)}) as server:
+        episodes = episodes_of(lambda: openenv.OpenEnvText(server.root, Client(answer)), max_turns=2)
+        rollout = play(episodes, Scripted([[*WORDS("runs")["input_ids"], END]] * 2), ["a cat"])
     assert (rollout.episodes[0].failure is not None) == bool(answer)
 
 
@@ -346,18 +345,6 @@ def test_tools_of_a_server_described_with_control_tokens_are_rejected():
 
 
 def test_a_schema_without_end_is_not_read():
-    class Endless(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                while True:
-                    self.wfile.write(b" " * 2**20)
-
-        def log_message(self, *args): ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Stub({"*": lambda _body: FAULTY["endless"]}) as server:
         with pytest.raises(ConnectionError, match="its schema has more than 16 MiB"):
-            openenv.action_fields(f"http://127.0.0.1:{server.server_port}")
-        server.shutdown()
+            openenv.action_fields(server.root)

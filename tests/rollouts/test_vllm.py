@@ -1,5 +1,7 @@
 """VLLMBackend against a fake server with a real model: what it publishes, asks, checks, and survives."""
 
+import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,8 @@ from onetrunk.servers.fleet import RetryPolicy
 from tests.ppo.support import base_model, lora, sft_model
 from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import PROMPTS, assert_same, logprobs_of
-from tests.rollouts.stub_vllm import StubVLLM, wait_until
+from tests.rollouts.stub_vllm import StubVLLM
+from tests.servers.stub import Stub, wait_until
 
 PARAMS = SamplingParams(max_completion_length=5, temperature=0.8, stop_token_ids=tuple(range(8, 14)))
 KEYS = [(3, 1, row) for row in range(len(PROMPTS))]
@@ -346,7 +349,7 @@ def test_the_rows_of_a_server_that_dies_go_to_the_others_and_the_next_publicatio
         well = backend.generate(PROMPTS * 3, PARAMS, [(0, 0, row) for row in range(15)])
         second.dies_after = 2
         assert_equal(backend.generate(PROMPTS * 3, PARAMS, [(0, 0, row) for row in range(15)]), well)
-        wait_until(lambda: second._is_alive)
+        wait_until(lambda: second.is_alive)
         with pytest.raises(RuntimeError, match=LOST.format(second.url)):
             backend.sync(shaken(model, 2), 2)
 
@@ -364,7 +367,7 @@ def test_nothing_is_sampled_from_or_published_on_a_server_that_came_back_with_an
         backend.generate(PROMPTS, PARAMS, KEYS)
     with pytest.raises(RuntimeError, match=LOST.format(stub.url)):
         backend.sync(policy(), 7)
-    assert not any(body["model"] != "base" for body in stub.bodies)
+    assert not any(json.loads(question)["model"] != "base" for question in stub.sold)
     # A new start proves the base again.
     backend.close()
     with pytest.raises(RuntimeError, match="serves another base model"):
@@ -374,7 +377,7 @@ def test_nothing_is_sampled_from_or_published_on_a_server_that_came_back_with_an
 def test_a_key_of_the_server_comes_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SERVER_KEY", "abc123def456ghi789")
     with StubVLLM(base_model(), key="abc123def456ghi789") as server:
-        with pytest.raises(RuntimeError, match=rf"{server.url}: HTTP 401: Unauthorized; .*vllm_api_key_env"):
+        with pytest.raises(RuntimeError, match=rf"{server.url}: HTTP 401: Unauthorized.*vllm_api_key_env"):
             backend_of([server], tmp_path / "without").check()
         backend = backend_of([server], tmp_path / "with", api_key_env="SERVER_KEY")
         backend.sync(policy(), 0)
@@ -395,7 +398,7 @@ def test_a_server_that_is_down_is_named_with_the_command_that_starts_it(tmp_path
 def test_the_check_waits_for_a_server_that_is_starting(stub, tmp_path, caplog):
     stub.kill()
     backend = backend_of([stub], tmp_path)
-    stub._loop.call_soon_threadsafe(lambda: stub._loop.call_later(0.3, lambda: stub._loop.create_task(stub._listen())))
+    threading.Timer(0.3, stub.restart).start()
     backend.check()
     assert "waiting up to 120 s for the vLLM server" in caplog.text
 
@@ -415,9 +418,7 @@ def test_a_server_with_other_settings_is_rejected(settings, message, tmp_path):
 
 
 def test_a_server_of_another_kind_is_rejected(tmp_path):
-    from tests.judges.stub_server import StubServer
-
-    with StubServer(routes={"/health": lambda _body: (200, {})}) as server:
+    with Stub({"/health": lambda _body: (200, {})}) as server:
         with pytest.raises(RuntimeError, match="no vLLM answers there"):
             backend_of([server.root], tmp_path).check()
 
@@ -468,7 +469,10 @@ def test_an_adapter_that_no_server_can_serve_is_rejected(options, message):
 
 
 def test_a_folder_that_the_server_cannot_read_is_named(stub, tmp_path):
-    stub._load = lambda body: (404, {"error": {"message": f"No adapter found for {body['lora_path']}"}})
+    stub.free["/v1/load_lora_adapter"] = lambda body: (
+        404,
+        {"error": {"message": f"No adapter found for {body['lora_path']}"}},
+    )
     with pytest.raises(RuntimeError, match=f"must be able to read {tmp_path}/.*-policy-v0: put the folder where both"):
         backend_of([stub], tmp_path).sync(policy(), 0)
 
@@ -480,13 +484,13 @@ def test_what_a_killed_process_of_the_run_has_left_is_unloaded_and_deleted(stub,
     resumed = backend_of([stub], tmp_path)
     resumed.sync(policy(), 0)
     assert left and not left & set(stub.adapters) and not stub.missing
-    assert [path.name for path in tmp_path.iterdir()] == [resumed._files.nonce]
+    assert [path.name for path in tmp_path.iterdir()] == [name.split("-")[1] for name in stub.adapters]
 
 
 def test_an_adapter_of_someone_else_is_left_alone(stub, tmp_path):
     model = policy()
     model.save_pretrained(tmp_path / "mine")
-    stub._load({"lora_name": "mine", "lora_path": str(tmp_path / "mine")})
+    stub.load({"lora_name": "mine", "lora_path": str(tmp_path / "mine")})
     backend = backend_of([stub], tmp_path / "run")
     backend.sync(model, 0)
     backend.close()

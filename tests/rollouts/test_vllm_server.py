@@ -3,12 +3,9 @@
 Several tests share one server, because a start takes half a minute.
 """
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -27,6 +24,7 @@ from tests import learning
 from tests.learning import EOS, FORBIDDEN_BIAS, PAD, TASK_B
 from tests.ppo.support import logged
 from tests.ppo.test_importance_correction import CLIPPED, ESS
+from tests.processes import free_port, kill_all, wait_for_server
 from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES, assert_same, logprobs_of
 from tests.rollouts.test_vllm import assert_sampled_from, shaken
@@ -45,9 +43,7 @@ class Serving:
     """`onetrunk serve` of a model, which can be killed with all that it has started."""
 
     def __init__(self, model: Path, log: Path, *options: str, positions: int = 128):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url, self.log = f"http://127.0.0.1:{port}", log
         command = f"serve {model} --port {port} --device cpu --python {vllm_python()} --max_model_len {positions}"
         self.words = [sys.executable, "-m", "onetrunk.cli", *command.split(), *options]
@@ -65,20 +61,10 @@ class Serving:
             self.process = subprocess.Popen(words, env=env, stdout=log, stderr=log)
 
     def wait(self) -> None:
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            except OSError:
-                assert self.process.poll() is None, self.log.read_text()[-3000:]
-                time.sleep(0.5)
+        wait_for_server(self.url, self.process, self.log)
 
     def kill(self) -> None:
-        serve = psutil.Process(self.process.pid)
-        for process in [*serve.children(recursive=True), serve]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait()
+        kill_all(self.process)
 
 
 @pytest.fixture(scope="module")

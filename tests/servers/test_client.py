@@ -10,7 +10,7 @@ import pytest
 
 from onetrunk.servers.client import MAX_BYTES, Server, checked_url, read_secret, retry_after_s
 from onetrunk.servers.errors import CallError
-from tests.judges.stub_server import StubServer
+from tests.servers.stub import Stub
 
 WHAT = "the judge's address"
 
@@ -24,7 +24,7 @@ def ask(url, path="/rate", body=None, method="POST", **settings):
 
 
 def answering(*answer):
-    return StubServer(routes={"/rate": lambda body: answer})
+    return Stub({"/rate": lambda _body: answer})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_secret_comes_from_a_variable_and_from_nowhere_else(monkeypatch):
 
 def test_the_key_goes_to_the_server_and_into_no_error(monkeypatch, caplog):
     monkeypatch.setenv("JUDGE_KEY", "tok-123")
-    with StubServer(key="tok-123", routes={"/rate": lambda body: (200, {"x": 1})}) as stub:
+    with Stub({"/rate": lambda _body: (200, {"x": 1})}, key="tok-123") as stub:
         assert ask(stub.root, api_key_env="JUDGE_KEY") == {"x": 1}
         stub.key = "another"
         with pytest.raises(CallError, match="HTTP 401.*; check the key in the variable") as error:
@@ -73,7 +73,7 @@ def test_the_key_goes_to_the_server_and_into_no_error(monkeypatch, caplog):
 def test_a_redirect_is_not_followed_and_says_where_it_led():
     with answering(200, {}) as elsewhere:
         target = f"{elsewhere.root}/rate"
-        with StubServer(fault="redirect", redirect_to=f"{target}?key=1", routes={"/rate": None}) as stub:
+        with Stub({"/rate": None}, "redirect", redirect_to=f"{target}?key=1") as stub:
             with pytest.raises(CallError, match=f"a redirect to {target}; give that address, if you trust") as error:
                 ask(stub.root)
     assert elsewhere.headers == [] and "key=1" not in str(error.value) and not error.value.may_be_paid
@@ -81,7 +81,7 @@ def test_a_redirect_is_not_followed_and_says_where_it_led():
 
 @pytest.mark.parametrize("fault", ["endless", "gzip_bomb"])
 def test_an_answer_is_read_up_to_its_limit(fault):
-    with StubServer(fault=fault, routes={"/rate": None}) as stub:
+    with Stub({"/rate": None}, fault) as stub:
         tracemalloc.start()
         with pytest.raises(CallError, match="an answer of more than 16 MiB"):
             ask(stub.root)
@@ -103,7 +103,7 @@ def test_an_answer_is_read_up_to_its_limit(fault):
     ],
 )
 def test_a_failure_says_what_came_and_whether_it_may_be_paid(fault, message, may_be_paid):
-    with StubServer(fault=fault, routes={"/rate": None}) as stub, pytest.raises(CallError, match=message) as error:
+    with Stub({"/rate": None}, fault) as stub, pytest.raises(CallError, match=message) as error:
         ask(stub.root)
     assert error.value.kind == "again" and error.value.may_be_paid == may_be_paid
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from torch import Tensor
 
 from onetrunk import cli
 from onetrunk.utils.files import load_tensors
+from tests.processes import python
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -105,9 +103,5 @@ def adapter(folder: Path) -> dict[str, Tensor]:
 
 def on_two_processes(verb: str, *words: object) -> str:
     """Run the script of a stage in two CPU processes, in the working folder; return what it printed."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, f"{ROOT}/scripts/{verb}.py", *map(str, words)]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return python(*launch, f"{ROOT}/scripts/{verb}.py", *words, ACCELERATE_USE_CPU="true").stdout

@@ -1,6 +1,5 @@
 """`onetrunk export`: what is written computes what base and adapter do, and what cannot be exported says why."""
 
-import contextlib
 import json
 import os
 import re
@@ -8,14 +7,10 @@ import resource
 import shlex
 import shutil
 import signal
-import socket
-import subprocess
 import tarfile
-import time
 from pathlib import Path
 
 import httpx2
-import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -32,8 +27,9 @@ from onetrunk.checkpoints.folders import write_manifest
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
 from onetrunk.stages.tools.ollama import go_template, modelfile
 from onetrunk.stages.tools.serve import MODULE
-from tests.environments import ROOT, lend_packages, made_once, pip_install, run_step
+from tests.environments import lend_packages, made_once, pip_install, run_step
 from tests.ppo.support import base_model, sft_model
+from tests.processes import environment, served
 from tests.rollouts.vllm_environment import vllm_python
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
@@ -326,7 +322,7 @@ def test_the_gguf_of_llama_cpp_s_converter_computes_what_base_and_adapter_comput
     python = converter_python()
     (converter,) = python.parent.glob("*/vendor/llama.cpp/convert_hf_to_gguf.py")
     words = [python, "-m", "onetrunk", "export", "adapter", "--to", "gguf", "--output_dir", "out"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    env = environment()
     run_step("export", [*words, "--converter", converter], env=env)
     found = torch.tensor(json.loads(run_step("read", [python, "-c", READER], env=env)))
     # float32 throughout; sums in another order.
@@ -344,36 +340,11 @@ def test_the_real_vllm_takes_the_command_and_computes_what_base_and_adapter_comp
     words = shlex.split(capsys.readouterr().out)
     # The build for CPUs has another name, by which its own program `vllm serve` does not find itself.
     assert words[:2] == ["vllm", "serve"]
-    with served([vllm_python(), "-m", MODULE, "--model", *words[2:], "--enforce-eager"]) as url:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | CPU_ENVIRONMENT
+    words = [vllm_python(), "-m", MODULE, "--model", *words[2:], "--enforce-eager"]
+    with served(words, tmp_path / "vllm.log", env=env) as url:
         body = {"model": "adapter", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
         reply = httpx2.post(f"{url}/v1/completions", json=body, timeout=300).raise_for_status().json()
     found = [next(iter(entry.values()))["logprob"] for entry in reply["choices"][0]["prompt_logprobs"][1:]]
     wanted = [expected[i, token].item() for i, token in enumerate(ids[1:])]
     assert found == pytest.approx(wanted, abs=1e-3)
-
-
-@contextlib.contextmanager
-def served(words: list):
-    """Run a command of vLLM on a free port until it answers; yield its address, and end it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = Path("vllm.log")
-    env = {**os.environ, **CPU_ENVIRONMENT}
-    env.pop("PYTHONPATH", None)
-    with log.open("w") as file:
-        process = subprocess.Popen([*map(str, words), "--port", str(port)], env=env, stdout=file, stderr=file)
-    try:
-        while True:
-            with contextlib.suppress(httpx2.TransportError):
-                httpx2.get(f"http://127.0.0.1:{port}/health").raise_for_status()
-                break
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-        process.kill()
-        process.wait()

@@ -1,12 +1,10 @@
 """`--dry_run`: what a run of a stage would do, and what would stop it."""
 
-import subprocess
-import sys
-
 import pytest
 
 from onetrunk.cli import main
 from onetrunk.stages.options.reading import check_files
+from tests.processes import python
 from tests.stages.small_runs import run, words_of
 
 BATCHES = "--rollout_batch_size 4 --num_generations 2 --num_minibatches 2 --num_ppo_epochs 3 --num_rollouts 5"
@@ -81,7 +79,7 @@ def test_a_wrong_constitution_or_column_is_answered_before_torch_is_imported(in_
     (in_folder / "bad.yaml").write_text("name: bad\nprinciples: []\n")
     (in_folder / "q.csv").write_text("question,answer\nwhy,so\n")
     code = "import sys; from onetrunk.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, *words_of(verb, *options)], capture_output=True, text=True)
+    done = python("-c", code, *words_of(verb, *options))
     assert message in done.stderr and done.stdout == "1 False\n", done.stderr
 
 

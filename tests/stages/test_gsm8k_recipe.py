@@ -7,7 +7,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from onetrunk import cli
-from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.recipes import load_recipe_module
+from tests.stages.small_runs import write_rows
 
 rewards = load_recipe_module("gsm8k-tiny", "rewards")
 prepare = load_recipe_module("gsm8k-tiny", "prepare")
@@ -42,9 +43,9 @@ def test_the_last_line_and_its_answer():
     assert rewards.answer_accuracy(prompts=None, completions=texts, answer=true) == [1, 0, 0, 1, 0]
 
 
-def write_problems(path):
-    rows = [{"question": f" What is {i} + {i}? ", "answer": f"<<{i}+{i}={2 * i}>>\n#### {2 * i}"} for i in range(600)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_problems(path, count=600):
+    texts = [(f" What is {i} + {i}? ", f"<<{i}+{i}={2 * i}>>\n#### {2 * i}") for i in range(count)]
+    write_rows(path, [{"question": question, "answer": answer} for question, answer in texts])
 
 
 def test_rows_become_prompts_and_the_last_ones_are_held_out(tmp_path, monkeypatch, capsys):
@@ -90,13 +91,11 @@ def test_the_calculator_completes_annotations(action, observation, is_over):
 
 
 @pytest.mark.slow
-def test_the_chain_runs_with_the_calculator(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    write_problems(tmp_path / "train.jsonl")
+def test_the_chain_runs_with_the_calculator(workplace, monkeypatch):
+    write_problems(workplace / "train.jsonl")
     monkeypatch.setattr("sys.argv", ["prepare.py", "train.jsonl"])
     assert prepare.main() == 0
-    runs = tmp_path / "runs/gsm8k-tiny"
+    runs = workplace / "runs/gsm8k-tiny"
     model, tokenizer = LlamaForCausalLM.from_pretrained(runs / "base"), AutoTokenizer.from_pretrained(runs / "base")
     text = "What is 2 + 2?\nIt is <<2+2=4>>4.\n#### 4" + tokenizer.eos_token
     row = tokenizer(text, return_tensors="pt").input_ids
@@ -108,8 +107,7 @@ def test_the_chain_runs_with_the_calculator(tmp_path, monkeypatch):
     model.save_pretrained(runs / "sft")
     tokenizer.save_pretrained(runs / "sft")
     for name in ("train", "held_out"):
-        prompt = json.dumps({"prompt": "What is 2 + 2?\n", "answer": "<<2+2=4>>\n#### 4"})
-        (runs / f"{name}.jsonl").write_text(f"{prompt}\n" * 8)
+        write_rows(runs / f"{name}.jsonl", [{"prompt": "What is 2 + 2?\n", "answer": "<<2+2=4>>\n#### 4"}] * 8)
     ppo = "--num_rollouts 1 --rollout_batch_size 8 --eval_strategy no --report_to none --save_strategy no"
     for verb, words in {"ppo": ppo, "eval": ""}.items():
         assert cli.main([verb, "--config", f"recipes/gsm8k-tiny/{verb}_calculator.yaml", *words.split()]) == 0

@@ -12,6 +12,7 @@ import pytest
 from onetrunk import cli
 from onetrunk.stages.launch import SIGNALS, config_file, split_words
 from onetrunk.stages.options.reading import UsageError
+from tests.places import CPU, launch_environment
 from tests.stages.small_runs import ROOT, make_material, words_of
 
 
@@ -102,8 +103,7 @@ def test_a_process_of_a_launch_launches_no_others(monkeypatch, capsys):
 
 def started(folder: Path, *options: str) -> subprocess.Popen:
     """Start PPO on two processes, as from a terminal; what it prints goes to the file `log`."""
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(folder)])
+    env = launch_environment(CPU, 2)
     words = [sys.executable, "-m", "onetrunk", *words_of("ppo", "--num_processes", "2", *options)]
     with (folder / "log").open("w") as log:
         return subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from onetrunk import cli
-from tests.stages.recipes import ROOT
+from tests.processes import environment, python
 
 GOOD = """model_name_or_path: owner/model
 dataset_name: rows.jsonl
@@ -111,12 +111,11 @@ def test_all_unknown_keys_of_a_file_and_of_the_command_line_are_named_at_once(in
 
 def test_a_reader_that_ends_early_is_no_error():
     """As in `onetrunk ppo --help all | head -1`; here nobody reads at all."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody:
         command = [sys.executable, "-m", "onetrunk", "ppo", "--help", "all"]
-        process = subprocess.run(command, env=environment, stdout=nobody, stderr=subprocess.PIPE, text=True)
+        process = subprocess.run(command, env=environment(), stdout=nobody, stderr=subprocess.PIPE, text=True)
     assert (process.returncode, process.stderr) == (0, "")
 
 
@@ -137,10 +136,6 @@ sys.exit(f"imported {heavy}" if heavy else code)
 )
 def test_help_and_mistakes_take_under_a_second_and_a_half_of_processor_time(in_folder, typed):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.run(
-        [sys.executable, "-c", PROBE, *typed.split()], env=environment, capture_output=True, text=True
-    )
+    python("-c", PROBE, *typed.split(), code=0 if "--help" in typed else 2)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert process.returncode == (0 if "--help" in typed else 2), process.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5

@@ -1,6 +1,5 @@
 """The output folder of every stage: odd ones are one sentence, and two processes never share one."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 from filelock import FileLock
 
 from onetrunk import cli
-from tests.stages.recipes import ROOT
+from tests.processes import environment
 from tests.stages.small_runs import OWN, error_of, run, words_of
 
 NOWHERE = ["--model_name_or_path", "./nowhere"]
@@ -56,8 +55,8 @@ def test_a_folder_may_have_any_name_that_the_file_system_takes(tmp_path):
 def test_a_second_process_on_a_folder_is_refused_at_once_and_told_who_is_there(material, tmp_path, capsys):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "onetrunk.cli", *words_of("sft", "--max_steps", "100000", "--output_dir", out)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    first = subprocess.Popen(command, env=env, cwd=material, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    first = subprocess.Popen(command, env=environment(), cwd=material, **quiet)
     try:
         while not (out / "_report" / "run.json").exists():  # Written when the training begins, long after the lock.
             assert first.poll() is None

@@ -14,7 +14,7 @@ import pytest
 from onetrunk import cli
 from onetrunk.stages.pipeline import PipelineState, files_of, load_pipeline, paths_in
 from tests.feedback.runs import answers_in
-from tests.rollouts.stub_vllm import wait_until
+from tests.servers.stub import wait_until
 from tests.stages.small_runs import write_rows
 from tests.tiny import CHAT_TEMPLATE, WORDS, tiny_model, tiny_tokenizer
 

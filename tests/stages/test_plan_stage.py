@@ -13,6 +13,7 @@ from onetrunk.plan.hardware import load_catalog
 from onetrunk.plan.timing import PIPELINED
 from onetrunk.stages.plan import plan_of_run
 from tests.plan.support import device, job
+from tests.processes import python
 from tests.report.made_runs import write_lines
 from tests.stages.recipes import ROOT
 
@@ -254,12 +255,9 @@ def test_a_recipe_that_cannot_train_in_stages_says_why(words, code, parts, capsy
 
 
 def test_the_answer_imports_neither_torch_nor_transformers():
-    code = (
-        "import sys; from onetrunk import cli; code = cli.main(['plan', '--model', 'Qwen/Qwen2.5-7B', '--hardware',"
-        " '8xH100']); print(code, sorted({'torch', 'transformers', 'trl', 'matplotlib'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
-    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+    code = "import sys; from onetrunk import cli; code = cli.main(['plan', *sys.argv[1:]]); print(code, sorted("
+    code += "{'torch', 'transformers', 'trl', 'matplotlib'} & set(sys.modules)))"
+    assert python("-c", code, *MODEL, "--hardware", "8xH100").stdout.splitlines()[-1] == "0 []"
 
 
 @pytest.fixture
@@ -310,20 +308,16 @@ def test_a_run_that_cannot_be_compared_says_why(run_dir, change, message, capsys
 
 @pytest.mark.slow
 @pytest.mark.multi_process
-def test_the_files_of_a_cpu_plan_really_train(tmp_path, monkeypatch):
+def test_the_files_of_a_cpu_plan_really_train(workplace):
     """Plan the tiny recipe for CPU processes, run the launch script, and check the run against the plan."""
-    monkeypatch.chdir(tmp_path)  # Not beside the results of a demo.
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    python = sys.executable
-    subprocess.run([python, "recipes/tiny/make_data.py"], check=True, timeout=600)
+    python("recipes/tiny/make_data.py")
     model = ["--model", "runs/tiny/base", "--config", "recipes/tiny/ppo.yaml"]
     short = ["--num_rollouts", "2", "--rollout_batch_size", "16", "--num_ppo_epochs", "1"]
-    folder, output = tmp_path / "plan", tmp_path / "run"
+    folder, output = workplace / "plan", workplace / "run"
     where = ["--hardware", "2xCPU", *STAGED]
-    command = [python, "-m", "onetrunk", "plan", *model, *short, *where, "--write", str(folder)]
-    subprocess.run(command, check=True, timeout=600)
-    script = (folder / "launch.sh").read_text().replace("exec onetrunk", f"exec {python} -m onetrunk")
-    script = script.replace("exec accelerate launch", f"exec {python} -m accelerate.commands.launch")
+    python("-m", "onetrunk", "plan", *model, *short, *where, "--write", folder)
+    script = (folder / "launch.sh").read_text().replace("exec onetrunk", f"exec {sys.executable} -m onetrunk")
+    script = script.replace("exec accelerate launch", f"exec {sys.executable} -m accelerate.commands.launch")
     assert "--pipeline_stages 2" in script and "--pipeline_training true" in script
     script = script.replace(" --resume auto", f" {' '.join(short)} --output_dir {output} --eval_strategy no"
                             " --reward_funcs recipes/tiny/rewards.py:polite --resume auto")  # fmt: skip
@@ -332,6 +326,5 @@ def test_the_files_of_a_cpu_plan_really_train(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr[-3000:]
     assert (output / "adapter_model.safetensors").is_file()
     check = ["--check", str(output), "--hardware", "CPU", "--prompt_tokens", "20"]
-    done = subprocess.run([python, "-m", "onetrunk", "plan", *check], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "generate" in done.stdout and "peak memory" in done.stdout
+    told = python("-m", "onetrunk", "plan", *check).stdout
+    assert "generate" in told and "peak memory" in told

@@ -17,11 +17,10 @@ RESULT = "adapter_model.safetensors"
 
 @pytest.fixture
 def hub(material, monkeypatch):
-    stub = stand_in(monkeypatch)
     monkeypatch.chdir(material)
     pushing._create.cache_clear()
-    yield stub
-    stub.close()
+    with stand_in(monkeypatch) as stub:
+        yield stub
 
 
 def new(tmp_path):
@@ -69,12 +68,12 @@ def test_without_a_token_or_a_connection_the_reason_is_said(hub, tmp_path, capsy
         patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1
         assert "http://127.0.0.1:9 cannot be reached (" in error_of(capsys)
-    num_asked = len(hub.asked)
+    num_calls = len(hub.calls)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     assert run("distill", *PUSH, *NOWHERE, *new(tmp_path)) == 1
     assert "there is no token of the Hub; set HF_TOKEN, or log in with" in error_of(capsys)
-    assert len(hub.asked) == num_asked
+    assert len(hub.calls) == num_calls
 
 
 def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(hub, tmp_path, capsys):
@@ -106,7 +105,7 @@ def test_preferences_are_pushed_as_a_dataset_with_its_card(hub, tmp_path, capsys
     card = DatasetCard(hub.files["README.md"].decode())
     assert "onetrunk" in card.data.tags and card.data.configs[0]["data_files"] == "data/preferences*.jsonl"
     assert "https://huggingface.co/datasets/someone/out" in capsys.readouterr().out
-    assert not [asked for asked in hub.asked if "/api/models/" in asked]
+    assert not [call for call in hub.calls if "/api/models/" in call]
 
 
 def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses_nothing(hub, tmp_path, capsys):

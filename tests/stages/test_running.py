@@ -1,6 +1,5 @@
 """How a stage ends that does not end well, and where a run may begin: exit codes, signals, folders that are taken."""
 
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from onetrunk.checkpoints.folders import write_manifest
 from onetrunk.checkpoints.signals import Stopped
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.stages.run_context import explain, run_stage
-from tests.stages.recipes import ROOT
+from tests.processes import environment
 from tests.stages.small_runs import make_material, run
 
 
@@ -58,9 +57,7 @@ def test_lines_arrive_at_once_through_a_pipe():
         "import sys; from onetrunk.utils.redaction import print_any_text as p; p(); print('done 1'); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, **pipes
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", code], env=environment(), **pipes) as process:
         assert process.stdout.readline() == "done 1\n"
         process.stdin.close()
 
@@ -113,8 +110,7 @@ sys.exit(run_stage("eval", lambda argv: (), work, []))
     ("number", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "inter")]
 )
 def test_a_signal_ends_a_stage_with_a_sentence_and_its_exit_code(number, code, word):
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen([sys.executable, "-c", WAITING], env=env, stdout=-1, stderr=-1, text=True)
+    process = subprocess.Popen([sys.executable, "-c", WAITING], env=environment(), stdout=-1, stderr=-1, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     _, err = process.communicate(timeout=1500)

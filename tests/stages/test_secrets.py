@@ -1,8 +1,6 @@
 """Log records, warnings and stack traces of a stage hold no secret; secrets are refused as settings."""
 
 import logging
-import os
-import subprocess
 import sys
 import threading
 import warnings
@@ -15,7 +13,7 @@ from onetrunk.stages.pipeline import load_pipeline
 from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.run_context import secrets_redacted
 from onetrunk.stages.sft import parse_sft
-from tests.stages.recipes import ROOT
+from tests.processes import python
 
 CANARY = "canary-of-a-log-4711"
 
@@ -108,10 +106,8 @@ sys.exit(run_stage("ppo", lambda argv: (), work, []))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["chained", "group", "deleted"])
 def test_an_error_of_a_class_of_ones_own_leaves_no_secret_on_any_way_out(name):
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    code = OWN_CLASSES.replace("{name}", name)
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.returncode == 1 and f"in {name}" in run.stderr
+    run = python("-c", OWN_CLASSES.replace("{name}", name), code=1)
+    assert f"in {name}" in run.stderr
     assert CANARY not in run.stderr + run.stdout and "<redacted HF_TOKEN>" in run.stderr
 
 

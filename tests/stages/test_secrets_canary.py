@@ -3,8 +3,6 @@
 import gzip
 import logging
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from datasets import Dataset
 
 from onetrunk import PPOConfig, PPOTrainer, cli
 from tests.judges.stub_server import StubServer
-from tests.stages.recipes import ROOT
+from tests.processes import python
 from tests.stages.small_runs import write_rows
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -141,10 +139,7 @@ def test_an_evaluation_by_a_judge_behind_a_key_leaves_none(base, place, capfd, c
 def test_a_step_that_fails_with_a_secret_in_its_message_leaves_none(base, place):
     words = ["--model_name_or_path", base / "base", "--dataset_name", base / "rows.jsonl", "--output_dir", "out"]
     words += [*TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:failing"]
-    command = [sys.executable, "-m", "onetrunk.cli", "ppo", *map(str, words)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ONETRUNK_TRACEBACK": "1"}
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.returncode == 1
+    run = python("-m", "onetrunk.cli", "ppo", *words, code=1, ONETRUNK_TRACEBACK="1")
     assert "401 for <redacted HF_TOKEN> at https://<redacted password>@host/v1" in run.stderr
     assert "old address https://<redacted password>@host/<redacted HF_TOKEN>" in run.stderr
     assert "asked with <redacted HF_TOKEN>" in run.stderr and "asked with <redacted OPENAI_API_KEY>" in run.stderr

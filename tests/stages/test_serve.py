@@ -19,7 +19,7 @@ from onetrunk.stages.run_context import Terminated, signals_as_exception
 from onetrunk.stages.tools import serve
 from onetrunk.utils.options import VLLM_RANKS
 from tests.ppo.support import base_model, sft_model
-from tests.rollouts.stub_vllm import wait_until
+from tests.servers.stub import wait_until
 
 
 @pytest.fixture(scope="module")

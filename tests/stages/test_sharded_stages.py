@@ -1,21 +1,20 @@
 """`onetrunk sft`, `reward` and `distill` on two processes, through the shipped accelerate configs: the run of one."""
 
-import os
 import shutil
-import subprocess
 
 import pytest
 import torch
 
 from onetrunk import cli
 from tests.models.reward_adapters import saved_base
-from tests.places import launcher
-from tests.stages.recipes import ROOT
+from tests.places import CPU, launch
+from tests.processes import ROOT
 from tests.stages.small_runs import LINEAR, REWARD, adapter, judged_pairs, nouns, write_rows
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
-OPTIONS = "--activation_checkpointing false --max_grad_norm 0 --write_report false --save_steps 2".split() + LINEAR
+OPTIONS = "--per_device_train_batch_size 2 --activation_checkpointing false --max_grad_norm 0".split()
+OPTIONS += [*"--write_report false --save_steps 2".split(), *LINEAR]
 TRAINING = "--max_steps 4 --use_peft true".split()
 VERBS = {
     "sft": ["--dataset_name", "texts.jsonl", "--lora_target_modules", "all-linear"],
@@ -55,17 +54,15 @@ def trained_on(verb):
     return [*VERBS[verb], *TRAINING, *HELD_OUT]
 
 
-def launched(config, verb, *options, data=None):
-    """Run a stage on two processes; return what it printed."""
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
-    words = [*OPTIONS, *(data or trained_on(verb)), *options]
-    command = [*launcher(config, 2), str(ROOT / f"scripts/{verb}.py"), *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
+def launched(config, verb, output, *options, data=None, code=0):
+    """Run a stage on two processes, with half of the rows of `run_alone`; return what it printed."""
+    words = [*OPTIONS, *(data or trained_on(verb)), "--output_dir", output, *options]
+    return launch(CPU, config, 2, ROOT / f"scripts/{verb}.py", *words, code=code)
 
 
 def run_alone(verb, data, output):
     """Run a stage in this process, with the rows of two."""
-    options = ["--use_cpu", "true", "--per_device_train_batch_size", "4", "--output_dir", output]
+    options = ["--use_cpu", "true", "--output_dir", output, "--per_device_train_batch_size", "4"]
     assert cli.main([verb, *OPTIONS, *data, *options]) == 0
 
 
@@ -90,8 +87,7 @@ def alone(there):
 @pytest.mark.parametrize(("verb", "config"), [("sft", "ddp"), ("reward", "fsdp2"), ("distill", "fsdp2")])
 def test_two_processes_end_with_the_adapter_of_one(there, alone, verb, config):
     output = f"{verb}-{config}"
-    done = launched(config, verb, "--per_device_train_batch_size", "2", "--output_dir", output)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = launched(config, verb, output)
     assert done.stdout.count(f"{verb}: saved") == 1
     assert ("the frozen base is sharded over 2 processes" in done.stderr) == (config == "fsdp2")
     require_the_adapter_of_one(adapter(there / output), alone[verb])
@@ -99,9 +95,7 @@ def test_two_processes_end_with_the_adapter_of_one(there, alone, verb, config):
 
 def test_two_processes_read_the_rows_of_one_from_a_stream(there):
     run_alone("ppo", STREAMED, "streamed-alone")
-    options = ["--per_device_train_batch_size", "2", "--output_dir", "streamed"]
-    done = launched("fsdp2", "ppo", *options, data=STREAMED)
-    assert done.returncode == 0, done.stderr[-3000:]
+    launched("fsdp2", "ppo", "streamed", data=STREAMED)
     require_the_adapter_of_one(adapter(there / "streamed"), adapter(there / "streamed-alone"))
 
 
@@ -109,19 +103,15 @@ def test_a_sharded_run_resumes_bit_for_bit(there):
     verb = "reward"
     whole, resumed = there / f"{verb}-fsdp2", there / f"{verb}-resumed"
     if not whole.exists():
-        done = launched("fsdp2", verb, "--per_device_train_batch_size", "2", "--output_dir", whole.name)
-        assert done.returncode == 0, done.stderr[-3000:]
+        launched("fsdp2", verb, whole.name)
     shutil.copytree(whole / "checkpoint-2", resumed / "checkpoint-2")
-    options = ["--per_device_train_batch_size", "2", "--output_dir", resumed.name, "--resume", "auto"]
-    done = launched("fsdp2", verb, *options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    launched("fsdp2", verb, resumed.name, "--resume", "auto")
     for name, expected in adapter(whole).items():
         assert torch.equal(adapter(resumed)[name], expected), name
 
 
 def test_a_model_whose_weights_all_train_is_rejected_by_name(there):
-    done = launched("fsdp2", "sft", "--use_peft", "false", "--output_dir", "whole")
-    assert done.returncode == 1
+    done = launched("fsdp2", "sft", "whole", "--use_peft", "false", code=1)
     assert "set use_peft: true, or launch with accelerate_configs/ddp.yaml" in done.stderr
     assert "Traceback" not in done.stderr.split("torch/distributed")[0]
 
@@ -129,7 +119,6 @@ def test_a_model_whose_weights_all_train_is_rejected_by_name(there):
 def test_a_base_in_4_bit_is_sharded_through_fsdp2_qlora(there):
     data = [*STREAMED, "--load_in_4bit", "true", "--dtype", "bfloat16"]
     run_alone("ppo", data, "qlora-alone")
-    done = launched("fsdp2_qlora", "ppo", "--per_device_train_batch_size", "2", "--output_dir", "qlora", data=data)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = launched("fsdp2_qlora", "ppo", "qlora", data=data)
     assert "the frozen base is sharded over 2 processes" in done.stderr
     require_the_adapter_of_one(adapter(there / "qlora"), adapter(there / "qlora-alone"))

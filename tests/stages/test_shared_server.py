@@ -130,11 +130,9 @@ def test_an_evaluation_and_preferences_have_the_key_of_the_server(stub, inputs, 
     assert written and not any(stub.key.encode() in path.read_bytes() for path in written)
 
 
-def test_a_signal_to_prefs_unloads_its_adapter_and_says_how_to_go_on(stub, inputs, monkeypatch, capsys):
-    def interrupt(*_words):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("onetrunk.stages.prefs.stage._write_rows", interrupt)
-    assert runs.prefs(inputs, "--model_name_or_path", inputs / "adapter", *on(stub)) == 130
+def test_a_signal_to_prefs_unloads_its_adapter_and_says_how_to_go_on(stub, inputs, tmp_path, capsys):
+    (tmp_path / "stop.py").write_text("def stop(**columns):\n    raise KeyboardInterrupt\n")
+    rubric = ["--rubric", '{"warm": "stop.py:stop", "concise": "stop.py:stop"}']
+    assert runs.prefs(inputs, "--model_name_or_path", inputs / "adapter", *on(stub), *rubric) == 130
     assert published(stub)[1] == ["policy-v1"] and stub.adapters == {}
     assert "run the same command again to resume" in capsys.readouterr().err

@@ -4,7 +4,6 @@ Two processes form one group, which trains on all rows; four form two groups, wh
 """
 
 import json
-import subprocess
 from functools import cache
 from pathlib import Path
 from shutil import copytree
@@ -14,10 +13,10 @@ import pytest
 import torch
 
 from tests.models.reward_adapters import saved_base
-from tests.places import CPU, REPEATED, launch_environment, launcher, on_gpus, places
+from tests.places import CPU, REPEATED, launch, on_gpus, places
 from tests.stages.small_runs import LINEAR, adapter, judged_pairs, metrics, nouns, write_rows
 
-WORKER = str(Path(__file__).with_name("stages_worker.py"))
+WORKER = Path(__file__).with_name("stages_worker.py")
 # The norm of every gradient is above 1, so all are clipped.
 OPTIONS = [*LINEAR, *"--max_grad_norm 1 --max_steps 4 --save_steps 2 --logging_steps 1 --use_peft true".split()]
 # 5 rows: the last batch of an evaluation is not full.
@@ -52,12 +51,10 @@ def make_material(folder):
     write_rows(folder / "pairs.jsonl", judged_pairs(37))
 
 
-def launch(folder, place, processes, cases, name):
+def run_cases(folder, place, processes, cases, name):
     """Run cases, {name: words}, in one launch."""
     (folder / f"{name}.cases").write_text(json.dumps(cases))
-    command = [*launcher("tensor_parallel", processes), WORKER, f"{name}.cases", name]
-    env = launch_environment(place, processes)
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=3000)
+    return launch(place, "tensor_parallel", processes, WORKER, f"{name}.cases", name, cwd=folder)
 
 
 @cache
@@ -74,8 +71,7 @@ def launched(place, processes):
     copytree(material(), folder)
     cpu = ["--use_cpu", "true"] if (place, processes) == (CPU, 1) else []
     cases = {name: [*words_of(name, name, processes), *cpu] for name in LAUNCHED[processes]}
-    done = launch(folder, place, processes, cases, "facts")
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = run_cases(folder, place, processes, cases, "facts")
     (folder / "stdout").write_text(done.stdout)
     return folder
 
@@ -142,9 +138,7 @@ def resumed(place):
     cases["all weights"] = [*words_of("sft", "all-weights", 2), "--use_peft", "false"]
     cases["dropout"] = [*words_of("sft", "dropout", 2), "--lora_dropout", "0.1"]
     cases["noise"] = [*words_of("sft", "noise", 2), "--neftune_noise_alpha", "5"]
-    done = launch(whole, place, 2, cases, "resumed")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return whole, done.stderr
+    return whole, run_cases(whole, place, 2, cases, "resumed").stderr
 
 
 @pytest.mark.parametrize("place", places(2))

@@ -1,13 +1,11 @@
 """The tiny recipe's grammar and rubric, by hand; and `make demo` as a whole (slow)."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.processes import python
 from tests.stages.recipes import ROOT, load_recipe_module
 
 grammar = load_recipe_module("tiny", "make_data")
@@ -72,8 +70,5 @@ def test_held_out_requests_share_no_task_with_the_training_prompts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_wins_over_its_start_and_says_so(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    demo = str(ROOT / "recipes/tiny/demo.py")
-    run = subprocess.run([sys.executable, demo], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "what the chain reached" in run.stdout and "demo: report: runs/tiny/pipeline" in run.stdout
+    said = python(ROOT / "recipes/tiny/demo.py", cwd=tmp_path).stdout
+    assert "what the chain reached" in said and "demo: report: runs/tiny/pipeline" in said

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from onetrunk.utils.ledger import Ledger
+from tests.processes import environment, python
 
 SOURCE = Path(__file__).parents[2] / "src"
 json_values = st.recursive(
@@ -73,9 +74,8 @@ for i in range(10**6):
 def test_kill_9_loses_nothing_that_was_put_and_only_then_lets_a_second_process_in(tmp_path):
     path = tmp_path / "ledger.db"
     for killed_after in (1, 1500):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, env={"PYTHONPATH": str(SOURCE)}
-        )
+        command = [sys.executable, "-c", WRITER, str(path)]
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment())
         for _ in range(killed_after):
             last = int(writer.stdout.readline())
         with pytest.raises(RuntimeError, match="ledger.db cannot be used .*locked.*end the process that uses it"):
@@ -117,13 +117,7 @@ except RuntimeError as error:
     print("if the disk is full, free some space" in str(error))
 ledger.put("c" * 64, "small again")
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "l")],
-        env={"PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-    )
-    assert (run.stdout.strip(), run.returncode) == ("True", 0), run.stderr
+    assert python("-c", code, tmp_path / "l").stdout.strip() == "True"
     with Ledger(tmp_path / "l") as ledger:
         assert ledger.keys() == ["a" * 64, "c" * 64]
 
