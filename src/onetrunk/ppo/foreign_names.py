@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 
@@ -17,13 +16,6 @@ def by_name(groups: Mapping[str, str]) -> dict[str, str]:
     return {name: key for key, names in groups.items() for name in names.split()}
 
 
-# Names that every stage reads as those of the installed transformers: 5.23 has new ones.
-RENAMED = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
-if [int(number) for number in version("transformers").split(".")[:2]] < [5, 23]:
-    RENAMED = {new: old for old, new in RENAMED.items()}
 # Keys of other trainers, and what to write here.
 _RENAMES = by_name(
     {

@@ -585,7 +585,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     def _read_inherited(self) -> list[str]:
         """Give inherited and TRL's settings the values that they have here, and return lines for the user."""
         # TrainingArguments' meaning of it is gone after this; `describe_steps` compares with it.
-        self._accumulation = self.gradient_accumulation_steps
+        self.grpo_accumulation = self.gradient_accumulation_steps
         lines = read_trl_names(self)
         for name, default in self._inherited_defaults().items():
             value = getattr(self, name)

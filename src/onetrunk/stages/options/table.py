@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.ppo.settings import FIXED, INHERITED_WITHOUT_MEANING, WITHOUT_EFFECT
+from onetrunk.utils.versions import RENAMED
 from onetrunk.verbs import VERBS
 
 # Fields of TRL's ModelConfig that a stage rejects, and why.
