@@ -25,7 +25,7 @@ PYTEST := $(QUIET_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) $(PYTEST_AR
 KEEP_FILES := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-soak check check-gpu bench format docs
+.PHONY: help setup demo test test-slow test-soak test-next check check-gpu bench format docs
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,17 @@ test-slow: setup ## run the slow tests: real servers, kills, fresh environments 
 
 test-soak: setup ## run the soak tests: hours of kills and fuzzing
 	$(PYTEST) $(KEEP_FILES) -m soak --timeout 0 $(NONE_IS_FINE)
+
+# Their internals we use. torch stays, because it comes in builds for different hardware.
+NEXT_PACKAGES := transformers trl peft accelerate datasets huggingface_hub bitsandbytes
+NEXT := .venv-next
+
+test-next: ## in .venv-next, run the tests for every version with the newest pre-releases; a failure is only reported
+	$(MAKE) setup VENV=$(NEXT) TORCH_VERSION=$(TORCH_VERSION)
+	{ $(NEXT)/bin/python -m pip freeze | grep '^torch==' >$(NEXT)/torch.txt && \
+	  $(NEXT)/bin/python -m pip install -q --disable-pip-version-check --pre --upgrade -c $(NEXT)/torch.txt $(NEXT_PACKAGES) && \
+	  $(QUIET_ENV) $(NEXT)/bin/python -m pytest -q -n $(TEST_WORKERS) $(PYTEST_ARGS) @tests/for_every_version.txt; } || \
+	  echo "$@: failed with exit code $$?"
 
 # pytest exits 5 when it collects nothing.
 NONE_IS_FINE = || { code=$$?; [ $$code -eq 5 ] && echo "$@: there are no such tests yet" || exit $$code; }

@@ -124,7 +124,7 @@ def outside_problem(room: str, name: str) -> str | None:
         return f"imports {name}: ops is pure torch"
     if f"{name}.".startswith(tuple(f"{package}." for package in UNSTABLE)):
         return f"imports {name}, which is not stable"
-    if parts[0] not in ("torch", "__future__") and any(re.match(r"_(?!_)", part) for part in parts):
+    if parts[0] != "__future__" and any(re.match(r"_(?!_)", part) for part in parts):
         return f"imports {name}, which is private"
     return None
 
@@ -211,7 +211,7 @@ def test_an_import_from_another_wing_a_floor_above_or_the_same_floor_is_caught(m
     ("module", "line"),
     [
         ("onetrunk.ops.losses", "from onetrunk.types import Pack"),
-        ("onetrunk.ops.losses", "from torch.utils._pytree import tree_map"),
+        ("onetrunk.ops.losses", "from __future__ import annotations"),
         ("onetrunk.ppo.trainer", "from onetrunk.models import base"),
         ("onetrunk.ppo.trainer", "from transformers import Trainer\nimport trl\ntrl.SFTTrainer"),
         ("onetrunk.rewards.judge", "from onetrunk.judges.judge import Judge"),
@@ -237,6 +237,7 @@ def test_relative_imports_in_a_package_are_resolved_from_the_package():
         ("onetrunk.ppo.trainer", GOOD + "from trl.trainer.utils import pad"),
         ("onetrunk.ppo.trainer", GOOD + "import trl\ntrl.trainer.utils.pad"),
         ("onetrunk.ppo.trainer", GOOD + "from transformers.trainer import _private"),
+        ("onetrunk.ops.losses", GOOD + "from torch.utils._pytree import tree_map"),
         ("onetrunk.ppo.trainer", GOOD + "def f():\n    print(1)"),
         ("onetrunk.attic.box", GOOD),
         ("onetrunk.ops.losses", GOOD + "def f(x): ...\ndef g(): ...\ndef f(): ..."),

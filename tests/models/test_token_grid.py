@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import threading
 
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash_attention
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from onetrunk.models.base_model import backbone, decoder_layers, load_base
 from onetrunk.models.build import attach_score_adapter
@@ -338,3 +339,31 @@ def test_masks_that_are_known_are_those_that_transformers_finds(family):
         if inputs:  # What is said is not looked at.
             with known_masks(**{name: False}):
                 assert model(**inputs).logits.equal(expected) != is_so
+
+
+def mask_functions():
+    return masking_utils.find_packed_sequence_indices, masking_utils._ignore_causal_mask_sdpa
+
+
+def test_the_functions_of_transformers_are_replaced_inside_blocks_only_nested_ones_and_those_of_other_threads_too():
+    originals, inside, may_leave = mask_functions(), threading.Event(), threading.Event()
+
+    def work():
+        with known_masks(is_padded=False):
+            inside.set()
+            may_leave.wait(60)
+
+    thread = threading.Thread(target=work)
+    with pytest.raises(KeyError), known_masks(is_packed=False):
+        with known_masks(is_padded=False):
+            assert mask_functions() != originals
+        assert mask_functions() != originals
+        thread.start()
+        assert inside.wait(60)
+        raise KeyError
+    # The other thread's block goes on; what it says does not hold here.
+    assert mask_functions() != originals
+    assert masking_utils.find_packed_sequence_indices(torch.tensor([[0, 1, 0, 1]])) is not None
+    may_leave.set()
+    thread.join()
+    assert mask_functions() == originals

@@ -22,7 +22,8 @@ from onetrunk.models.build import attach_score_adapter, build_trunk
 from onetrunk.models.loading import base_fingerprint, base_marks
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.layout import Layout
+from onetrunk.parallel.groups import limit_waits, process_mesh
+from onetrunk.parallel.layout import Layout, train_in_stages
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded, local_bytes, replicas_of_what_trains
 from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.rollouts.base import SamplingParams
@@ -237,3 +238,15 @@ def work(
         own.mkdir(exist_ok=True)
         results[name] = compare(builders[name], layout, rank, device, own, name == "checkpointing")
     return results
+
+
+def work_on_limits(rank: int, folder: str) -> list[float]:
+    """Return how many seconds each process group waits, of a sharded base and of training stages."""
+    device = join_group(CPU, folder, rank, 4)
+    trunk = a_trunk()
+    distribute_frozen(trunk, Layout(replicas=2), device)
+    train_in_stages(2)
+    process_mesh(2)
+    limit_waits(77.0, trunk)
+    groups = dist.distributed_c10d._world.pg_map
+    return [group._get_backend(device).options._timeout.total_seconds() for group in groups]

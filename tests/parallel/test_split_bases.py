@@ -1,12 +1,10 @@
 """A sharded or divided base gives what a whole one gives: outputs, gradients, samples, files."""
 
-import inspect
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from accelerate import Accelerator
 
 from onetrunk.parallel.layout import Layout
 from tests.parallel import split_worker
@@ -95,7 +93,6 @@ def test_tensor_parallelism_gathers_no_matrix_except_projections_that_a_layer_sp
 @pytest.mark.parametrize("place", places(2))
 def test_accelerate_wraps_a_split_model_on_several_gpus(place, kind):
     """On a CPU accelerate wraps every model; on GPUs it rejects those with a DTensor, unless its test says no."""
-    assert "if model_has_dtensor(model):" in inspect.getsource(Accelerator.prepare_model)
     assert [found["accepted"] for found in two(kind, "all layers", place)] == [True, True]
 
 
@@ -106,3 +103,9 @@ def test_two_copies_over_two_processes_each_give_what_a_whole_base_gives(place, 
         for case, found in rank.items():
             assert "over 2 processes, 2 copies" in found["line"] and found["completions"]
             check_numbers(found, kind, case, place)
+
+
+def test_every_process_group_of_a_training_waits_no_longer_than_the_limit(tmp_path):
+    for limits in found_by_ranks(split_worker.work_on_limits, tmp_path, 4):
+        # All processes, copies, shards, rows and stages.
+        assert limits == [77.0] * 5

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.utils.versions import RENAMED
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 EOS = 1

@@ -39,11 +39,11 @@ def base(tmp_path_factory):
     return folder
 
 
-def policy(base, **config):
+def policy(base, model_init_kwargs=None, **config):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
-        return shaken(build_trunk(str(base), LoraConfig(**settings)))
+        return shaken(build_trunk(str(base), LoraConfig(**settings), model_init_kwargs=model_init_kwargs))
 
 
 def kinds(engine):
@@ -150,17 +150,18 @@ def test_poll_ends_a_rollout_and_leaves_the_engine_ready_for_the_next(engine, ba
     backend.close()
 
 
-def test_the_engine_gets_the_policy_s_precision_rank_and_lengths_and_leaves_the_generators_alone(
+def test_the_engine_gets_the_policy_s_revision_precision_rank_and_lengths_and_leaves_the_generators_alone(
     engine, base, tmp_path
 ):
-    model = policy(base, r=5)
+    model = policy(base, {"revision": "v2"}, r=5)
     backend = ColocatedBackend(tmp_path, max_rows=3)
     before = torch.get_rng_state()
     backend.check_policy(model, 40)
     assert torch.get_rng_state().equal(before)
     settings = engine.made[0].settings
-    expected = {"model": str(base), "dtype": "float32", "max_model_len": 40, "max_lora_rank": 8, "max_num_seqs": 3}
+    expected = {"model": str(base), "revision": "v2", "dtype": "float32", "max_model_len": 40, "max_lora_rank": 8}
     expected |= {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "enable_lora": True}
+    expected |= {"max_num_seqs": 3}
     assert settings.items() >= expected.items()
     with pytest.raises(RuntimeError, match="has 40 positions, and .* may have 41 tokens; set max_prompt_length"):
         backend.check_policy(model, 41)

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from onetrunk.rollouts import LocalBackend, SamplingParams
+from onetrunk.utils.versions import checkpointing_enabler
 from tests.rollouts.small import KEYS, MANY_KEYS, PROMPTS, assert_same, generate, logprobs_of, mixed_params, tiny
 
 ATTENTION_FAMILIES = ["llama", "gemma3", "phi3", "gpt2"]
@@ -113,9 +114,7 @@ def test_activation_checkpointing_a_config_without_cache_and_training_mode_chang
     model = tiny()
     params = mixed_params()
     plain = generate(model, params)
-    # Its name since transformers 5.23, and before.
-    is_renamed = hasattr(model, "activation_checkpointing_enable")
-    (model.activation_checkpointing_enable if is_renamed else model.gradient_checkpointing_enable)()
+    checkpointing_enabler(model)()
     model.config.use_cache = False
     model.train()
     model.model.layers[1].eval()

@@ -10,9 +10,9 @@ import yaml
 from transformers import TrainingArguments
 
 from onetrunk import PPOConfig, cli
-from onetrunk.ppo.foreign_names import RENAMED
 from onetrunk.stages.options import help as helping
 from onetrunk.stages.options.table import load_options, shown_options
+from onetrunk.utils.versions import RENAMED
 from onetrunk.verbs import VERBS
 from tests.stages.recipes import PARSERS
 

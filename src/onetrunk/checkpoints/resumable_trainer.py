@@ -4,8 +4,8 @@ transformers' Trainer writes a checkpoint into a staging folder. The files are t
 manifest; the folder is renamed and verified, and only then is an older checkpoint deleted.
 
 This is the ONE file that overrides or reads private members of transformers' Trainer and of TRL's trainers. Subclasses
-override the public hooks of ResumableTrainer instead. tests/checkpoints/test_private_members.py pins those members:
-with a new version of either library, adapt this file and the upper bounds in pyproject.toml.
+override the public hooks of ResumableTrainer instead. tests/test_foreign_internals.py pins those members: with a new
+version of either library, adapt this file and the upper bounds in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ResumableTrainer(Trainer):
         self._continue_tensorboard()
         self.heartbeat = Heartbeat.of(self.args.output_dir, self.args.process_index)
         self._divide_base()
-        limit_waits(self.args.ddp_timeout)
+        limit_waits(self.args.ddp_timeout, self.model)
         self.add_callback(self._loop_events)
         self.add_callback(self.heartbeat)
 

@@ -274,7 +274,8 @@ def initial_weights(model: PeftModel) -> tuple[LoraConfig, dict[str, Tensor]]:
     if len(names) != 1:
         raise ValueError(f"adapters {names} are active together; call model.set_adapter with the one to continue")
     config = copy.deepcopy(model.peft_config[names[0]])
-    if getattr(config, "init_lora_weights", None) in (False, "eva", "orthogonal"):
+    require_lora(config, "peft_config")
+    if config.init_lora_weights in (False, "eva", "orthogonal"):
         # These leave the base unchanged; the loaded weights replace the initial ones.
         config.init_lora_weights = True
     check_adapter_config(config)

@@ -6,7 +6,6 @@ config's length, the head comes from the config and is checked by one forward (`
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -24,8 +23,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from onetrunk.models.loading import check_finite, load_weights, pinned_source, read_config, read_tokenizer
+from onetrunk.models.loading import REVISION, check_finite, load_weights, pinned_source, read_config, read_tokenizer
 from onetrunk.ops.running_softmax import Head
+from onetrunk.utils.versions import takes_key_value_cache
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ def load_base(
             f"{type(model).__name__}, among them {min(report['missing_keys'])}; they would be random. Give a causal "
             "language model's checkpoint"
         )
+    vars(model)[REVISION] = revision
     return model
 
 
@@ -101,7 +102,7 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 def check_cache(model: PreTrainedModel) -> None:
     """Raise a ValueError for an architecture whose forward takes no key-value cache, such as Mamba's."""
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+    if not takes_key_value_cache(model):
         raise ValueError(
             f"{type(model).__name__} has no key-value cache (past_key_values), so it cannot be sampled from; take a"
             " model with attention layers, such as a hybrid of both"

@@ -58,6 +58,8 @@ LEAST_EQUAL = 0.95
 HEADS = ("lm_head", "score", "value_head", "modules_to_save", "original_module", "lora_")
 MARKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KEPT_IDENTITY = "onetrunk_identity"
+# The attribute of a base with the revision that it was loaded from, which transformers does not keep.
+REVISION = "onetrunk_revision"
 FINGERPRINT_SAMPLES = 64
 # Fields of a config that describe a load or padding, not the function that the model computes.
 PASSING = frozenset(

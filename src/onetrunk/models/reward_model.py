@@ -246,9 +246,9 @@ def _checked_config(name: str, config: PeftConfig) -> LoraConfig:
         )
     require_lora(config, f"reward adapter {name}")
     config = copy.deepcopy(config)
-    if set(getattr(config, "modules_to_save", None) or ()) <= HEAD_MODULES:
+    if set(config.modules_to_save or ()) <= HEAD_MODULES:
         config.modules_to_save = None
-    if getattr(config, "init_lora_weights", None) in _PLAIN_STARTS:
+    if config.init_lora_weights in _PLAIN_STARTS:
         config.init_lora_weights = True
     try:
         check_adapter_config(config)

@@ -62,6 +62,7 @@ from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.startup import peft_calls
+from onetrunk.utils.versions import checkpointing_enabler
 
 ROLES = ("policy", "value", "reference", "reward", "trunk")
 
@@ -388,11 +389,7 @@ class TrunkModel(PeftModelForCausalLM):
             return contextlib.nullcontext(), self._as_in_forward(self._role, self.narrow.positions)
 
         settings |= {"use_reentrant": False, "context_fn": context_fn}
-        base = self.get_base_model()
-        # Its name was another before transformers 5.23.
-        is_renamed = hasattr(base, "activation_checkpointing_enable")
-        enable = base.activation_checkpointing_enable if is_renamed else base.gradient_checkpointing_enable
-        enable(settings, **kwargs)
+        checkpointing_enabler(self.get_base_model())(settings, **kwargs)
 
     @contextlib.contextmanager
     def _as_in_forward(self, adapter: str | None, positions: Positions | None) -> Iterator[None]:

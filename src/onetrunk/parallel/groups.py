@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, recursively_apply, send_to_device
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.parallel.layout import group_size, training_stages
@@ -43,13 +43,18 @@ def _mesh_of(_world: dist.ProcessGroup, group_size: int) -> DeviceMesh:
     return init_device_mesh(device_type, (replicas, group_size), mesh_dim_names=("data", "tensor"))
 
 
-def limit_waits(timeout_s: float) -> None:
-    """Limit how long this process waits for another one, in every process group that exists.
+def limit_waits(timeout_s: float, model: nn.Module) -> None:
+    """Limit how long this process waits for another one, in every process group that the training of `model` uses.
 
     transformers leaves `ddp_timeout` out on CPUs, and groups that a mesh makes have torch's own limit.
     """
-    for group in list(distributed_c10d._world.pg_map) if dist.is_initialized() else ():
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    if not dist.is_initialized():
+        return
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    if group_size() > 1:
+        meshes.add(process_mesh(group_size()))
+    for group in {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}:
+        group.set_timeout(timedelta(seconds=timeout_s))
 
 
 def num_data_processes(world_size: int) -> int:

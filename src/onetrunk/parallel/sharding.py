@@ -20,13 +20,13 @@ from typing import Any
 import accelerate.accelerator
 import torch
 from accelerate import Accelerator
+from accelerate.utils import recursively_apply
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 from transformers import core_model_loading
 
 from onetrunk.models.base_model import decoder_layers
@@ -254,8 +254,6 @@ def local_bytes(model: nn.Module) -> int:
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
 
 
-# Reads a tensor of a file in transformers; tests/parallel/test_cast_on_read.py pins it.
-READER = "_materialize_copy"
 # Operations whose result shares the memory of a weight; it is a LateCast too.
 _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -295,8 +293,9 @@ class LateCast(Tensor):
                 if is_written and isinstance(value, LateCast):
                     # The file must not be written to; the cast copy is kept from now on.
                     value.stored = value.cast()
-        args, kwargs = tree_map(lambda value: value.cast() if isinstance(value, LateCast) else value, (args, kwargs))
-        return op(*args, **(kwargs or {}))
+        inputs = (args, kwargs or {})
+        args, kwargs = recursively_apply(LateCast.cast, inputs, test_type=lambda value: isinstance(value, LateCast))
+        return op(*args, **kwargs)
 
     def cast(self) -> Tensor:
         """Return the tensor in its precision, an ordinary one."""
@@ -313,7 +312,7 @@ class LateCast(Tensor):
 @contextlib.contextmanager
 def casting_later() -> Iterator[None]:
     """Let transformers load matrices as LateCast inside the block, on the CPU and in another precision than stored."""
-    original = getattr(core_model_loading, READER)
+    original = core_model_loading._materialize_copy
 
     def read(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         stored = tensor[...]
@@ -322,11 +321,11 @@ def casting_later() -> Iterator[None]:
             return LateCast(stored, dtype)
         return stored.to(device=device, dtype=dtype)
 
-    setattr(core_model_loading, READER, read)
+    core_model_loading._materialize_copy = read
     try:
         yield
     finally:
-        setattr(core_model_loading, READER, original)
+        core_model_loading._materialize_copy = original
 
 
 @torch.no_grad()
@@ -334,8 +333,8 @@ def cast_now(model: nn.Module) -> None:
     """Make every LateCast of a model an ordinary parameter; one that several modules share stays shared."""
     cast: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if isinstance(parameter, LateCast):
                 if id(parameter) not in cast:
                     cast[id(parameter)] = nn.Parameter(parameter.cast(), parameter.requires_grad)
-                module._parameters[name] = cast[id(parameter)]
+                module.register_parameter(name, cast[id(parameter)])

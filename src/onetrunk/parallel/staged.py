@@ -75,9 +75,8 @@ def drop_frozen(module: nn.Module) -> None:
             # Frozen adapters, such as the reference, are saved whole.
             if "lora_" in f"{path}.{name}" or parameter.requires_grad:
                 continue
-            part._parameters[name] = nn.Parameter(
-                torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False
-            )
+            empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            part.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
 
 @torch.no_grad()

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
-from packaging.version import Version
 from peft import PeftModel
 from peft.tuners import lora
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -37,6 +35,7 @@ from onetrunk.ops.logprobs import fused_logprobs_and_top1
 from onetrunk.parallel.groups import process_mesh
 from onetrunk.parallel.layout import Layout
 from onetrunk.parallel.sharding import cast_now, is_divided, mark_divided, require_adapters, shard_frozen, share_frozen
+from onetrunk.utils.versions import require_tensor_parallelism
 
 COLUMNS, ROWS = "colwise", "rowwise"
 # Styles of a plan that take and return whole states, so that an adapter on them is computed whole.
@@ -62,11 +61,7 @@ def distribute_frozen(model: PeftModel, layout: Layout | None, device: torch.dev
 
 def divide_frozen(model: PeftModel, layout: Layout, device: torch.device) -> str:
     """Divide the frozen weights of a model in place, as `share_frozen`; return a line for the user."""
-    if Version(transformers.__version__) < Version("5.23"):
-        raise ValueError(
-            f"tensor parallelism needs transformers 5.23 or newer, and {transformers.__version__} is installed; update"
-            " it, or launch with accelerate_configs/fsdp2.yaml"
-        )
+    require_tensor_parallelism()
     require_adapters(model, "tensor parallelism divides")
     base, size = model.get_base_model(), layout.tensor
     plan = _plan_of(base)

@@ -109,7 +109,7 @@ def describe_steps(config: PPOConfig) -> str:
         f"rollout: {rows} completions ({config.rollout_batch_size} prompts x {config.num_generations}), then {steps}"
         f" steps of {rows // config.num_minibatches} completions"
     )
-    theirs = config.per_device_train_batch_size * config._accumulation * config.world_size
+    theirs = config.per_device_train_batch_size * config.grpo_accumulation * config.world_size
     is_default = config.rollout_batch_size == PPOConfig.rollout_batch_size
     return f"{line}; in GRPOTrainer these settings are steps of {theirs}" if is_default else line
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
+
+from onetrunk.utils.versions import RENAMED
 
 
 def by_name(groups: Mapping[str, str]) -> dict[str, str]:
@@ -19,13 +20,6 @@ def by_name(groups: Mapping[str, str]) -> dict[str, str]:
     return {name: key for key, names in groups.items() for name in names.split()}
 
 
-# Names that every stage reads as those of the installed transformers: 5.23 has new ones.
-RENAMED = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
-if [int(number) for number in version("transformers").split(".")[:2]] < [5, 23]:
-    RENAMED = {new: old for old, new in RENAMED.items()}
 # Fields of TrainingArguments and of TRL's ModelConfig that must keep their default, by the reason.
 _WITHOUT_MEANING = {
     "noise on embeddings makes the first PPO ratio differ from 1": "neftune_noise_alpha",

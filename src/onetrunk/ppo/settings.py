@@ -461,7 +461,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     def __post_init__(self) -> None:
         replace_none(self, self._inherited_defaults())
         # TrainingArguments' meaning of it is gone after this; `describe_steps` compares with it.
-        self._accumulation = self.gradient_accumulation_steps
+        self.grpo_accumulation = self.gradient_accumulation_steps
         lines = read_inherited(self, self._inherited_defaults())
         check_optimizer(self)
         self._check_ranges()

@@ -29,6 +29,7 @@ from peft import PeftModel
 from torch import distributed as dist
 from torch import nn
 
+from onetrunk.models.loading import REVISION
 from onetrunk.models.shared_base import share_base
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, rollout_of
@@ -137,8 +138,7 @@ class ColocatedBackend:
             )
         settings = {
             "model": name,
-            # The commit that the policy was loaded from; None for a folder.
-            "revision": getattr(base.config, "_commit_hash", None),
+            "revision": vars(base).get(REVISION),
             "dtype": str(published_dtype(model)).removeprefix("torch."),
             "max_model_len": longest_row or None,
             "logprobs_mode": "processed_logprobs",

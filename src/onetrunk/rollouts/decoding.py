@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, LogitsProcessor, TopKLogitsWarper, TopPLogitsWarper, cache_utils
+from transformers import DynamicCache, LogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -35,9 +35,10 @@ from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.episodes.rows import EpisodeRow, rows_of
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.randomness import generator_of
+from onetrunk.utils.versions import empty_cache_layers
 
-# Layers that keep nothing. Before transformers 5.23 their places in a cache were filled otherwise.
-EMPTY_LAYERS = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
+# Layers that keep nothing.
+EMPTY_LAYERS = empty_cache_layers()
 # Layers whose rows can be put together; models with others decode one batch after another.
 JOINABLE_LAYERS = (
     DynamicLayer,

@@ -158,12 +158,12 @@ def check_servable(config: LoraConfig, what: str = "the adapter") -> None:
         "is DoRA (use_dora), whose magnitudes vLLM does not load": config.use_dora,
         f"has modules_to_save {config.modules_to_save}": config.modules_to_save,
         "adapts parameters (target_parameters), which has not been tried with vLLM": config.target_parameters,
-        f"has a bias ({config.bias!r})": config.bias != "none" or getattr(config, "lora_bias", False),
+        f"has a bias ({config.bias!r})": config.bias != "none" or config.lora_bias,
     }
     targets = config.target_modules if isinstance(config.target_modules, (list, set, tuple)) else []
     heads = sorted(HEADS & set(targets))
     problems[f"adapts {', '.join(heads)}, where vLLM has no LoRA"] = heads
-    patterned = [name for name in ("rank_pattern", "alpha_pattern") if getattr(config, name, None)]
+    patterned = [name for name in ("rank_pattern", "alpha_pattern") if getattr(config, name)]
     problems[f"has {' and '.join(patterned)}, which some versions of vLLM ignore"] = patterned
     for problem, holds in problems.items():
         if holds:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -270,28 +271,48 @@ def known_masks(is_packed: bool | None = None, is_padded: bool | None = None) ->
     """
     tokens = _IS_PACKED.set(is_packed), _IS_PADDED.set(is_padded)
     try:
-        yield
+        with _mask_functions:
+            yield
     finally:
         _IS_PACKED.reset(tokens[0])
         _IS_PADDED.reset(tokens[1])
 
 
-def _find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-    is_packed = _IS_PACKED.get()
-    if is_packed is None:
-        return _find(position_ids)
-    if not is_packed:
-        return None
-    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+class _MaskFunctions:
+    """Replaces two functions of transformers while a block of `known_masks` runs, in one thread or in several."""
+
+    def __init__(self):
+        self.lock, self.num_blocks = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.num_blocks += 1
+            if self.num_blocks == 1:
+                self.find = masking_utils.find_packed_sequence_indices
+                self.ignore = masking_utils._ignore_causal_mask_sdpa
+                masking_utils.find_packed_sequence_indices = self._row_of_each_token
+                masking_utils._ignore_causal_mask_sdpa = self._is_only_causal
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.num_blocks -= 1
+            if self.num_blocks == 0:
+                masking_utils.find_packed_sequence_indices = self.find
+                masking_utils._ignore_causal_mask_sdpa = self.ignore
+
+    def _row_of_each_token(self, position_ids: Tensor) -> Tensor | None:
+        is_packed = _IS_PACKED.get()
+        if is_packed is None:
+            return self.find(position_ids)
+        if not is_packed:
+            return None
+        return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+    def _is_only_causal(self, padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        is_padded = _IS_PADDED.get()
+        if padding_mask is None or is_padded is None:
+            return self.ignore(padding_mask, *args, **kwargs)
+        return not is_padded and self.ignore(None, *args, **kwargs)
 
 
-def _ignore_causal_mask_sdpa(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
-    is_padded = _IS_PADDED.get()
-    if padding_mask is None or is_padded is None:
-        return _ignore(padding_mask, *args, **kwargs)
-    return not is_padded and _ignore(None, *args, **kwargs)
-
-
-_find, _ignore = masking_utils.find_packed_sequence_indices, masking_utils._ignore_causal_mask_sdpa
-masking_utils.find_packed_sequence_indices = _find_packed_sequence_indices
-masking_utils._ignore_causal_mask_sdpa = _ignore_causal_mask_sdpa
+_mask_functions = _MaskFunctions()

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onetrunk.judges.constitution import load_constitution
-from onetrunk.ppo.foreign_names import RENAMED, explain_key
+from onetrunk.ppo.foreign_names import explain_key
 from onetrunk.stages.options.table import Option, load_options, shown_options
 from onetrunk.utils.files import looks_like_path, parse_json, read_yaml
 from onetrunk.utils.redaction import SECRET_KEYWORDS, add_stored_token, is_secret_name, shown
 from onetrunk.utils.shipped import find_config, missing_config_hint, with_shipped_files
+from onetrunk.utils.versions import RENAMED
 from onetrunk.verbs import VERBS
 
 AUTO = "auto"
