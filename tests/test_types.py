@@ -31,7 +31,7 @@ class Own(PPOTrainer):
 
 args = PPOConfig(output_dir="out", beta=0.1, num_rollouts=3, stop_tokens=["a"])
 beta: float = args.beta
-slots: int = args.slots_per_rollout
+slots: int = args.steps_per_rollout
 trainer = Own("base", [short], args, Dataset.from_dict({{"prompt": ["a"]}}), callbacks=None)
 trainer.train(resume_from_checkpoint="auto")
 metrics: dict[str, float] = trainer.final_evaluation()

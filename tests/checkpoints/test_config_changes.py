@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from onetrunk.checkpoints.resume_settings import is_free
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import RowGroups
 from onetrunk.ppo import stream_state as rules
 from onetrunk.ppo.config import TRL_DEFAULTS, PPOConfig
 from onetrunk.ppo.monitoring.alarm_rules import RULES
@@ -63,7 +63,7 @@ def parts() -> tuple[Any, Dataset]:
 @cache
 def settings_of(**values: Any) -> dict[str, Any]:
     config, (model, rows) = make_config("out", **values), parts()
-    return rules.run_settings(config, rows, DataParallel(Accelerator(cpu=True)), model, RewardSet([even_share]))
+    return rules.run_settings(config, rows, RowGroups(Accelerator(cpu=True)), model, RewardSet([even_share]))
 
 
 def changed(settings: dict[str, Any], name: str) -> dict[str, Any]:

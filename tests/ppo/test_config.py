@@ -285,7 +285,7 @@ def test_the_worked_example_of_the_docstring():
     )
     plan = plan_batches(example, 2)
     assert (plan.rows_per_rank, plan.rows_per_minibatch, plan.rows_per_pack) == (32, 8, 4)
-    assert (example.slots_per_rollout, example.max_steps) == (8, 40)
+    assert (example.steps_per_rollout, example.max_steps) == (8, 40)
 
 
 def test_defaults_that_depend_on_other_settings():

@@ -39,7 +39,7 @@ class Hooked(PPOTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, output = super().compute_loss(model, inputs, return_outputs=True)
-        if self.state.global_step % self.args.slots_per_rollout == 0:
+        if self.state.global_step % self.args.steps_per_rollout == 0:
             self.pairs = (*self.pairs, (inputs["experience"].old_logprobs, output.logprobs.detach()))
         return loss
 

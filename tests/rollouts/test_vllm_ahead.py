@@ -56,7 +56,7 @@ def test_async_on_a_real_server_learns_from_samples_of_known_versions(tmp_path, 
     finally:
         server.kill()
     rows = trainer.args.rollout_batch_size * trainer.args.num_generations
-    asked, slots = dict(backend.asked), trainer.args.slots_per_rollout
+    asked, slots = dict(backend.asked), trainer.args.steps_per_rollout
     assert len(backend.asked) == len(asked) == ROLLOUTS * rows
     assert all(0 <= key[1] - version // slots <= STALENESS for key, version in asked.items())
     assert backend.most_running > 1

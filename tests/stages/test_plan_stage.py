@@ -272,7 +272,7 @@ def run_dir(small, tmp_path):
     write_lines(tmp_path / "run" / "_report" / "log.jsonl", log)
     settings = {"rollout_batch_size": 16, "num_ppo_epochs": 2, "max_completion_length": 48, "max_prompt_length": 40,
                 "model_name_or_path": str(small), "reward_funcs": ["runs/rm"], "lora_r": 8}  # fmt: skip
-    about = {"verb": "ppo", "slots_per_rollout": 2, "settings": settings}
+    about = {"verb": "ppo", "steps_per_rollout": 2, "settings": settings}
     (tmp_path / "run" / "_report" / "run.json").write_text(json.dumps(about))
     return tmp_path / "run"
 
@@ -297,7 +297,7 @@ def test_a_run_that_trained_in_stages_is_planned_so():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"verb": "sft"}, "no record of a PPO run"), ({"slots_per_rollout": 6}, "than 2 rollouts")]
+    ("change", "message"), [({"verb": "sft"}, "no record of a PPO run"), ({"steps_per_rollout": 6}, "than 2 rollouts")]
 )
 def test_a_run_that_cannot_be_compared_says_why(run_dir, change, message, capsys):
     path = run_dir / "_report" / "run.json"

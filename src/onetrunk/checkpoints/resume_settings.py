@@ -25,7 +25,7 @@ from peft import PeftModel
 
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import RowGroups
 from onetrunk.utils.files import read_json
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def plain_settings(trainer: Trainer) -> dict[str, Any]:
     settings["rows"] = rows_digest(trainer.train_dataset)
     if isinstance(trainer.train_dataset, ShardedRows):
         settings["row_contents"] = trainer.train_dataset.contents
-    ranks = DataParallel(trainer.accelerator)
+    ranks = RowGroups(trainer.accelerator)
     settings |= {"num_processes": ranks.num_processes, "tensor_parallel": ranks.group_size}
     settings["adapter"] = _adapter_settings(model) if has_adapter else None
     settings["base"], settings["base_name"] = base_fingerprint(base), base.config.name_or_path

@@ -181,7 +181,7 @@ class HackingMonitor(EndingCallback, ExportableState):
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step % (self._trainer.args.slots_per_rollout * self.every):
+        if state.global_step % (self._trainer.args.steps_per_rollout * self.every):
             return
         start = time.perf_counter()
         scores = self._measure(state)

@@ -62,7 +62,7 @@ def num_data_processes(world_size: int) -> int:
     return world_size // group_size()
 
 
-class DataParallel:
+class RowGroups:
     """The Accelerator as processes with different rows see it: a group that divides the base counts as one.
 
     The processes of a group sample and train on the same rows. What is reduced or gathered here counts each row once.
@@ -142,20 +142,20 @@ class GroupAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        return DataParallel(self).num_processes
+        return RowGroups(self).num_processes
 
     @property
     def process_index(self) -> int:
-        return DataParallel(self).process_index
+        return RowGroups(self).process_index
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all groups, or of nested containers of tensors, joined along the first dimension."""
-        ranks = DataParallel(self)
+        ranks = RowGroups(self)
         return recursively_apply(lambda own: ranks.gather(own if own.ndim else own[None]), tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum or the mean over the groups, times `scale` (as Accelerator.reduce)."""
-        ranks = DataParallel(self)
+        ranks = RowGroups(self)
         factor = scale / ranks.num_processes if reduction == "mean" else scale
         return recursively_apply(lambda own: ranks.sum(own) * factor, tensor)
 

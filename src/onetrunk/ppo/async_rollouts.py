@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import RowGroups
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.rollout import PromptBatch, Sampled, SamplingStream
 from onetrunk.ppo.stream_state import num_writers
@@ -80,7 +80,7 @@ class AsyncSource:
             del self._batches[iteration]
 
     def _publish(self, iteration: int) -> None:
-        model, version = self.stream.model, iteration * self.stream.config.slots_per_rollout
+        model, version = self.stream.model, iteration * self.stream.config.steps_per_rollout
         self.stream.sampler.backend.sync(model, version)
         self._published[iteration] = {name: p.detach().cpu().clone() for name, p in _trained(model).items()}
         for old in [number for number in self._published if number < iteration - self.max_staleness]:
@@ -121,7 +121,7 @@ class AsyncSource:
             number, _, parameter = name.partition("|")
             if int(number) >= first - self.max_staleness:
                 self._published.setdefault(int(number), {})[parameter] = tensor
-        slots = self.stream.config.slots_per_rollout
+        slots = self.stream.config.steps_per_rollout
         for rank in range(num_writers(folder)):
             rows = load_rows(folder, rank)
             fresh = {key: row for key, row in rows.items() if key[1] - row.version // slots <= self.max_staleness}
@@ -145,7 +145,7 @@ class AsyncSource:
         self._offer(first, max(self._published) + self.max_staleness)
 
 
-def staleness_metrics(rollout: Rollout, iteration: int, config: PPOConfig, ranks: DataParallel) -> dict[str, float]:
+def staleness_metrics(rollout: Rollout, iteration: int, config: PPOConfig, ranks: RowGroups) -> dict[str, float]:
     """Return how many rollouts the policy was trained on since rows were sampled; {} if they have no versions."""
     if rollout.policy_versions is None:
         return {}
@@ -158,7 +158,7 @@ def row_ages(rollout: Rollout, iteration: int, config: PPOConfig) -> Tensor:
     """Return [n]: on how many rollouts the policy was trained since each row was sampled; 0 without versions."""
     if rollout.policy_versions is None:
         return torch.zeros(len(rollout))
-    return iteration - torch.tensor(rollout.policy_versions) / config.slots_per_rollout
+    return iteration - torch.tensor(rollout.policy_versions) / config.steps_per_rollout
 
 
 def save_rows(folder: str | Path, rank: int, rows: Mapping[RowKey, StartedRow]) -> None:

@@ -104,7 +104,7 @@ def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
 
 def describe_steps(config: PPOConfig) -> str:
     """Return a line about what the settings mean: how many completions a rollout and an optimizer step have."""
-    rows, steps = config.rollout_batch_size * config.num_generations, config.slots_per_rollout
+    rows, steps = config.rollout_batch_size * config.num_generations, config.steps_per_rollout
     line = (
         f"rollout: {rows} completions ({config.rollout_batch_size} prompts x {config.num_generations}), then {steps}"
         f" steps of {rows // config.num_minibatches} completions"

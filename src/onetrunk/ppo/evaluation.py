@@ -21,12 +21,12 @@ from tqdm.auto import tqdm
 
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import PackLimits
-from onetrunk.parallel.groups import DataParallel, pack_outputs
+from onetrunk.parallel.groups import RowGroups, pack_outputs
 from onetrunk.parallel.sharding import equal_counts, reshard
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.monitoring.metrics import episode_metrics, rollout_metrics
 from onetrunk.ppo.packs import joined, rollout_packs, with_importance
-from onetrunk.ppo.rollout import CONTEXT, Sampled, Sampler, ScoredRollout, prompt_batch, with_turn_values
+from onetrunk.ppo.rollout import CONTEXT, RolloutMaker, Sampled, ScoredRollout, prompt_batch, with_turn_values
 from onetrunk.rewards.reward import turn_sums
 from onetrunk.types import Completion
 from onetrunk.utils.files import require_name
@@ -42,7 +42,7 @@ MOST_ARRIVALS = 12
 
 def evaluate_prompts(
     model: TrunkModel,
-    sampler: Sampler,
+    sampler: RolloutMaker,
     dataset: Dataset,
     accelerator: Accelerator,
     args: PPOConfig,
@@ -57,7 +57,7 @@ def evaluate_prompts(
         role: "policy", or "reference" for the metrics before training (its KL to itself is not reported).
         version: optimizer steps that the policy has seen.
     """
-    ranks = DataParallel(accelerator)
+    ranks = RowGroups(accelerator)
     process, num_processes = ranks.process_index, ranks.num_processes
     share = math.ceil(len(dataset) / num_processes)
     # Metrics are gathered, so every process has equally many rows; surplus rows repeat others and do not count.

@@ -40,7 +40,7 @@ from onetrunk.ops.advantages import (
 )
 from onetrunk.ops.masking import masked_whiten, turn_starts
 from onetrunk.ops.packing import PackLimits
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import RowGroups
 from onetrunk.parallel.sharding import equal_counts
 from onetrunk.ppo.async_rollouts import AsyncSource, row_ages, staleness_metrics
 from onetrunk.ppo.config import PPOConfig, plan_batches
@@ -54,14 +54,14 @@ from onetrunk.ppo.monitoring.metrics import (
     rollout_metrics,
     value_metrics,
 )
-from onetrunk.ppo.monitoring.profiling import Watch
+from onetrunk.ppo.monitoring.profiling import PhaseTimer
 from onetrunk.ppo.packs import RolloutPack, cut, joined, rollout_packs, with_importance
 from onetrunk.ppo.rollout import (
     PromptBatch,
     PromptOrder,
+    RolloutMaker,
     RolloutSource,
     Sampled,
-    Sampler,
     ScoredRollout,
     SyncSource,
     prompt_batch,
@@ -80,12 +80,12 @@ class StreamTrainer(Protocol):
     accelerator: Accelerator
     # The policy, which the trainer wraps after the stream is made.
     model: nn.Module
-    sampler: Sampler
+    sampler: RolloutMaker
     train_dataset: Dataset | ShardedRows
-    data_parallel: DataParallel
+    data_parallel: RowGroups
     # Whose `cache` keeps the outputs of the frozen layers.
     trunk_plan: Any
-    watch: Watch
+    watch: PhaseTimer
     metric_log: MetricLog
     stop_signals: StopSignals
 
@@ -128,13 +128,13 @@ class ExperienceStream:
         self.sampler, self.accelerator, self.watch = trainer.sampler, trainer.accelerator, trainer.watch
         # Rows are dealt to these; processes that hold the same rows count as one.
         self.data_parallel = trainer.data_parallel
-        self.num_rollouts = math.ceil(trainer.planned_steps() / config.slots_per_rollout)
+        self.num_rollouts = math.ceil(trainer.planned_steps() / config.steps_per_rollout)
         self.plan = plan_batches(config, trainer.accelerator.num_processes)
         self.order = PromptOrder.from_config(config, trainer.train_dataset)
         self.kl_controller = (
-            KLController(config.initial_beta)
+            KLController(config.beta)
             if config.kl_target is None
-            else AdaptiveKLController(config.initial_beta, config.kl_target, config.kl_horizon)
+            else AdaptiveKLController(config.beta, config.kl_target, config.kl_horizon)
         )
         # Whether samples are weighted: a sampler with weights of its own rounds differently, or has older ones; and a
         # truncated one draws from another distribution.
@@ -206,7 +206,7 @@ class ExperienceStream:
         Reward functions may need the main thread, so this happens in the background where they may wait for a server;
         but a trace sees the main thread only.
         """
-        roles = self.sampler.roles("policy", "value", *(("reference",) if self.config.initial_beta else ()))
+        roles = self.sampler.roles("policy", "value", *(("reference",) if self.config.beta else ()))
         has_time = self.sampler.may_wait and not self.watch.is_tracing
         return self.forward.running(packs, roles, self.state.iteration, has_time)
 
@@ -445,12 +445,12 @@ class ExperienceStream:
 
     def __len__(self) -> int:
         """Return the optimizer steps of one pass over the prompts."""
-        return self.order.rollouts_per_pass * self.config.slots_per_rollout
+        return self.order.rollouts_per_pass * self.config.steps_per_rollout
 
     @property
     def passes(self) -> float:
         """Passes over the prompts trained on so far, as a fraction."""
-        return (self.state.iteration * self.config.slots_per_rollout + self.state.slot) / len(self)
+        return (self.state.iteration * self.config.steps_per_rollout + self.state.slot) / len(self)
 
     def __iter__(self) -> Iterator[dict[str, Minibatch]]:
         per_pass = self.order.rollouts_per_pass
@@ -490,7 +490,7 @@ class ExperienceStream:
 
     def _advance(self) -> None:
         self.state.slot += 1
-        if self.state.slot == self.config.slots_per_rollout:
+        if self.state.slot == self.config.steps_per_rollout:
             # beta stays: the last step of the rollout is still to come.
             self.state = StreamState(iteration=self.state.iteration + 1, beta=self.state.beta)
             self._experiences = None
@@ -521,7 +521,7 @@ class ExperienceStream:
     def load(self, folder: str | Path) -> None:
         """Restore the stream from a checkpoint; ValueError if a file is missing, or does not fit this run."""
         self.state = load_state(folder, self.kl_controller, self.score_moments)
-        step, slots = step_of(folder), self.config.slots_per_rollout
+        step, slots = step_of(folder), self.config.steps_per_rollout
         if not 0 <= self.state.slot < slots or step not in (None, self.state.iteration * slots + self.state.slot):
             raise ValueError(
                 f"{folder} holds the state of another step ({self.state}); resume from another checkpoint"

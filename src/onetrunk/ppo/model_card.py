@@ -157,7 +157,7 @@ def _tables(trainer: Trainer, model: TrunkModel) -> dict[str, dict[str, Any]]:
     weighted = [f"{n} x {w:g}" if w != 1 else n for n, w in zip(rewards.names, rewards.weights, strict=True)]
     kinds = [] if trainer.sampler.episodes is None else trainer.sampler.episodes.kinds.values()
     weighted += sorted({f"the environment {kind.class_name}" for kind in kinds if kind.has_reward})
-    rollouts = trainer.state.global_step / args.slots_per_rollout
+    rollouts = trainer.state.global_step / args.steps_per_rollout
     training = {
         "rewards": ", ".join(weighted),
         "prompts": len(trainer.train_dataset),

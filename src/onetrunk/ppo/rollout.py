@@ -20,7 +20,7 @@ from onetrunk.data.prompts import decode_completion
 from onetrunk.data.sharded import BlockOrder, ShardedRows
 from onetrunk.ops.masking import on_cpu, turn_starts
 from onetrunk.ops.packing import deal_rows
-from onetrunk.parallel.groups import DataParallel, once_per_group
+from onetrunk.parallel.groups import RowGroups, once_per_group
 from onetrunk.ppo.packs import RolloutPack
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.reward import Arrival, Scores, arrivals
@@ -206,7 +206,7 @@ def prompt_batch(dataset: Dataset | ShardedRows, rows: Sequence[int], keys: Sequ
 
 
 @dataclass(frozen=True)
-class Sampler:
+class RolloutMaker:
     """Samples completions and scores them.
 
     Args:
@@ -451,8 +451,8 @@ class SamplingStream(Protocol):
     """What a RolloutSource reads from the ExperienceStream that it samples for."""
 
     config: PPOConfig
-    sampler: Sampler
-    data_parallel: DataParallel
+    sampler: RolloutMaker
+    data_parallel: RowGroups
     # The policy.
     model: nn.Module
     # Of the whole run: no rollout beyond them is sampled.
@@ -482,7 +482,7 @@ class SyncSource:
     def next(self, iteration: int) -> Sampled:
         """Sample rollout `iteration`."""
         stream, sampler = self.stream, self.stream.sampler
-        batch, version = stream.prompts(iteration), iteration * stream.config.slots_per_rollout
+        batch, version = stream.prompts(iteration), iteration * stream.config.steps_per_rollout
         sampler.backend.sync(stream.model, version)
         # No process can give up sampling alone where others work on the same rows.
         is_collective = stream.data_parallel.shares_rows or getattr(sampler.backend, "is_collective", False)

@@ -483,14 +483,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         return {**limits, "one_token": None} if self.max_completion_length == 1 else limits
 
     @property
-    def slots_per_rollout(self) -> int:
+    def steps_per_rollout(self) -> int:
         """Optimizer steps that a rollout feeds."""
         return self.num_ppo_epochs * self.num_minibatches
-
-    @property
-    def initial_beta(self) -> float:
-        """The KL coefficient at the start; the one in use is in the state of the stream."""
-        return self.beta
 
     @property
     def truncates(self) -> bool:
@@ -518,7 +513,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         if evaluations and self.eval_strategy == "steps":
             # A share of all steps, below 1, is a number of steps that is not known yet.
             every = self.eval_steps or self.logging_steps
-            evaluations += self.slots_per_rollout if every < 1 else self.slots_per_rollout // int(every)
+            evaluations += self.steps_per_rollout if every < 1 else self.steps_per_rollout // int(every)
         return (self.max_staleness + 1) * (1 + evaluations) + 1
 
     def _inherited_defaults(self) -> dict[str, Any]:
@@ -544,7 +539,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             if isinstance(getattr(self, name), Derived):
                 setattr(self, name, type(self).__dataclass_fields__[name].default)
         if self.num_rollouts is not None:
-            steps = self.num_rollouts * self.slots_per_rollout
+            steps = self.num_rollouts * self.steps_per_rollout
             if self.max_steps not in (-1, steps):
                 raise ValueError(
                     f"num_rollouts {self.num_rollouts} makes {steps} optimizer steps, but max_steps is"

@@ -51,7 +51,7 @@ from onetrunk.parallel.sharding import cast_when_sharded
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.foreign_names import our_metric
 from onetrunk.ppo.memory_check import MemoryCheck
-from onetrunk.ppo.rollout import Sampler, longest_prompt_of
+from onetrunk.ppo.rollout import RolloutMaker, longest_prompt_of
 from onetrunk.ppo.settings import BACKENDS
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rewards.model import ModelReward
@@ -85,7 +85,7 @@ class SampledModel:
     model: TrunkModel
     tokenizer: PreTrainedTokenizerBase
     datasets: list[Dataset]
-    sampler: Sampler
+    sampler: RolloutMaker
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def rows_needed(args: PPOConfig) -> int | None:
     """Return the number of prompts that a run reads, if its settings say it."""
     if args.max_steps <= 0:
         return None
-    return math.ceil(args.max_steps / args.slots_per_rollout) * args.rollout_batch_size
+    return math.ceil(args.max_steps / args.steps_per_rollout) * args.rollout_batch_size
 
 
 def map_style(rows: Any, name: str, limit: int | None = None) -> Any:
@@ -273,7 +273,7 @@ def load_sampled_model(
     names = "max_completion_length temperature top_p top_k max_turn_length max_context_length"
     given = {name: getattr(args, name) for name in names.split()}
     params = SamplingParams(**given, stop_token_ids=tuple(sorted(stops)), pad_token_id=tokenizer.pad_token_id)
-    sampler = Sampler(backend, rewards, tokenizer, params, episodes=episodes)
+    sampler = RolloutMaker(backend, rewards, tokenizer, params, episodes=episodes)
     if episodes is not None:
         episodes.limits = replace(episodes.limits, longest_prompt=longest_with_reset(trunk, args))
     return SampledModel(trunk, tokenizer, datasets, sampler)

@@ -25,7 +25,7 @@ from onetrunk.models.adapters import POLICY
 from onetrunk.models.loading import base_fingerprint
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.advantages import KLController, RunningMoments
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import RowGroups
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.rewards.combine import OWN_COLUMNS, RewardSet
 from onetrunk.rewards.reward import content_of, reward_name
@@ -229,7 +229,7 @@ def _experience(tensors: dict[str, Tensor]) -> Experience:
 def run_settings(
     config: PPOConfig,
     dataset: Dataset | ShardedRows,
-    ranks: DataParallel,
+    ranks: RowGroups,
     model: TrunkModel,
     rewards: RewardSet,
     episodes: Episodes | None = None,

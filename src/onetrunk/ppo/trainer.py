@@ -31,14 +31,14 @@ from onetrunk.models.adapters import POLICY
 from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.ops.losses import ppo_loss
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import RowGroups
 from onetrunk.ppo.config import PPOConfig, describe_startup
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.foreign_names import explain_key
 from onetrunk.ppo.monitoring.alarms import Alarms, StepEnd, StepGuard
 from onetrunk.ppo.monitoring.metrics import MetricLog, without_steps
-from onetrunk.ppo.monitoring.profiling import Watch
+from onetrunk.ppo.monitoring.profiling import PhaseTimer
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, map_style, prepare_dataset, prepare_run
@@ -175,9 +175,9 @@ class PPOTrainer(ResumableTrainer):
             optimizers=optimizers,
         )
         self.loss_is_scaled_for_ga = True
-        self.data_parallel = DataParallel(self.accelerator)
+        self.data_parallel = RowGroups(self.accelerator)
         self.metric_log = MetricLog(self.accelerator, of_rollout=MetricLog(self.accelerator))
-        self.watch = Watch(args, self.accelerator, self.heartbeat)
+        self.watch = PhaseTimer(args, self.accelerator, self.heartbeat)
         self.add_callback(self.watch)
         # The approximate KL of the step, summed over its packs on this process; `target_kl` limits it.
         self._policy_kl = torch.zeros((), device=self.accelerator.device)
@@ -198,7 +198,7 @@ class PPOTrainer(ResumableTrainer):
         if args.max_steps > 0:
             return args.max_steps
         rollouts_per_pass = math.ceil(len(self.train_dataset) / args.rollout_batch_size)
-        return math.ceil(args.num_train_epochs * rollouts_per_pass * args.slots_per_rollout)
+        return math.ceil(args.num_train_epochs * rollouts_per_pass * args.steps_per_rollout)
 
     def num_examples(self, dataloader: ExperienceStream) -> int:
         """Return the number of training prompts."""
@@ -337,7 +337,7 @@ class PPOTrainer(ResumableTrainer):
     def _metrics_of_rollout(self) -> dict[str, float]:
         """Return the metrics of the rollout that has just ended, and forget them; the alarms watch them."""
         metrics = self.metric_log.of_rollout.flush()
-        skipped_fraction = metrics.get("policy/skipped_steps", 0.0) / self.args.slots_per_rollout
+        skipped_fraction = metrics.get("policy/skipped_steps", 0.0) / self.args.steps_per_rollout
         metrics["policy/skipped_fraction"] = skipped_fraction
         if self._gradient_norm >= 0:
             metrics["policy/gradient_norm"], self._gradient_norm = self._gradient_norm, -1.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.masking import on_cpu, widest_dtype
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import RowGroups
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.packs import RolloutPack
 from onetrunk.types import Experience
@@ -41,7 +41,7 @@ class ValueFit:
         data_parallel: the processes.
     """
 
-    def __init__(self, head: ValueHead, config: PPOConfig, data_parallel: DataParallel):
+    def __init__(self, head: ValueHead, config: PPOConfig, data_parallel: RowGroups):
         self.head, self.num_steps, self.seed = head, config.value_steps, config.seed
         self.fits_turn_ends = config.truncated_completions == "bootstrap"
         self.num_rows = config.rollout_batch_size * config.num_generations

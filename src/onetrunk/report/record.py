@@ -145,7 +145,7 @@ class RunRecord(TrainerCallback):
             "verb": self.verb,
             "base": getattr(getattr(model, "config", None), "name_or_path", None),
             "planned_steps": state.max_steps,
-            "slots_per_rollout": getattr(args, "slots_per_rollout", None),
+            "steps_per_rollout": getattr(args, "steps_per_rollout", None),
             "settings": settings,
             "changed": sorted(changed),
             "digests": _digests(self.trainer.settings_of_run() or {}),

@@ -322,7 +322,7 @@ def check_parts(run: Run, own: Mapping[str, Any]) -> list[RenderableType]:
         raise ValueError(f"{run.folder} has no record of a PPO run; give the output_dir of onetrunk ppo")
     timed = {phase: run.series(f"time/{phase}_s") for phase in ("generate", "score", "update")}
     num_steps = max((steps[-1] for steps, _ in timed.values() if steps), default=0)
-    rollouts = int(num_steps // run.about["slots_per_rollout"])
+    rollouts = int(num_steps // run.about["steps_per_rollout"])
     if rollouts < 2:
         raise ValueError(
             f"the log has {num_steps} optimizer steps, which is fewer than 2 rollouts; check a longer run"

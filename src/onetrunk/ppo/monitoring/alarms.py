@@ -112,7 +112,7 @@ class Alarms(EndingCallback):
 
     def needed_checkpoints(self, step: int, config: PPOConfig) -> set[Path]:
         """Return the last checkpoint from before each condition that holds at a step, whether or not it is raised."""
-        slots, output_dir = config.slots_per_rollout, Path(config.output_dir)
+        slots, output_dir = config.steps_per_rollout, Path(config.output_dir)
         end = step - step % slots
         # The weights that sampled the first bad rollout are bad; those that sampled the one before were not.
         steps = {end - (count + 1) * slots for count in self._in_a_row.values() if count}
@@ -125,7 +125,7 @@ class Alarms(EndingCallback):
         self._reset()
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step % args.slots_per_rollout == 0:
+        if state.global_step % args.steps_per_rollout == 0:
             self._end_rollout(args, state)
         if self._ending is not None and self.may_save():
             self.ended = self._ending
@@ -159,8 +159,8 @@ class Alarms(EndingCallback):
     def _raise_alarm(self, name: str, breach: tuple[float, float], args: PPOConfig, state: TrainerState) -> None:
         rule, num_rollouts = RULES[name], patience_of(name, args)
         # The first bad rollout was sampled by the weights at this step, the one before it by good ones.
-        begin = state.global_step - num_rollouts * args.slots_per_rollout
-        good = last_checkpoint(args.output_dir, begin - args.slots_per_rollout)
+        begin = state.global_step - num_rollouts * args.steps_per_rollout
+        good = last_checkpoint(args.output_dir, begin - args.steps_per_rollout)
         remedy = "No checkpoint is left from before it: start a new run, with another output_dir"
         if good is not None:
             remedy = (

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.losses import effective_share, importance_sums, outside_dis_bounds
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
-from onetrunk.parallel.groups import DataParallel
+from onetrunk.parallel.groups import RowGroups
 from onetrunk.ppo.packs import RolloutPack
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.rewards.reward import turn_sums
@@ -149,7 +149,7 @@ class MetricLog:
         names, parts = [*sorted(self._sums), *sorted(self._maxima)], []
         if self._sums:
             sums = torch.stack([self._sums[name] for name in sorted(self._sums)])
-            parts.append(DataParallel(self.accelerator).sum(sums) / max(1, self._num_steps))
+            parts.append(RowGroups(self.accelerator).sum(sums) / max(1, self._num_steps))
         if self._maxima:
             maxima = torch.stack([self._maxima[name] for name in sorted(self._maxima)])
             parts.append(self.accelerator.gather(maxima[None]).amax(dim=0))
@@ -242,7 +242,7 @@ def rollout_metrics(
     columns = [counts, total, lengths, stopped, *ngrams, *_turn_columns(scored), *scored.scores.by_function.values()]
     columns = torch.stack(columns).to(device, non_blocking=True)
     # One copy from the device: all that follows is computed on the CPU.
-    rows = DataParallel(accelerator).gather(torch.cat([policy_columns, columns]).T.contiguous()).cpu()
+    rows = RowGroups(accelerator).gather(torch.cat([policy_columns, columns]).T.contiguous()).cpu()
     columns = rows[rows[:, 4] > 0].unbind(dim=1)
     kl, gap_sums, gap_maxima, gap_k3, _, total, lengths, stopped, repeated, windows, is_dense, *rest = columns
     by_turn, by_function = rest[:NUM_TURNS], rest[NUM_TURNS:]
@@ -294,7 +294,7 @@ def episode_metrics(
     numbers = torch.tensor(rows, dtype=torch.float64)
     numbers = numbers if counted is None else numbers[counted]
     local = torch.cat([numbers.sum(0), torch.ones(1)]).to(accelerator.device, widest_dtype(accelerator.device))
-    *totals, at_length, processes = DataParallel(accelerator).sum(local).tolist()
+    *totals, at_length, processes = RowGroups(accelerator).sum(local).tolist()
     counts = EpisodeCounts(*totals)
     return {
         "episode/turns": counts.turns / counts.episodes,
@@ -353,7 +353,7 @@ def value_metrics(
 def importance_metrics(packs: Sequence[RolloutPack], accelerator: Accelerator) -> dict[str, float]:
     """Return the effective sample size and the clipped weights as shares of the tokens that train, all processes."""
     local = torch.stack([importance_sums(item.importance, item.loss_mask).sum(1) for item in packs]).sum(0)
-    weights, squares, clipped, num_tokens = DataParallel(accelerator).sum(local).unbind()
+    weights, squares, clipped, num_tokens = RowGroups(accelerator).sum(local).unbind()
     shares = effective_share(weights, squares, num_tokens), clipped / num_tokens.clamp(min=1)
     names = "sampling/effective_sample_size", "sampling/clipped_weights"
     return dict(zip(names, torch.stack(shares).tolist(), strict=True))
@@ -380,7 +380,7 @@ def dis_metrics(
         below, above = outside_dis_bounds(ratio, *bounds)
         counts = torch.stack([((below | above) & item.loss_mask).sum(1), item.loss_mask.sum(1)])
         totals.index_add_(1, ages[item.rows].to(device), counts.to(totals.dtype))
-    columns = DataParallel(accelerator).sum(totals).T.tolist()
+    columns = RowGroups(accelerator).sum(totals).T.tolist()
     return {f"sampling/masked_at_staleness_{age}": masked / n for age, (masked, n) in enumerate(columns) if n}
 
 
@@ -420,7 +420,7 @@ def _finite_mean(x: Tensor) -> float:
 def global_moments(parts: Sequence[tuple[Tensor, Tensor]], accelerator: Accelerator) -> Moments:
     """Return (count, mean, m2) of the counted entries of all parts (x, mask) over all processes."""
     local = torch.stack(merge_moments([masked_moments(x, mask) for x, mask in parts])).to(accelerator.device)
-    return merge_moments([tuple(row) for row in DataParallel(accelerator).gather(local[None])])
+    return merge_moments([tuple(row) for row in RowGroups(accelerator).gather(local[None])])
 
 
 def repeated_ngrams(ids: Tensor, lengths: Tensor, n: int = 4) -> tuple[Tensor, Tensor]:

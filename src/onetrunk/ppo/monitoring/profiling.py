@@ -27,7 +27,7 @@ from onetrunk.ppo.monitoring.metrics import PHASES, peak_gib
 TRACE_FOLDER = "trace"
 
 
-class Watch(TrainerCallback):
+class PhaseTimer(TrainerCallback):
     """The phases of this process, the metrics that compare ranks, and the trace.
 
     Args:

@@ -163,16 +163,16 @@ class RolloutProgress(StepProgress):
             self.bar.set_description(f"rollout {number}/{self._total_rollouts}: {work}")
 
     def _place(self, args: PPOConfig, state: TrainerState) -> str:
-        return f"rollout {math.ceil(state.global_step / args.slots_per_rollout)}/{self._total_rollouts}"
+        return f"rollout {math.ceil(state.global_step / args.steps_per_rollout)}/{self._total_rollouts}"
 
     def _steps_paid_for(self, args: PPOConfig, state: TrainerState) -> int:
         # Before its first step a rollout has been sampled and scored, most of what it costs.
-        slots = args.slots_per_rollout
+        slots = args.steps_per_rollout
         return math.ceil(state.global_step / slots) * slots if self._is_first_line else state.global_step
 
     def on_train_begin(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._total_rollouts = math.ceil(state.max_steps / args.slots_per_rollout)
-        self._rollout = state.global_step // args.slots_per_rollout
+        self._total_rollouts = math.ceil(state.max_steps / args.steps_per_rollout)
+        self._rollout = state.global_step // args.steps_per_rollout
         super().on_train_begin(args, state, control, **kwargs)
         self._describe(self._phase)
 
@@ -180,7 +180,7 @@ class RolloutProgress(StepProgress):
         self._describe("updating")
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._rollout = state.global_step // args.slots_per_rollout
+        self._rollout = state.global_step // args.steps_per_rollout
         super().on_step_end(args, state, control, **kwargs)
         self._describe(self._phase)
 

@@ -202,15 +202,15 @@ def _batch_lines(args: PPOArguments, num_prompts: int) -> list[str]:
     plan = plan_batches(args, args.world_size)
     per_pass = math.ceil(num_prompts / args.rollout_batch_size)
     steps = (
-        args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_pass * args.slots_per_rollout)
+        args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_pass * args.steps_per_rollout)
     )
-    rollouts = math.ceil(steps / args.slots_per_rollout)
+    rollouts = math.ceil(steps / args.steps_per_rollout)
     completions = rollouts * args.rollout_batch_size * args.num_generations
     return [
         f"rollout: {args.rollout_batch_size} prompts x {args.num_generations} completions on {args.world_size}"
         f" process(es): {plan.rows_per_rank} completions each",
         f"update: {args.num_ppo_epochs} epochs x {args.num_minibatches} minibatches of {plan.rows_per_minibatch}"
-        f" completions per process = {args.slots_per_rollout} optimizer steps per rollout",
+        f" completions per process = {args.steps_per_rollout} optimizer steps per rollout",
         f"forward: at most {plan.rows_per_pack} rows"
         + (f" and {args.microbatch_tokens} tokens" if args.microbatch_tokens else ""),
         f"run: {rollouts} rollouts = {steps} optimizer steps, {completions:,} completions of at most"
