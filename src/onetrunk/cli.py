@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `onetrunk recipes list | head -1` closes the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:  # Stages answer it themselves.
+        return 130
     except errors as error:
         is_usage = isinstance(error, UsageError)
         say(f"error: {error}", *([f"all options: onetrunk {verb} --help"] if is_usage else []))

@@ -96,7 +96,7 @@ _TABLE = (
     Verb("plan", "memory, time and cost of a PPO run, and the best plan for some hardware, before it is paid for",
          "onetrunk.stages.plan", is_light=True),
     Verb("report", "write a page about how a run, several runs or a pipeline went",
-         "onetrunk.stages.tools.report", reader="onetrunk.stages.options.words:report_words"),
+         "onetrunk.stages.tools.report", reader="onetrunk.stages.options.words:report_words", is_light=True),
     Verb("export", "make a result ready for other tools: merged, vllm, gguf or ollama",
          "onetrunk.stages.tools.export", first_word="model",
          needed={"model": "runs/new", "output_dir": "runs/merged"}),

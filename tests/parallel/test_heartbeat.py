@@ -9,7 +9,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from onetrunk.parallel.heartbeat import Beat, Heartbeat, LostRanks, heartbeat_file, is_connection_error, read_beat
+from onetrunk.parallel.heartbeat import Heartbeat, LostRanks, is_connection_error
+from onetrunk.utils.beats import Beat, heartbeat_file, read_beat
 
 HERE = socket.gethostname()
 BROKEN = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"

@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from onetrunk.parallel.heartbeat import read_beat
+from onetrunk.utils.beats import read_beat
 from tests.checkpoints.test_elastic_restart import OPTIONS, prepared
 from tests.places import ROOT, finish_pair, started_pair
 

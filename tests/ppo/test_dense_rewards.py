@@ -8,10 +8,10 @@ import torch
 from datasets import Dataset
 
 from onetrunk.ops import token_rewards
-from onetrunk.ppo.evaluation import score_text
 from onetrunk.report.blocks import sample_blocks
 from onetrunk.report.runs import Run
 from onetrunk.rewards import PerToken, PerTurn
+from onetrunk.utils.sample_text import score_text
 from tests.fakes import CannedBackend
 from tests.ppo.support import assert_same, differ, even_share, logged, make_trainer, prompts, trained, trained_weights
 from tests.ppo.test_shaping import PLAIN, by_row, check

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from onetrunk.parallel.heartbeat import read_beat
 from onetrunk.ppo.monitoring.profiling import rank_metrics
+from onetrunk.utils.beats import read_beat
 from tests.ppo.support import even_share, make_trainer, trained, trained_weights
 
 

@@ -14,11 +14,12 @@ import pytest
 from markupsafe import Markup
 
 from onetrunk import cli
-from onetrunk.parallel.heartbeat import Beat, Heartbeat, heartbeat_file
+from onetrunk.parallel.heartbeat import Heartbeat
 from onetrunk.report.blocks import MARKDOWN, PAGE, Block, Figure, rendered
 from onetrunk.report.plots import PLOTS, draw, drawn
 from onetrunk.report.report import write_report, write_report_of
 from onetrunk.report.runs import read_run
+from onetrunk.utils.beats import Beat, heartbeat_file
 from tests.report.made_runs import ALARM, ppo_log, write_lines, write_pipeline, write_ppo_run, write_preferences
 
 

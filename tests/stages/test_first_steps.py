@@ -83,6 +83,13 @@ def test_a_wrong_constitution_or_column_is_answered_before_torch_is_imported(in_
     assert message in done.stderr and done.stdout == "1 False\n", done.stderr
 
 
+def test_a_report_is_written_without_torch(tmp_path):
+    (tmp_path / "metrics.json").write_text('{"policy": {"score/mean": 1.0}, "reference": {}, "steps": 1}')
+    code = "import sys; from onetrunk.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    assert python("-c", code, "report", tmp_path).stdout.endswith("\n0 False\n")
+    assert (tmp_path / "_report/report.html").is_file()
+
+
 def test_columns_under_another_name_or_in_another_row_are_found(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "why"}\n{"question": "how", "completion": "so"}\n')

@@ -20,7 +20,7 @@ from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.judge import Pair
-from onetrunk.judges.labels import JudgeStatistics, PairLabel, judge_warnings
+from onetrunk.judges.labels import JudgeStatistics, PairLabel
 from onetrunk.types import SampledText, as_completion, as_text
 from onetrunk.utils.randomness import PAIRING_STREAM, generator_of
 
@@ -39,8 +39,6 @@ COUNTS = (
 )
 # Bins of the histogram of labels, from 0.5 to 1.
 BINS = 10
-# Where one length is chosen in this share of the pairs, a reward model may learn length alone.
-ONE_LENGTH = 0.65
 
 
 @dataclass
@@ -257,18 +255,3 @@ def merged_judge_statistics(shards: Iterable[dict[str, float]]) -> dict[str, Any
         total.sums.update(sums)
     # Sums of floats differ in their last digits with the order of the shards.
     return {name: round(v, 6) if isinstance(v, float) else v for name, v in total.as_dict().items()}
-
-
-def statistics_warnings(statistics: dict[str, Any]) -> list[str]:
-    """Return what a reader of the statistics of preference rows should not overlook, as clauses."""
-    warnings = []
-    longer = statistics.get("rows", {}).get("length", {}).get("longer_is_chosen_fraction")
-    if longer is not None and max(longer, 1 - longer) >= ONE_LENGTH:
-        which = "longer" if longer > 0.5 else "shorter"
-        share = f"{max(longer, 1 - longer):.0%}"
-        warnings.append(f"the {which} completion is chosen in {share} of the pairs, which a reward model may learn")
-    if "judge" in statistics:
-        warnings += judge_warnings(statistics["judge"])
-    if statistics["counts"].get("unjudged"):
-        warnings.append(f"{statistics['counts']['unjudged']} pairs have no verdict yet")
-    return warnings

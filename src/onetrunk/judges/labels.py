@@ -25,6 +25,8 @@ TIE = 0.5
 # Limits of `judge_warnings`. Below FEWEST_ANSWERS a share is noise.
 LEAST_CONSISTENCY, MOST_SLOT_BIAS, SLOT_RATE_NEAR, MANY_ABSTENTIONS = 0.5, 0.15, 0.1, 0.1
 FEWEST_ANSWERS = 20
+# Where one length is chosen in this share of the pairs, a reward model may learn length alone.
+ONE_LENGTH = 0.65
 
 
 @dataclass(frozen=True)
@@ -274,3 +276,18 @@ def _agree(one: float, other: float) -> bool:
 
 def _share(part: float, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+def statistics_warnings(statistics: dict[str, Any]) -> list[str]:
+    """Return what a reader of the statistics of preference rows should not overlook, as clauses."""
+    warnings = []
+    longer = statistics.get("rows", {}).get("length", {}).get("longer_is_chosen_fraction")
+    if longer is not None and max(longer, 1 - longer) >= ONE_LENGTH:
+        which = "longer" if longer > 0.5 else "shorter"
+        share = f"{max(longer, 1 - longer):.0%}"
+        warnings.append(f"the {which} completion is chosen in {share} of the pairs, which a reward model may learn")
+    if "judge" in statistics:
+        warnings += judge_warnings(statistics["judge"])
+    if statistics["counts"].get("unjudged"):
+        warnings.append(f"{statistics['counts']['unjudged']} pairs have no verdict yet")
+    return warnings

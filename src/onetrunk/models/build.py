@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -49,10 +49,12 @@ from onetrunk.models.loading import (
     put_adapter_on,
     read_adapter_weights,
 )
-from onetrunk.models.reward_model import ScoreAdapter, ScoreBranch
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.utils.files import require_output_dir
+
+if TYPE_CHECKING:
+    from onetrunk.models.reward_model import ScoreAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,8 @@ def check_model_type(model: Any) -> None:
 
 def attach_score_adapter(trunk: PeftModel, adapter: ScoreAdapter) -> None:
     """Make `adapter` the branch `reward` of a TrunkModel; no `requires_grad` flag of another branch changes."""
+    from onetrunk.models.reward_model import ScoreBranch  # Few runs have one.
+
     check_base_marks(trunk.get_base_model(), expand(adapter.name))
     flags = [(p, p.requires_grad) for p in trunk.parameters()]
     if REWARD in trunk.peft_config:

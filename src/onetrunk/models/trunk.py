@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
@@ -48,7 +48,6 @@ from onetrunk.models.base_model import (
 )
 from onetrunk.models.frozen_layers import only_between, verify_cut
 from onetrunk.models.loading import write_base_marks
-from onetrunk.models.reward_model import ScoreBranch
 from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.token_grid import (
     Positions,
@@ -63,6 +62,9 @@ from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.types import Pack, PackOutput
 from onetrunk.utils.startup import peft_calls
 from onetrunk.utils.versions import checkpointing_enabler
+
+if TYPE_CHECKING:
+    from onetrunk.models.reward_model import ScoreBranch
 
 ROLES = ("policy", "value", "reference", "reward", "trunk")
 

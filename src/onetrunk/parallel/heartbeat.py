@@ -15,15 +15,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-import psutil
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from onetrunk.utils.files import atomic_path, delete_temporaries, parse_json
+from onetrunk.utils.beats import Beat, heartbeat_file, read_beat
+from onetrunk.utils.files import atomic_path, delete_temporaries
 
 logger = logging.getLogger(__name__)
 
@@ -38,56 +38,6 @@ BROKEN = re.compile(
 
 class LostRanks(RuntimeError):
     """Another process of the run ended or gave no answer."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """The content of a heartbeat file.
-
-    Args:
-        rank, host, pid: the process.
-        time: when it last made progress, in seconds since 1970.
-        phase: what it does.
-        step, rollout: the optimizer step and the number of the rollout, None before the first one.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    time: float
-    phase: str
-    step: int | None = None
-    rollout: int | None = None
-
-    @property
-    def place(self) -> str:
-        """What the process was doing, in words."""
-        words = [f"in phase {self.phase}"]
-        words += [f"of rollout {self.rollout}"] if self.rollout is not None else []
-        words += [f"at step {self.step}"] if self.step is not None else []
-        return " ".join(words)
-
-    @property
-    def may_be_alive(self) -> bool:
-        """Whether the process can exist still; of one on another host nobody knows."""
-        return self.host != socket.gethostname() or psutil.pid_exists(self.pid)
-
-    def __str__(self) -> str:
-        age = time.time() - self.time
-        return f"rank {self.rank} (process {self.pid} on {self.host}), last sign {age:.0f} s ago {self.place}"
-
-
-def heartbeat_file(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Return the path of a rank's heartbeat file."""
-    return Path(folder) / f"_heartbeat-{rank}.json"
-
-
-def read_beat(folder: str | os.PathLike[str], rank: int) -> Beat | None:
-    """Return a rank's heartbeat, or None if there is none."""
-    try:
-        return Beat(**parse_json(heartbeat_file(folder, rank).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 class Heartbeat(TrainerCallback):

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, adapter_parameters
-from onetrunk.parallel.groups import RowGroups
-from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.rollout import PromptBatch, Sampled, SamplingStream
 from onetrunk.ppo.stream_state import num_writers
 from onetrunk.rollouts.async_sampler import AsyncSampler, StartedRow
@@ -143,22 +141,6 @@ class AsyncSource:
         for name, tensor in current.items():
             trained[name].copy_(tensor)
         self._offer(first, max(self._published) + self.max_staleness)
-
-
-def staleness_metrics(rollout: Rollout, iteration: int, config: PPOConfig, ranks: RowGroups) -> dict[str, float]:
-    """Return how many rollouts the policy was trained on since rows were sampled; {} if they have no versions."""
-    if rollout.policy_versions is None:
-        return {}
-    ages = row_ages(rollout, iteration, config)
-    ages = ranks.gather(ages.to(ranks.accelerator.device, non_blocking=True)).cpu()
-    return {"sampling/staleness": ages.mean().item(), "sampling/staleness_max": ages.max().item()}
-
-
-def row_ages(rollout: Rollout, iteration: int, config: PPOConfig) -> Tensor:
-    """Return [n]: on how many rollouts the policy was trained since each row was sampled; 0 without versions."""
-    if rollout.policy_versions is None:
-        return torch.zeros(len(rollout))
-    return iteration - torch.tensor(rollout.policy_versions) / config.steps_per_rollout
 
 
 def save_rows(folder: str | Path, rank: int, rows: Mapping[RowKey, StartedRow]) -> None:

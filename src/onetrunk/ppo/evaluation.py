@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,10 @@ from onetrunk.types import Completion
 from onetrunk.utils.files import require_name
 from onetrunk.utils.randomness import EVALUATION_STREAM, ROLLOUT_STREAM, seed_generators
 from onetrunk.utils.redaction import redact, table_console
+from onetrunk.utils.sample_text import score_text, short_text, transcript_text
 
 # Characters of a text in a table.
 LONGEST_CELL = 400
-LONGEST_SUM = 80
-# A dense score that arrives at more tokens is not shown as a sum.
-MOST_ARRIVALS = 12
 
 
 def evaluate_prompts(
@@ -175,34 +172,9 @@ def transcript(scored: ScoredRollout, row: int) -> list[dict[str, Any]]:
     return entries
 
 
-def transcript_text(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return a `transcript` as lines of text."""
-    lines = []
-    for entry in entries:
-        given = next((name for name in ("observation", "context") if name in entry), None)
-        if given is not None:
-            lines.append(f"[{given}] {entry[given]}")
-            continue
-        numbers = [f"{name} {entry[name]:.3g}" for name in ("reward", "value") if name in entry]
-        title = ", ".join([f"turn {entry['turn']}", *numbers])
-        lines.append(f"[{title}] {entry['text']}")
-    return "\n".join(lines)
-
-
 def shown_completion(scored: ScoredRollout, row: int) -> Completion:
     """Return what a sample shows as the completion of a row: of an episode its transcript."""
     return scored.completions[row] if scored.parts is None else transcript_text(transcript(scored, row))
-
-
-def score_text(score: str, columns: Mapping[str, Any]) -> str:
-    """Return a score as text, with where the reward fell, by the columns of `where_rewarded`, if it is dense."""
-    turns, tokens = columns.get("turn_rewards"), columns.get("token_rewards")
-    if not turns:
-        return score
-    if len(tokens or ()) > MOST_ARRIVALS:
-        return f"{score} at {len(tokens)} tokens"
-    parts = " + ".join(f"{reward:.3g}" for reward in (turns if tokens is None else [r for _, r in tokens]))
-    return f"{score} = {short_text(parts, LONGEST_SUM)} ({'by turn' if tokens is None else 'as it arrived'})"
 
 
 def _number(value: Any) -> float | None:
@@ -220,9 +192,3 @@ def sample_table(scored: ScoredRollout, title: str, num_rows: int = 4) -> Table:
         texts = (short_text(text, LONGEST_CELL) for text in (scored.batch.prompts[i], shown_completion(scored, i)))
         table.add_row(*texts, score_text(f"{scored.scores.total[i].item():.3f}", where_rewarded(scored, i)))
     return table
-
-
-def short_text(text: Any, longest: int) -> str:
-    """Return a text or a conversation as at most `longest` characters."""
-    plain = text if isinstance(text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in text)
-    return plain if len(plain) <= longest else plain[:longest] + " ..."

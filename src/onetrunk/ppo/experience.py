@@ -42,7 +42,6 @@ from onetrunk.ops.masking import masked_whiten, turn_starts
 from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.groups import RowGroups
 from onetrunk.parallel.sharding import equal_counts
-from onetrunk.ppo.async_rollouts import AsyncSource, row_ages, staleness_metrics
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.forward import Forward
 from onetrunk.ppo.monitoring.metrics import (
@@ -52,6 +51,8 @@ from onetrunk.ppo.monitoring.metrics import (
     global_moments,
     importance_metrics,
     rollout_metrics,
+    row_ages,
+    staleness_metrics,
     value_metrics,
 )
 from onetrunk.ppo.monitoring.profiling import PhaseTimer
@@ -161,7 +162,11 @@ class ExperienceStream:
 
     def make_source(self) -> RolloutSource:
         """Return where the rollouts come from. Override it to sample in another way, such as in episodes."""
-        return SyncSource(self) if self.config.schedule == "sync" else AsyncSource(self, self.plan.rows_per_rank)
+        if self.config.schedule == "sync":
+            return SyncSource(self)
+        from onetrunk.ppo.async_rollouts import AsyncSource
+
+        return AsyncSource(self, self.plan.rows_per_rank)
 
     # --- one rollout ------------------------------------------------------------------------------------------------
 

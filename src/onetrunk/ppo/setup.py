@@ -54,7 +54,6 @@ from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import RolloutMaker, longest_prompt_of
 from onetrunk.ppo.settings import BACKENDS
 from onetrunk.rewards.combine import RewardSet
-from onetrunk.rewards.model import ModelReward
 from onetrunk.rewards.reward import BuiltInReward, RewardFunction
 from onetrunk.rewards.specs import Policy, read_spec
 from onetrunk.rollouts.base import (
@@ -478,6 +477,8 @@ def resolve_rewards(
         if isinstance(reward, str):
             reward = read_spec(reward).load(Policy(base, base_tokenizer, device, tokenizer))
         elif isinstance(reward, PreTrainedModel):
+            from onetrunk.rewards.model import ModelReward
+
             reward = ModelReward(reward, tokenizer, device=device)
         elif isinstance(reward, BuiltInReward):
             reward.check()

@@ -17,9 +17,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from onetrunk.judges.labels import judge_warnings
-from onetrunk.ppo.evaluation import score_text, transcript_text
 from onetrunk.report.runs import PAIRS, Run, gain, pairs_of, read_lines
 from onetrunk.utils.redaction import markdown_text
+from onetrunk.utils.sample_text import score_text, transcript_text
 
 # The files of a report, and their templates.
 PAGE, MARKDOWN = "report.html", "report.md"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
-from onetrunk.parallel.heartbeat import read_beat
+from onetrunk.utils.beats import read_beat
 from onetrunk.utils.files import parse_json, read_json
 from onetrunk.verbs import VERBS
 

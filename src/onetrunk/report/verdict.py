@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 
-from onetrunk.feedback.preferences import statistics_warnings
+from onetrunk.judges.labels import statistics_warnings
 from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.report.runs import Run, pairs_of, stage_runs
 

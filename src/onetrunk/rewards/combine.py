@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from onetrunk.data.rows import TEMPLATE_COLUMNS
-from onetrunk.rewards.model import TrunkReward
 from onetrunk.rewards.reward import (
+    BuiltInReward,
     Completion,
     DenseReward,
     PerTurn,
@@ -75,7 +75,7 @@ class RewardSet:
             )
         if not all(math.isfinite(weight) for weight in self.weights):
             raise ValueError(f"reward weights must be finite, got {self.weights}")
-        on_trunk = [function for function in self.functions if isinstance(function, TrunkReward)]
+        on_trunk = [f for f in self.functions if isinstance(f, BuiltInReward) and f.is_on_trunk]
         if len(on_trunk) > 1:
             raise ValueError(
                 f"{len(on_trunk)} reward adapters for one trunk ({', '.join(f.adapter.name for f in on_trunk)}); one"

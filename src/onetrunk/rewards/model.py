@@ -131,6 +131,7 @@ class TrunkReward(BuiltInReward):
     """
 
     runs_here = True
+    is_on_trunk = True
 
     def __init__(self, adapter: ScoreAdapter):
         self.adapter = adapter

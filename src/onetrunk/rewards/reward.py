@@ -57,6 +57,8 @@ class BuiltInReward:
 
     # Whether a model of this process scores, rather than a server that is waited for.
     runs_here = False
+    # Whether it is a reward adapter, which the trunk scores.
+    is_on_trunk = False
 
     def content(self) -> str:
         """Return what the scores depend on, as a short text."""

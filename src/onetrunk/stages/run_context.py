@@ -119,8 +119,6 @@ def run_stage(
 
 def check_launch_of(verb: str) -> None:
     """Raise ValueError if the accelerate config of the launch asks for what the stage does not support."""
-    if verb == "report":  # It only reads files, also for a training that was launched so.
-        return
     layout = launch_layout()
     trainings = [name for name, verb in VERBS.items() if verb.trains]
     if layout is not None and layout.tensor > 1 and verb not in trainings:

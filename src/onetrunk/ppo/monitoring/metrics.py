@@ -30,6 +30,7 @@ from onetrunk.ops.advantages import kl_estimate
 from onetrunk.ops.losses import effective_share, importance_sums, outside_dis_bounds
 from onetrunk.ops.masking import Moments, masked_moments, masked_sum, merge_moments, widest_dtype
 from onetrunk.parallel.groups import RowGroups
+from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.packs import RolloutPack
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.rewards.reward import turn_sums
@@ -451,3 +452,19 @@ def repeated_ngrams(ids: Tensor, lengths: Tensor, n: int = 4) -> tuple[Tensor, T
 def _numbered(codes: Tensor) -> Tensor:
     """Return codes numbered from 0 without gaps, equal where `codes` are; products of two numbers fit int64."""
     return torch.unique(codes, return_inverse=True)[1]
+
+
+def staleness_metrics(rollout: Rollout, iteration: int, config: PPOConfig, ranks: RowGroups) -> dict[str, float]:
+    """Return how many rollouts the policy was trained on since rows were sampled; {} if they have no versions."""
+    if rollout.policy_versions is None:
+        return {}
+    ages = row_ages(rollout, iteration, config)
+    ages = ranks.gather(ages.to(ranks.accelerator.device, non_blocking=True)).cpu()
+    return {"sampling/staleness": ages.mean().item(), "sampling/staleness_max": ages.max().item()}
+
+
+def row_ages(rollout: Rollout, iteration: int, config: PPOConfig) -> Tensor:
+    """Return [n]: on how many rollouts the policy was trained since each row was sampled; 0 without versions."""
+    if rollout.policy_versions is None:
+        return torch.zeros(len(rollout))
+    return iteration - torch.tensor(rollout.policy_versions) / config.steps_per_rollout

@@ -17,9 +17,10 @@ from transformers.utils import is_in_notebook
 
 from onetrunk.checkpoints.resume_point import RunTensorBoard
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.evaluation import score_text, short_text, shown_completion, where_rewarded
+from onetrunk.ppo.evaluation import shown_completion, where_rewarded
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.utils.redaction import redact
+from onetrunk.utils.sample_text import score_text, short_text
 
 # A name in a line of progress -> the metric. A line is written for logs that have the first one.
 OF_STEPS = {"loss": "loss", "accuracy": "pairs/accuracy", "token accuracy": "mean_token_accuracy"}

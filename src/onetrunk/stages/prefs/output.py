@@ -17,8 +17,8 @@ from typing import Any
 
 from huggingface_hub import DatasetCardData
 
-from onetrunk.feedback.preferences import statistics_warnings
 from onetrunk.feedback.shards import Shard, read_rows
+from onetrunk.judges.labels import statistics_warnings
 from onetrunk.report.blocks import flat
 from onetrunk.stages.results import as_json, markdown_table, shortened
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, read_json
