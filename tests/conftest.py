@@ -50,6 +50,7 @@ def launch_env(monkeypatch):
     def layout(**variables):
         for name in (USE_FSDP, USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
             monkeypatch.setenv(name, "false")
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         launch_layout.cache_clear()

@@ -275,7 +275,9 @@ def test_a_function_that_we_replace_is_looked_up_where_we_replace_it(internal):
 @pytest.mark.timeout(1500)
 def test_the_internals_of_vllm_exist_in_the_environment_of_the_tests_that_has_it():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    words = [str(vllm_python()), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "vllm", __file__]
+    # It has no plugins: their options and markers are left out.
+    options = ["-o", "addopts=--import-mode=importlib", "-m", "not slow", "-k", "vllm", "-p", "no:cacheprovider"]
+    words = [str(vllm_python()), "-m", "pytest", "-q", *options, __file__]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     number = sum(internal.library == "vllm" for internal in (*INTERNALS, *PATCHES))
     assert f"\n{number} passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-4000:] + done.stderr

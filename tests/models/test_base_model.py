@@ -47,7 +47,7 @@ def test_the_head_formula_is_what_the_model_computes(family):
 def test_a_wrong_head_formula_is_caught(family, change):
     model = tiny_model(family)
     # The model computes something else than its config says.
-    model.register_forward_hook(lambda _module, _args, output: output.update(logits=change(output.logits)))
+    model.register_forward_hook(lambda _module, _args, output: setattr(output, "logits", change(output.logits)))
     with pytest.raises(ValueError, match="head of .* is not supported"):
         bb.verify_head(model)
 

@@ -106,7 +106,9 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
         divided.activation_checkpointing_enable()
     split = LayerSplit(case.get("sizes") or (len(decoder_layers(whole)) // stages,) * stages)
     before = (base_marks(whole.get_base_model()), base_fingerprint(whole.get_base_model()))
-    whole_bytes, trained_bytes = local_bytes(whole), sum(p.nbytes for n, p in whole.named_parameters() if "lora_" in n)
+    # What every process keeps whole.
+    kept_bytes = sum(p.nbytes for n, p in whole.named_parameters() if "lora_" in n or "value_head" in n)
+    whole_bytes = local_bytes(whole) - kept_bytes
     line = keep_stage(divided, split, device)
     after = (base_marks(divided.get_base_model()), base_fingerprint(divided.get_base_model()))
     wrapped = DistributedDataParallel(divided, find_unused_parameters=True, broadcast_buffers=False)
@@ -150,9 +152,9 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
         "trained output": relative_difference(trained, {name: expected[name] for name in trained}),
         "gradients": relative_difference(gradients(divided), gradients(whole)),
         "names alone": alone,
-        "whole bytes": whole_bytes - trained_bytes,
-        "local bytes": local_bytes(divided) - trained_bytes,
-        "stored bytes": stored_bytes(divided) - trained_bytes,
+        "whole bytes": whole_bytes,
+        "local bytes": local_bytes(divided) - kept_bytes,
+        "stored bytes": stored_bytes(divided) - kept_bytes,
         "embedding bytes": whole.get_input_embeddings().weight.nbytes,
         "identity": after == before,
     }

@@ -77,7 +77,7 @@ def test_a_process_holds_the_weights_of_its_own_layers_and_computes_their_gradie
         # Beside the layers the first has the embedding and the last the head, each of the same size.
         layer = (found["whole bytes"] - 2 * found["embedding bytes"]) / 4
         expected = layer * (found["layers"][1] - found["layers"][0]) + found["embedding bytes"]
-        # The value head and the norm are on both.
+        # The norm is on both.
         assert found["local bytes"] == pytest.approx(expected, rel=0.02)
         assert found["stored bytes"] == pytest.approx(found["local bytes"], rel=0.02)
         numbers = {int(name.split(".layers.")[1].split(".")[0]) for name in found["names alone"] if ".layers." in name}

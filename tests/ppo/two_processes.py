@@ -102,7 +102,9 @@ def run(name: str, folder: Path) -> None:
             {(type(p).__name__, p.requires_grad) for n, p in trainer.model.named_parameters() if "value_head" not in n}
         ),
         "local_bytes": local_bytes(trainer.model),
-        "trained_bytes": sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad),
+        "kept_bytes": sum(
+            p.nbytes for n, p in trainer.model.named_parameters() if p.requires_grad or "value_head" in n
+        ),
         "steps": trainer.state.global_step,
         "completions": seen,
         "history": without_wall_clock(trainer.state.log_history),

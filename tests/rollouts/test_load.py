@@ -8,7 +8,7 @@ import yaml
 
 from onetrunk import rollouts
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.setup import check_parts, check_schedule, load_backend
+from onetrunk.ppo.setup import check_schedule, load_backend, own_backend
 from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.vllm import VLLMBackend
 from tests.fakes import CannedBackend
@@ -33,7 +33,7 @@ def test_the_settings_in_the_readme_are_those_of_a_run():
 
 def test_a_server_and_a_backend_of_ones_own_exclude_each_other():
     with pytest.raises(ValueError, match="use_vllm is set and rollout_backend is a CannedBackend; give one of them"):
-        check_parts(config(use_vllm=True), None, CannedBackend())
+        own_backend(config(use_vllm=True), CannedBackend())
 
 
 def test_a_config_loads_a_server_that_keeps_the_versions_of_its_schedule(monkeypatch):

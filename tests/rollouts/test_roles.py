@@ -7,7 +7,6 @@ import torch
 from peft import get_peft_model
 from transformers import BitsAndBytesConfig
 
-from onetrunk.models.adapters import POLICY
 from onetrunk.models.base_model import load_base
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.reward_model import read_score_adapter
@@ -50,7 +49,7 @@ def a_trunk(tmp_path, precision, family, is_continued):
     if family in SCORED:
         adapter = saved_reward_adapter(tmp_path / "reward", folder)
         attach_score_adapter(trunk, read_score_adapter(str(adapter)))
-    move(trunk, (POLICY,))
+    move(trunk)
     return trunk.eval()
 
 

@@ -51,9 +51,11 @@ def require_tensor_parallelism() -> None:
 def takes_key_value_cache(model: Any) -> bool:
     """Return whether the forward of a model takes a cache of keys and values.
 
-    The argument was renamed to `cache`, as that of Mamba's states was; the older name is still taken.
+    It was renamed to `cache`, and the older name is still taken. The states of Mamba and xLSTM, which have neither
+    positions nor attention, have that name now too.
     """
     parameters = inspect.signature(type(model).forward).parameters
     if is_older("5.24") or "past_key_values" in parameters:
         return "past_key_values" in parameters
-    return "cache" in parameters and hasattr(model.config.get_text_config(), "num_attention_heads")
+    has_attention = "position_ids" in parameters or hasattr(model.config.get_text_config(), "num_attention_heads")
+    return "cache" in parameters and has_attention
