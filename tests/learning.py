@@ -225,7 +225,7 @@ def task_config(
 
 def reference_model(task: Task | Chain, seed: int) -> PreTrainedModel:
     """Return the random model: hidden 32, 4 layers, head of std .3 with a bias that rules out EOS and PAD."""
-    config = task_config(task)
+    config = task_config(task, num_positions=64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
