@@ -3,8 +3,8 @@
     python scripts/bench/compaction_text.py --arms "inside segments" "summaries masked" --rollouts 8
 
 Needs what recipes/remember makes before PPO (runs/remember), and the root of the repository in PYTHONPATH. The
-learning rate follows the recipe's 20 rollouts, of which the first `--rollouts` run, about 3 CPU minutes each. Results:
-learning/README.md.
+learning rate follows the recipe's 20 rollouts, of which the first `--rollouts` run, about 70 CPU seconds each on a
+quiet machine. Results: learning/README.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import yaml
 from compaction import ARMS
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from onetrunk import PPOConfig, PPOTrainer
 from onetrunk.data.files import load_rows
@@ -76,6 +76,7 @@ def run(arm: str, recipe: dict[str, Any], rollouts: int, folder: str) -> None:
     )
     start = trainer.processing_class("<|im_start|>system", add_special_tokens=False)["input_ids"]
     trainer.stream_class = type(stream.__name__, (stream,), {"start": tuple(start)})
+    trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Watch(arm, rollouts))
     trainer.train()
 
