@@ -38,6 +38,7 @@ TURNS["dialogue"] = TWO_RATES
 for task in TURN_TASKS:
     del RATES[task], HIGHER[task]
 PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)], "rules": TWO_RATES}
+ALL_LAYERS = [{"learning_rate": rate} for rate in (1.25e-4, 2.5e-4, 5e-4)]
 ONE_RATE = {"replies": [{"learning_rate": 5e-4}], "sums": [{"learning_rate": 1e-3}]}
 TWICE = {task: [{"learning_rate": 2 * entry["learning_rate"]} for entry in grid] for task, grid in ONE_RATE.items()}
 HALF = {task: [{"learning_rate": entry["learning_rate"] / 2} for entry in grid] for task, grid in ONE_RATE.items()}
@@ -47,8 +48,10 @@ ARMS = [
     # GAE whose steps are turns.
     Arm("turn-gae", {"pays": "turns", "gae_unit": "turn"}, TURNS),
     Arm("sum-turn-gae", {"pays": "end", "gae_unit": "turn"}, TURNS),
+    Arm("sum-lam-1", {"pays": "end", "lam": 1.0}, TURNS),
     Arm("shared", {}, {**RATES, **PRETRAINED}),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
+    Arm("all-layers", {"lora": {"layers_to_transform": None}}, {"replies": ALL_LAYERS}),
     # 40 fits of the head per rollout of 32 completions, in place of 10.
     Arm("40-fits", {"value_steps": 160}, {"replies": [{"learning_rate": 1e-3}]}),
     # GAE without decay: the whole return after a token, less its value.
@@ -90,6 +93,7 @@ def make_trainer(task: Any, rule: Rule, settings: dict[str, Any], seed: int, rol
     if isinstance(task, FourTurns):
         return learning.make_chain_trainer(task.chain, seed, folder, **settings)
     by_turn = settings.pop("pays", "end") == "turns"
+    lora = {**task.lora, **settings.pop("lora", {})}
     has_turns = hasattr(task, "environment")
     config = learning.make_config(folder, seed, task.length, {**task.settings, "beta": task.beta, **settings})
     shown = task.messages if has_turns else task.text
@@ -99,7 +103,7 @@ def make_trainer(task: Any, rule: Rule, settings: dict[str, Any], seed: int, rol
         config,
         Dataset.from_dict({"prompt": [shown(row) for row in task.prompts(seed).tolist()]}),
         processing_class=rule.tokenizer,
-        peft_config=LoraConfig(**task.lora),
+        peft_config=LoraConfig(**lora),
         environment_factory=task.environment if has_turns else None,
     )
     trainer.remove_callback(PrinterCallback)
