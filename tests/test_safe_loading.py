@@ -10,8 +10,7 @@ from peft import LoraConfig
 
 from onetrunk import cli
 from onetrunk.judges.constitution import load_constitution
-from onetrunk.judges.local import load_causal_judge
-from onetrunk.judges.reward_model import load_reward_judge
+from onetrunk.judges.local import load_causal_judge, load_reward_judge
 from onetrunk.models.base_model import load_base, load_tokenizer
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import load_config, pinned_source

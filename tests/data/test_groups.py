@@ -2,7 +2,7 @@
 
 import pytest
 
-from onetrunk.data.groups import Group, labelled_groups, read_groups, shape_of
+from onetrunk.data.pairs import Group, labelled_groups, read_groups, shape_of
 
 USER = {"role": "user", "content": "Name a bird."}
 ROBIN, STONE = ({"role": "assistant", "content": text} for text in ("A robin.", "A stone."))

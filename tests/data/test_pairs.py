@@ -3,8 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from onetrunk.data.groups import read_groups
-from onetrunk.data.pairs import how_read, read_pairs
+from onetrunk.data.pairs import how_read, read_groups, read_pairs
 from onetrunk.data.rows import check_preferences, split_by_prompt, template_variables
 from onetrunk.data.sharded import load_sharded_rows
 

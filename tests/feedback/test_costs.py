@@ -13,8 +13,8 @@ import pytest
 from onetrunk.feedback.asking import Asker
 from onetrunk.feedback.costs import BudgetReached, CostConfig, Costs, read_costs
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair, Principle, Usage, Verdict
+from onetrunk.judges.judge_config import EnsembleJudge
 from onetrunk.judges.server import ServerJudge, most_tokens
 from onetrunk.servers.fleet import RetryPolicy
 from onetrunk.utils.ledger import Ledger

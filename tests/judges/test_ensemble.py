@@ -2,8 +2,8 @@
 
 import pytest
 
-from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Pair, Principle, Rating, Single, Verdict
+from onetrunk.judges.judge_config import EnsembleJudge
 from tests.judges.fakes import ToldJudge
 
 PRINCIPLE = Principle("Which is shorter and milder?", tags=("short", "mild"))

@@ -7,8 +7,7 @@ from transformers import AutoModelForSequenceClassification
 
 from onetrunk.judges.judge import Pair, Single
 from onetrunk.judges.judge_config import JudgeConfig, load_judge, names_a_judge
-from onetrunk.judges.local import CausalJudge
-from onetrunk.judges.reward_model import RewardModelJudge
+from onetrunk.judges.local import CausalJudge, RewardModelJudge
 from onetrunk.judges.template import question_messages
 from onetrunk.models.build import train_tokenizer
 from onetrunk.stages.arguments import parse

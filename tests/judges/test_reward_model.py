@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
 from onetrunk.judges.judge import Judge, Pair, Principle, Single
-from onetrunk.judges.reward_model import RewardModelJudge, load_reward_judge
+from onetrunk.judges.local import RewardModelJudge, load_reward_judge
 from onetrunk.models.reward_model import ScoreScale
 from onetrunk.rewards.model import ModelReward
 from tests.models.reward_adapters import saved_base, saved_reward_adapter

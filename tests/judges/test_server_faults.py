@@ -11,9 +11,8 @@ import pytest
 
 from onetrunk.feedback.asking import Asker
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Principle
-from onetrunk.judges.judge_config import JudgeConfig, load_judge
+from onetrunk.judges.judge_config import EnsembleJudge, JudgeConfig, load_judge
 from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.server import ServerJudge
 from onetrunk.servers.errors import ServerUnavailable

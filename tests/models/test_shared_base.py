@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from onetrunk.models.build import build_trunk
-from onetrunk.models.shared_base import share_base
+from onetrunk.rollouts.colocate import share_base
 from tests.ppo.support import base_model, lora
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -11,9 +11,9 @@ from datasets import Dataset
 
 from onetrunk.data.prompts import decode_completion, prepare_prompts
 from onetrunk.judges.constitution import Constitution
-from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Pair, Principle, Single
-from onetrunk.judges.reward_model import load_reward_judge
+from onetrunk.judges.judge_config import EnsembleJudge
+from onetrunk.judges.local import load_reward_judge
 from onetrunk.ops.packing import make_pack
 from onetrunk.reward_models.distill import Teacher
 from onetrunk.rewards import RewardSet

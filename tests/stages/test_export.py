@@ -25,7 +25,7 @@ from transformers import (
 from onetrunk import cli
 from onetrunk.checkpoints.folders import write_manifest
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
-from onetrunk.stages.tools.ollama import go_template, modelfile
+from onetrunk.stages.tools.export import modelfile
 from onetrunk.stages.tools.serve import MODULE
 from tests.environments import lend_packages, made_once, pip_install, run_step
 from tests.ppo.support import base_model, sft_model
@@ -191,41 +191,6 @@ def test_a_converter_that_fails_is_quoted_and_leaves_nothing(there, capsys):
     assert not list(Path("out").iterdir())
 
 
-TURNS = '{{ if eq .Role "system" }}<system> {{ .Content }} {{ else if eq .Role "user" }}<user> {{ .Content }} '
-TURNS += "{{ else }}<assistant> {{ .Content }} <eos> {{ end }}{{ end }}<assistant> "
-# As in Qwen2.5: a system message where there is none; and a BOS token, which the tokenizer does not add.
-CHATML = "{{ bos_token }}{% if messages[0]['role'] != 'system' %}{{ '<|s|>system\nBe kind.<|e|>\n' }}{% endif %}"
-CHATML += "{% for m in messages %}{{ '<|s|>' + m['role'] + '\n' + m['content'] + '<|e|>\n' }}{% endfor %}"
-CHATML += "{% if add_generation_prompt %}{{ '<|s|>assistant\n' }}{% endif %}"
-IN_GO = "<bos>{{ if not .System }}<|s|>system\nBe kind.<|e|>\n{{ end }}{{ range .Messages }}"
-IN_GO += '{{ if eq .Role "system" }}<|s|>system\n{{ .Content }}<|e|>\n{{ else if eq .Role "user" }}<|s|>user\n'
-IN_GO += "{{ .Content }}<|e|>\n{{ else }}<|s|>assistant\n{{ .Content }}<|e|>\n{{ end }}{{ end }}<|s|>assistant\n"
-# As in SmolLM2: the BOS token begins every turn.
-EVERY_TURN = "{% for m in messages %}{{ bos_token + m['role'] + '\n' + m['content'] + '<|e|>\n' }}{% endfor %}"
-EVERY_TURN += "{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
-EVERY_TURN_IN_GO = IN_GO[IN_GO.index("{{ range") :].replace("<|s|>", "<bos>")
-LATER_SYSTEM_LOST = "{{ bos_token }}{% for m in messages %}{% if m['role'] != 'system' or loop.first %}"
-LATER_SYSTEM_LOST += "{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}"
-LATER_SYSTEM_LOST += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-COUNTS = "{{ messages | length }}" + CHAT_TEMPLATE
-REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHAT_TEMPLATE
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (CHAT_TEMPLATE, "{{ range .Messages }}" + TURNS),
-        (CHATML, IN_GO),
-        (EVERY_TURN, EVERY_TURN_IN_GO),
-        (LATER_SYSTEM_LOST, None),
-        (COUNTS, None),
-        (REFUSES, None),
-    ],
-)
-def test_a_chat_template_is_said_in_go_or_not_at_all(template, expected):
-    assert go_template(tiny_tokenizer(chat_template=template)) == expected
-
-
 def test_a_modelfile_has_weights_template_stops_and_the_sampling_of_training(there):
     assert export("adapter", "--to", "ollama", "--output_dir", "out") == 0
     lines = Path("out/Modelfile").read_text().splitlines()
@@ -239,6 +204,10 @@ def test_a_modelfile_has_weights_template_stops_and_the_sampling_of_training(the
         'PARAMETER stop "<eos>"',
     ]
     assert AutoModelForCausalLM.from_pretrained("out").dtype == torch.float32
+    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained("adapter")
+    assert export("adapter", "--to", "ollama", "--output_dir", "chat") == 0
+    modelfile_of_chat = Path("chat/Modelfile").read_text()
+    assert 'TEMPLATE "' not in modelfile_of_chat and "`ollama show --template NAME`" in modelfile_of_chat
 
 
 def test_stop_words_are_quoted_as_ollama_reads_them_and_an_odd_folder_adds_no_line(there):

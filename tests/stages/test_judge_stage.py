@@ -6,7 +6,7 @@ import math
 import pytest
 
 from onetrunk import cli
-from onetrunk.data.groups import Group
+from onetrunk.data.pairs import Group
 from onetrunk.judges.labels import PairLabel
 from onetrunk.stages.judge import Judged, agreement, findings, judge_metrics, wilson_interval
 from tests.judges.stub_server import StubServer

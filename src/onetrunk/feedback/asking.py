@@ -1,27 +1,31 @@
 """Ask a judge, and keep every answer in a ledger as soon as it arrives. What the ledger holds is not asked again.
 
 A question without an answer (the server is down) is not kept; the next run asks it again. Sampling and judging overlap
-(`overlapped`): a thread samples a bounded number of chunks ahead of the judge.
+(`overlapped`): a thread samples a bounded number of chunks ahead of the judge. In a `Contest` a judge compares the
+completions of two sides.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from tqdm.auto import tqdm
 
 from onetrunk.feedback.costs import BudgetReached, Costs
 from onetrunk.judges.constitution import Constitution, load_constitution
-from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict
-from onetrunk.judges.judge_config import JudgeConfig, load_judge
+from onetrunk.judges.judge_config import EnsembleJudge, JudgeConfig, load_judge
 from onetrunk.judges.labels import JudgeStatistics, PairLabel, answers_by_principle, judge_pairs, weighted_rating
-from onetrunk.types import Prompt, SampledText
+from onetrunk.ops.win_rate import pair_outcomes, win_rate
+from onetrunk.types import Completion, Prompt, SampledText, as_text
 from onetrunk.utils.files import digest
 from onetrunk.utils.ledger import Ledger
 
@@ -240,3 +244,83 @@ def check_judges(judges: Sequence[Judge]) -> None:
         if member.identity.get("kind") == "server":
             with contextlib.suppress(BudgetReached):
                 member.check()
+
+
+# A prompt, its completion, and whether that ended by itself.
+Completed = tuple[Prompt, Completion, bool]
+OUTCOMES = {1.0: "win", 0.5: "tie", 0.0: "loss", None: "no verdict"}
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A judge's verdicts on n prompts."""
+
+    labels: list[PairLabel]  # 1/2 for equal texts, about which the judge is not asked.
+    outcomes: list[str]  # For the policy; entries of OUTCOMES.
+    metrics: dict[str, Any]  # The entry `win_rate` of metrics.json.
+
+
+def pairs_of(policy: Sequence[Completed], opponent: Sequence[Completed]) -> list[Pair]:
+    """Return the two completions of every prompt, the policy's first; raises ValueError for different prompts."""
+    if [prompt for prompt, *_ in policy] != [prompt for prompt, *_ in opponent]:
+        raise ValueError(
+            f"the opponent answered {len(opponent)} prompts and the model {len(policy)}, not all the same: their chat"
+            " templates make some of them overlong for one alone; raise max_prompt_length, or set overlong_prompts to"
+            " error"
+        )
+    return [
+        Pair(prompt, as_text(first), as_text(second), first_stopped, second_stopped)
+        for (prompt, first, first_stopped), (_, second, second_stopped) in zip(policy, opponent, strict=True)
+    ]
+
+
+def labels_of(asker: Asker, pairs: Sequence[Pair]) -> list[PairLabel]:
+    """Return the judge's label of each pair; it is not asked about equal texts."""
+    different = [i for i, pair in enumerate(pairs) if pair.first != pair.second]
+    asked = dict(zip(different, asker.labels([pairs[i] for i in different]), strict=True))
+    same = PairLabel(probability=0.5, consistent=True, votes=())
+    return [asked.get(i, same) for i in range(len(pairs))]
+
+
+def contest_of(
+    asker: Asker, pairs: Sequence[Pair], labels: list[PairLabel], opponent: str, tie_margin: float, seed: int
+) -> Contest:
+    """Return the win rates that follow from the labels of pairs; RuntimeError if the judge decided none of them."""
+    judge, constitution = asker.judge, asker.constitution
+    decided = [i for i, label in enumerate(labels) if label.probability is not None]
+    if not decided:
+        unanswered = asker.statistics.sums["errors"]
+        raise RuntimeError(
+            f"the judge {judge.name} decided none of {len(pairs)} pairs ({unanswered} questions without an answer,"
+            " the others abstentions); look at the judge and its constitution"
+        )
+    probabilities = torch.tensor([labels[i].probability for i in decided], dtype=torch.float64)
+    how = {"consistent": torch.tensor([labels[i].consistent for i in decided]), "tie_margin": tie_margin}
+    prompts = [json.dumps(pairs[i].prompt, sort_keys=True) for i in decided]
+    lengths = torch.tensor([len(pairs[i].first) - len(pairs[i].second) for i in decided])
+    rates = win_rate(probabilities, prompts, lengths, **how, seed=seed).as_dict()
+    outcomes = dict(zip(decided, pair_outcomes(probabilities, **how).tolist(), strict=True))
+    unjudged = sum(bool(label.errors) for label in labels)
+    metrics = {
+        "opponent": opponent,
+        "judge": judge.name,
+        "constitution": f"{constitution.name} ({constitution.version[:12]})",
+        "win_rate": rates.pop("win_rate"),
+        "interval": rates.pop("win_rate_interval"),
+        **rates,
+        "identical": sum(pair.first == pair.second for pair in pairs),
+        "abstained": len(pairs) - len(decided) - unjudged,
+        "unjudged": unjudged,
+        "principles": by_principle(labels),
+        "position": asker.statistics.as_dict(),
+    }
+    return Contest(labels, [OUTCOMES[outcomes.get(i)] for i in range(len(pairs))], metrics)
+
+
+def by_principle(labels: Sequence[PairLabel]) -> dict[str, float]:
+    """Return the mean probability of the policy's completion under each principle, where both orders were answered."""
+    probabilities: dict[str, list[float]] = {}
+    for principle, orders in (vote for label in labels for vote in label.votes):
+        if None not in orders:
+            probabilities.setdefault(principle, []).append(sum(orders) / len(orders))
+    return {principle: sum(values) / len(values) for principle, values in probabilities.items()}

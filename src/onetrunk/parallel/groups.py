@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from onetrunk.parallel.layout import group_size, training_stages
-from onetrunk.parallel.sharding import is_divided, world_size
+from onetrunk.parallel.sharding import group_size, is_divided, training_stages, world_size
 from onetrunk.types import Pack, PackOutput
 
 T = TypeVar("T")

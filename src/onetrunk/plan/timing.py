@@ -546,7 +546,7 @@ def _reduce_seconds(job: Job, layout: TrainLayout) -> float:
 
 
 def shares_base(job: Job, train: TrainLayout, sample: SampleLayout) -> bool:
-    """Return whether a trainer and the engine in its process hold one copy of the base (`models/shared_base.py`)."""
+    """Return whether a trainer and the engine in its process hold one copy of the base (`rollouts/colocate.py`)."""
     return sample.engine == COLOCATED and train.base_bytes >= HALF_BYTES and not job.shape.num_experts
 
 

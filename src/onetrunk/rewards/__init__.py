@@ -38,7 +38,7 @@ _HOMES = {
     "ModelReward": "model",
     "PerToken": "reward",
     "PerTurn": "reward",
-    "ProcessReward": "process_model",
+    "ProcessReward": "model",
     "RemoteReward": "remote",
     "RewardFunction": "reward",
     "RewardSet": "combine",

@@ -1,8 +1,9 @@
 """Rollouts sampled by a vLLM engine in the training process, on the GPU of the trainer.
 
 As with a server, only the adapter travels: each version is written to a folder of its own and loaded under a new name
-and id (`publishing.py` says why). The trainer reads the base where the engine has it (`models/shared_base.py`); only
-a quantised base, or one that vLLM keeps in another layout, is there twice. With sleep mode the engine's cache is freed
+and id (`vllm_requests.py` says why). The trainer reads the base where the engine has it (`share_base`): what
+transformers calls `q_proj`, `k_proj` and so on are blocks of rows of what vLLM keeps as one matrix. Only a quantised
+base, or one that vLLM keeps in another layout, is there twice. With sleep mode the engine's cache is freed
 between rollouts. An adapter is loaded only while it is awake. It cannot sample during an update, so it has one adapter
 at a time, from the last `sync`.
 """
@@ -26,25 +27,28 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from onetrunk.models.loading import REVISION
-from onetrunk.models.shared_base import share_base
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, rollout_of
 from onetrunk.rollouts.episodes.rows import Answers, Progress, play_in_waves
-from onetrunk.rollouts.publishing import (
+from onetrunk.rollouts.vllm_requests import (
     AdapterFolder,
     Published,
+    Request,
     active_adapter,
+    checked_completion,
     is_same_adapter,
+    probe_requests,
     published_dtype,
+    requests_of,
+    require_same_base,
     role_of,
     servable_adapters,
     served_rank,
 )
-from onetrunk.rollouts.vllm_requests import Request, checked_completion, probe_requests, requests_of, require_same_base
 from onetrunk.servers.errors import CallError
 from onetrunk.types import Rollout, RowKey
 
@@ -415,3 +419,51 @@ def _completed(output: Any, request: Request) -> Completion:
         return checked_completion({"model": sampled_by, "choices": [row]}, request, request.model)
     except CallError as error:
         raise RuntimeError(f"{ENGINE}: {error}") from None
+
+
+@torch.no_grad()
+def share_base(model: nn.Module, engine: nn.Module) -> tuple[int, int]:
+    """Replace the storage of frozen weights of `model` by the engine's; return the bytes shared and not shared.
+
+    A weight is shared if the engine has the same numbers, of the same dtype, in rows of a parameter of this name, or
+    of the one that its `packed_modules_mapping` names. Others keep their storage: two copies. All other tensors of
+    `model` move to the engine's device.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    ours, theirs = _base_weights(base), _base_weights(engine)
+    packed = {}
+    for whole, parts in getattr(engine, "packed_modules_mapping", {}).items():
+        packed |= {part: (whole, parts[: parts.index(part)]) for part in parts}
+    shared = apart = 0
+    for name, weight in ours.items():
+        block = _rows_of(name, ours, theirs, packed)
+        # A cast or a layout of the engine's own makes other numbers.
+        if block is not None and block.dtype == weight.dtype and torch.equal(block, weight.to(block.device)):
+            weight.data = block
+            shared += weight.nbytes
+        else:
+            apart += weight.nbytes
+    model.to(next(iter(theirs.values())).device)
+    return shared, apart
+
+
+def _base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights outside of adapters under their names without adapters; tied ones once."""
+    names = ((name.replace(".base_layer.", "."), weight) for name, weight in model.named_parameters())
+    return {name: weight for name, weight in names if "lora_" not in name}
+
+
+def _rows_of(
+    name: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], packed: dict[str, tuple[str, list[str]]]
+) -> Tensor | None:
+    """Return the rows of the engine's parameter that belong to our weight `name`; None if it has none of this name."""
+    first, (*path, module, leaf) = 0, ["", *name.split(".")]
+    whole = theirs.get(name)
+    if whole is None and module in packed:
+        fused, before = packed[module]
+        sizes = [ours.get(".".join([*path[1:], part, leaf])) for part in before]
+        if any(size is None for size in sizes):
+            return None
+        whole, first = theirs.get(".".join([*path[1:], fused, leaf])), sum(len(size) for size in sizes)
+    # The engine may have more rows than the vocabulary.
+    return None if whole is None or whole.ndim != ours[name].ndim else whole.data[first : first + len(ours[name])]

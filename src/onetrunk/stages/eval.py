@@ -22,8 +22,7 @@ from datasets import Dataset
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
-from onetrunk.feedback.asking import Asker, load_judge_parts
-from onetrunk.feedback.contest import Completed, Contest, contest_of, labels_of, pairs_of
+from onetrunk.feedback.asking import Asker, Completed, Contest, contest_of, labels_of, load_judge_parts, pairs_of
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import JudgeConfig
@@ -44,9 +43,16 @@ from onetrunk.rewards.specs import read_spec
 from onetrunk.rollouts.base import longest_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
-from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelArguments, SamplingArguments, parse
+from onetrunk.stages.arguments import (
+    DatasetArguments,
+    EpisodeArguments,
+    ModelArguments,
+    SamplingArguments,
+    load_dataset_rows,
+    parse,
+    prompt_rows,
+)
 from onetrunk.stages.results import compared, show_columns, write_values
-from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text

@@ -25,22 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onetrunk.data.groups import ALL, Group, labelled_groups, shape_of
-from onetrunk.data.pairs import how_read
+from onetrunk.data.pairs import ALL, Group, how_read, labelled_groups, shape_of
 from onetrunk.data.rows import refuse_variables
 from onetrunk.feedback.asking import Asker, check_judges
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
-from onetrunk.judges.ensemble import EnsembleJudge
 from onetrunk.judges.judge import Judge, Pair
-from onetrunk.judges.judge_config import RUBRIC, JudgeConfig, load_judge, specs_by_judge
+from onetrunk.judges.judge_config import RUBRIC, EnsembleJudge, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
 from onetrunk.ops.win_rate import CONFIDENCE
 from onetrunk.report.report import PAIRS
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
-from onetrunk.stages.arguments import AskingArguments, parse, require_set
+from onetrunk.stages.arguments import AskingArguments, load_dataset_rows, parse, require_set
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
-from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names

@@ -40,8 +40,7 @@ from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
 from onetrunk.rewards.specs import PROCESS_MODEL
 from onetrunk.stages.arguments import PushArguments
-from onetrunk.stages.options.reading import UsageError, read_mapping, secret_in_words
-from onetrunk.stages.options.words import run_words
+from onetrunk.stages.options.reading import UsageError, read_mapping, run_words, secret_in_words
 from onetrunk.stages.results import as_json, shortened
 from onetrunk.stages.run_context import (
     EXIT_INTERRUPTED,

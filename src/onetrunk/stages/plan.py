@@ -63,9 +63,8 @@ from onetrunk.plan.timing import (
     split_of,
 )
 from onetrunk.ppo.settings import PPOSettings
-from onetrunk.stages.options.reading import UsageError, read, say
+from onetrunk.stages.options.reading import UsageError, plan_words, read, say
 from onetrunk.stages.options.table import load_options
-from onetrunk.stages.options.words import plan_words
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.redaction import table_console
 

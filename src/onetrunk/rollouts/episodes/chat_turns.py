@@ -23,8 +23,7 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
-from onetrunk.data.foreign import CUT, ForeignText
-from onetrunk.data.prompts import decode_completion
+from onetrunk.data.prompts import CUT, ForeignText, decode_completion
 from onetrunk.types import Message
 from onetrunk.utils.redaction import encodable
 

@@ -27,7 +27,7 @@ from peft import PeftModel
 from torch import nn
 from trl import get_quantization_config
 
-from onetrunk.data.groups import Group, read_groups, shape_of
+from onetrunk.data.pairs import Group, read_groups, shape_of
 from onetrunk.data.rows import refuse_variables
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.asking import StopFlag
@@ -40,9 +40,8 @@ from onetrunk.ppo.setup import policy_tokenizer, tokens_of
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
-from onetrunk.stages.arguments import ModelArguments
+from onetrunk.stages.arguments import ModelArguments, load_dataset_rows, prompt_rows, stream_dataset_rows
 from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.rows import load_dataset_rows, prompt_rows, stream_dataset_rows
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
 from onetrunk.utils.ledger import Ledger

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from onetrunk.checkpoints.folders import require_free
-from onetrunk.data.groups import ALL, labelled_groups
+from onetrunk.data.pairs import ALL, labelled_groups
 from onetrunk.data.prompts import check_completions
 from onetrunk.feedback.costs import CostConfig
 from onetrunk.judges.constitution import load_constitution
@@ -43,14 +43,6 @@ from onetrunk.stages.arguments import (
     RewardTrainingArguments,
     SFTArguments,
     TrainingDataArguments,
-)
-from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels
-from onetrunk.stages.eval import EvalArguments, named_opponent
-from onetrunk.stages.ppo import require_functions
-from onetrunk.stages.prefs.arguments import PrefsArguments
-from onetrunk.stages.prefs.sampling import open_source
-from onetrunk.stages.reward import load_kwargs, score_peft_config
-from onetrunk.stages.rows import (
     TrainingRows,
     check_tokenizer,
     load_dataset_rows,
@@ -58,6 +50,12 @@ from onetrunk.stages.rows import (
     load_training_rows,
     prompt_rows,
 )
+from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels
+from onetrunk.stages.eval import EvalArguments, named_opponent
+from onetrunk.stages.ppo import require_functions
+from onetrunk.stages.prefs.arguments import PrefsArguments
+from onetrunk.stages.prefs.sampling import open_source
+from onetrunk.stages.reward import load_kwargs, score_peft_config
 
 
 def sft(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:

@@ -12,12 +12,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
+from transformers import PreTrainedTokenizerBase
 
 from onetrunk.checkpoints.folders import MANIFEST, STAGING, begin_staging, install, read_manifest
 from onetrunk.checkpoints.hub import push_folder, repo_name, require_push
@@ -33,9 +34,8 @@ from onetrunk.models.loading import (
     source_file,
 )
 from onetrunk.ppo.setup import policy_tokenizer
-from onetrunk.rollouts.publishing import check_servable, served_rank
+from onetrunk.rollouts.vllm_requests import check_servable, served_rank
 from onetrunk.stages.arguments import DTYPES, PushArguments, parse
-from onetrunk.stages.tools.ollama import modelfile
 from onetrunk.stages.tools.serve import checkpoint_dtype, whole_path
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir
 from onetrunk.utils.options import option
@@ -64,6 +64,23 @@ tokenizer = AutoTokenizer.from_pretrained("{where}")
 
 `"."` is the folder of this file. vLLM serves it: `vllm serve {where}`.
 """
+
+
+MODELFILE = """# ollama create NAME -f Modelfile
+# Ollama reads the safetensors of some architectures only; for the others export gguf.
+FROM {source}
+{template}
+# As PPO samples by default; Ollama's own defaults are others.
+PARAMETER temperature 1
+PARAMETER top_k 0
+PARAMETER top_p 1
+PARAMETER repeat_penalty 1
+{stops}
+"""
+CHAT_TEMPLATE = (
+    "# Ollama recognises the chat templates of well-known models. Compare `ollama show --template NAME` with"
+    "\n# chat_template.jinja, and write a TEMPLATE here if they differ."
+)
 
 
 @dataclass
@@ -231,6 +248,24 @@ def write(args: ExportArguments, base: str | None, staging: Path) -> tuple[Path,
         stops = stop_token_ids(tokenizer, model.generation_config)
         atomic_write_text(staged / "Modelfile", modelfile(source, tokenizer, stops))
     return staged, dtype
+
+
+def modelfile(source: str, tokenizer: PreTrainedTokenizerBase, stops: Iterable[int]) -> str:
+    """Return the text of a Modelfile.
+
+    Args:
+        source: path of the weights, seen from the Modelfile.
+        tokenizer: the exported one.
+        stops: ids of the tokens that end a completion.
+    """
+    words = [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in stops]
+    # Ollama takes what stands between the quotes as it is: it knows no escapes.
+    quotes = ['"""' if re.search(r'["\r\n]', word) else '"' for word in words]
+    return MODELFILE.format(
+        source=source,
+        template=CHAT_TEMPLATE if tokenizer.chat_template else 'TEMPLATE """{{ .Prompt }}"""',
+        stops="\n".join(f"PARAMETER stop {q}{word}{q}" for q, word in zip(quotes, words, strict=True)),
+    )
 
 
 @contextlib.contextmanager

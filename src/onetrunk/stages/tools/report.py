@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from onetrunk.report.blocks import MARKDOWN
 from onetrunk.report.report import write_report_checked
-from onetrunk.stages.options.words import report_words
+from onetrunk.stages.options.reading import report_words
 from onetrunk.utils.files import require_output_dir
 
 
