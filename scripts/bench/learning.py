@@ -93,7 +93,7 @@ def make_trainer(task: Any, rule: Rule, settings: dict[str, Any], seed: int, rol
     if isinstance(task, FourTurns):
         return learning.make_chain_trainer(task.chain, seed, folder, **settings)
     by_turn = settings.pop("pays", "end") == "turns"
-    lora = {**task.lora, **settings.pop("lora", {})}
+    lora, backend = {**task.lora, **settings.pop("lora", {})}, settings.pop("rollout_backend", None)
     has_turns = hasattr(task, "environment")
     config = learning.make_config(folder, seed, task.length, {**task.settings, "beta": task.beta, **settings})
     shown = task.messages if has_turns else task.text
@@ -105,6 +105,7 @@ def make_trainer(task: Any, rule: Rule, settings: dict[str, Any], seed: int, rol
         processing_class=rule.tokenizer,
         peft_config=LoraConfig(**lora),
         environment_factory=task.environment if has_turns else None,
+        rollout_backend=backend,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

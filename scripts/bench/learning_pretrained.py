@@ -133,16 +133,19 @@ class Pretrained(ABC):
         """Return whether a reply ended by itself."""
         return token_ids[-1:] == [self.eos_id]
 
-    @torch.no_grad()
     def held_out(self, model: nn.Module) -> dict[str, float]:
         """Return the mean score of sampled completions of held-out requests."""
+        scores = [self.score(*pair) for pair in self.held_out_pairs(model)]
+        return {"held_out": round(sum(scores) / len(scores), 5)}
+
+    @torch.no_grad()
+    def held_out_pairs(self, model: nn.Module) -> list[tuple[list[int], list[int]]]:
+        """Return the ids of held-out requests, each with those of a sampled completion."""
         model.eval()
         rows = self._rows("held_out")[:HELD_OUT]
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            completions = self._completions(model, rows)
-        scores = [self.score(*pair) for pair in zip(rows, completions, strict=True)]
-        return {"held_out": round(sum(scores) / len(scores), 5)}
+            return list(zip(rows, self._completions(model, rows), strict=True))
 
     def _completions(self, model: nn.Module, rows: list[list[int]]) -> list[list[int]]:
         return self._generate(model, rows, self.length)[0]
