@@ -81,7 +81,7 @@ class Rollout:
             given (observations); None: every completion is one turn.
         turn_rewards: n lists, the environment's reward of each turn (NaN: it broke; None: it gives none); None: no
             environment gives rewards.
-        episodes: what is known of each row's episode (`rollouts.episodes.PlayedEpisode`); None: no episodes.
+        episodes: what is known of each row's episode (`rollouts.episodes.EpisodeOutcome`); None: no episodes.
         restarts: n lists of places in the completion at which a new context begins (compaction): given tokens, then
             sampled ones, none of which reads anything before them; None: the contexts of this run are not compacted.
     """

@@ -16,7 +16,7 @@ from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.record import RunRecord
 from onetrunk.report.report import write_report
 from onetrunk.rewards.reward import Scores
-from onetrunk.rollouts.episodes.rows import EpisodeCounts, PlayedEpisode
+from onetrunk.rollouts.episodes.rows import EpisodeCounts, EpisodeOutcome
 from onetrunk.types import Rollout
 from tests.ppo.support import logged, make_trainer, prompts, trained
 from tests.ppo.test_tensorboard import events_of, text
@@ -132,7 +132,7 @@ def test_completions_of_one_turn_have_no_such_metrics_and_no_transcript(tmp_path
 def test_metrics_of_three_episodes_by_hand():
     counts = [EpisodeCounts(1, 0, 2, 1, 3, 1, 10, 4.0, 0.5), EpisodeCounts(1, 0, 4, 0, 3, 3, 20, 2.0, 0.5, 3)]
     counts.append(EpisodeCounts(1, 1, 0, 0, 0, 0, 0, 0.0, 0.5))
-    episodes = [PlayedEpisode("", None, None, count, "broke" if i == 2 else None) for i, count in enumerate(counts)]
+    episodes = [EpisodeOutcome("", None, None, count, "broke" if i == 2 else None) for i, count in enumerate(counts)]
     # The first ended at max_turns, the second at the length limit; the third failed.
     rollout = Rollout([[5]] * 3, [[6]] * 3, [torch.zeros(1)] * 3, [True, False, False], episodes=episodes)
     batch, scores = PromptBatch([""] * 3, [[5]] * 3, {}, [(0,)] * 3), Scores(torch.zeros(3), {})

@@ -32,7 +32,7 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.token_grid import Positions, known_masks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
-from onetrunk.rollouts.episodes.rows import EpisodeRow, rows_of
+from onetrunk.rollouts.episodes.rows import EpisodeTokens, rows_of
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.randomness import generator_of
 from onetrunk.utils.versions import empty_cache_layers
@@ -158,7 +158,7 @@ class SamplingCall:
         return self.capture is not None and self.capture.keeps_last
 
     @cached_property
-    def episodes(self) -> list[EpisodeRow]:
+    def episodes(self) -> list[EpisodeTokens]:
         """What the n rows have so far."""
         return rows_of(self.prompt_ids, self.params, self.keys)
 

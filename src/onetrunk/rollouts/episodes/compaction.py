@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onetrunk.rollouts.episodes.chat_turns import ChatTurns, with_observation
-from onetrunk.rollouts.episodes.kinds import CompactionLimits, PlayedTurn, Row
+from onetrunk.rollouts.episodes.kinds import CompactionLimits, LiveEpisode, PlayedTurn
 from onetrunk.rollouts.episodes.rows import NewContext
 from onetrunk.types import Message, as_text
 
@@ -69,7 +69,7 @@ class Compaction:
         asks_later = self.limits.compact is None and self._may_compact(done)
         return self.turn_length + asks_later * (request + self.turn_length)
 
-    def by_rule(self, row: Row) -> NewContext:
+    def by_rule(self, row: LiveEpisode) -> NewContext:
         """Return the context that the user's function makes of the messages of an episode."""
         prompt = row.prompt if row.is_chat else [{"role": "user", "content": row.prompt}]
         new = self.limits.compact([dict(message) for message in (*prompt, *row.messages)])
@@ -81,7 +81,7 @@ class Compaction:
             raise ValueError("compact returned messages that end with the assistant's; end with what it answers")
         return NewContext(self.turns.prompt_ids(self.turns.foreign_messages(new), row.tools))
 
-    def with_summary(self, row: Row, summary: str, summary_ids: list[int], request: int) -> NewContext | None:
+    def with_summary(self, row: LiveEpisode, summary: str, summary_ids: list[int], request: int) -> NewContext | None:
         """Return the prompt with a summary and as many of the last turns as fit; None if not even that fits.
 
         The last answer stays also if no turn does.
@@ -93,11 +93,11 @@ class Compaction:
                 return NewContext(ids)
         return None
 
-    def _text(self, row: Row, summary_ids: list[int], count: int) -> list[int]:
+    def _text(self, row: LiveEpisode, summary_ids: list[int], count: int) -> list[int]:
         kept = row.played[-count:] if count else [PlayedTurn([], [], row.played[-1].answer_ids)]
         return [*row.prompt_ids, *summary_ids, *(i for turn in kept for i in (*turn.token_ids, *turn.answer_ids))]
 
-    def _chat(self, row: Row, summary: str, count: int) -> list[int]:
+    def _chat(self, row: LiveEpisode, summary: str, count: int) -> list[int]:
         kept = [message for turn in row.played[len(row.played) - count :] for message in turn.messages]
         answers = "" if count else "\n\n" + as_text(row.played[-1].messages[1:])
         shown = with_observation(row.shown, self.turns.foreign(SUMMARY + summary + answers))

@@ -22,8 +22,8 @@ from onetrunk.data.sharded import ShardedRows
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.episodes.chat_turns import ChatTurns
 from onetrunk.rollouts.episodes.compaction import Compaction
-from onetrunk.rollouts.episodes.kinds import IN_BOTH, EpisodeLimits, Factory, Kind, Row, require_takes
-from onetrunk.rollouts.episodes.playing import Playing
+from onetrunk.rollouts.episodes.kinds import IN_BOTH, EpisodeKind, EpisodeLimits, Factory, LiveEpisode, require_takes
+from onetrunk.rollouts.episodes.playing import EpisodePlayer
 from onetrunk.rollouts.episodes.tool_calls import TimedCalls
 from onetrunk.types import Prompt, Rollout, RowKey
 
@@ -63,7 +63,7 @@ class Episodes:
         factories = dict(factory) if self.routes else {None: factory}
         if not factories:
             raise ValueError(f"{IN_BOTH} is an empty mapping; name at least one environment")
-        self.kinds = {name: Kind.of(make, tools, name) for name, make in factories.items()}
+        self.kinds = {name: EpisodeKind.of(make, tools, name) for name, make in factories.items()}
         self.turns = ChatTurns(tokenizer, dict(template_kwargs or {}), limits.control_tokens)
         self.calls = TimedCalls(limits.tool_timeout)
         # Whether prompts are conversations; known once they are checked.
@@ -107,7 +107,7 @@ class Episodes:
         compact = self.limits.compaction.compact
         return sources | resets | ({} if compact is None else {"compact": compact})
 
-    def kind_of(self, row: Mapping[str, Any]) -> Kind:
+    def kind_of(self, row: Mapping[str, Any]) -> EpisodeKind:
         """Return the kind of a row of the dataset; ValueError if its column `environment` names none."""
         name = row.get("environment") if self.routes else None
         if name not in self.kinds:
@@ -156,17 +156,17 @@ class Episodes:
         """Return the variables with which the template renders a row's prompt."""
         return self.turns.tools_of(list(self.kind_of(row).schemas.values()))
 
-    def play(self, rows: Sequence[Row], params: SamplingParams, play: Callable[..., Rollout]) -> Rollout:
+    def play(self, rows: Sequence[LiveEpisode], params: SamplingParams, play: Callable[..., Rollout]) -> Rollout:
         """Play the episodes of `rows`; `play` is a driver, called with prompt_ids, params, keys and answers."""
-        answers = Playing(self.turns, self.calls, self.limits, rows, params, self.poll)
+        answers = EpisodePlayer(self.turns, self.calls, self.limits, rows, params, self.poll)
         answers.reset()
         rollout = play([row.prompt_ids for row in rows], params, [row.key for row in rows], answers)
         return answers.finish(rollout)
 
-    def row(self, prompt: Prompt, prompt_ids: list[int], columns: dict[str, Any], key: RowKey) -> Row:
+    def row(self, prompt: Prompt, prompt_ids: list[int], columns: dict[str, Any], key: RowKey) -> LiveEpisode:
         """Return an episode that has not begun."""
         own = {name: value for name, value in columns.items() if not (self.routes and name == "environment")}
-        return Row(self.kind_of(columns), prompt, list(prompt_ids), own, key)
+        return LiveEpisode(self.kind_of(columns), prompt, list(prompt_ids), own, key)
 
     def release(self, rollout: Rollout) -> None:
         """Let later episodes play in the environments of a rollout that is scored; close those that broke."""

@@ -73,7 +73,7 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True)
-class Kind:
+class EpisodeKind:
     """One kind of episode: the environments of a factory (or none), and the tools that its prompts show.
 
     Args:
@@ -98,7 +98,7 @@ class Kind:
     made: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, factory: Factory | None, tools: Sequence[Callable[..., Any]], name: str | None) -> Kind:
+    def of(cls, factory: Factory | None, tools: Sequence[Callable[..., Any]], name: str | None) -> EpisodeKind:
         """Make one environment and look at it; ValueError says what it lacks. It is used again."""
         for tool in tools:
             if inspect.isclass(tool) or not callable(tool) or not hasattr(tool, "__name__"):
@@ -176,10 +176,10 @@ class Kind:
 
 
 @dataclass(eq=False)
-class Row:
-    """One episode while it is played."""
+class LiveEpisode:
+    """One episode while it is played: its conversation, environment and counts; `EpisodeTokens` has its tokens."""
 
-    kind: Kind
+    kind: EpisodeKind
     prompt: Prompt
     prompt_ids: list[int]
     columns: dict[str, Any]

@@ -20,8 +20,8 @@ from onetrunk.rollouts.async_sampler import POLL_S
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.episodes.chat_turns import ChatTurns, with_observation
 from onetrunk.rollouts.episodes.compaction import Compaction
-from onetrunk.rollouts.episodes.kinds import EpisodeLimits, PlayedTurn, Row
-from onetrunk.rollouts.episodes.rows import NewContext, PlayedEpisode, in_thread
+from onetrunk.rollouts.episodes.kinds import EpisodeLimits, LiveEpisode, PlayedTurn
+from onetrunk.rollouts.episodes.rows import EpisodeOutcome, NewContext, in_thread
 from onetrunk.rollouts.episodes.tool_calls import (
     TimedCalls,
     TimedOut,
@@ -49,15 +49,15 @@ class StepFault(Exception):
     """What `step` returned is not what an environment returns."""
 
 
-class Playing:
-    """The `Answers` of one call: its episodes, each in an environment of its own."""
+class EpisodePlayer:
+    """The `Answers` of one call of the sampler: plays its episodes, each in an environment of its own."""
 
     def __init__(
         self,
         turns: ChatTurns,
         calls: TimedCalls,
         limits: EpisodeLimits,
-        rows: Sequence[Row],
+        rows: Sequence[LiveEpisode],
         params: SamplingParams,
         poll: Callable[[], None],
     ):
@@ -76,13 +76,13 @@ class Playing:
         """Reset every environment, all at once."""
         self._for_each_row("reset", self._reset)
 
-    def _reset(self, row: Row) -> None:
+    def _reset(self, row: LiveEpisode) -> None:
         row.environment, row.shown = self.calls.call(row.kind.take), row.prompt
         if row.environment is not None:
             self._observe_reset(row, self._call_reset(row))
         row.context = list(row.prompt_ids)
 
-    def _call_reset(self, row: Row) -> Any:
+    def _call_reset(self, row: LiveEpisode) -> Any:
         columns = {"prompt": row.prompt, **row.columns}
         if row.kind.steps or row.kind.offers:
             seed = derived_seed(*row.key, ENVIRONMENT_STREAM) % SEEDS
@@ -92,7 +92,7 @@ class Playing:
             return result[0]
         return self.calls.call(row.environment.reset, **columns)
 
-    def _observe_reset(self, row: Row, observation: Any) -> None:
+    def _observe_reset(self, row: LiveEpisode, observation: Any) -> None:
         if observation is None or observation == "":
             return
         if not isinstance(observation, str):
@@ -116,7 +116,7 @@ class Playing:
         self._wait(1)
         return in_thread(self._answer, self.rows[row], token_ids, stopped)
 
-    def _answer(self, row: Row, token_ids: list[int], stopped: bool) -> list[int] | None:
+    def _answer(self, row: LiveEpisode, token_ids: list[int], stopped: bool) -> list[int] | None:
         start, before = time.perf_counter(), row.context
         observation = None
         try:
@@ -138,14 +138,14 @@ class Playing:
         self._wait(-1, is_over=observation is None or is_full or row.length >= self.max_length)
         return observation
 
-    def _is_last(self, row: Row) -> bool:
+    def _is_last(self, row: LiveEpisode) -> bool:
         """Return whether a row that would continue has all turns, and count it unless the length ends it anyway."""
         row.is_cut = row.counts.turns - row.counts.summaries == self.limits.max_turns
         has_room = row.length < self.max_length
         row.count(turns_at_limit=int(row.is_cut and has_room))
         return row.is_cut
 
-    def _step(self, row: Row, token_ids: list[int], stopped: bool, _before: list[int]) -> list[int] | None:
+    def _step(self, row: LiveEpisode, token_ids: list[int], stopped: bool, _before: list[int]) -> list[int] | None:
         """Let a Gymnasium environment answer."""
         action, is_over = self.turns.text_of(token_ids, stopped), False
         row.messages.append({"role": "assistant", "content": action})
@@ -187,7 +187,9 @@ class Playing:
             raise StepFault(f"the reward is {result[1]!r}; it must be a finite number")
         return result
 
-    def _call_tools(self, row: Row, token_ids: list[int], stopped: bool, before: list[int]) -> list[int] | None:
+    def _call_tools(
+        self, row: LiveEpisode, token_ids: list[int], stopped: bool, before: list[int]
+    ) -> list[int] | None:
         """Call the tools that a turn asks for; None if it asks for none, and the episode is over."""
         message = self.turns.message_of(token_ids, stopped, before, row.tools)
         row.messages.append(message)
@@ -210,7 +212,7 @@ class Playing:
         return self._fitted(row, token_ids, stopped, ids, row.messages[-len(calls) - 1 :])
 
     def _fitted(
-        self, row: Row, token_ids: list[int], stopped: bool, answer_ids: list[int], messages: list[Message]
+        self, row: LiveEpisode, token_ids: list[int], stopped: bool, answer_ids: list[int], messages: list[Message]
     ) -> list[int]:
         """Return the ids that answer a turn; if the context grows too long, those that ask for a summary of it.
 
@@ -233,7 +235,9 @@ class Playing:
         row.messages[1 - len(messages) :] = [compaction.message]
         return request
 
-    def _take_summary(self, row: Row, token_ids: list[int], stopped: bool, _before: list[int]) -> list[int] | None:
+    def _take_summary(
+        self, row: LiveEpisode, token_ids: list[int], stopped: bool, _before: list[int]
+    ) -> list[int] | None:
         """Return the context that begins with a summary, and with the answer that waited for it."""
         compaction, summary = self.compaction, self.turns.text_of(token_ids, stopped)
         is_cut = not stopped and len(token_ids) == self.max_turn_length
@@ -245,7 +249,7 @@ class Playing:
         row.is_cut = context is None
         return context
 
-    def _tool_of(self, row: Row, call: dict[str, Any]) -> tuple[str, Callable[[], Any] | str, bool]:
+    def _tool_of(self, row: LiveEpisode, call: dict[str, Any]) -> tuple[str, Callable[[], Any] | str, bool]:
         """Return the name of a tool, what calls it (or what is wrong), and whether it may run next to others."""
         name, arguments = str(call.get("name")), call.get("arguments")
         schema = row.kind.schemas.get(name)
@@ -261,7 +265,7 @@ class Playing:
         is_free = inspect.iscoroutinefunction(tool)
         return name, tool if is_free else partial(self.calls.call, tool), is_free
 
-    def _result(self, row: Row, name: str, call: Callable[[], Any] | str) -> Message:
+    def _result(self, row: LiveEpisode, name: str, call: Callable[[], Any] | str) -> Message:
         fault: BaseException | str | None = call if isinstance(call, str) else None
         try:
             content = "" if isinstance(call, str) else str(call())
@@ -303,16 +307,16 @@ class Playing:
             episodes=[self._played(row) for row in self.rows],
         )
 
-    def _played(self, row: Row) -> PlayedEpisode:
+    def _played(self, row: LiveEpisode) -> EpisodeOutcome:
         # An observation that did not fit was not seen.
         while row.messages and row.messages[-1]["role"] != "assistant":
             row.messages.pop()
         messages = row.messages if row.is_chat else None
         may_return = row.environment is not None and row.failure is None and not row.hangs
         leave = row.kind.free.append if may_return else partial(row.kind.close, self.calls)
-        return PlayedEpisode(row.prompt, messages, row.environment, row.counts, row.failure, row.tools, leave)
+        return EpisodeOutcome(row.prompt, messages, row.environment, row.counts, row.failure, row.tools, leave)
 
-    def _read_reward(self, row: Row) -> None:
+    def _read_reward(self, row: LiveEpisode) -> None:
         """Ask a TRL environment for the score of its episode, which arrives with the last turn."""
         if row.kind.steps or row.kind.offers or not row.kind.has_reward or row.failure is not None:
             return
@@ -332,8 +336,8 @@ class Playing:
             self._num_playing -= is_over
             self._all_wait_since = now
 
-    def _for_each_row(self, name: str, function: Callable[[Row], None]) -> None:
-        def guarded(row: Row) -> None:
+    def _for_each_row(self, name: str, function: Callable[[LiveEpisode], None]) -> None:
+        def guarded(row: LiveEpisode) -> None:
             try:
                 function(row)
             except TooManyHang as error:

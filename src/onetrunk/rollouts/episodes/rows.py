@@ -95,7 +95,7 @@ class EpisodeCounts:
 
 
 @dataclass(frozen=True)
-class PlayedEpisode:
+class EpisodeOutcome:
     """What is known of an episode besides its tokens.
 
     Args:
@@ -118,8 +118,8 @@ class PlayedEpisode:
 
 
 @dataclass
-class EpisodeRow:
-    """The state of one episode while it is played.
+class EpisodeTokens:
+    """The tokens of one episode while it is played.
 
     Args:
         prompt_ids, key: of the row; turn 0 draws by `key`, turn k by (*key, k).
@@ -203,7 +203,7 @@ class EpisodeRow:
         return True
 
 
-def rollout_of_episodes(rows: Sequence[EpisodeRow], version: int) -> Rollout:
+def rollout_of_episodes(rows: Sequence[EpisodeTokens], version: int) -> Rollout:
     """Return finished episodes as a rollout of a policy version."""
     return Rollout(
         prompt_ids=[list(row.prompt_ids) for row in rows],
@@ -303,13 +303,13 @@ def play_row_by_row(
     return rollout_of_episodes(rows, min(future.result() for future in playing) if playing else 0)
 
 
-def rows_of(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> list[EpisodeRow]:
+def rows_of(prompt_ids: Sequence[list[int]], params: SamplingParams, keys: Sequence[RowKey]) -> list[EpisodeTokens]:
     """Return the rows of a call before their first turns."""
     limits = params.max_completion_length, params.max_turn_length, params.max_context_length
-    return [EpisodeRow(list(ids), key, *limits) for ids, key in zip(prompt_ids, keys, strict=True)]
+    return [EpisodeTokens(list(ids), key, *limits) for ids, key in zip(prompt_ids, keys, strict=True)]
 
 
-def tell(progress: Progress | None, over: Sequence[EpisodeRow], total: int) -> None:
+def tell(progress: Progress | None, over: Sequence[EpisodeTokens], total: int) -> None:
     """Tell how many rows of `total` are over."""
     if progress is not None:
         progress(len(over), total, sum(len(row.token_ids) for row in over))
