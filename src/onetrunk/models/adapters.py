@@ -117,19 +117,6 @@ def list_name(model: nn.Module, modules: nn.ModuleList) -> str:
     return next(name for name, m in model.named_modules() if m is modules).rsplit(".", 1)[-1]
 
 
-def parse_adapter_layers(adapter_layers: str, num_layers: int) -> int:
-    """Return the first adapted layer: 0 for "all", num_layers - k for "top-k"; ValueError for anything else."""
-    if adapter_layers == "all":
-        return 0
-    match = re.fullmatch(r"top-(\d+)", adapter_layers)
-    if not match or not 1 <= int(match.group(1)) <= num_layers:
-        raise ValueError(
-            f"adapter_layers {adapter_layers!r} is neither 'all' nor 'top-k' with k from 1 to the model's"
-            f" {num_layers} layers, for example 'top-{max(1, num_layers // 4)}'"
-        )
-    return num_layers - int(match.group(1))
-
-
 def require_lora(config: PeftConfig, subject: str) -> None:
     """Raise a ValueError, in which the adapter is called `subject`, unless the adapter is plain LoRA."""
     # By its type, not its class: AdaLoRA's config is a LoraConfig, and its ranks change only on a schedule of its own.

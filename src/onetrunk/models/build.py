@@ -35,7 +35,6 @@ from onetrunk.models.adapters import (
     layer_index,
     list_name,
     match_modules,
-    parse_adapter_layers,
     set_adapter_weights,
 )
 from onetrunk.models.base_model import decoder_layers, load_base, output_head
@@ -52,6 +51,7 @@ from onetrunk.models.loading import (
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.utils.files import require_output_dir
+from onetrunk.utils.options import parse_adapter_layers
 
 if TYPE_CHECKING:
     from onetrunk.models.reward_model import ScoreAdapter

@@ -30,7 +30,6 @@ from onetrunk.models.adapters import (
     freeze_below,
     initial_weights,
     list_name,
-    parse_adapter_layers,
     policy_config,
     read_branches,
     role,
@@ -61,6 +60,7 @@ from onetrunk.models.speedups.token_grid import (
 from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.logprobs import fused_token_logprobs
 from onetrunk.types import Pack, PackOutput
+from onetrunk.utils.options import parse_adapter_layers
 from onetrunk.utils.startup import peft_calls
 from onetrunk.utils.versions import checkpointing_enabler
 

@@ -19,7 +19,7 @@ from typing import Any
 from onetrunk.costs import ModelShape
 from onetrunk.rewards.specs import Spec, read_spec
 from onetrunk.utils.files import read_json, read_yaml
-from onetrunk.utils.options import stage_obstacles
+from onetrunk.utils.options import parse_adapter_layers, stage_obstacles
 
 MODELS = Path(__file__).with_name("models.yaml")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -302,7 +302,7 @@ def job_of(
         itemsize=2.0 if is_half else 4.0,
         lengths=lengths,
         lora_rank=int(values["lora_r"]),
-        adapted_layers=_adapted_layers(str(values["adapter_layers"]), model.shape.num_layers),
+        adapted_layers=model.shape.num_layers - parse_adapter_layers(values["adapter_layers"], model.shape.num_layers),
         frozen_copies=0 if model.base is None else 1,
         has_reference=values["beta"] > 0 or values["kl_target"] is not None,
         reward=None if reward is None else reward.shape,
@@ -381,17 +381,6 @@ def _base_bytes(values: Mapping[str, Any], model: ModelFacts) -> float:
     if values.get("load_in_8bit"):
         return INT8_BYTES
     return ITEMSIZES.get(str(values.get("dtype")), model.itemsize)
-
-
-def _adapted_layers(text: str, layers: int) -> int:
-    if text == "all":
-        return layers
-    number = text.removeprefix("top-")
-    if not number.isdigit() or not 1 <= int(number) <= layers:
-        raise ValueError(
-            f"adapter_layers is {text!r}; this model has {layers} layers: write all, or top-1 to top-{layers}"
-        )
-    return int(number)
 
 
 def _rollouts(values: Mapping[str, Any], assumed: list[str]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -24,6 +23,7 @@ from onetrunk.utils.options import (
     defaults_of,
     is_whole,
     option,
+    parse_adapter_layers,
     replace_none,
     require_seed,
     require_truncation,
@@ -527,11 +527,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         for names, holds, expected in RANGES:
             for name in names.split():
                 _require(name, getattr(self, name), holds, expected)
-        if not re.fullmatch(r"all|top-[1-9][0-9]*", str(self.adapter_layers)):
-            raise ValueError(
-                f"adapter_layers is {self.adapter_layers!r}; it must be 'all', or 'top-k' for the last k layers, such"
-                " as top-4"
-            )
+        parse_adapter_layers(self.adapter_layers)
 
     def _derive(self) -> None:
         """Set what other settings decide, where it is None."""

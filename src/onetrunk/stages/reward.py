@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, set_seed
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.models.adapters import check_targets, fit_layers, parse_adapter_layers, policy_config
+from onetrunk.models.adapters import check_targets, fit_layers, policy_config
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.loading import load_config, pinned_source
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
@@ -33,6 +33,7 @@ from onetrunk.stages.arguments import (
 )
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.run_context import begin, finish, recorded
+from onetrunk.utils.options import parse_adapter_layers
 
 # Without held-out rows, this number of training rows gives the scale of the scores.
 SCALE_ROWS = 500

@@ -93,6 +93,21 @@ def stage_obstacles(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
             yield name, why, remedy
 
 
+def parse_adapter_layers(text: str, num_layers: int | None = None) -> int:
+    """Return the first adapted layer of a model: 0 for "all", num_layers - k for "top-k"; ValueError for all else.
+
+    Without num_layers only the form is checked.
+    """
+    if text == "all":
+        return 0
+    match = re.fullmatch(r"top-([1-9]\d*)", str(text))
+    if not match or (num_layers and int(match[1]) > num_layers):
+        which = f" with k from 1 to the model's {num_layers} layers" if num_layers else " for the last k layers"
+        example = max(1, (num_layers or 16) // 4)
+        raise ValueError(f"adapter_layers is {text!r}; it must be 'all', or 'top-k'{which}, such as top-{example}")
+    return num_layers - int(match[1]) if num_layers else 0
+
+
 def documented(settings: T) -> T:
     """Decorate a dataclass of settings: its signature lists the fields, and its docstring explains each of them.
 

@@ -19,7 +19,7 @@ from onetrunk.data.prompts import check_completions
 from onetrunk.feedback.costs import CostConfig
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge_config import JudgeConfig
-from onetrunk.models.adapters import check_targets, parse_adapter_layers
+from onetrunk.models.adapters import check_targets
 from onetrunk.models.base_model import check_supported, decoder_layers, load_tokenizer
 from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import load_reward_tokenizer
@@ -56,6 +56,7 @@ from onetrunk.stages.ppo import require_functions
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.sampling import open_source
 from onetrunk.stages.reward import load_kwargs, score_peft_config
+from onetrunk.utils.options import parse_adapter_layers
 
 
 def sft(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
