@@ -76,9 +76,7 @@ def test_no_gradient_is_formed_below_the_cut_even_where_the_embedding_asks_for_i
 
 @pytest.mark.parametrize("setting", ["top-0", "top-5", "top-x", "half"])
 def test_what_is_no_choice_of_layers_is_refused_with_a_sentence(setting):
-    with pytest.raises(
-        ValueError, match=rf"adapter_layers is '{setting}'; it must be .* 4 layers.*top-"
-    ):
+    with pytest.raises(ValueError, match=rf"adapter_layers is '{setting}'; it must be .* 4 layers.*top-"):
         TrunkModel(tiny_model("llama"), lora(), adapter_layers=setting)
 
 

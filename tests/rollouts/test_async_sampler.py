@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from onetrunk.rollouts.async_sampler import AsyncSampler, Closed, StartedRow, samples_ahead
+from onetrunk.rollouts.async_sampler import AsyncSampler, StartedRow
+from onetrunk.rollouts.base import Closed, samples_ahead
 from onetrunk.types import Rollout
 from tests.processes import python
 

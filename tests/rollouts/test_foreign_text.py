@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from onetrunk.data.prompts import CUT
+from onetrunk.data.foreign import CUT
 from onetrunk.feedback.sampling import rows_file
 from onetrunk.models.build import BaseShape, make_base
 from onetrunk.rewards.combine import RewardSet

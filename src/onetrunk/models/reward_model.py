@@ -25,7 +25,8 @@ from peft import LoraConfig, PeftConfig
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.data.prompts import ForeignText, without_second_bos
+from onetrunk.data.foreign import ForeignText
+from onetrunk.data.prompts import without_second_bos
 from onetrunk.models.adapters import check_adapter_config, require_lora
 from onetrunk.models.base_model import repair_padding
 from onetrunk.models.loading import (

@@ -43,8 +43,7 @@ from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout
 from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, map_style, prepare_dataset, prepare_run
 from onetrunk.ppo.stream_state import STATE_FILE, check_state, processes_per_row, run_settings, written_settings
-from onetrunk.rollouts.async_sampler import samples_ahead
-from onetrunk.rollouts.base import RolloutBackend
+from onetrunk.rollouts.base import RolloutBackend, samples_ahead
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, Prompt, to_device
 from onetrunk.utils.files import digest, reading_content
 

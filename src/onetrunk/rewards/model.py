@@ -22,7 +22,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from onetrunk.data.prompts import ForeignText, without_second_bos
+from onetrunk.data.foreign import ForeignText
+from onetrunk.data.prompts import without_second_bos
 from onetrunk.data.rows import variables_of
 from onetrunk.models.loading import (
     is_same_source,

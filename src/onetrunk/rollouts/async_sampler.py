@@ -22,38 +22,15 @@ from typing import Any
 
 from torch import Tensor
 
+from onetrunk.rollouts.base import POLL_S, mark_thread
 from onetrunk.types import Rollout, RowKey
 
-# Seconds between two polls of a thread that waits for a rollout.
-POLL_S = 0.2
 # Seconds that the end of the process waits for calls that still run. Python kills daemon threads; inside torch, that
 # ends the process with exit code 134.
 LONGEST_WAIT_S = 10.0
 
 # (version, prompt_ids, keys) -> one completion per prompt, from that version.
 Sample = Callable[[int, Sequence[list[int]], Sequence[RowKey]], Rollout]
-
-
-# In a thread of an AsyncSampler: `sampler`.
-_own = threading.local()
-
-
-class Closed(Exception):
-    """The run is over: nobody will take what is being sampled."""
-
-
-def marker() -> Callable[[], None]:
-    """Return what makes another thread count as this one in `samples_ahead`; to be called there."""
-    sampler = getattr(_own, "sampler", None)
-    return lambda: setattr(_own, "sampler", sampler)
-
-
-def samples_ahead() -> bool:
-    """Return whether this thread samples ahead of the updates; raise Closed if nobody will take what it samples."""
-    sampler = getattr(_own, "sampler", None)
-    if sampler is not None and sampler.is_closed:
-        raise Closed
-    return sampler is not None
 
 
 @dataclass(frozen=True)
@@ -274,7 +251,8 @@ class AsyncSampler:
             thread.start()
 
     def _run(self, part: Part) -> None:
-        _own.sampler, error, rows = self, None, []
+        mark_thread(self)
+        error, rows = None, []
         try:
             rollout = self.sample(part.version, part.prompt_ids, part.keys)
             columns = rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped, episodes_of(rollout)

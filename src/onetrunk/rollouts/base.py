@@ -6,8 +6,10 @@ A backend takes and returns token ids only. It may sample in this process, in an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
@@ -19,6 +21,33 @@ SampledRole = Literal["policy", "reference"]
 # Which states at the cut come with the completions: those of all tokens, or of all but each row's last, which would
 # take one more step. No sampler but LocalBackend has them.
 KeptStates = Literal["all", "all but last"]
+# Seconds between two polls of a thread that waits for a rollout.
+POLL_S = 0.2
+
+# In a thread that samples ahead of the updates: `sampler`, which may be closed.
+_thread = threading.local()
+
+
+class Closed(Exception):
+    """The run is over: nobody will take what is being sampled."""
+
+
+def mark_thread(sampler: Any) -> None:
+    """Note that this thread samples ahead of the updates for a sampler with `is_closed`; None: it does not."""
+    _thread.sampler = sampler
+
+
+def marker() -> Callable[[], None]:
+    """Return what makes another thread count as this one in `samples_ahead`; to be called there."""
+    return partial(mark_thread, getattr(_thread, "sampler", None))
+
+
+def samples_ahead() -> bool:
+    """Return whether this thread samples ahead of the updates; raise Closed if nobody will take what it samples."""
+    sampler = getattr(_thread, "sampler", None)
+    if sampler is not None and sampler.is_closed:
+        raise Closed
+    return sampler is not None
 
 
 @dataclass(frozen=True)

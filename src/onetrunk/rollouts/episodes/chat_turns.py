@@ -23,7 +23,8 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
-from onetrunk.data.prompts import CUT, ForeignText, decode_completion
+from onetrunk.data.foreign import CUT, ForeignText
+from onetrunk.data.prompts import decode_completion
 from onetrunk.types import Message
 from onetrunk.utils.redaction import encodable
 

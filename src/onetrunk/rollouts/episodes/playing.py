@@ -16,8 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from onetrunk.rollouts.async_sampler import POLL_S
-from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.base import POLL_S, SamplingParams
 from onetrunk.rollouts.episodes.chat_turns import ChatTurns, with_observation
 from onetrunk.rollouts.episodes.compaction import Compaction
 from onetrunk.rollouts.episodes.kinds import EpisodeLimits, LiveEpisode, PlayedTurn

@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from onetrunk.rollouts.async_sampler import POLL_S, marker
-from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.base import POLL_S, SamplingParams, marker
 from onetrunk.types import Message, Prompt, Rollout, RowKey
 
 # Seconds for which a wave waits for rows that were just sampled.
