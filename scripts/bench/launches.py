@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from workload import BOS, EOS, PAD, SHAPES, Workload
 
 from onetrunk import PPOConfig, PPOTrainer
+from onetrunk.models.speedups.fused_lora import casting_once
 from onetrunk.types import to_device
 
 # Family and layers; the rest of a shape changes no number.
@@ -38,8 +39,11 @@ class CountingTrainer(PPOTrainer):
         """Score the pack and train on it."""
         experience = to_device(inputs["minibatch"].experiences[0], self.accelerator.device)
         roles = (*PACK_ROLES, "trunk") if self.model.cut else PACK_ROLES
-        with torch.no_grad(), Operations() as score:
+        # The first forward casts the adapters for those that follow.
+        with casting_once(model), torch.no_grad():
             model(pack=experience.pack, roles=roles)
+            with Operations() as score:
+                model(pack=experience.pack, roles=roles)
         with Operations() as update:
             loss = super().training_step(model, inputs, *rest)
         self.counted = {"score": score.counts.total(), "update": update.counts.total()}

@@ -3,11 +3,17 @@
 PEFT's modules compute, scale and add the update in separate passes over memory, and also the two halves of the
 gradient of x. Here the matrix product that computes them also adds them, so the output is the only tensor of its
 size. Weight and bias are frozen.
+
+Under bfloat16 autocast every step is rounded, so another order of sums would give other numbers than training with
+PEFT's modules. Forwards without gradient therefore run PEFT's products and sums, but inside `casting_once` A and B are
+cast once, not in every forward, and x is not cast to float32 and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -82,35 +88,85 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def fuse_lora(layers: Iterable[nn.Module]) -> None:
-    """Let the LoRA layers on `nn.Linear` run fused."""
+    """Let the LoRA layers on `nn.Linear` run fused, and those on Conv1D inside `casting_once`."""
     for layer in layers:
-        if type(layer) is lora.Linear and type(layer.get_base_layer()) is nn.Linear:
+        if type(layer) is lora.Linear:
             layer.forward = _FusedForward(layer)
 
 
+@contextlib.contextmanager
+def casting_once(model: nn.Module) -> Iterator[None]:
+    """Let the fused layers of `model` cast A and B once in the block, in which no weight may change.
+
+    It serves forwards without gradient under bfloat16 autocast; others are as outside. What they return is PEFT's, bit
+    for bit, for numbers above 1e-38. Layers of other kinds (DoRA, a bias in B, a quantised or divided base) are PEFT's.
+    """
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    forwards = [forward for forward in forwards if isinstance(forward, _FusedForward) and forward.factors is None]
+    for forward in forwards:
+        forward.factors = {}
+    try:
+        yield
+    finally:
+        for forward in forwards:
+            forward.factors = None
+
+
 class _FusedForward:
-    """The forward of one layer. An object, because a deep copy of the layer must also copy its forward."""
+    """The forward of one layer. An object, because a deep copy of the layer must also copy its forward.
+
+    `factors` are A, B and what is left of s, by adapter; None outside `casting_once`.
+    """
 
     def __init__(self, layer: lora.Linear):
         self.layer = layer
+        self.factors: dict[str, tuple[Tensor, Tensor, float]] | None = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.layer
-        if args or kwargs or not _is_plain(layer, x):
+        if args or kwargs or not _is_plain(layer):
             return type(layer).forward(layer, x, *args, **kwargs)
         base, name = layer.get_base_layer(), layer.active_adapters[0]
         lora_a, lora_b = layer.lora_A[name].weight, layer.lora_B[name].weight
-        return lora_linear(x, base.weight, base.bias, lora_a, lora_b, layer.scaling[name])
+        if _is_float32(base, x, lora_a, lora_b):
+            return lora_linear(x, base.weight, base.bias, lora_a, lora_b, layer.scaling[name])
+        if self.factors is None or not _is_cast(x, lora_a, lora_b):
+            return type(layer).forward(layer, x)
+        if name not in self.factors:
+            self.factors[name] = _cast(lora_a, lora_b, layer.scaling[name])
+        lora_a, lora_b, scaling = self.factors[name]
+        update = F.linear(F.linear(x, lora_a), lora_b)
+        return base(x) + (update if scaling == 1 else update * scaling)
 
 
-def _is_plain(layer: lora.Linear, x: Tensor) -> bool:
+def _is_plain(layer: lora.Linear) -> bool:
     if layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
         return False
     name = layer.active_adapters[0]
     if name not in layer.lora_A or name in layer.lora_variant or layer.lora_bias[name]:
         return False
-    if layer.training and not isinstance(layer.lora_dropout[name], nn.Identity):
+    return not layer.training or isinstance(layer.lora_dropout[name], nn.Identity)
+
+
+def _is_float32(base: nn.Module, x: Tensor, lora_a: Tensor, lora_b: Tensor) -> bool:
+    if type(base) is not nn.Linear or type(base.weight) is not nn.Parameter:
         return False
-    weights = (layer.get_base_layer().weight, layer.lora_A[name].weight, layer.lora_B[name].weight)
-    is_float32 = x.dtype == torch.float32 and all(weight.dtype == torch.float32 for weight in weights)
-    return is_float32 and type(weights[0]) is nn.Parameter and not torch.is_autocast_enabled(x.device.type)
+    is_float32 = all(tensor.dtype == torch.float32 for tensor in (x, base.weight, lora_a, lora_b))
+    return is_float32 and not torch.is_autocast_enabled(x.device.type)
+
+
+def _is_cast(x: Tensor, lora_a: Tensor, lora_b: Tensor) -> bool:
+    """Return whether autocast rounds x, A and B to bfloat16, without gradient."""
+    kind = x.device.type
+    if torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
+        return False
+    # PEFT casts x to the dtype of A; between these two it loses nothing that autocast keeps.
+    is_known = x.dtype in (torch.bfloat16, torch.float32) and lora_a.dtype == lora_b.dtype == torch.float32
+    return is_known and torch.get_autocast_dtype(kind) == torch.bfloat16
+
+
+def _cast(lora_a: Tensor, lora_b: Tensor, scaling: float) -> tuple[Tensor, Tensor, float]:
+    """Return A, B and s as autocast multiplies them; a power of 2 moves into B, where it rounds nothing."""
+    lora_a, lora_b = lora_a.detach().bfloat16(), lora_b.detach().bfloat16()
+    is_power = math.frexp(scaling)[0] == 0.5
+    return (lora_a, lora_b * scaling, 1.0) if is_power else (lora_a, lora_b, scaling)
