@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -102,25 +103,26 @@ def casting_once(model: nn.Module) -> Iterator[None]:
     for bit, for numbers above 1e-38. Layers of other kinds (DoRA, a bias in B, a quantised or divided base) are PEFT's.
     """
     forwards = [vars(module).get("forward") for module in model.modules()]
-    forwards = [forward for forward in forwards if isinstance(forward, _FusedForward) and forward.factors is None]
+    forwards = [forward for forward in forwards if isinstance(forward, _FusedForward) and forward.casts is None]
+    casts = _Casts()
     for forward in forwards:
-        forward.factors = {}
+        forward.casts = casts
     try:
         yield
     finally:
         for forward in forwards:
-            forward.factors = None
+            forward.casts = None
 
 
 class _FusedForward:
     """The forward of one layer. An object, because a deep copy of the layer must also copy its forward.
 
-    `factors` are A, B and what is left of s, by adapter; None outside `casting_once`.
+    `casts` is what the layers share inside `casting_once`; None outside.
     """
 
     def __init__(self, layer: lora.Linear):
         self.layer = layer
-        self.factors: dict[str, tuple[Tensor, Tensor, float]] | None = None
+        self.casts: _Casts | None = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.layer
@@ -130,13 +132,57 @@ class _FusedForward:
         lora_a, lora_b = layer.lora_A[name].weight, layer.lora_B[name].weight
         if _is_float32(base, x, lora_a, lora_b):
             return lora_linear(x, base.weight, base.bias, lora_a, lora_b, layer.scaling[name])
-        if self.factors is None or not _is_cast(x, lora_a, lora_b):
+        if self.casts is None or not _is_cast(layer, x):
             return type(layer).forward(layer, x)
-        if name not in self.factors:
-            self.factors[name] = _cast(lora_a, lora_b, layer.scaling[name])
-        lora_a, lora_b, scaling = self.factors[name]
+        return self.casts.output(layer, x)
+
+
+class _Casts:
+    """Computes the layers inside a `casting_once` block.
+
+    Layers that read one tensor (q, k and v; gate and up) are computed when the first of them is called, because their
+    updates can then be added in one operation. Their products with A stay apart: in one matrix they would be
+    summed in another order. Which layers those are is learned from the calls.
+    """
+
+    def __init__(self) -> None:
+        # A, B and what is left of s, by layer and adapter.
+        self.factors: dict[tuple[lora.Linear, str], tuple[Tensor, Tensor, float]] = {}
+        # The layers that have read the same tensor as their first.
+        self.readers: dict[lora.Linear, list[lora.Linear]] = {}
+        self.first: lora.Linear | None = None
+        # The tensor that the first has read, its version and the adapter. Weak, so that it is freed as early as without.
+        self.x: Callable[[], Tensor | None] = lambda: None
+        self.state: tuple[int, str] | None = None
+        self.outputs: dict[lora.Linear, Tensor] = {}
+
+    def output(self, layer: lora.Linear, x: Tensor) -> Tensor:
+        """Return what PEFT's forward of `layer` returns for x [..., I]."""
+        name = layer.active_adapters[0]
+        state = (x._version, name)
+        if self.x() is not x or self.state != state:
+            self.first, self.x, self.state = layer, weakref.ref(x), state
+            readers = self.readers.setdefault(layer, [layer])
+            readers = [reader for reader in readers if _is_plain(reader) and reader.active_adapters[0] == name]
+            self.outputs = self._outputs(readers, name, x)
+        elif layer not in self.outputs:
+            known = self.readers[self.first]
+            known.extend([] if layer in known else [layer])
+            return self._outputs([layer], name, x)[layer]
+        return self.outputs.pop(layer)
+
+    def _outputs(self, layers: list[lora.Linear], name: str, x: Tensor) -> dict[lora.Linear, Tensor]:
+        outputs = [layer.get_base_layer()(x) for layer in layers]
+        torch._foreach_add_(outputs, [self._update(layer, name, x) for layer in layers])
+        return dict(zip(layers, outputs, strict=True))
+
+    def _update(self, layer: lora.Linear, name: str, x: Tensor) -> Tensor:
+        if (layer, name) not in self.factors:
+            weights = layer.lora_A[name].weight, layer.lora_B[name].weight
+            self.factors[layer, name] = _cast(*weights, layer.scaling[name])
+        lora_a, lora_b, scaling = self.factors[layer, name]
         update = F.linear(F.linear(x, lora_a), lora_b)
-        return base(x) + (update if scaling == 1 else update * scaling)
+        return update if scaling == 1 else update * scaling
 
 
 def _is_plain(layer: lora.Linear) -> bool:
@@ -155,13 +201,14 @@ def _is_float32(base: nn.Module, x: Tensor, lora_a: Tensor, lora_b: Tensor) -> b
     return is_float32 and not torch.is_autocast_enabled(x.device.type)
 
 
-def _is_cast(x: Tensor, lora_a: Tensor, lora_b: Tensor) -> bool:
+def _is_cast(layer: lora.Linear, x: Tensor) -> bool:
     """Return whether autocast rounds x, A and B to bfloat16, without gradient."""
-    kind = x.device.type
-    if torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
+    kind, name = x.device.type, layer.active_adapters[0]
+    if type(x) is not Tensor or x.is_inference() or torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
         return False
-    # PEFT casts x to the dtype of A; between these two it loses nothing that autocast keeps.
-    is_known = x.dtype in (torch.bfloat16, torch.float32) and lora_a.dtype == lora_b.dtype == torch.float32
+    # PEFT casts x to the dtype of A; from these two to float32 that rounds nothing.
+    is_known = x.dtype in (torch.bfloat16, torch.float32)
+    is_known &= layer.lora_A[name].weight.dtype == layer.lora_B[name].weight.dtype == torch.float32
     return is_known and torch.get_autocast_dtype(kind) == torch.bfloat16
 
 
