@@ -89,7 +89,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def fuse_lora(layers: Iterable[nn.Module]) -> None:
-    """Let the LoRA layers on `nn.Linear` run fused, and those on Conv1D inside `casting_once`."""
+    """Let the LoRA layers on `nn.Linear` run fused; inside `casting_once` also those on Conv1D."""
     for layer in layers:
         if type(layer) is lora.Linear:
             layer.forward = _FusedForward(layer)
@@ -97,10 +97,10 @@ def fuse_lora(layers: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def casting_once(model: nn.Module) -> Iterator[None]:
-    """Let the fused layers of `model` cast A and B once in the block, in which no weight may change.
+    """Let the LoRA layers of `model` cast A and B once inside the block, in which no weight may change.
 
-    It serves forwards without gradient under bfloat16 autocast; others are as outside. What they return is PEFT's, bit
-    for bit, for numbers above 1e-38. Layers of other kinds (DoRA, a bias in B, a quantised or divided base) are PEFT's.
+    This concerns forwards without gradient under bfloat16 autocast. They return what PEFT's return, bit for bit (for
+    numbers above 1e-38). Unchanged are DoRA, a bias in B, and layers whose base is quantised or divided.
     """
     forwards = [vars(module).get("forward") for module in model.modules()]
     forwards = [forward for forward in forwards if isinstance(forward, _FusedForward) and forward.casts is None]
@@ -140,18 +140,18 @@ class _FusedForward:
 class _Casts:
     """Computes the layers inside a `casting_once` block.
 
-    Layers that read one tensor (q, k and v; gate and up) are computed when the first of them is called, because their
-    updates can then be added in one operation. Their products with A stay apart: in one matrix they would be
-    summed in another order. Which layers those are is learned from the calls.
+    Layers that read the same tensor (q, k and v; gate and up) are computed when the first of them is called, so that
+    one operation adds all their updates. Which layers these are is learned from their calls. Their matrices A are not
+    stacked: a product of another shape may sum in another order, and does on a CPU for some numbers of rows.
     """
 
     def __init__(self) -> None:
         # A, B and what is left of s, by layer and adapter.
         self.factors: dict[tuple[lora.Linear, str], tuple[Tensor, Tensor, float]] = {}
-        # The layers that have read the same tensor as their first.
+        # The layers that have read the same tensor as another one, which was called first.
         self.readers: dict[lora.Linear, list[lora.Linear]] = {}
         self.first: lora.Linear | None = None
-        # The tensor that the first has read, its version and the adapter. Weak, so that it is freed as early as without.
+        # The tensor that `first` has read, and its version and adapter. A weak reference does not keep it in memory.
         self.x: Callable[[], Tensor | None] = lambda: None
         self.state: tuple[int, str] | None = None
         self.outputs: dict[lora.Linear, Tensor] = {}
@@ -206,7 +206,7 @@ def _is_cast(layer: lora.Linear, x: Tensor) -> bool:
     kind, name = x.device.type, layer.active_adapters[0]
     if type(x) is not Tensor or x.is_inference() or torch.is_grad_enabled() or not torch.is_autocast_enabled(kind):
         return False
-    # PEFT casts x to the dtype of A; from these two to float32 that rounds nothing.
+    # PEFT casts x to the dtype of A, which rounds nothing between these two and float32.
     is_known = x.dtype in (torch.bfloat16, torch.float32)
     is_known &= layer.lora_A[name].weight.dtype == layer.lora_B[name].weight.dtype == torch.float32
     return is_known and torch.get_autocast_dtype(kind) == torch.bfloat16
