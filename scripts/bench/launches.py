@@ -8,6 +8,7 @@ They do not depend on widths, so the models are narrow, and PPOTrainer trains th
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,9 +40,9 @@ class CountingTrainer(PPOTrainer):
         """Score the pack and train on it."""
         experience = to_device(inputs["minibatch"].experiences[0], self.accelerator.device)
         roles = (*PACK_ROLES, "trunk") if self.model.cut else PACK_ROLES
-        # The first forward casts the adapters for those that follow.
+        # The first pack casts the adapters for all that follow. A copy, because a pack keeps what is computed of it.
         with casting_once(model), torch.no_grad():
-            model(pack=experience.pack, roles=roles)
+            model(pack=replace(experience.pack, places=None), roles=roles)
             with Operations() as score:
                 model(pack=experience.pack, roles=roles)
         with Operations() as update:

@@ -192,8 +192,8 @@ def test_sampling_and_scoring_cast_once_and_see_the_weights_of_their_step():
 
 def test_a_layer_that_is_cast_by_hand():
     # 1 + 2^-9 rounds to 1 and 3 + 2^-9 to 3 (8 bits): x A^T = 1 * 1 + 2 * 3 = 7. B = 37 + 2^-9 rounds to 37: 7 * 37 =
-    # 259, which rounds to 260 (from 256 on 8 bits hold even numbers only, and 260 / 2 is even); times 0.5 it is 130, and
-    # with W x = 1 it is 131. One rounding of the sum 1 + 129.5 would give 130.
+    # 259, which rounds to 260 (from 256 on 8 bits hold even numbers only, and 260 / 2 is even); times 0.5 it is 130,
+    # and with W x = 1 it is 131. One rounding of the sum 1 + 129.5 would give 130.
     trunk = a_trunk(dtype=torch.bfloat16, config=lora(r=1, lora_alpha=0.5)).eval()
     layer = trunk.get_base_model().model.layers[0].self_attn.q_proj
     x = torch.zeros(1, 32, dtype=torch.bfloat16)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.models.base_model import decoder_layers
-from onetrunk.models.speedups.memory_use import used_gib
 from onetrunk.models.speedups.fused_lora import casting_once
+from onetrunk.models.speedups.memory_use import used_gib
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.parallel.groups import staged
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded, world_size
