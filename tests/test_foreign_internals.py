@@ -184,6 +184,8 @@ INTERNALS = (
     ),
     Internal("torch:ops.mkldnn._reorder_linear_weight", MERGED, "packs a weight once, as torch.compile does"),
     Internal("torch:ops.mkldnn._linear_pointwise", MERGED, "multiplies by a packed weight, as torch.compile does"),
+    Internal("torch:_foreach_add_", FUSED, "adds several pairs of tensors in one operation, as torch's optimizers do"),
+    Internal("torch:Tensor._version", FUSED, "whether a tensor has changed since a layer read it"),
     Internal("torch:_dynamo.config", "rollouts/colocate.py", "vLLM compiles nothing on a CPU"),
     # vLLM and OpenEnv, which few environments have.
     Internal(

@@ -8,6 +8,7 @@ They do not depend on widths, so the models are narrow, and PPOTrainer trains th
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from workload import BOS, EOS, PAD, SHAPES, Workload
 
 from onetrunk import PPOConfig, PPOTrainer
+from onetrunk.models.speedups.fused_lora import casting_once
 from onetrunk.types import to_device
 
 # Family and layers; the rest of a shape changes no number.
@@ -38,8 +40,11 @@ class CountingTrainer(PPOTrainer):
         """Score the pack and train on it."""
         experience = to_device(inputs["minibatch"].experiences[0], self.accelerator.device)
         roles = (*PACK_ROLES, "trunk") if self.model.cut else PACK_ROLES
-        with torch.no_grad(), Operations() as score:
-            model(pack=experience.pack, roles=roles)
+        # The first pack casts the adapters for all that follow. A copy, because a pack keeps what is computed of it.
+        with casting_once(model), torch.no_grad():
+            model(pack=replace(experience.pack, places=None), roles=roles)
+            with Operations() as score:
+                model(pack=experience.pack, roles=roles)
         with Operations() as update:
             loss = super().training_step(model, inputs, *rest)
         self.counted = {"score": score.counts.total(), "update": update.counts.total()}

@@ -1,12 +1,17 @@
 """A linear layer and its low-rank update in one operation: PEFT's numbers and gradients, and PEFT itself elsewhere."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 
-from onetrunk.models.speedups.fused_lora import lora_linear, lora_linear_reference
-from tests.models.branches import ALL_ROLES, a_pack, a_trunk, lora, step_gradients
+from onetrunk.models.speedups.fused_lora import casting_once, lora_linear, lora_linear_reference
+from onetrunk.parallel.groups import pack_outputs
+from onetrunk.rollouts.base import SamplingParams
+from onetrunk.rollouts.local import LocalBackend
+from tests.models.branches import ALL_ROLES, PROMPTS, a_pack, a_trunk, logits, lora, move, same, step_gradients
+from tests.tiny import FAMILIES
 
 
 def calls_of_adapters(trunk):
@@ -86,3 +91,117 @@ def test_it_is_its_naive_twin_with_all_gradients(shape, has_bias):
         results.append((y.detach(), x.grad, lora_a.grad, lora_b.grad))
     for fused, naive in zip(*results, strict=True):
         torch.testing.assert_close(fused, naive, atol=1e-10, rtol=1e-10)
+
+
+# --- bfloat16 autocast ----------------------------------------------------------------------------------------------
+
+# Scales 2 and 4, which move into B, and 1.5, which does not.
+SCALES = {"2": {}, "4, rsLoRA": {"use_rslora": True}, "1.5": {"lora_alpha": 6}}
+
+
+def autocast(dtype=torch.bfloat16):
+    return torch.autocast("cpu", dtype)
+
+
+def cast_outputs(trunk, *blocks):
+    """Return outputs of all roles and logits, twice: the second time it is known which layers read one tensor."""
+    with autocast(), torch.no_grad(), contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        return [(tuple(trunk(pack=a_pack(), roles=ALL_ROLES)), logits(trunk)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_that_are_cast_once_compute_the_bits_of_peft_under_autocast(family, scale):
+    for dtype in (torch.bfloat16, torch.float32):
+        trunk = a_trunk(family, config=lora(**SCALES[scale]), dtype=dtype).eval()
+        calls = calls_of_adapters(trunk)
+        once = cast_outputs(trunk, casting_once(trunk))
+        assert not calls
+        plain = cast_outputs(trunk)
+        assert calls
+        for (outputs, scores), (peft_outputs, peft_scores) in zip(once, plain, strict=True):
+            assert same(outputs, peft_outputs) and same(scores, peft_scores)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "grad"),
+    [
+        ({"config": lora(use_dora=True)}, torch.bfloat16, False),
+        ({"config": lora(lora_bias=True), "family": "phi3"}, torch.bfloat16, False),
+        ({}, torch.float16, False),
+        ({}, torch.bfloat16, True),
+    ],
+)
+def test_other_adapters_precisions_and_gradients_are_those_of_peft_also_where_adapters_are_cast_once(
+    settings, dtype, grad
+):
+    trunk = a_trunk(dtype=torch.bfloat16, **settings)
+    calls = calls_of_adapters(trunk)
+    with casting_once(trunk), autocast(dtype), torch.set_grad_enabled(grad):
+        trunk(pack=a_pack())
+    assert calls
+
+
+def test_layers_that_read_one_tensor_are_still_those_of_their_role_and_of_a_changed_tensor():
+    trunk = a_trunk(dtype=torch.bfloat16).eval()
+    attention = trunk.get_base_model().model.layers[0].self_attn
+    kinds = (attention.q_proj, attention.k_proj)
+    drawn = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def outputs(x):
+        first = kinds[0](x)
+        with trunk.as_role("reference"):
+            bare = kinds[1](x)
+        between = kinds[1](x)
+        x.mul_(3)
+        # The same layer twice, and in another order.
+        return first, bare, between, kinds[1](x), kinds[1](x), kinds[0](x)
+
+    with autocast(), torch.no_grad():
+        expected = outputs(drawn.clone())
+        with casting_once(trunk):
+            for _ in range(3):
+                assert same(outputs(drawn.clone()), expected)
+
+
+def test_sampling_and_scoring_cast_once_and_see_the_weights_of_their_step():
+    trunk = a_trunk(dtype=torch.bfloat16).eval()
+    trunk.forward = autocast()(trunk.forward)  # As accelerate does.
+    calls = calls_of_adapters(trunk)
+    backend, params = LocalBackend(trunk), SamplingParams(5, stop_token_ids=(1,))
+
+    def results():
+        rollout = backend.generate(PROMPTS, params, [(0, row) for row in range(len(PROMPTS))])
+        return rollout, tuple(next(pack_outputs(trunk, [a_pack()], ALL_ROLES, 1.0)))
+
+    seen = []
+    for seed in (1, 2):
+        move(trunk, seed)
+        calls.clear()
+        rollout, scored = results()
+        assert not calls
+        with torch.no_grad():
+            expected = tuple(trunk(pack=a_pack(), roles=ALL_ROLES))
+        assert calls and same(scored, expected)
+        seen.append((rollout, scored))
+    assert not torch.equal(seen[0][0].sampler_logprobs[0], seen[1][0].sampler_logprobs[0])
+    assert not torch.equal(seen[0][1][0], seen[1][1][0])
+
+
+def test_a_layer_that_is_cast_by_hand():
+    # 1 + 2^-9 rounds to 1 and 3 + 2^-9 to 3 (8 bits): x A^T = 1 * 1 + 2 * 3 = 7. B = 37 + 2^-9 rounds to 37: 7 * 37 =
+    # 259, which rounds to 260 (from 256 on 8 bits hold even numbers only, and 260 / 2 is even); times 0.5 it is 130,
+    # and with W x = 1 it is 131. One rounding of the sum 1 + 129.5 would give 130.
+    trunk = a_trunk(dtype=torch.bfloat16, config=lora(r=1, lora_alpha=0.5)).eval()
+    layer = trunk.get_base_model().model.layers[0].self_attn.q_proj
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, 0], x[0, 1] = 1, 2
+    with torch.no_grad():
+        layer.get_base_layer().weight.zero_()[:, 0] = 1
+        layer.lora_A["default"].weight.zero_()[0, :2] = torch.tensor([1 + 2**-9, 3 + 2**-9])
+        layer.lora_B["default"].weight.fill_(37 + 2**-9)
+        for block in (contextlib.nullcontext(), casting_once(trunk)):
+            with autocast(), block:
+                assert layer(x).unique().tolist() == [131]

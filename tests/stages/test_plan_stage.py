@@ -145,7 +145,7 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
          ["nothing fits 1xT4-16GB", "of which weights", "mallest hardware on which it fits is 1x", "--dtypes nf4"]),
         (["--hardware", "H100", *MODEL, "--budget", "0.01"], 1, ["the budget is $0.01", "--market spot"]),
         (["--hardware", "H100", *MODEL, "--completion_tokens", "9999"], 1, ["max_completion_length 256"]),
-        (["--hardware", "H100", *MODEL, "--adapter_layers", "top-99"], 1, ["28 layers", "top-28"]),
+        (["--hardware", "H100", *MODEL, "--adapter_layers", "top-99"], 1, ["28 layers", "top-7"]),
         (["--hardware", "H100", *MODEL, "--num_ppo_epochs", "0"], 2, ["num_ppo_epochs is 0"]),
         (["--hardware", "H100", *MODEL, "--rollout_bach_size", "9"], 2, ["rollout_batch_size"]),
         (["--hardware", "H100"], 2, ["--config nor --model"]),

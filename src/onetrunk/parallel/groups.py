@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from onetrunk.models.speedups.fused_lora import casting_once
 from onetrunk.parallel.sharding import group_size, is_divided, training_stages, world_size
 from onetrunk.types import Pack, PackOutput
 
@@ -259,6 +260,8 @@ def pack_outputs(
 ) -> Iterator[PackOutput]:
     """Yield the outputs of `roles` over each pack, without gradients, whether or not the model is in stages.
 
+    No weight may change before the last one is taken (`casting_once`).
+
     Args:
         packs: run one after another; the stages of a pipeline run them together.
         roles, temperature: as TrunkModel takes them.
@@ -266,13 +269,14 @@ def pack_outputs(
         poll: called before each forward; may raise to give up.
     """
     stage = staged(model)
-    if stage is not None:
-        poll()
-        yield from stage.outputs(packs, roles, temperature)
-        return
-    for number, pack in enumerate(packs):
-        poll()
-        known = None if states is None else states[number]
-        with torch.no_grad():
-            output = model(pack=pack, states=known, roles=tuple(roles), temperature=temperature)
-        yield output
+    with casting_once(model):
+        if stage is not None:
+            poll()
+            yield from stage.outputs(packs, roles, temperature)
+            return
+        for number, pack in enumerate(packs):
+            poll()
+            known = None if states is None else states[number]
+            with torch.no_grad():
+                output = model(pack=pack, states=known, roles=tuple(roles), temperature=temperature)
+            yield output

@@ -202,13 +202,15 @@ class Operations:
 
     Args:
         layer: of a layer's forward; two more where it decodes, for the cache.
-        adapter, decoded_adapter: of the adapters of a layer in a pack, and where it decodes.
+        adapter, scored_adapter, decoded_adapter: of the adapters of a layer in a pack that trains, in one that is
+            scored, and where it decodes.
         backward: of a layer with adapters.
         token, score, update: of everything else in a decoded token, a scored pack and a trained pack.
     """
 
     layer: int
     adapter: int
+    scored_adapter: int
     decoded_adapter: int
     backward: int
     token: int
@@ -221,7 +223,7 @@ class Operations:
 
     def of_score(self, layers: int, adapted: int) -> int:
         """Return those of scoring a pack; a layer counts once for every role that runs it."""
-        return layers * self.layer + adapted * self.adapter + self.score
+        return layers * self.layer + adapted * self.scored_adapter + self.score
 
     def of_update(self, adapted: int, frozen: int, is_checkpointed: bool) -> int:
         """Return those of a pack's forward and backward; `frozen` layers run forward only."""
@@ -232,9 +234,13 @@ class Operations:
 def operations_of(itemsize: float) -> Operations:
     """Return the counts of Llama and Qwen2 (scripts/bench/launches.py), which most families exceed.
 
-    In half precision autocast casts whatever an adapter multiplies; in float32 the policy samples from merged weights.
+    In half precision autocast casts whatever an adapter multiplies; without gradients only once (`casting_once`). In
+    float32 the policy samples from merged weights.
     """
-    return Operations(37, 14, 0, 102, 68, 208, 193) if itemsize > 2 else Operations(41, 56, 56, 134, 73, 221, 193)
+    is_float32 = itemsize > 2
+    return (
+        Operations(37, 14, 14, 0, 102, 68, 208, 193) if is_float32 else Operations(41, 56, 18, 18, 134, 73, 221, 193)
+    )
 
 
 def slowest_stage(shape: ModelShape, sizes: Sequence[int]) -> float:

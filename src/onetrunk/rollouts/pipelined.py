@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from onetrunk.models.base_model import decoder_layers
+from onetrunk.models.speedups.fused_lora import casting_once
 from onetrunk.models.speedups.memory_use import used_gib
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.parallel.groups import staged
@@ -151,8 +152,8 @@ class PipelinedBackend:
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(call.model))
             # The check of merging runs all layers: collective if the base is sharded, impossible on a stage of it.
-            if not (is_sharded(call.model) or staged(call.model)):
-                stack.enter_context(merged_policy(call.model, own))
+            is_whole = not (is_sharded(call.model) or staged(call.model))
+            stack.enter_context(merged_policy(call.model, own) if is_whole else casting_once(call.model))
             stack.enter_context(packed_weights(call.model))
             stack.enter_context(stage.running())
             run = _StageRun(self, call, row_owners, stage, links)

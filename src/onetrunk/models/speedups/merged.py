@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from onetrunk.models.adapters import POLICY, is_active
 from onetrunk.models.base_model import probe_inputs
+from onetrunk.models.speedups.fused_lora import casting_once
 from onetrunk.models.speedups.memory_use import free_memory, is_out_of_memory
 from onetrunk.models.trunk import TrunkModel
 
@@ -75,12 +76,14 @@ def _is_plain(layer: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def merged_policy(model: nn.Module, parts: Iterable[nn.Module] | None = None) -> Iterator[None]:
-    """Let `model` compute its policy from merged weights inside the block if `can_merge`, else change nothing.
+    """Let `model` compute its policy from merged weights inside the block if `can_merge`, else from separate ones.
+
+    Separate ones are cast once (`casting_once`), where they are cast.
 
     Args:
         parts: merge in these modules only; None: everywhere.
     """
-    with _merged(_trained_layers(model, parts)) if can_merge(model) else contextlib.nullcontext():
+    with _merged(_trained_layers(model, parts)) if can_merge(model) else casting_once(model):
         yield
 
 
