@@ -211,7 +211,8 @@ def groundwork_verdict(run: Run) -> Verdict | None:
     match run.results:
         case {"about": {"mode": "revise"}, "counts": {"completions": made, "blank_completions": blank}}:
             found = [f"{made - blank:,} of {made:,} completions are revised"]
-            return Verdict(MIXED if blank else GOOD, found, f"read some, then onetrunk sft --dataset_name {run.folder}")
+            advice = f"read some, then onetrunk sft --dataset_name {run.folder}"
+            return Verdict(MIXED if blank else GOOD, found, advice)
         case {"counts": {"labelled": labelled, "pairs": pairs}}:
             doubts = statistics_warnings(run.results)
             level = BAD if not labelled else MIXED if doubts else GOOD
