@@ -41,6 +41,11 @@ def test_resuming_without_a_checkpoint_says_so(tmp_path):
         run(tmp_path, resume=str(tmp_path / "checkpoint-7"))
 
 
+def test_a_resumed_run_says_where_it_goes_on(tmp_path, capsys):
+    run(tmp_path, resume=str(checkpoint(6)))
+    assert f"resuming from {checkpoint(6)}: step 6 of 12" in capsys.readouterr().err
+
+
 def test_a_damaged_stream_state_is_refused(tmp_path):
     damaged = tmp_path / "checkpoint-6"
     shutil.copytree(checkpoint(6), damaged)

@@ -138,6 +138,8 @@ def test_an_evaluation_that_lost_is_bad_and_so_is_its_pipeline_which_quotes_one_
 HELD_OUT = {"accuracy": 0.88, "accuracy_interval": [0.85, 0.91]}
 STUDENT = {"agreement": 0.97, "agreement_interval": [0.95, 0.98]}
 COUNTS = {"pairs": 10, "labelled": 9}
+MADE = {"pairs": 0, "labelled": 0, "completions": 7, "blank_completions": 0}
+REVISED = {"about": {"mode": "revise"}, "counts": MADE}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,8 @@ COUNTS = {"pairs": 10, "labelled": 9}
         ({"counts": COUNTS}, "good", "9 of 10 pairs are labelled", "onetrunk reward --dataset_name"),
         ({"counts": COUNTS | {"unjudged": 1}}, "mixed", "1 pairs have no verdict yet", "the same command asks"),
         ({"counts": COUNTS | {"labelled": 0}}, "bad", "0 of 10 pairs", "read in the ledger"),
+        (REVISED, "good", "7 of 7 completions are revised", "read some, then onetrunk sft"),
+        (REVISED | {"counts": MADE | {"blank_completions": 2}}, "mixed", "5 of 7 completions", "read some"),
     ],
 )
 def test_what_ppo_builds_on_has_a_verdict_too(tmp_path, results, level, finding, advice):

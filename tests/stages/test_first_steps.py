@@ -35,6 +35,8 @@ def test_a_dry_run_finds_what_would_stop_a_run(in_folder, tmp_path, capsys):
     assert "names 'q_projj', and the model has no such module" in capsys.readouterr().err
     assert run("ppo", "--dry_run", "--rollout_batch_size", 4, "--num_minibatches", 3) == 1
     assert "are not divisible by 3 minibatches" in capsys.readouterr().err
+    assert run("ppo", "--dry_run", "--reward_funcs", "runs/no_student") == 1
+    assert "there is no folder runs/no_student" in capsys.readouterr().err
     old_run = tmp_path / "old"
     (old_run / "checkpoint-1").mkdir(parents=True)
     assert run("ppo", "--dry_run", "--output_dir", old_run) == 1

@@ -122,6 +122,11 @@ def test_a_stream_and_another_order_give_the_same_rows(prefs, inputs, tmp_path):
     assert content(read_rows(tmp_path / "c/data/preferences.jsonl")) == content(map(json.loads, rows.splitlines()))
 
 
+def test_a_trial_of_a_few_prompts_counts_only_them(prefs, tmp_path):
+    assert prefs("--limit", 2) == 0
+    assert json.loads((tmp_path / "out/statistics.json").read_text())["counts"]["prompts"] == 2
+
+
 def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path):
     options = ["--mode", "revise", "--num_generations", 1, "--max_critique_length", 6]
     assert prefs(*options, "--dataset_name", inputs / "turns.jsonl", "--num_revisions", 2) == 0

@@ -364,6 +364,9 @@ class ResumableTrainer(Trainer):
                 (Path(self.args.output_dir) / name).unlink(missing_ok=True)
         if self._resume_from is None:
             return
+        if self.args.should_log:
+            step = f"step {self.state.global_step} of {self.state.max_steps}"
+            tqdm.write(f"resuming from {self._resume_from}: {step}", file=sys.stderr)
         self._find_best()
         if Path(self._resume_from).resolve().parent == Path(self.args.output_dir).resolve():
             self._saved_step = self.state.global_step

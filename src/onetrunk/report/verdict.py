@@ -209,6 +209,10 @@ def verdict_of(run: Run) -> Verdict | None:
 def groundwork_verdict(run: Run) -> Verdict | None:
     """Return the verdict on what PPO builds on: preference rows, a reward model, its student, a fine-tuned model."""
     match run.results:
+        case {"about": {"mode": "revise"}, "counts": {"completions": made, "blank_completions": blank}}:
+            found = [f"{made - blank:,} of {made:,} completions are revised"]
+            advice = f"read some, then onetrunk sft --dataset_name {run.folder}"
+            return Verdict(MIXED if blank else GOOD, found, advice)
         case {"counts": {"labelled": labelled, "pairs": pairs}}:
             doubts = statistics_warnings(run.results)
             level = BAD if not labelled else MIXED if doubts else GOOD

@@ -196,7 +196,7 @@ class PromptSource(Source):
         self._order: list[tuple[int, str]] | None = None
         if isinstance(rows, Dataset):
             self._rows = self._encoded(self._rows)
-            self._order = list(self._selected(self._rows["prompt"], set()))
+            self._order = list(islice(self._selected(self._rows["prompt"], set()), args.limit))
             self.total = len(self._order)
             self.longest_prompt = max((len(self._rows[i]["prompt_ids"]) for i, _ in self._order), default=0)
 

@@ -21,7 +21,7 @@ from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import check_targets
 from onetrunk.models.base_model import check_supported, decoder_layers, load_tokenizer
-from onetrunk.models.loading import load_config
+from onetrunk.models.loading import expand, load_config
 from onetrunk.models.reward_model import load_reward_tokenizer
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.setup import (
@@ -34,6 +34,7 @@ from onetrunk.ppo.setup import (
     prepare_dataset,
     tokens_of,
 )
+from onetrunk.rewards.specs import PROCESS_MODEL, read_spec
 from onetrunk.stages.arguments import (
     AskingArguments,
     EpisodeArguments,
@@ -117,7 +118,7 @@ def ppo(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, 
     check_tokenizer(tokenizer, name, (rows, held_out), config.vocab_size)
     tokens_of(args.stop_tokens or [], tokenizer)
     prepared, lines = prompt_lines(data, args, name, tokenizer, [p for p in (rows, held_out) if p is not None])
-    require_functions(data.reward_funcs or [])
+    require_rewards(data.reward_funcs or [])
     show(f"a LoRA adapter on {name}", [*lines, *_batch_lines(args, len(prepared))])
     print("weights, memory and time: onetrunk plan")
 
@@ -128,7 +129,7 @@ def evaluate(args: EvalArguments, settings: JudgeConfig, model_args: ModelArgume
     opponent = named_opponent(args, model_args, bool(settings.judge))
     tokenizer = policy_tokenizer(name, None, model_args.init_kwargs())
     _, lines = prompt_lines(args, config, name, tokenizer, [rows])
-    require_functions(args.reward_funcs or [])
+    require_rewards(args.reward_funcs or [])
     show(f"{name}, compared with {opponent or 'no other model'}", [*lines, *judge_lines(settings)])
 
 
@@ -149,6 +150,14 @@ def judge(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> N
 
 def show(model: str, lines: Sequence[str]) -> None:
     print("\n".join(["dry run: nothing is trained or written", f"model: {model}", *lines]))
+
+
+def require_rewards(reward_funcs: Sequence[str]) -> None:
+    """Import the reward functions, and read the configs of the reward models; servers are not asked."""
+    require_functions(reward_funcs)
+    for spec in map(read_spec, reward_funcs):
+        if spec.kind.is_model:
+            load_config(expand(spec.text.removeprefix(PROCESS_MODEL).partition("#")[0]))
 
 
 def require_new(args: Any) -> None:
