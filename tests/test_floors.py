@@ -199,7 +199,7 @@ GOOD = '"""One room."""\n'
         ("onetrunk.ppo.setup", "from onetrunk.rewards import JudgeReward"),
         ("onetrunk.rewards.combine", "from onetrunk.rewards.judge import JudgeReward"),
         ("onetrunk.reward_models.distill", "from onetrunk.plan.job import Job"),
-        ("onetrunk.feedback.contest", "from onetrunk.plan.job import Job"),
+        ("onetrunk.feedback.asking", "from onetrunk.plan.job import Job"),
         ("onetrunk.plan.search", "from onetrunk.types import Pack"),
     ],
 )

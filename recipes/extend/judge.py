@@ -4,7 +4,7 @@ import re
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Judge, Pair, Principle, Rating, Verdict, logistic
-from onetrunk.judges.labels import JudgeReward
+from onetrunk.rewards.judge import JudgeReward
 from onetrunk.types import as_text
 
 

@@ -30,7 +30,7 @@ def test_a_dry_run_says_what_a_run_would_do_and_writes_nothing(in_folder, capsys
 
 def test_a_dry_run_finds_what_would_stop_a_run(in_folder, tmp_path, capsys):
     assert run("ppo", "--dry_run", "--adapter_layers", "top-9") == 1
-    assert "neither 'all' nor 'top-k' with k from 1 to the model's 2 layers" in capsys.readouterr().err
+    assert "must be 'all', or 'top-k' with k from 1 to the model's 2 layers" in capsys.readouterr().err
     assert run("ppo", "--dry_run", "--lora_target_modules", "q_projj") == 1
     assert "names 'q_projj', and the model has no such module" in capsys.readouterr().err
     assert run("ppo", "--dry_run", "--rollout_batch_size", 4, "--num_minibatches", 3) == 1

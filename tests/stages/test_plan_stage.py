@@ -58,8 +58,8 @@ def test_a_plan_of_a_recipe_names_memory_time_and_cost(capsys):
 
 def test_launches_are_named_where_they_decide(capsys):
     words = ("--model", "Qwen/Qwen2.5-0.5B", "--hardware", "1xH100", "--rollout_batch_size", 16, "--engines")
-    # 24 layers with adapters: 2,449 operations a token, 5 microseconds each; 128 tokens on average, at most 256.
-    least = 24 * (43 + 56) + 73
+    # 24 layers with adapters: 1,537 operations a token, 5 microseconds each; 128 tokens on average, at most 256.
+    least = 24 * (43 + 18) + 73
     assert plan(*words, "local", "--length_spread", 0) == 0
     text = "generate: decoding of 16 rows at once is bound by launches, which take"
     assert f"{text} {128 * least * 5e-6:.2f} s at least: use_vllm" in capsys.readouterr().out
