@@ -115,7 +115,7 @@ def test_the_exit_code_is_that_of_the_first_process_that_failed_and_no_second_tr
     make_material(tmp_path)
     assert started(tmp_path, "--adapter_layers", "top-9").wait() == 1
     log = (tmp_path / "log").read_text()
-    assert "adapter_layers 'top-9' is neither" in log and "Traceback" not in log
+    assert "adapter_layers is 'top-9'; it must be" in log and "Traceback" not in log
 
 
 @pytest.mark.slow
