@@ -45,7 +45,7 @@ def workplace(tmp_path, monkeypatch):
 @pytest.fixture
 def launch_env(monkeypatch):
     """Return a function that sets the environment of a launch with accelerate and returns its layout."""
-    from onetrunk.parallel.sharding import USE_FSDP, USE_PARALLELISM, launch_layout
+    from onetrunk.parallel.layout import USE_FSDP, USE_PARALLELISM, launch_layout
 
     def layout(**variables):
         for name in (USE_FSDP, USE_PARALLELISM, "FSDP_CPU_RAM_EFFICIENT_LOADING"):

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from onetrunk.models.build import attach_score_adapter, build_trunk
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.sharding import launch_layout
+from onetrunk.parallel.layout import launch_layout
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.setup import check_launch
 from onetrunk.stages.ppo import parse_ppo

@@ -38,7 +38,8 @@ from workload import LORA, PHASES, Meter, Workload
 from onetrunk import PPOTrainer, __version__
 from onetrunk.costs import ModelShape
 from onetrunk.models.build import build_trunk
-from onetrunk.parallel.sharding import Layout, gathered, shard_frozen
+from onetrunk.parallel.layout import Layout
+from onetrunk.parallel.sharding import gathered, shard_frozen
 from onetrunk.plan.costs import Gathers, gathers
 
 RANK, WORLD_SIZE = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from onetrunk.feedback.sampling import read_rows
+from onetrunk.feedback.shards import read_rows
 from onetrunk.stages.prefs import sampling as prefs_sampler
 from tests.feedback import runs
 from tests.feedback.runs import CountingJudge, DyingBackend, files_of, in_a_process, questions_asked

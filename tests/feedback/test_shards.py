@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onetrunk.feedback.sampling import Shard, read_rows, rows_file, shard_files
+from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files
 from onetrunk.judges.judge import prompt_key
 
 message = st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=5)})

@@ -7,8 +7,9 @@ import torch
 from peft import get_peft_model
 
 from onetrunk.models.adapters import adapter_parameters
-from onetrunk.models.base_model import DEVICE_SHARE, TrunkCache, choose_place, decoder_layers, verify_cut
+from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.build import build_trunk
+from onetrunk.models.frozen_layers import DEVICE_SHARE, TrunkCache, choose_place, verify_cut
 from onetrunk.models.trunk import TrunkModel
 from tests.models.branches import ALL_ROLES, a_pack, a_trunk, base_weights, counted, lora, same, step_gradients
 from tests.tiny import tiny_model

@@ -15,7 +15,8 @@ from peft import get_peft_model
 
 from onetrunk.models.base_model import load_base
 from onetrunk.models.loading import tensors_digest
-from onetrunk.parallel.sharding import Layout, casting_later, local_bytes
+from onetrunk.parallel.layout import Layout
+from onetrunk.parallel.sharding import casting_later, local_bytes
 from onetrunk.parallel.tensor import distribute_frozen
 from tests.models.branches import lora
 from tests.places import CPU, join_group

@@ -23,15 +23,8 @@ from onetrunk.models.loading import base_fingerprint, base_marks
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.groups import limit_waits, process_mesh
-from onetrunk.parallel.sharding import (
-    Layout,
-    gathered,
-    is_divided,
-    is_sharded,
-    local_bytes,
-    replicas_of_what_trains,
-    train_in_stages,
-)
+from onetrunk.parallel.layout import Layout, train_in_stages
+from onetrunk.parallel.sharding import gathered, is_divided, is_sharded, local_bytes, replicas_of_what_trains
 from onetrunk.parallel.tensor import distribute_frozen
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from onetrunk.parallel.groups import num_data_processes
-from onetrunk.parallel.sharding import Layout
+from onetrunk.parallel.layout import Layout
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}

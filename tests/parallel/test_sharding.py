@@ -4,7 +4,8 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from onetrunk.parallel.sharding import Layout, gathered, is_sharded, shard_frozen
+from onetrunk.parallel.layout import Layout
+from onetrunk.parallel.sharding import gathered, is_sharded, shard_frozen
 from onetrunk.parallel.tensor import divide_frozen
 from tests.models.branches import a_trunk, lora
 from tests.parallel import split_worker

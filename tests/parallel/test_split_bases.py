@@ -6,7 +6,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from onetrunk.parallel.sharding import Layout
+from onetrunk.parallel.layout import Layout
 from tests.parallel import split_worker
 from tests.parallel.split_worker import CASES
 from tests.places import CPU, found_by_ranks, places

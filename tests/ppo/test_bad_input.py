@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from onetrunk.parallel.sharding import launch_layout
+from onetrunk.parallel.layout import launch_layout
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts, trained
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from onetrunk.data.foreign import CUT
-from onetrunk.feedback.sampling import rows_file
+from onetrunk.feedback.shards import rows_file
 from onetrunk.models.build import BaseShape, make_base
 from onetrunk.rewards.combine import RewardSet
 from onetrunk.rollouts.episodes import playing

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from onetrunk.models.adapters import adapter_parameters
-from onetrunk.rollouts.vllm_requests import ADAPTER_FILE, AdapterFolder, active_adapter
+from onetrunk.rollouts.publishing import ADAPTER_FILE, AdapterFolder, active_adapter
 from onetrunk.utils.files import load_tensors
 from tests.ppo.support import base_model, lora, sft_model
 from tests.tiny import tiny_model

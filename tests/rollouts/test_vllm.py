@@ -10,8 +10,9 @@ from peft import LoraConfig
 
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, RolloutBackend, SamplingParams
+from onetrunk.rollouts.publishing import ADAPTER_FILE, check_servable
 from onetrunk.rollouts.vllm import VLLMBackend, vllm_policy
-from onetrunk.rollouts.vllm_requests import ADAPTER_FILE, Request, check_servable, checked_completion
+from onetrunk.rollouts.vllm_requests import Request, checked_completion
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import RetryPolicy
 from tests.ppo.support import base_model, lora, sft_model

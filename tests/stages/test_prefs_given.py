@@ -5,7 +5,7 @@ import json
 import pytest
 
 from onetrunk import cli
-from onetrunk.feedback.sampling import read_rows
+from onetrunk.feedback.shards import read_rows
 from tests.judges.stub_server import StubServer
 
 CHECKS = """

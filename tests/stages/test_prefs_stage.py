@@ -9,7 +9,7 @@ from datasets import load_dataset
 from onetrunk.data.files import load_rows
 from onetrunk.data.prompts import check_completions
 from onetrunk.data.rows import check_preferences
-from onetrunk.feedback.sampling import read_rows
+from onetrunk.feedback.shards import read_rows
 from onetrunk.utils.files import digest
 from tests.feedback import runs
 from tests.stages.stand_in_ray import StandInRay

@@ -11,16 +11,10 @@ from onetrunk.models.reward_model import encode_rows
 from onetrunk.reward_models.distill import RewardDistillationConfig
 from onetrunk.reward_models.training import PairEncoder
 from onetrunk.rewards.model import ModelReward
-from onetrunk.stages.arguments import (
-    ModelArguments,
-    PPOArguments,
-    SFTArguments,
-    TrainingDataArguments,
-    load_training_rows,
-    preference_rows,
-)
+from onetrunk.stages.arguments import ModelArguments, PPOArguments, SFTArguments, TrainingDataArguments
 from onetrunk.stages.distill import DistillArguments
 from onetrunk.stages.reward import RewardArguments
+from onetrunk.stages.rows import load_training_rows, preference_rows
 from onetrunk.stages.sft import as_messages, make_trainer
 from tests.chat import CHAT_VOCAB, chat_tokenizer
 from tests.models.reward_adapters import a_scorer

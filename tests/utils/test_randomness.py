@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from onetrunk.feedback.preferences import all_pairs
-from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler, prompt_words
+from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
+from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.rollouts.base import SamplingParams

@@ -75,15 +75,8 @@ from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
 from onetrunk.parallel.groups import GroupAccelerator, limit_waits
 from onetrunk.parallel.heartbeat import SAVE, Heartbeat
-from onetrunk.parallel.sharding import (
-    group_size,
-    is_divided,
-    is_sharded,
-    launch_layout,
-    replicas_of_what_trains,
-    train_in_stages,
-    training_stages,
-)
+from onetrunk.parallel.layout import group_size, launch_layout, train_in_stages, training_stages
+from onetrunk.parallel.sharding import is_divided, is_sharded, replicas_of_what_trains
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, held_folder, reading_content
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
 from onetrunk.utils.redaction import redact, without_secrets

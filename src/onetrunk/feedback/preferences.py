@@ -17,7 +17,8 @@ import numpy as np
 
 from onetrunk.data.rows import text_fault
 from onetrunk.feedback.asking import Asker
-from onetrunk.feedback.sampling import PromptItem, prompt_words
+from onetrunk.feedback.sampling import PromptItem
+from onetrunk.feedback.shards import prompt_words
 from onetrunk.judges.judge import Pair
 from onetrunk.judges.labels import JudgeStatistics, PairLabel
 from onetrunk.types import SampledText, as_completion, as_text

@@ -42,11 +42,10 @@ from onetrunk.models.base_model import (
     decoder_layers,
     disable_dropout,
     keep_train_kernels,
-    only_between,
     output_head,
-    verify_cut,
     verify_head,
 )
+from onetrunk.models.frozen_layers import only_between, verify_cut
 from onetrunk.models.loading import write_base_marks
 from onetrunk.models.speedups.fused_lora import fuse_lora
 from onetrunk.models.speedups.token_grid import (

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from onetrunk.models.speedups.fused_lora import casting_once
-from onetrunk.parallel.sharding import group_size, is_divided, training_stages, world_size
+from onetrunk.parallel.layout import group_size, training_stages
+from onetrunk.parallel.sharding import is_divided, world_size
 from onetrunk.types import Pack, PackOutput
 
 T = TypeVar("T")

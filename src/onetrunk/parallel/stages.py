@@ -25,7 +25,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from onetrunk.costs import ModelShape, decode_split
-from onetrunk.models.base_model import StageRun, backbone, computes, decoder_layers, only_between, probe_inputs
+from onetrunk.models.base_model import backbone, computes, decoder_layers, probe_inputs
+from onetrunk.models.frozen_layers import StageRun, only_between
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.sharding import world_size
 

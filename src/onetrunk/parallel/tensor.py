@@ -33,15 +33,8 @@ from onetrunk.models.adapters import find_tuner_layers
 from onetrunk.models.base_model import active_dropout, backbone, output_head
 from onetrunk.ops.logprobs import fused_logprobs_and_top1
 from onetrunk.parallel.groups import process_mesh
-from onetrunk.parallel.sharding import (
-    Layout,
-    cast_now,
-    is_divided,
-    mark_divided,
-    require_adapters,
-    shard_frozen,
-    share_frozen,
-)
+from onetrunk.parallel.layout import Layout
+from onetrunk.parallel.sharding import cast_now, is_divided, mark_divided, require_adapters, shard_frozen, share_frozen
 from onetrunk.utils.versions import require_tensor_parallelism
 
 COLUMNS, ROWS = "colwise", "rowwise"

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from onetrunk.models.base_model import TrunkCache
+from onetrunk.models.frozen_layers import TrunkCache
 from onetrunk.parallel.groups import pack_outputs
 from onetrunk.parallel.sharding import is_collective, reshard
 from onetrunk.ppo.packs import RolloutPack

@@ -28,9 +28,7 @@ from onetrunk.data.rows import is_conversational
 from onetrunk.data.sharded import ShardedRows, known_rows
 from onetrunk.models.adapters import check_adapter_config
 from onetrunk.models.base_model import (
-    TrunkCache,
     check_decoder,
-    choose_place,
     decoder_layers,
     load_base,
     load_tokenizer,
@@ -38,10 +36,10 @@ from onetrunk.models.base_model import (
     stop_token_ids,
 )
 from onetrunk.models.build import attach_score_adapter, build_trunk, check_model_type
+from onetrunk.models.frozen_layers import TrunkCache, choose_place
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.sharding import (
-    cast_when_sharded,
+from onetrunk.parallel.layout import (
     check_stage_launch,
     check_stage_layout,
     launch_layout,
@@ -49,6 +47,7 @@ from onetrunk.parallel.sharding import (
     train_in_stages,
     training_stages,
 )
+from onetrunk.parallel.sharding import cast_when_sharded
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.foreign_names import our_metric
 from onetrunk.ppo.memory_check import MemoryCheck
@@ -210,7 +209,7 @@ def load_backend(config: PPOConfig, **hooks: Callable[..., None]) -> RolloutBack
         return LocalBackend(max_rows=config.max_rollout_rows, in_waves=bool(reads), **hooks)
     if config.is_colocated:
         from onetrunk.rollouts.colocate import ColocatedBackend
-        from onetrunk.rollouts.vllm_requests import ADAPTERS_FOLDER
+        from onetrunk.rollouts.publishing import ADAPTERS_FOLDER
 
         return ColocatedBackend(
             Path(config.output_dir) / ADAPTERS_FOLDER,

@@ -38,7 +38,7 @@ _HOMES = {
     "ModelReward": "model",
     "PerToken": "reward",
     "PerTurn": "reward",
-    "ProcessReward": "model",
+    "ProcessReward": "process_model",
     "RemoteReward": "remote",
     "RewardFunction": "reward",
     "RewardSet": "combine",

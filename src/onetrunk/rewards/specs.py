@@ -52,7 +52,7 @@ KINDS = (
     Kind("server", "'http://host/classify'", lambda text: text.startswith(("http://", "https://")),
          "remote:remote_reward"),
     Kind("process reward model", "'prm:NAME'", lambda text: text.startswith(PROCESS_MODEL),
-         "model:ProcessReward.from_spec", is_model=True, in_python="ProcessReward"),
+         "process_model:ProcessReward.from_spec", is_model=True, in_python="ProcessReward"),
     Kind("reward model", "a folder that exists or a Hub name 'owner/model'", _is_model,
          "model:named_model", is_model=True, in_python="ModelReward"),
     Kind("judge", "the word 'judge' of onetrunk ppo", lambda text: text == JUDGE, "", in_python="JudgeReward"),

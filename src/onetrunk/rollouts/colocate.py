@@ -1,7 +1,7 @@
 """Rollouts sampled by a vLLM engine in the training process, on the GPU of the trainer.
 
 As with a server, only the adapter travels: each version is written to a folder of its own and loaded under a new name
-and id (`vllm_requests.py` says why). The trainer reads the base where the engine has it (`share_base`): what
+and id (`publishing.py` says why). The trainer reads the base where the engine has it (`share_base`): what
 transformers calls `q_proj`, `k_proj` and so on are blocks of rows of what vLLM keeps as one matrix. Only a quantised
 base, or one that vLLM keeps in another layout, is there twice. With sleep mode the engine's cache is freed
 between rollouts. An adapter is loaded only while it is awake. It cannot sample during an update, so it has one adapter
@@ -34,21 +34,17 @@ from onetrunk.models.loading import REVISION
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, rollout_of
 from onetrunk.rollouts.episodes.rows import Answers, Progress, play_in_waves
-from onetrunk.rollouts.vllm_requests import (
+from onetrunk.rollouts.publishing import (
     AdapterFolder,
     Published,
-    Request,
     active_adapter,
-    checked_completion,
     is_same_adapter,
-    probe_requests,
     published_dtype,
-    requests_of,
-    require_same_base,
     role_of,
     servable_adapters,
     served_rank,
 )
+from onetrunk.rollouts.vllm_requests import Request, checked_completion, probe_requests, requests_of, require_same_base
 from onetrunk.servers.errors import CallError
 from onetrunk.types import Rollout, RowKey
 

@@ -1,6 +1,6 @@
 """Rollouts sampled by vLLM servers: only the adapter travels, and no sample is of another version.
 
-A publication is a new folder and a new name on every server (`vllm_requests.py`). Before training the servers' base is
+A publication is a new folder and a new name on every server (`publishing.py`). Before training the servers' base is
 compared with the trainer's, by its logprobs (`vllm_requests.py`). A server that loses an adapter has been started
 again, perhaps with another base: the run ends, and a resumed run checks the base again.
 """
@@ -26,22 +26,18 @@ from onetrunk.parallel.groups import is_first_process, on_first_process, once_pe
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.decoding import Completion, rollout_of
 from onetrunk.rollouts.episodes.rows import Answers, Progress, play_row_by_row
-from onetrunk.rollouts.vllm_requests import (
+from onetrunk.rollouts.publishing import (
     ADAPTERS_FOLDER,
     ROLES,
     AdapterFolder,
     Published,
-    Request,
     active_adapter,
-    checked_completion,
     is_same_adapter,
-    probe_requests,
     reference_adapter,
-    requests_of,
-    require_same_base,
     role_of,
     servable_adapters,
 )
+from onetrunk.rollouts.vllm_requests import Request, checked_completion, probe_requests, requests_of, require_same_base
 from onetrunk.servers.client import Connection, Server
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import Fleet, RetryPolicy, gathered, run_async, within

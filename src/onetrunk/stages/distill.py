@@ -40,18 +40,10 @@ from onetrunk.reward_models.metrics import (
     true_labels,
 )
 from onetrunk.rewards.model import load_reward
-from onetrunk.stages.arguments import (
-    OptionalModelArguments,
-    RewardTrainingArguments,
-    TrainingDataArguments,
-    TrainingRows,
-    check_tokenizer,
-    load_preference_rows,
-    load_unlabelled_rows,
-    parse,
-)
+from onetrunk.stages.arguments import OptionalModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
 from onetrunk.stages.reward import load_kwargs, result_of, rows_to_measure, score_peft_config, trained_reward
+from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows, load_unlabelled_rows
 from onetrunk.stages.run_context import begin, finish, recorded
 from onetrunk.utils.options import option
 

@@ -43,16 +43,9 @@ from onetrunk.rewards.specs import read_spec
 from onetrunk.rollouts.base import longest_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
-from onetrunk.stages.arguments import (
-    DatasetArguments,
-    EpisodeArguments,
-    ModelArguments,
-    SamplingArguments,
-    load_dataset_rows,
-    parse,
-    prompt_rows,
-)
+from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelArguments, SamplingArguments, parse
 from onetrunk.stages.results import compared, show_columns, write_values
+from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text

@@ -36,8 +36,9 @@ from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnin
 from onetrunk.ops.win_rate import CONFIDENCE
 from onetrunk.report.report import PAIRS
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
-from onetrunk.stages.arguments import AskingArguments, load_dataset_rows, parse, require_set
+from onetrunk.stages.arguments import AskingArguments, parse, require_set
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
+from onetrunk.stages.rows import load_dataset_rows
 from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir, unique_names

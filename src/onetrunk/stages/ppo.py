@@ -26,15 +26,9 @@ from onetrunk.report.runs import FOLDER, SAMPLES
 from onetrunk.rewards.judge import JudgeReward
 from onetrunk.rewards.reward import RewardFunction
 from onetrunk.rewards.specs import JUDGE, read_spec
-from onetrunk.stages.arguments import (
-    ModelArguments,
-    PPOArguments,
-    PPODataArguments,
-    load_training_rows,
-    parse,
-    prompt_rows,
-)
+from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
+from onetrunk.stages.rows import load_training_rows, prompt_rows
 from onetrunk.stages.run_context import begin, finish, recorded
 from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.options import option

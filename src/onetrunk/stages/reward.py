@@ -22,16 +22,9 @@ from onetrunk.parallel.sharding import cast_when_sharded, gathered
 from onetrunk.reward_models.metrics import labels_of, preference_metrics, score_pairs
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards.model import ModelReward
-from onetrunk.stages.arguments import (
-    ModelArguments,
-    RewardTrainingArguments,
-    TrainingDataArguments,
-    TrainingRows,
-    check_tokenizer,
-    load_preference_rows,
-    parse,
-)
+from onetrunk.stages.arguments import ModelArguments, RewardTrainingArguments, TrainingDataArguments, parse
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
+from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_preference_rows
 from onetrunk.stages.run_context import begin, finish, recorded
 from onetrunk.utils.options import parse_adapter_layers
 

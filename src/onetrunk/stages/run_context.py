@@ -37,7 +37,7 @@ from onetrunk.checkpoints.resume_point import AUTO, LOOP_FILES, locate, open_mir
 from onetrunk.checkpoints.signals import Stopped
 from onetrunk.models.speedups.memory_use import is_out_of_memory
 from onetrunk.parallel.heartbeat import Heartbeat
-from onetrunk.parallel.sharding import launch_layout
+from onetrunk.parallel.layout import launch_layout
 from onetrunk.report.report import write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.report.verdict import verdict_of

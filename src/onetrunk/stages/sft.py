@@ -18,15 +18,8 @@ from onetrunk.models.adapters import check_targets, fit_layers
 from onetrunk.models.base_model import decoder_layers, load_base, load_tokenizer
 from onetrunk.models.loading import load_config
 from onetrunk.parallel.sharding import cast_when_sharded
-from onetrunk.stages.arguments import (
-    ModelArguments,
-    SFTArguments,
-    TrainingDataArguments,
-    TrainingRows,
-    check_tokenizer,
-    load_training_rows,
-    parse,
-)
+from onetrunk.stages.arguments import ModelArguments, SFTArguments, TrainingDataArguments, parse
+from onetrunk.stages.rows import TrainingRows, check_tokenizer, load_training_rows
 from onetrunk.stages.run_context import begin, finish, recorded
 
 

@@ -40,8 +40,9 @@ from onetrunk.ppo.setup import policy_tokenizer, tokens_of
 from onetrunk.rollouts.base import RolloutBackend, SamplingParams
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
-from onetrunk.stages.arguments import ModelArguments, load_dataset_rows, prompt_rows, stream_dataset_rows
+from onetrunk.stages.arguments import ModelArguments
 from onetrunk.stages.prefs.arguments import PrefsArguments
+from onetrunk.stages.rows import load_dataset_rows, prompt_rows, stream_dataset_rows
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
 from onetrunk.utils.ledger import Ledger

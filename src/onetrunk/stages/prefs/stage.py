@@ -22,14 +22,14 @@ from onetrunk.checkpoints.hub import push_folder, require_push
 from onetrunk.feedback.asking import Asker, StopFlag, check_judges, chunked, overlapped
 from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, counts_of, merged_judge_statistics
-from onetrunk.feedback.sampling import PromptItem, Reviser, Shard, TextSampler, read_rows, rows_file, shard_files
+from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
+from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.judge import Judge
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
-from onetrunk.stages.prefs.arguments import (
-    PrefsArguments,
-    check_model_is_named,
+from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
+from onetrunk.stages.prefs.output import (
     claim_folder,
     ledger_path,
     pushed_files,

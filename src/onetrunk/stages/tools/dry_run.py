@@ -44,12 +44,6 @@ from onetrunk.stages.arguments import (
     RewardTrainingArguments,
     SFTArguments,
     TrainingDataArguments,
-    TrainingRows,
-    check_tokenizer,
-    load_dataset_rows,
-    load_preference_rows,
-    load_training_rows,
-    prompt_rows,
 )
 from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels
 from onetrunk.stages.eval import EvalArguments, named_opponent
@@ -57,6 +51,14 @@ from onetrunk.stages.ppo import require_functions
 from onetrunk.stages.prefs.arguments import PrefsArguments
 from onetrunk.stages.prefs.sampling import open_source
 from onetrunk.stages.reward import load_kwargs, score_peft_config
+from onetrunk.stages.rows import (
+    TrainingRows,
+    check_tokenizer,
+    load_dataset_rows,
+    load_preference_rows,
+    load_training_rows,
+    prompt_rows,
+)
 from onetrunk.utils.options import parse_adapter_layers
 
 

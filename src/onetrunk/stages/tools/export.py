@@ -34,7 +34,7 @@ from onetrunk.models.loading import (
     source_file,
 )
 from onetrunk.ppo.setup import policy_tokenizer
-from onetrunk.rollouts.vllm_requests import check_servable, served_rank
+from onetrunk.rollouts.publishing import check_servable, served_rank
 from onetrunk.stages.arguments import DTYPES, PushArguments, parse
 from onetrunk.stages.tools.serve import checkpoint_dtype, whole_path
 from onetrunk.utils.files import atomic_write_text, held_folder, require_output_dir

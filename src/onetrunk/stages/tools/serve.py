@@ -24,7 +24,7 @@ import torch
 
 from onetrunk.models.loading import adapter_base, load_config
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
-from onetrunk.rollouts.vllm_requests import served_rank
+from onetrunk.rollouts.publishing import served_rank
 from onetrunk.servers.client import checked_variable, read_secret
 from onetrunk.stages.arguments import DTYPES, parse
 from onetrunk.stages.options.reading import say
