@@ -52,7 +52,7 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     results = json.loads((tmp_path / "out" / "check.json").read_text())
     assert results["is_dry"] and results["verdict"] == f"{len(results['parts']) - 1} passed, 1 skipped"
     found = results["parts"]
-    assert [*found] == ["tests", "kernels", "twins", *ITERATIONS, "trl", "agilerl", "several"]
+    assert [*found] == ["tests", "kernels", "twins", *ITERATIONS, "graph", "trl", "agilerl", "several"]
     assert found["kernels"]["result"]["passed"] > 20 and found["kernels"]["result"]["skipped"] == 0
     # What only a GPU can show is skipped, but collected.
     for name, fewest in (("tests", 3), ("several", 20)):
@@ -62,6 +62,7 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     for row in speeds.values():
         assert all(row[phase]["tokens_per_s"] > 0 for phase in ("generate", "score", "update"))
         assert row["decode"]["operations"] > 100
+    assert found["graph"]["result"]["equal_rows"] == 1
     assert results["measurements"]["others"]["trl"]["ratio"]["total"] > 0
     assert all("torch" in case and "kernel" in case for case in found["twins"]["result"]["logprobs"].values())
     readme = (tmp_path / "out" / "README.md").read_text()

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import Qwen2Config
 
 from onetrunk.plan.costs import operations_of
+from onetrunk.rollouts import LocalBackend, SamplingParams
+from onetrunk.rollouts.decoding import row_uniforms
+from tests.ppo.support import base_model
 from tests.processes import python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,6 +219,32 @@ def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_
         # The two norms more of Qwen3 are left out.
         lowest = 0.75 if family == "qwen3" else 0.95
         assert lowest <= number / counted[phase] <= 1.05, (phase, number, counted[phase])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(12, stop_token_ids=tuple(range(4, 20))),
+        SamplingParams(12, temperature=0.7, top_p=0.8),
+        SamplingParams(5, temperature=0.0),
+    ],
+    ids=["stop tokens", "top_p", "greedy"],
+)
+def test_a_step_over_buffers_in_place_samples_the_tokens_of_the_sampler(monkeypatch, params):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    from decode_graph import StaticStep
+
+    model, prompts = base_model().eval(), [[4, 5, 6], [7], [8, 9, 4, 5, 6]]
+    rounds = [[(number, row) for row in range(3)] for number in range(2)]
+    with torch.no_grad():
+        step = StaticStep(model, (3, 5, params.max_completion_length), params)
+        for keys in rounds:
+            uniforms = torch.stack([torch.from_numpy(row_uniforms(key, step.completion)) for key in keys])
+            expected = LocalBackend(model).generate(prompts, params, keys)
+            token_ids = step.generate(prompts, uniforms)
+            assert token_ids == expected.completion_ids
+            for row, ids in enumerate(token_ids):
+                assert_close(step.logprobs[row, : len(ids)], expected.sampler_logprobs[row], atol=5e-5, rtol=0)
 
 
 def test_views_and_allocations_are_no_operations(monkeypatch):

@@ -115,7 +115,7 @@ def all_parts(machine: Machine) -> list[Part]:
     """Return the parts in the order in which they run: the most important first, should the time run out."""
     rows = [iteration(machine, shape, is_nf4) for is_nf4 in (False, True) for shape in SHAPES]
     others = [against(machine, baseline) for baseline in BASELINES.values()]
-    return [tests(), theorems(machine), twins(machine), *rows, *others, several(machine)]
+    return [tests(), theorems(machine), twins(machine), *rows, graph(machine), *others, several(machine)]
 
 
 def tests_with_a_gpu() -> list[str]:
@@ -197,6 +197,19 @@ def iteration(machine: Machine, shape: Shape, is_nf4: bool) -> Part:
         shape.limit_s + (40 if is_nf4 else 0),
         environment={"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))},
         skip=skip,
+    )
+
+
+def graph(machine: Machine) -> Part:
+    """Return the part that decodes with a CUDA graph; in a dry run with the same step without one."""
+    tiny = ("--shape", "tiny", "--rows", "2", "--tokens", "12")
+    options = tiny if machine.is_dry else ("--shape", AGAINST_OTHERS, "--device", "cuda", "--dtype", "bfloat16")
+    return Part(
+        "graph",
+        "a decoded token as a CUDA graph, against the sampler's",
+        (sys.executable, str(HERE / "decode_graph.py"), *options),
+        90,
+        environment={"PYTHONPATH": str(ROOT / "src")},
     )
 
 

@@ -78,6 +78,10 @@ def chapter(results: dict[str, Any], markdown: Markdown, machine_line: Callable[
     ]
     if parts.get("twins", {}).get("status") == PASSED:
         text.append(_twins(parts["twins"]["result"], markdown))
+    if parts.get("graph", {}).get("status") == PASSED:
+        found = parts["graph"]["result"]
+        ways = (f"{name} {found[name]['ms_per_token']} ms" for name in ("sampler", "step"))
+        text.append(f"A decoded token as a graph (decode_graph.py): {', '.join(ways)}.\n")
     return "\n".join([*text, f"`{results['command']}` runs:\n\n```\n{commands}\n```\n"])
 
 
