@@ -34,6 +34,8 @@ from onetrunk.ppo.value_fit import FULL_ROLLOUT
 
 LAM = 1.0
 NEW_WEIGHT = 0.1
+# Rollouts that a head predicts after its pretraining, or as its first ones.
+FIRST_ROLLOUTS = 5
 # What a head reads: the last hidden state of the policy or of the frozen trunk, or that of the frozen middle layer.
 STATES = ("policy", "frozen", "middle")
 
@@ -171,11 +173,12 @@ HEADS = {
 
 
 def explained(
-    rollouts: list[list[dict[str, Tensor]]], values_of: Any, learn: Any = None
+    rollouts: list[list[dict[str, Tensor]]], values_of: Any, learn: Any = None, measured: slice | None = None
 ) -> tuple[float, float, float]:
-    """Return mean explained variance after the first tenth, its share above 0, and the mean variance ratio.
+    """Return mean explained variance, its share above 0, and the mean variance ratio, after the first tenth.
 
     As `value/explained_variance` and `value/variance_ratio`: observed returns (lam 1), and a critic of zeros with LAM.
+    `measured`: other rollouts in place of those after the first tenth.
     """
     results = []
     for number, packs in enumerate(rollouts):
@@ -190,7 +193,7 @@ def explained(
         results.append((1 - (returns - values).var() / returns.var(), advantages.var() / plain.var()))
         if learn is not None:
             learn(number, packs)
-    later = torch.tensor(results)[max(1, len(results) // 10) :]
+    later = torch.tensor(results)[measured or slice(max(1, len(results) // 10), None)]
     return later[:, 0].mean().item(), (later[:, 0] > 0).float().mean().item(), later[:, 1].mean().item()
 
 
@@ -207,7 +210,9 @@ class LinearHead(nn.Linear):
         return super().forward(states.float()).squeeze(-1)
 
 
-def fitted(rollouts: list[list[dict[str, Tensor]]], given: Head) -> tuple[float, float, float]:
+def fitted(
+    rollouts: list[list[dict[str, Tensor]]], given: Head, measured: slice | None = None
+) -> tuple[float, float, float]:
     """Fit a head rollout by rollout; return what `explained` does."""
     hidden_size = rollouts[0][0][given.states].shape[-1]
     head = ValueHead(hidden_size, given.width) if given.width else LinearHead(hidden_size)
@@ -238,7 +243,7 @@ def fitted(rollouts: list[list[dict[str, Tensor]]], given: Head) -> tuple[float,
             loss.backward()
             optimizer.step()
 
-    return explained(rollouts, predict, learn)
+    return explained(rollouts, predict, learn, measured)
 
 
 def least_squares(rollouts: list[list[dict[str, Tensor]]], is_held_out: bool) -> float:
@@ -268,18 +273,28 @@ def load(file: Path) -> list[dict[str, Tensor]]:
     return [packs[number] for number in sorted(packs, key=int)]
 
 
-def replay(folders: list[Path], names: list[str]) -> int:
-    """Print a Markdown table: explained variance, its share above 0 and the variance ratio, for each folder."""
+def replay(folders: list[Path], names: list[str], logged: int) -> int:
+    """Print a Markdown table: explained variance, its share above 0 and the variance ratio, for each folder.
+
+    With `logged` the same rollouts are predicted twice by the first head, which begins with them or with the rollouts
+    before, as after a pretraining on logged rows.
+    """
     torch.set_num_threads(1)
     recorded = {folder.name: [load(file) for file in sorted(folder.glob("*.safetensors"))] for folder in folders}
     print("| head | " + " | ".join(recorded) + " |")
     print("|---" * (1 + len(recorded)) + "|")
     cell = "{:+.3f}; {:.2f}; {:.2f}".format
-    for name in names:
+    for seen in (0, logged) if logged else ():
+        part = slice(seen, seen + FIRST_ROLLOUTS)
+        found = [fitted(rows[logged - seen :], HEADS[names[0]], part) for rows in recorded.values()]
+        print(f"| {names[0]}, after {seen} rollouts | " + " | ".join(cell(*numbers) for numbers in found) + " |")
+    for name in () if logged else names:
         print(
             f"| {name} | " + " | ".join(cell(*fitted(rows, HEADS[name])) for rows in recorded.values()) + " |",
             flush=True,
         )
+    if logged:
+        return 0
     for bound, of_row in (("least squares, same rows", False), ("least squares, other rows", True)):
         cells = [f"{least_squares(rows, of_row):+.3f}" for rows in recorded.values()]
         print(f"| {bound} | " + " | ".join(cells) + " |")
@@ -303,10 +318,11 @@ def main(arguments: list[str] | None = None) -> int:
     replaying = commands.add_parser("replay", help="fit heads to recorded rollouts")
     replaying.add_argument("folders", type=Path, nargs="+")
     replaying.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
+    replaying.add_argument("--logged", type=int, default=0, help="rollouts that a head is fitted to beforehand")
     given = parser.parse_args(arguments)
     if given.command == "record":
         return record(given.folder, given.rest)
-    return replay(given.folders, given.heads)
+    return replay(given.folders, given.heads, given.logged)
 
 
 if __name__ == "__main__":
