@@ -70,7 +70,7 @@ _TABLE = (
          "onetrunk.stages.prefs.stage", dry_run="onetrunk.stages.tools.dry_run:prefs", remakes="data",
          page="onetrunk.report.report:preference_blocks", known_by="statistics.json",
          needed={**_MODEL_AND_ROWS, "judge": ["rubric"], "constitution": "constitution.yaml"},
-         explained=f"{_SAMPLED} overwrite_output_dir mode num_generations pairing completions engine shard limit"),
+         explained=f"{_SAMPLED} overwrite_output_dir mode num_generations pairing completions shard limit"),
     Verb("reward", "train a reward model on preferences, whole or as an adapter for the policy's trunk",
          "onetrunk.stages.reward", dry_run="onetrunk.stages.tools.dry_run:reward", trains="scores", launches=True,
          columns=_PAIRS, needed=_MODEL_AND_ROWS, known_by="held_out",

@@ -99,7 +99,7 @@ def test_a_trial_of_a_few_prompts_buys_nothing_twice(prefs, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "code", "message"),
     [
-        (PAIRS, ["--mode", "revise"], 2, "completions are given; leave mode revise, engine ray"),
+        (PAIRS, ["--mode", "revise"], 2, "completions are given; leave mode revise and use_vllm out"),
         (PAIRS, ["--model_name_or_path", "m"], 2, "which would sample; leave one of them out"),
         (PAIRS, ["--limit", "0"], 2, "limit is 0; set it to 1 or more"),
         ([{"question": "q"}], [], 1, "expected chosen and rejected"),

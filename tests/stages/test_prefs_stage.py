@@ -12,7 +12,6 @@ from onetrunk.data.rows import check_preferences
 from onetrunk.feedback.shards import read_rows
 from onetrunk.utils.files import digest
 from tests.feedback import runs
-from tests.stages.stand_in_ray import StandInRay
 from tests.stages.test_eval_judge import CHECKS
 
 FIELDS = ["prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "votes"]
@@ -169,7 +168,6 @@ def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inp
         (["--num_generations", "1"], 2, "a pair needs two completions"),
         (["--shard", "3/2"], 2, "write i/n"),
         (["--shard", "0/2", "--merge_shards", "2"], 2, "run every shard first"),
-        (["--engine", "ray", "--mode", "revise"], 2, "engine ray samples for mode pairs"),
         (["--dataset_name", "blank.jsonl"], 1, "row 1: prompt is empty"),
         (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),
@@ -188,25 +186,3 @@ def test_several_processes_are_told_about_shards(prefs, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert prefs() == 1
     assert "--shard 0/2" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_ray_samples_the_same_bytes_as_the_local_engine(prefs, tmp_path):
-    ray = pytest.importorskip("ray")
-    assert prefs(out="local") == 0
-    try:
-        assert prefs("--engine", "ray", "--ray_workers", 2, out="ray") == 0
-    finally:
-        ray.shutdown()
-    assert_same_rows(tmp_path / "local", tmp_path / "ray")
-
-
-def test_a_worker_that_fails_loses_nothing_that_others_have_drawn(prefs, tmp_path, monkeypatch, capsys):
-    StandInRay(fails_at=2).install(monkeypatch)
-    assert prefs("--engine", "ray", out="ray") == 1
-    assert "Ray failed while it sampled (ValueError: the worker is out of memory)" in capsys.readouterr().err
-    cluster = StandInRay().install(monkeypatch)
-    assert prefs("--engine", "ray", out="ray") == 0
-    assert cluster.drawn == 2  # The other two chunks are in the ledger.
-    assert prefs(out="local") == 0
-    assert_same_rows(tmp_path / "local", tmp_path / "ray")

@@ -96,8 +96,6 @@ def test_what_keeps_a_server_from_sampling_is_one_message_before_anything_is_wri
         assert "vLLM server http://127.0.0.1:9: not ready" in capsys.readouterr().err
     assert evaluate(inputs, "--vllm_server_base_url", "http://127.0.0.1:9", out=tmp_path / "e") == 2
     assert "vllm_server_base_url is set and use_vllm is not" in capsys.readouterr().err
-    assert runs.prefs(inputs, *down, "--engine", "ray", out=tmp_path / "f") == 2
-    assert "engine is ray, whose workers each hold the model; leave use_vllm out" in capsys.readouterr().err
     assert not list(tmp_path.glob("*/metrics.json"))
 
 

@@ -82,15 +82,19 @@ class TextSampler:
 
         If one of them is missing in the ledger, all are sampled: only the same batch gives the same bits.
         """
-        texts = self.kept(items, num_completions)
+        texts = self._kept(items, num_completions)
         if texts is None:
             # Equal prompts are sampled once: they would draw the same random numbers.
             unique = list({item.key: item for item in items}.values())
-            self.keep(unique, self.draw(unique, num_completions))
-            texts = self.kept(items, num_completions)
+            drawn = self.draw(unique, num_completions)
+            with self.ledger.writing():
+                for item, completions in zip(unique, drawn, strict=True):
+                    for index, sampled in enumerate(completions):
+                        self.ledger.put(self.key(item, index), asdict(sampled))
+            texts = self._kept(items, num_completions)
         return texts
 
-    def kept(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]] | None:
+    def _kept(self, items: Sequence[PromptItem], num_completions: int) -> list[list[SampledText]] | None:
         """Return the texts of a chunk from the ledger; None if one of them is missing."""
         rows = [[self.ledger.get(self.key(item, i)) for i in range(num_completions)] for item in items]
         if any(None in row for row in rows):
@@ -109,13 +113,6 @@ class TextSampler:
             for ids, stopped in zip(rollout.completion_ids, rollout.stopped, strict=True)
         ]
         return [texts[start : start + num_completions] for start in range(0, len(texts), num_completions)]
-
-    def keep(self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]) -> None:
-        """Put sampled texts into the ledger."""
-        with self.ledger.writing():
-            for item, texts in zip(items, completions, strict=True):
-                for index, sampled in enumerate(texts):
-                    self.ledger.put(self.key(item, index), asdict(sampled))
 
     def key(self, item: PromptItem, index: int) -> str:
         """Return the ledger key of a completion of this prompt."""

@@ -12,7 +12,6 @@ from onetrunk.utils.options import option
 
 MODES = ("pairs", "revise")
 COMPLETIONS = ("sampled", "given")
-ENGINES = ("local", "ray")
 PAIRINGS = ("all", "best_worst", "random")
 # The settings that decide the rows: an output folder belongs to one value of each. The others (chunk size, printed
 # samples) may change when a run is resumed.
@@ -58,13 +57,6 @@ class PrefsArguments(SamplingArguments, PushArguments):
     num_revisions: int = option(1, "With mode revise: revisions per completion, each by another principle.")
     max_critique_length: int = option(256, "With mode revise: longest critique, in tokens.")
     # The run
-    engine: str = option(
-        "local",
-        "ray: workers on Ray Data (pip install onetrunk[ray]) sample the completions; each holds the model."
-        " RAY_ADDRESS names a cluster, otherwise Ray starts on this machine.",
-        ENGINES,
-    )
-    ray_workers: int = option(1, "With engine ray: workers, each with a CPU core and, if there is one, a GPU.")
     prompts_per_chunk: int = option(16, "Prompts that are sampled together and judged together.")
     streaming: bool = option(False, "Read the rows only as needed, for inputs that do not fit on the disk.")
     shard: str | None = option(
@@ -84,7 +76,7 @@ class PrefsArguments(SamplingArguments, PushArguments):
                 self.pairing, 2 if self.completions == "given" else self.num_generations, self.pairs_per_prompt
             )
         _ = self.part  # Raises on a wrong shard.
-        for name in ("num_generations", "num_revisions", "prompts_per_chunk", "ray_workers"):
+        for name in ("num_generations", "num_revisions", "prompts_per_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; set it to 1 or more")
         if not self.temperature > 0:
@@ -95,16 +87,12 @@ class PrefsArguments(SamplingArguments, PushArguments):
 
     def _check_together(self) -> None:
         """Raise ValueError for settings that do not fit together."""
-        revises, is_given, has_ray = self.mode == "revise", self.completions == "given", self.engine == "ray"
-        samples = revises or has_ray or self.use_vllm
-        has_shard = self.shard is not None
+        is_given, has_shard = self.completions == "given", self.shard is not None
+        samples = self.mode == "revise" or self.use_vllm
         faults = {
-            "completions are given; leave mode revise, engine ray and use_vllm out, which sample": is_given
-            and samples,
+            "completions are given; leave mode revise and use_vllm out, which sample": is_given and samples,
             "shard is set; run every shard first, then merge_shards alone": has_shard and bool(self.merge_shards),
             "shard is set; leave push_to_hub to merge_shards": has_shard and self.push_to_hub,
-            "engine is ray, whose workers each hold the model; leave use_vllm out": has_ray and self.use_vllm,
-            "engine ray samples for mode pairs; revise on one machine, or in shards": has_ray and revises,
         }
         for message, is_wrong in faults.items():
             if is_wrong:

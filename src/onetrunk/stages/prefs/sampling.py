@@ -1,25 +1,17 @@
 """What `onetrunk prefs` labels: prompts, with the model that answers them, or rows with completions.
 
-The model samples in this process, on vLLM servers, or in workers on Ray Data, each of which holds it. With Ray this
-process keeps the ledger, the judge and the rows, so keys, bytes and resuming are the same. Workers load the model
-under the name that this process has for it: on a cluster a shared folder or a Hub name.
+The model samples in this process or on vLLM servers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import logging
-import os
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -49,25 +41,20 @@ from onetrunk.utils.ledger import Ledger
 
 # Rows of a stream that are checked and tokenized together.
 WINDOW = 256
-# Chunks per worker in one Ray job; the workers start again for each job.
-CHUNKS_PER_WORKER = 256
-# The line of a stack trace that names the cause.
-ERROR_LINE = re.compile(r"\s*(?!ray\.)[\w.]*(Error|Exception): ")
-Chunk = list[PromptItem]
 
 
 def load_sampler(
     args: PrefsArguments,
     model_args: ModelArguments,
-    ledger: Ledger | None,
-    stop: StopFlag | None = None,
-    servers: VLLMBackend | None = None,
-    longest_prompt: int = 0,
+    ledger: Ledger,
+    stop: StopFlag,
+    servers: VLLMBackend | None,
+    longest_prompt: int,
 ) -> TextSampler:
     """Load the model or adapter of a run as a sampler of its completions.
 
     Args:
-        ledger: keeps the completions; None: the sampler only draws.
+        ledger: keeps the completions.
         stop: checked before every token; sampling ends with its exception.
         servers: the vLLM servers that sample; None: this process does.
         longest_prompt: tokens, which the servers must have room for; 0: not known.
@@ -99,8 +86,8 @@ def load_sampler(
         identity["sampler"] = "vLLM"
         positions = min((n for n in (positions, servers.max_length) if n is not None), default=None)
     else:
-        poll = None if stop is None else stop.check
-        backend = LocalBackend(model.to(policy_device(args.use_cpu)), max_rows=args.max_rollout_rows, poll=poll)
+        device = policy_device(args.use_cpu)
+        backend = LocalBackend(model.to(device), max_rows=args.max_rollout_rows, poll=stop.check)
     return TextSampler(
         backend=backend,
         tokenizer=tokenizer,
@@ -298,90 +285,3 @@ def load_source_rows(args: PrefsArguments) -> Dataset | ShardedRows:
     rows = stream_dataset_rows(args, WINDOW) if args.streaming else load_dataset_rows(args)
     refuse_variables(rows, "prefs, whose rows keep the prompt alone,")
     return rows
-
-
-def require_ray() -> Any:
-    """Return the module ray, started and quiet; raise ImportError if it is not installed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray.data
-    except ImportError as error:
-        raise ImportError(f"engine ray needs Ray Data ({error}); pip install onetrunk[ray]") from error
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # RaySampling reports the errors.
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    return ray
-
-
-@dataclass
-class RaySampling:
-    """Samples the completions of chunks with Ray workers; the sampler is the driver's, for keys and the ledger."""
-
-    args: PrefsArguments
-    model_args: ModelArguments
-    sampler: TextSampler
-
-    def __call__(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, list[list[SampledText]]]]:
-        """Yield the chunks with their completions, in order. Chunks in the ledger are not sent to a worker."""
-        number = self.args.num_generations
-        size = CHUNKS_PER_WORKER * self.args.ray_workers
-        while window := list(islice(chunks, size)):
-            kept = [self.sampler.kept(items, number) for items in window]
-            drawn = self._drawn([items for items, texts in zip(window, kept, strict=True) if texts is None])
-            for items, texts in zip(window, kept, strict=True):
-                if texts is None:
-                    self.sampler.keep(items, next(drawn))
-                yield items, self.sampler.kept(items, number)
-
-    def _drawn(self, chunks: Sequence[Chunk]) -> Iterator[list[list[SampledText]]]:
-        if not chunks:
-            return
-        ray = require_ray()
-        model_args = init_fields(self.model_args)
-        if Path(self.model_args.model_name_or_path).is_dir():
-            # A worker may have another working folder than the driver.
-            model_args["model_name_or_path"] = str(Path(self.model_args.model_name_or_path).resolve())
-        on_gpu = policy_device(self.args.use_cpu).type != "cpu"
-        rows = ray.data.from_items([{"chunk": json.dumps([asdict(item) for item in chunk])} for chunk in chunks])
-        drawn = rows.map_batches(
-            Worker,
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=self.args.ray_workers),
-            fn_constructor_args=(init_fields(self.args), model_args),
-            num_cpus=1,
-            num_gpus=1 if on_gpu else 0,
-        )
-        try:
-            for row in drawn.iter_rows():
-                self.sampler.num_sampled += len(chunks[0]) * self.args.num_generations
-                yield [[SampledText(**sampled) for sampled in texts] for texts in json.loads(row["texts"])]
-        except ray.exceptions.RayError as error:
-            lines = str(error).splitlines()  # A worker's stack trace, as one text.
-            cause = next((line.strip() for line in lines if ERROR_LINE.match(line)), type(error).__name__)
-            raise RuntimeError(
-                f"Ray failed while it sampled ({cause}); what was sampled is kept: repair the cause, and run the same"
-                " command again"
-            ) from error
-
-
-class Worker:
-    """Draws chunks in a process of Ray's. The arguments are the fields of PrefsArguments and ModelArguments."""
-
-    def __init__(self, args: dict[str, Any], model_args: dict[str, Any]):
-        self.args = PrefsArguments(**args)
-        self.sampler = load_sampler(self.args, ModelArguments(**model_args), None)
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        texts = []
-        for chunk in batch["chunk"]:
-            items = [PromptItem(**item) for item in json.loads(chunk)]
-            drawn = self.sampler.draw(items, self.args.num_generations)
-            texts.append(json.dumps([[asdict(sampled) for sampled in row] for row in drawn]))
-        return {"texts": texts}
-
-
-def init_fields(settings: Any) -> dict[str, Any]:
-    return {f.name: getattr(settings, f.name) for f in fields(settings) if f.init}

@@ -37,14 +37,7 @@ from onetrunk.stages.prefs.output import (
     statistics_path,
     write_report,
 )
-from onetrunk.stages.prefs.sampling import (
-    GivenSource,
-    RaySampling,
-    Source,
-    load_sampler,
-    open_source,
-    sampling_servers,
-)
+from onetrunk.stages.prefs.sampling import GivenSource, Source, load_sampler, open_source, sampling_servers
 from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.utils.bars import WorkBar
 from onetrunk.utils.files import delete_temporaries, held_folder, read_json, require_output_dir
@@ -143,11 +136,9 @@ def make_rows(
         else:
             asker = Asker(judge, constitution, ledger, args.max_failed_fraction, costs)
             flow = PairFlow(args, source.counts, sampler, asker)
-            if args.engine == "ray":
-                flow.remote = RaySampling(args, model_args, sampler)
         about = _about(args, model_args, constitution, judge)
         if sampler is not None:
-            about["sampled by"] = "Ray workers" if args.engine == "ray" else sampler.backend.description
+            about["sampled by"] = sampler.backend.description
         return _write_rows(flow, source, folder, stop, about)
 
 
@@ -162,8 +153,6 @@ class Flow(ABC):
     `sampler` is None where the rows bring the completions.
     """
 
-    remote: RaySampling | None = None  # None: completions are sampled in this process.
-
     def __init__(self, args: PrefsArguments, counts: Counter[str], sampler: TextSampler | None):
         self.args, self.counts, self.sampler = args, counts, sampler
 
@@ -173,8 +162,6 @@ class Flow(ABC):
             chunks = chunked(items, max(self.args.prompts_per_chunk, GIVEN_CHUNK))
             return ((chunk, [item.texts() for item in chunk]) for chunk in chunks)
         chunks = chunked(items, self.args.prompts_per_chunk)
-        if self.remote is not None:
-            return self.remote(chunks)
         return ((chunk, self.sampler.sample(chunk, self.args.num_generations)) for chunk in chunks)
 
     @abstractmethod
