@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onetrunk import cli
 from tests.recipes.pretrained import make_base_of_wheel
+from tests.rollouts.test_vllm_server import Serving
 from tests.stages.recipes import load_recipe_module
 
 NAME = "smollm2-135m-cpu"
@@ -89,3 +90,26 @@ def test_the_chain_runs_on_the_pretrained_model(workplace, monkeypatch, capsys):
         assert cli.main([verb, "--config", f"recipes/{NAME}/{verb}.yaml", *options.split()]) == 0, verb
     metrics = json.loads((runs / "eval/metrics.json").read_text())
     assert {"score/warm", "score/one_sentence", "score/on_subject"} <= set(metrics["policy"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ppo_samples_the_pretrained_model_from_a_real_vllm(workplace, monkeypatch, capsys):
+    make_base_of_wheel(monkeypatch, capsys)
+    runs = workplace / "runs" / NAME
+    server = Serving(runs / "base", workplace / "serve.log")
+    model, reward = runs / "base", f"recipes/{NAME}/rewards.py:on_subject"
+    options = f"""--model_name_or_path {model} --dtype float32 --reward_funcs {reward} --reward_weights 1
+        --num_rollouts 2 --rollout_batch_size 8 --max_completion_length 16 --logging_steps 1 --eval_strategy no
+        --use_vllm true --vllm_server_base_url {server.url}"""
+    server.start()
+    try:
+        server.wait()
+        assert cli.main(["ppo", "--config", f"recipes/{NAME}/ppo.yaml", *options.split()]) == 0
+    finally:
+        server.kill()
+    (state,) = runs.glob("ppo/checkpoint-*/trainer_state.json")
+    logs = json.loads(state.read_text())["log_history"]
+    gaps = [row["sampling/logprob_gap_max"] for row in logs if "score/mean" in row]
+    # float32 in both; the second rollout is sampled from a trained adapter.
+    assert len(gaps) == 2 and max(gaps) < 1e-3
