@@ -143,13 +143,8 @@ def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path):
         (tmp_path / name).mkdir()
     folder, whole = prepared(tmp_path / "killed"), prepared(tmp_path / "whole")
     (folder / "fate").touch()
-    first, second = started_pair(folder, WORDS)
-    try:
+    with started_pair(folder, WORDS) as (first, _):
         assert first.wait() == 1
-    finally:
-        first.kill()
-        second.kill()
-    second.wait()
     log = (folder / "log-0.txt").read_text()
     assert "lost the connection to another process" in log and "rank 1 (process " in log
     assert "Traceback" not in log and "--resume auto" in log
