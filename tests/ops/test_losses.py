@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from onetrunk.ops import bradley_terry_loss, masked_whiten, policy_loss
+from onetrunk.ops.losses import direct_policy_loss
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
 many = settings(max_examples=200, deadline=None)
@@ -64,9 +66,17 @@ def test_weights_get_no_gradient():
     assert weights.grad is None
 
 
+OBJECTIVES = [
+    partial(policy_loss, epsilon=0.2),
+    partial(policy_loss, epsilon=0.2, dual_clip=1.5),
+    partial(direct_policy_loss, epsilon_low=0.3, epsilon_high=1.0),
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["clip", "dual clip", "dis"])
 @many
-@given(seed=st.integers(0, 9999), cuts=st.sets(st.integers(1, 5)), dual_clip=st.sampled_from([None, 1.5]))
-def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(seed, cuts, dual_clip):
+@given(seed=st.integers(0, 9999), cuts=st.sets(st.integers(1, 5)))
+def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(objective, seed, cuts):
     logprobs, old_logprobs, advantages, _, mask = random_step(seed)
     mask[0, 0] = True
     edges = [0, *sorted(cuts), 6]
@@ -75,8 +85,8 @@ def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(see
         leaf = logprobs.clone().requires_grad_()
         total, maximum = {}, torch.zeros(())
         for rows in parts:
-            options = {"epsilon": 0.2, "dual_clip": dual_clip, "num_tokens": mask.sum()}
-            policy, stats = policy_loss(leaf[rows], old_logprobs[rows], advantages[rows], mask[rows], **options)
+            pack = (leaf[rows], old_logprobs[rows], advantages[rows], mask[rows])
+            policy, stats = objective(*pack, num_tokens=mask.sum())
             policy.backward()
             maximum = torch.maximum(maximum, stats.pop("ratio_max"))
             for name, stat in stats.items():
@@ -87,7 +97,7 @@ def test_the_losses_gradients_and_stats_of_packs_add_up_to_those_of_the_step(see
     split, split_stats = step([slice(a, b) for a, b in zip(edges, edges[1:], strict=False)])
     assert_close(split, whole, **EXACT)
     assert_close(split_stats, whole_stats, **EXACT)
-    default, _ = policy_loss(logprobs, old_logprobs, advantages, mask, 0.2, dual_clip=dual_clip)
+    default, _ = objective(logprobs, old_logprobs, advantages, mask)
     assert_close(whole_stats["loss"], default, **EXACT)
 
 

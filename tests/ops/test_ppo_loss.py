@@ -57,16 +57,8 @@ def test_the_loss_is_the_weighted_sum_of_the_losses_of_its_terms(num_tokens):
     t = random_tensors()
     loss, stats = loss_of(vars(t), COEFS, num_tokens)
     counted = {"mask": t.mask, "num_tokens": num_tokens}
-    policy, policy_stats = policy_loss(
-        t.logprobs,
-        t.old_logprobs,
-        t.advantages,
-        epsilon=0.2,
-        epsilon_high=0.3,
-        dual_clip=1.5,
-        weights=t.weights,
-        **counted,
-    )
+    clip = {"epsilon": 0.2, "epsilon_high": 0.3, "dual_clip": 1.5}
+    policy, policy_stats = policy_loss(t.logprobs, t.old_logprobs, t.advantages, weights=t.weights, **clip, **counted)
     entropy = masked_mean(t.entropy, **counted)
     kl = kl_loss(t.logprobs, t.old_logprobs, t.ref_logprobs, estimator="k2", weights=t.weights, **counted)
     expected = policy - 0.05 * entropy + 0.7 * kl

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -18,11 +18,10 @@ from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.masking import sum_over_turns
 from onetrunk.ops.packing import make_pack
 from onetrunk.types import Experience, LossCoefficients, Pack, PackOutput
+from tests.ops.test_losses import EXACT, many
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
 LAMS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 GAMMAS = st.sampled_from([0.0, 0.9, 1.0])
-many = settings(max_examples=200, deadline=None)
 TWO_TURNS = torch.tensor([[0, 0, -1, 1, 1]])
 
 
@@ -161,15 +160,15 @@ TRAINED = ("logprobs", "entropy")
 CONSTANTS = ("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs", "weights")
 
 
-@pytest.mark.parametrize("unit", ["token", "turn"])
+@pytest.mark.parametrize(("objective", "unit"), [("clip", "token"), ("clip", "turn"), ("dis", "token")])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_observations_have_no_part_in_any_term_of_the_loss(unit, estimator):
+def test_observations_have_no_part_in_any_term_of_the_loss(objective, unit, estimator):
     generator = torch.Generator().manual_seed(0)
     turns = torch.tensor([[0, 0, -1, 1, 1, -1], [0, -1, -1, 1, 2, 2]])
     mask, ids = turns >= 0, torch.zeros(2, 6).long()
     pack = Pack(ids, ids, torch.ones(2).long(), ids, mask, turn_ids=turns)
     clean = {name: torch.randn(2, 6, generator=generator) for name in (*TRAINED, *CONSTANTS)}
-    coefficients = LossCoefficients(0.2, None, 1.5, 0.05, 0.7, estimator, unit)
+    coefficients = LossCoefficients(0.2, None, 1.5, 0.05, 0.7, estimator, unit, objective)
     results = []
     for junk in (0.0, 1e3, math.nan, math.inf):
         tensors = {name: torch.where(mask, x, junk) for name, x in clean.items()}

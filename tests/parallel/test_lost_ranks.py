@@ -23,10 +23,7 @@ def check_message(folder, lost):
 
 
 def test_the_other_process_lists_the_lost_one_and_the_run_resumes(tmp_path):
-    folders = [tmp_path / "killed", tmp_path / "whole"]
-    for folder in folders:
-        folder.mkdir()
-    folder, whole = map(prepared, folders)
+    folder, whole = prepared(tmp_path / "killed"), prepared(tmp_path / "whole")
     (folder / "kill").touch()
     with started_pair(folder, WORDS) as (first, second):
         assert first.wait() == 1
