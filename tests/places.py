@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,12 @@ def launch(
     return finished([*command, script, *words], code, cwd=cwd, env=launch_environment(place, processes))
 
 
-def started_pair(folder: Path, words: list[str], **variables: str) -> list[subprocess.Popen]:
-    """Start Python on two processes in `folder`, without a launcher that would end the second one with the first."""
+@contextlib.contextmanager
+def started_pair(folder: Path, words: list[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
+    """Start Python on two processes in `folder`, without a launcher that would end the second one with the first.
+
+    What still runs at the end of the block is killed.
+    """
     env = {**launch_environment(CPU, 2), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(folder)])
@@ -83,12 +88,18 @@ def started_pair(folder: Path, words: list[str], **variables: str) -> list[subpr
         with open(folder / f"log-{rank}.txt", "w") as log:
             own = {**env, "RANK": rank, "LOCAL_RANK": rank}
             running.append(subprocess.Popen([sys.executable, *words], cwd=folder, env=own, stdout=log, stderr=log))
-    return running
+    try:
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def finish_pair(folder: Path, words: list[str], **variables: str) -> None:
     """Run Python on two processes to their end, which must be a good one."""
-    codes = [process.wait() for process in started_pair(folder, words, **variables)]
+    with started_pair(folder, words, **variables) as running:
+        codes = [process.wait() for process in running]
     assert codes == [0, 0], (folder / "log-0.txt").read_text()[-3000:] + (folder / "log-1.txt").read_text()[-3000:]
 
 

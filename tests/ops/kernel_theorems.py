@@ -15,10 +15,8 @@ from onetrunk.ops.kernels import logprob as logprob_kernel
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # exp and tanh round differently on a GPU than on a CPU, and so do sums in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
-TILE = {
-    "chunk_size": 3,
-    "chunk_bytes": 8 * 3 * 20,
-}  # float64: tiles of 3 x 20, then 2 x 30; float32: twice the columns
+# float64: tiles of 3 x 20, then 2 x 30; float32: twice the columns
+TILE = {"chunk_size": 3, "chunk_bytes": 8 * 3 * 20}
 WAYS = [
     {},
     {"temperature": 0.7, "logit_scale": 1.5, "bias": True},

@@ -4,14 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from onetrunk.ops.losses import direct_policy_loss, kl_loss, policy_loss
-from tests.ops.test_losses import EXACT, random_step
-
-many = settings(max_examples=200, deadline=None)
+from tests.ops.test_losses import EXACT, many, random_step
 
 
 def gradient_of(loss, leaf):
@@ -59,33 +57,6 @@ def test_on_policy_it_is_the_first_step_of_ppo_bit_for_bit(seed):
 
 
 @many
-@given(seed=st.integers(0, 9999), cut=st.integers(1, 5))
-def test_the_losses_and_stats_of_packs_add_up_to_those_of_the_step(seed, cut):
-    step, whole = random_step(seed), {}
-    num_tokens = step[4].sum().clamp(min=1)
-    for part in (slice(0, cut), slice(cut, 6)):
-        logprobs, sampled, advantages, _, mask = (x[part] for x in step)
-        loss, stats = direct_policy_loss(logprobs, sampled, advantages, mask, 0.3, 1.0, num_tokens)
-        for name, value in {**stats, "total": loss}.items():
-            whole[name] = whole.get(name, 0.0) + value
-    logprobs, sampled, advantages, _, mask = step
-    loss, stats = direct_policy_loss(logprobs, sampled, advantages, mask, 0.3, 1.0)
-    for name, value in {**stats, "total": loss}.items():
-        if name != "ratio_max":
-            assert_close(whole[name], value, **EXACT)
-
-
-def test_nothing_that_does_not_count_reaches_loss_or_gradient():
-    logprobs, sampled, advantages, _, mask = random_step(0)
-    clean, _ = direct_policy_loss(logprobs, sampled, advantages, mask, 0.3, 5.0)
-    poisoned = [torch.where(mask, x, torch.nan) for x in (logprobs, sampled, advantages)]
-    leaf = poisoned[0].requires_grad_()
-    loss, _ = direct_policy_loss(leaf, *poisoned[1:], mask, 0.3, 5.0)
-    assert loss.item() == clean.item()
-    assert (gradient_of(loss, leaf)[~mask] == 0).all()
-
-
-@many
 @given(seed=st.integers(0, 9999))
 def test_over_samples_of_two_old_policies_it_is_the_gradient_of_the_policy_restricted_to_ratios_in_range(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -97,9 +68,8 @@ def test_over_samples_of_two_old_policies_it_is_the_gradient_of_the_policy_restr
     for sampler in old:
         for action, probability in enumerate(sampler.exp() / len(old)):
             one = (x[action].reshape(1, 1) for x in (policy, sampler, advantages))
-            expected_loss = (
-                expected_loss + probability * direct_policy_loss(*one, torch.ones(1, 1).bool(), 0.3, 1.0)[0]
-            )
+            loss, _ = direct_policy_loss(*one, torch.ones(1, 1).bool(), 0.3, 1.0)
+            expected_loss = expected_loss + probability * loss
     # d/d score of sum over the actions in range of pi * A * d log pi.
     pi, true = policy.detach().exp(), torch.zeros(4, dtype=torch.float64)
     for sampler in old:

@@ -1,14 +1,13 @@
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from onetrunk.ops import masked_whiten
 from onetrunk.ops.masking import length_mask, masked_mean, masked_moments, masked_sum, merge_moments
+from tests.ops.test_losses import EXACT, many
 
 ENTRIES = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40)
-EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
-many = settings(max_examples=200, deadline=None)
 
 
 def everything(x):

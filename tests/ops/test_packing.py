@@ -1,11 +1,10 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onetrunk.ops.packing import PackLimits, deal_rows, largest_rows, make_pack, plan_packs
-
-many = settings(max_examples=200, deadline=None)
+from tests.ops.test_losses import many
 
 
 def generator(seed=0):

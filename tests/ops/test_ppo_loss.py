@@ -57,16 +57,8 @@ def test_the_loss_is_the_weighted_sum_of_the_losses_of_its_terms(num_tokens):
     t = random_tensors()
     loss, stats = loss_of(vars(t), COEFS, num_tokens)
     counted = {"mask": t.mask, "num_tokens": num_tokens}
-    policy, policy_stats = policy_loss(
-        t.logprobs,
-        t.old_logprobs,
-        t.advantages,
-        epsilon=0.2,
-        epsilon_high=0.3,
-        dual_clip=1.5,
-        weights=t.weights,
-        **counted,
-    )
+    clip = {"epsilon": 0.2, "epsilon_high": 0.3, "dual_clip": 1.5}
+    policy, policy_stats = policy_loss(t.logprobs, t.old_logprobs, t.advantages, weights=t.weights, **clip, **counted)
     entropy = masked_mean(t.entropy, **counted)
     kl = kl_loss(t.logprobs, t.old_logprobs, t.ref_logprobs, estimator="k2", weights=t.weights, **counted)
     expected = policy - 0.05 * entropy + 0.7 * kl
@@ -89,15 +81,6 @@ def test_a_token_of_the_kl_counts_by_its_ratio_and_its_weight_which_get_no_gradi
     assert_close(torch.autograd.grad(loss, t.logprobs), torch.autograd.grad(expected, t.logprobs), **EXACT)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_on_the_first_pass_over_the_policys_own_samples_the_kl_is_the_plain_mean(estimator):
-    t = random_tensors(2)
-    loss = kl_loss(t.logprobs, t.logprobs.detach(), t.ref_logprobs, t.mask, estimator)
-    plain = masked_mean(kl_estimate(t.logprobs, t.ref_logprobs, estimator), t.mask)
-    gradients_of_both = (torch.autograd.grad(x, t.logprobs)[0] for x in (loss, plain))
-    assert torch.equal(loss, plain) and torch.equal(*gradients_of_both)
-
-
 def test_what_is_not_given_is_left_out():
     t = random_tensors()
     names = ("mask", "logprobs", "old_logprobs", "advantages")
@@ -106,19 +89,6 @@ def test_what_is_not_given_is_left_out():
     assert_close(loss, policy_loss(t.logprobs, t.old_logprobs, t.advantages, t.mask, 0.2)[0], **EXACT)
     assert set(stats) == {"policy"} and "entropy" not in stats["policy"]
     assert "kl" not in loss_of(vars(t), replace(COEFS, kl_weight=0.0))[1]
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_values_outside_the_mask_change_neither_loss_nor_gradient(estimator):
-    t, coefs = random_tensors(), replace(COEFS, kl_estimator=estimator)
-    loss, stats = loss_of(vars(t), coefs)
-    junk = {name: torch.where(t.mask, x.detach(), torch.nan) for name, x in vars(t).items() if name != "mask"}
-    for name in ("logprobs", "entropy"):
-        junk[name].requires_grad_()
-    dirty = SimpleNamespace(mask=t.mask, **junk)
-    dirty_loss, dirty_stats = loss_of(vars(dirty), coefs)
-    assert_close((dirty_loss, dirty_stats), (loss, stats), rtol=0, atol=0)
-    assert_close(gradients(dirty_loss, dirty), gradients(loss, t), rtol=0, atol=0)
 
 
 def test_a_token_that_is_not_finite_shows_in_the_loss_and_in_its_own_gradient():
@@ -154,7 +124,7 @@ def test_a_small_kl_keeps_its_digits_in_float32():
     [
         (["logprobs"], COEFS, "got no logprobs; run the model with the role policy"),
         ([], LossCoefficients(kl_weight=0.1, kl_estimator="k4"), "kl_estimator is 'k4'"),
-        ([], LossCoefficients(dual_clip=0.5), "dual_clip is 0.5"),
+        ([], LossCoefficients(dual_clip=1), "dual_clip is 1"),
     ],
 )
 def test_a_loss_that_lacks_something_or_has_a_wrong_number_is_rejected(left_out, coefs, message):

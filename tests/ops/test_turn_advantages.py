@@ -8,21 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from onetrunk.ops import gae, policy_loss
 from onetrunk.ops.advantages import turn_gae, with_cut_targets
 from onetrunk.ops.losses import ppo_loss
-from onetrunk.ops.masking import sum_over_turns, turn_starts
+from onetrunk.ops.masking import sum_over_turns
 from onetrunk.ops.packing import make_pack
 from onetrunk.types import Experience, LossCoefficients, Pack, PackOutput
+from tests.ops.test_losses import EXACT, many
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
 LAMS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 GAMMAS = st.sampled_from([0.0, 0.9, 1.0])
-many = settings(max_examples=200, deadline=None)
 TWO_TURNS = torch.tensor([[0, 0, -1, 1, 1]])
 
 
@@ -61,61 +60,6 @@ def turn_gae_reference(rewards, values, mask, gamma, lam, bootstrap_values=None,
 
 def row_of(*numbers):
     return torch.tensor([numbers], dtype=torch.float64)
-
-
-@many
-@given(e=episodes(), gamma=GAMMAS, lam=LAMS)
-def test_advantages_are_those_of_the_row_with_its_observations_cut_out(e, gamma, lam):
-    found = gae(e.rewards, e.values, e.mask, gamma, lam, e.bootstrap)
-    for row, kept in enumerate(e.mask):
-        cut = [x[row, kept][None] for x in (e.rewards, e.values, e.mask)]
-        for ours, expected in zip(found, gae(*cut, gamma, lam, e.bootstrap[row : row + 1]), strict=True):
-            assert_close(ours[row, kept], expected[0], **EXACT)
-            assert ours[row, ~kept].eq(0).all()
-
-
-def cut_at_borders(rewards, values, mask, gamma, lam):
-    """GAE that takes the end of a turn for the end of the row: V and A after a token are 0 before an observation."""
-    advantages, following, advantage = torch.zeros_like(rewards), 0.0, 0.0
-    for t in reversed(range(mask.shape[1])):
-        if not mask[0, t]:
-            following = advantage = 0.0
-            continue
-        advantage = (rewards[0, t] + gamma * following - values[0, t]).item() + gamma * lam * advantage
-        following = values[0, t].item()
-        advantages[0, t] = advantage
-    return advantages, advantages + values
-
-
-def check_that_the_first_turn_gets_credit(estimate):
-    # V = .5 at every token, reward 1 at the last one, gamma 1, lam .5: delta_4 = .5 and the others are 0, so that
-    # A = .5, .25, .125, .0625 from the end. The observation has a reward and a value that nobody may read.
-    rewards, values = row_of(0, 0, 9, 0, 1), row_of(0.5, 0.5, 7, 0.5, 0.5)
-    advantages, _ = estimate(rewards, values, TWO_TURNS >= 0, 1.0, 0.5)
-    assert_close(advantages, row_of(0.0625, 0.125, 0, 0.25, 0.5), **EXACT)
-
-
-def test_a_turn_border_does_not_cut_credit():
-    check_that_the_first_turn_gets_credit(gae)
-    with pytest.raises(AssertionError):
-        check_that_the_first_turn_gets_credit(cut_at_borders)
-
-
-@many
-@given(e=episodes(), data=st.data())
-def test_rewards_of_turns_that_add_up_to_the_total_give_the_same_returns_at_turn_0(e, data):
-    starts, numbers = turn_starts(e.mask, e.turns), e.turns.where(e.mask, -1)
-    split, total = torch.zeros_like(e.rewards), torch.zeros_like(e.rewards)
-    for row in range(len(e.mask)):
-        for number in sorted(set(numbers[row].tolist()) - {-1}):
-            last = (numbers[row] == number).nonzero().max()
-            split[row, last] = data.draw(st.integers(-8, 8))
-        if e.mask[row].any():
-            total[row, e.mask[row].nonzero().max()] = split[row].sum()
-    for estimate in (gae, lambda *args: turn_gae(*args, turn_ids=e.turns)):
-        (_, one), (_, other) = (estimate(rewards, e.values, e.mask, 1.0, 1.0) for rewards in (split, total))
-        first = starts & (starts.cumsum(1) == 1)
-        assert_close(one[first], other[first], **EXACT)
 
 
 def test_advantages_of_two_turns_by_hand():
@@ -216,15 +160,15 @@ TRAINED = ("logprobs", "entropy")
 CONSTANTS = ("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs", "weights")
 
 
-@pytest.mark.parametrize("unit", ["token", "turn"])
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_observations_have_no_part_in_any_term_of_the_loss(unit, estimator):
+@pytest.mark.parametrize(("objective", "unit"), [("clip", "token"), ("clip", "turn"), ("dis", "token")])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_observations_have_no_part_in_any_term_of_the_loss(objective, unit, estimator):
     generator = torch.Generator().manual_seed(0)
     turns = torch.tensor([[0, 0, -1, 1, 1, -1], [0, -1, -1, 1, 2, 2]])
     mask, ids = turns >= 0, torch.zeros(2, 6).long()
     pack = Pack(ids, ids, torch.ones(2).long(), ids, mask, turn_ids=turns)
     clean = {name: torch.randn(2, 6, generator=generator) for name in (*TRAINED, *CONSTANTS)}
-    coefficients = LossCoefficients(0.2, None, 1.5, 0.05, 0.7, estimator, unit)
+    coefficients = LossCoefficients(0.2, None, 1.5, 0.05, 0.7, estimator, unit, objective)
     results = []
     for junk in (0.0, 1e3, math.nan, math.inf):
         tensors = {name: torch.where(mask, x, junk) for name, x in clean.items()}

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -65,15 +66,13 @@ def traffic(rank: int, world_size: int, vocab: int, with_grad: bool, entropy_gra
         seen.append(list(tensor.shape))
         return original(tensor, *args, **kwargs)
 
-    dist.all_reduce = counting
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counting)
         with torch.set_grad_enabled(with_grad):
             logprobs, entropy = fused_token_logprobs(hidden, own, targets, entropy_grad=entropy_grad)
         in_forward = len(seen)
         if with_grad:
             (logprobs.sum() + entropy.sum() * entropy_grad).backward()
-    finally:
-        dist.all_reduce = original
     return {"shapes": seen, "in_backward": len(seen) - in_forward}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate.accelerator
+import pytest
 import torch
 import torch.distributed as dist
 from peft import get_peft_model
@@ -130,7 +131,6 @@ def counted_collectives() -> Iterator[Counter]:
     count: Counter = Counter()
     places = [(_functional_collectives, "all_gather_single"), (_functional_collectives, "all_reduce")]
     places += [(dist, "all_reduce"), (dist, "all_gather"), (dist, "all_gather_single")]
-    originals = [getattr(module, name) for module, name in places]
 
     def counting(name: str, original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -139,13 +139,10 @@ def counted_collectives() -> Iterator[Counter]:
 
         return run
 
-    for (module, name), original in zip(places, originals, strict=True):
-        setattr(module, name, counting(name, original))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in places:
+            patch.setattr(module, name, counting(name, getattr(module, name)))
         yield count
-    finally:
-        for (module, name), original in zip(places, originals, strict=True):
-            setattr(module, name, original)
 
 
 def relative_difference(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
@@ -84,18 +85,16 @@ def as_dict(outputs: list[PackOutput]) -> dict[str, Tensor]:
 def noted_schedules() -> Iterator[list[str]]:
     """Note the schedules that run inside the block."""
     names: list[str] = []
-    for schedule in (Schedule1F1B, ScheduleGPipe):
+    with pytest.MonkeyPatch.context() as patch:
+        for schedule in (Schedule1F1B, ScheduleGPipe):
 
-        class Noted(schedule):
-            def step(self, *args: Any, **keywords: Any) -> Any:
-                names.append(type(self).__bases__[0].__name__)
-                return super().step(*args, **keywords)
+            class Noted(schedule):
+                def step(self, *args: Any, **keywords: Any) -> Any:
+                    names.append(type(self).__bases__[0].__name__)
+                    return super().step(*args, **keywords)
 
-        setattr(staged_module, schedule.__name__, Noted)
-    try:
+            patch.setattr(staged_module, schedule.__name__, Noted)
         yield names
-    finally:
-        staged_module.Schedule1F1B, staged_module.ScheduleGPipe = Schedule1F1B, ScheduleGPipe
 
 
 def compare(rank: int, world_size: int, stages: int, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:

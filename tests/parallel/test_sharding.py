@@ -19,20 +19,15 @@ def test_one_process_has_nothing_to_shard():
         assert not is_sharded(trunk)
 
 
-def test_a_model_is_needed_that_has_a_frozen_base(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="use_peft: true"):
-        shard_frozen(tiny_model("llama"), Layout(), torch.device("cpu"))
-
-
-def test_a_base_in_8_bit_is_rejected(monkeypatch, tmp_path):
-    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+def test_a_model_without_a_frozen_base_and_a_base_in_8_bit_are_rejected(monkeypatch, tmp_path):
+    base = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    base.save_pretrained(tmp_path / "base")
     trunk = split_worker.quantized(tmp_path, load_in_8bit=True)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="set load_in_4bit instead of load_in_8bit"):
-        shard_frozen(trunk, Layout(), torch.device("cpu"))
+    for model, message in ((base, "use_peft: true"), (trunk, "set load_in_4bit instead of load_in_8bit")):
+        with pytest.raises(ValueError, match=message):
+            shard_frozen(model, Layout(), torch.device("cpu"))
 
 
 def divided(trunk, size=2):

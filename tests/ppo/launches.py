@@ -33,6 +33,13 @@ class Launch:
 ALONE = Launch(processes=1)
 
 
+def launches(function: Any) -> Any:
+    """Mark a test that starts several processes for minutes."""
+    for mark in (pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(3600)):
+        function = mark(function)
+    return function
+
+
 @dataclass(eq=False)
 class Launches:
     """The launches of a script in this folder, by the names that tests have for them."""
@@ -95,6 +102,21 @@ class Launches:
                 assert entry[key] == pytest.approx(one[key], rel=2e-3, abs=tolerance), key
         assert found["beta"] == pytest.approx(alone["beta"])
         assert found["moments"] == pytest.approx(alone["moments"], rel=1e-5)
+
+    def require_run_of_one(self, place: str, how: Any, name: str, group: int = 1) -> None:
+        """Require completions, weights, log and evaluation of one process, of whose rows each group has a share."""
+        self.require_rows_of_one(place, how, name, group)
+        self.require_weights_of_one(place, how, name)
+        self.require_log_of_one(place, how, name)
+        self.require_evaluation_of_one(place, how, name)
+        share = 8 * group / self.named[how].processes
+        assert self.facts(place, how, name)["mine"] == [share, share]
+
+    def require_exact_resume(self, place: str, how: Any) -> None:
+        """Require that a run which was resumed in the middle of a rollout ends with the weights of a whole one."""
+        whole = self.weights(place, how, "whole")
+        for rank in range(self.named[how].processes):
+            assert_same(self.weights(place, how, "resumed", rank), whole, **places.REPEATED[place])
 
     def require_evaluation_of_one(self, place: str, how: Any, name: str) -> None:
         """Require that every process reports the evaluation of one."""

@@ -9,25 +9,15 @@ import json
 import sys
 from pathlib import Path
 
-import torch
+from safetensors.torch import save_file
 
-torch.set_num_threads(1)
+from tests.ppo.support import SGD, make_trainer, prompts, trained_weights, without_wall_clock
 
-from safetensors.torch import save_file  # noqa: E402
-
-from tests.ppo.support import make_trainer, prompts, trained_weights, without_wall_clock  # noqa: E402
-
-# Two rollouts of 4 steps; a checkpoint after each step. SGD: weights are linear in the gradient.
-RUN = {"num_rollouts": 2, "num_ppo_epochs": 2, "num_minibatches": 2, "rollout_batch_size": 8}
-RUN |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+# Two rollouts of 4 steps; a checkpoint after each step.
+RUN = {"num_rollouts": 2, "num_ppo_epochs": 2, "num_minibatches": 2, "rollout_batch_size": 8, **SGD}
+RUN |= {"save_strategy": "steps", "save_steps": 1}
 # Logs every three steps: at a checkpoint some metrics wait for their log. The states at the cut are captured.
-RUN |= {
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "logging_steps": 3,
-    "adapter_layers": "top-1",
-    "normalize_scores": True,
-}
+RUN |= {"logging_steps": 3, "adapter_layers": "top-1", "normalize_scores": True}
 
 
 def main(output: Path, checkpoint: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of test_pipelined run: `python pipelined_runs.py FOLDER [learn]`, alone or launched.
+"""What the processes of test_pipelined run: `python pipelined_runs.py FOLDER`, alone or launched.
 
 The cases are those of two_processes.py. Alone, one process samples by itself; launched, two are stages of a pipeline
 while they sample, and replicas (DDP) or shards (FSDP2) while they score and update.
@@ -11,17 +11,12 @@ import os
 import sys
 from pathlib import Path
 
-import torch
+from torch.distributed.tensor import DTensor
 
-torch.set_num_threads(1)
-
-from torch.distributed.tensor import DTensor  # noqa: E402
-
-from onetrunk.models.base_model import decoder_layers  # noqa: E402
-from onetrunk.utils.startup import freeze_loaded  # noqa: E402
-from tests import learning  # noqa: E402
-from tests.ppo import two_processes  # noqa: E402
-from tests.ppo.support import make_trainer  # noqa: E402
+from onetrunk.models.base_model import decoder_layers
+from onetrunk.utils.startup import freeze_loaded
+from tests.ppo import two_processes
+from tests.ppo.support import make_trainer
 
 PIPELINED = {"rollout_backend": "pipelined", "pipeline_batches": 3}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -48,20 +43,7 @@ def whole_layers(folder: Path) -> None:
     (folder / f"layers-{rank}.json").write_text(json.dumps(sorted(seen)))
 
 
-def learn(folder: Path, seed: int) -> None:
-    """Learn the tasks of tests/learning.py in two stages, and write the objectives that were reached."""
-    reached = {}
-    for name, task in (("a", learning.TASK_A), ("b", learning.TASK_B)):
-        trainer = learning.make_trainer(task, seed, folder / name, rollout_backend="pipelined")
-        reached[name] = learning.learn(trainer).objective
-    if os.environ["RANK"] == "0":
-        (folder / "reached.json").write_text(json.dumps(reached))
-
-
-def main(folder: Path, what: str = "", seed: str = "0") -> None:
-    if what == "learn":
-        learn(folder, int(seed))
-        return
+def main(folder: Path) -> None:
     for name, settings in CASES.items():
         if not IS_ALONE:
             two_processes.CASES[name] = {**two_processes.CASES[name], **PIPELINED, **settings}
@@ -73,4 +55,4 @@ def main(folder: Path, what: str = "", seed: str = "0") -> None:
 
 if __name__ == "__main__":
     freeze_loaded()
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -13,15 +13,10 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
-torch.set_num_threads(1)
-
-
-from onetrunk.models.base_model import decoder_layers  # noqa: E402
-from onetrunk.utils.startup import freeze_loaded  # noqa: E402
-from tests.ppo import two_processes  # noqa: E402
-from tests.ppo.support import make_trainer  # noqa: E402
+from onetrunk.models.base_model import decoder_layers
+from onetrunk.utils.startup import freeze_loaded
+from tests.ppo import two_processes
+from tests.ppo.support import make_trainer
 
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_stages": 2}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -46,12 +41,12 @@ def note_layers(folder: Path) -> None:
     (folder / f"layers-{rank}.json").write_text(json.dumps({"held": held, "outer": outer}))
 
 
-def served(folder: Path, url: str, name: str) -> None:
-    """Train on rows of a server, in stages or alone."""
+def served(folder: Path, url: str) -> None:
+    """Continue an adapter on rows of a server, in stages or alone."""
     stages = {"pipeline_training": True, "pipeline_split": [1, 1]}
     own = {"use_vllm": True, "vllm_server_base_url": url, "temperature": 0.8, **({} if IS_ALONE else stages)}
-    two_processes.CASES[name] = own
-    two_processes.run(name, folder)
+    two_processes.CASES["continued"] = own
+    two_processes.run("continued", folder)
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -15,10 +16,15 @@ from transformers import TrainerCallback
 from onetrunk.ppo.config import PPOConfig
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.utils.versions import RENAMED
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, WORDS, tiny_model, tiny_tokenizer
 
 EOS = 1
+# Weights are linear in the gradient, so that no sign of a rounding error decides.
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
 WALL_CLOCK = ("time/", "throughput/", "memory/", "rank/", "train_", "eval_runtime", "eval_samples_", "eval_steps_per")
+# Loads the best of the checkpoints, of which there is one after every step.
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+BEST |= {"save_strategy": "steps", "save_steps": 1}
 SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "report_to": "none",
@@ -76,30 +82,33 @@ def make_trainer(
     *,
     model: Any = "llama",
     reward: Any = even_share,
-    dataset: Dataset | None = None,
+    dataset: Any = ...,
     eval_dataset: Any = None,
-    trainer_class: type[PPOTrainer] = PPOTrainer,
+    trainer_class: Callable[..., PPOTrainer] = PPOTrainer,
     callbacks: Sequence[TrainerCallback] = (),
     rollout_backend: Any = None,
-    tokenizer: Any = None,
+    tokenizer: Any = ...,
     **settings: Any,
 ) -> PPOTrainer:
-    """Return a trainer; `model` is a family's name or a model, `settings` are those of PPOConfig.
+    """Return a trainer; `settings` are those of PPOConfig.
 
-    `rollout_backend` is a backend, or the setting of that name.
+    Args:
+        model: a family's name, a model, or a folder.
+        dataset, tokenizer: eight prompts and that of the tiny models where they are left out.
+        trainer_class: may be a partial with further arguments of PPOTrainer.
+        rollout_backend: a backend, or the setting of that name.
     """
     if isinstance(rollout_backend, str):
         settings["rollout_backend"], rollout_backend = rollout_backend, None
-    fresh = isinstance(model, str)
     return trainer_class(
-        base_model(model) if fresh else model,
+        base_model(model) if isinstance(model, str) and model in FAMILIES else model,
         reward,
         make_config(output_dir, **settings),
-        prompts() if dataset is None else dataset,
+        prompts() if dataset is ... else dataset,
         eval_dataset,
-        tokenizer or tiny_tokenizer(),
+        tiny_tokenizer() if tokenizer is ... else tokenizer,
         callbacks=list(callbacks),
-        peft_config=lora() if fresh or not isinstance(model, PeftModel) else None,
+        peft_config=None if isinstance(model, PeftModel) else lora(),
         rollout_backend=rollout_backend,
     )
 
@@ -114,6 +123,14 @@ def trained(output_dir: str | Path, **kwargs: Any) -> PPOTrainer:
 def trained_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return copies of all parameters that train."""
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def require_refusal(trainer: PPOTrainer, error: type[Exception], match: str) -> None:
+    """Require that training ends in an error before the weights change."""
+    before = trained_weights(trainer.model)
+    with pytest.raises(error, match=match):
+        trainer.train()
+    assert_same(trained_weights(trainer.model), before)
 
 
 def logged(trainer: PPOTrainer, name: str) -> list[float]:

@@ -21,25 +21,17 @@ LIMITS = {"repeated_ngrams": 0.3, "logprob_gap": None, "equal_scores": None, "cu
 STILL = {"learning_rate": 1e-6, "num_ppo_epochs": 2, "alarm_limits": LIMITS}
 
 
-class ByRollout(CannedBackend):
-    """Completions that depend on the number of the rollout alone.
+class Turning(CannedBackend):
+    """Says `before`, and from rollout `at` on `after`."""
 
-    Args:
-        rows: says of a rollout's number what every completion of it is.
-    """
-
-    def __init__(self, rows):
+    def __init__(self, before, after, at=4):
         super().__init__()
-        self.rows = rows
+        self.said = before, after, at
 
     def generate(self, prompt_ids, params, keys) -> Rollout:
-        self.completions = [self.rows(keys[0][1])]
+        before, after, at = self.said
+        self.completions = [after if keys[0][1] >= at else before]
         return super().generate(prompt_ids, params, keys)
-
-
-def turning(before, after, at=4):
-    """Return a backend that says `before`, and from rollout `at` on `after`."""
-    return ByRollout(lambda number: after if number >= at else before)
 
 
 def said(caplog):
@@ -52,7 +44,7 @@ def said(caplog):
 )
 def test_completions_that_turn_bad_raise_their_alarm_once_after_the_patience(tmp_path, caplog, name, before, after):
     settings = {**STILL, "num_rollouts": 9, "alarm_limits": {**LIMITS, "length_collapse": 0.5}}
-    trainer = trained(tmp_path, rollout_backend=turning(before, after), **settings)
+    trainer = trained(tmp_path, rollout_backend=Turning(before, after), **settings)
     assert logged(trainer, f"alarm/{name}") == [0.0] * 6 + [1.0] * 3
     (sentence,) = said(caplog)
     rule = RULES[name]
@@ -80,11 +72,14 @@ def test_a_figure_of_the_update_beyond_its_limit_raises_its_alarm(tmp_path, capl
 
 
 @pytest.mark.parametrize(
-    ("name", "said_by_all"), [("equal_scores", LONG), ("cut_off", CUT), ("one_token", [1]), ("no_gradient", CUT)]
+    ("name", "said_by_all"),
+    [("equal_scores", LONG), ("cut_off", CUT), ("one_token", [1]), ("no_gradient", CUT), ("logprob_gap", LONG)],
 )
-def test_a_rollout_that_teaches_nothing_raises_its_alarm_after_the_patience(tmp_path, name, said_by_all):
+def test_a_rollout_that_teaches_nothing_or_is_anothers_raises_its_alarm_after_the_patience(
+    tmp_path, name, said_by_all
+):
     limits = {other: None for other in RULES if other != name}
-    backend = turning(said_by_all, said_by_all)
+    backend = CannedBackend([said_by_all])
     masks = {"truncated_completions": "mask"} if name == "no_gradient" else {}
     trainer = trained(tmp_path, rollout_backend=backend, num_rollouts=4, **{**STILL, "alarm_limits": limits, **masks})
     assert logged(trainer, f"alarm/{name}") == [0.0] * 2 + [1.0] * 2
@@ -117,20 +112,9 @@ def test_the_chance_of_a_negative_sum_of_k1_is_bounded_as_the_rule_says():
 
 
 def stopping(folder, backend=None, **settings):
-    backend = backend or turning(LONG, REPEATS, at=3)
+    backend = backend or Turning(LONG, REPEATS, at=3)
     settings = {"num_rollouts": 12, "save_strategy": "steps", "save_steps": 2, **STILL, **settings}
     return make_trainer(folder, rollout_backend=backend, **settings)
-
-
-def test_a_stop_ends_the_run_with_a_checkpoint_and_names_the_last_good_one(tmp_path, caplog):
-    trainer = stopping(tmp_path, stop_on_alarm=["repeated_ngrams"], save_steps=4)
-    trainer.train()
-    # Rollouts 3 to 5, two steps each. The weights of step 6 sampled the first of them, those of step 4 the one before.
-    assert trainer.state.global_step == 12
-    assert (tmp_path / "checkpoint-12").is_dir()
-    (sentence,) = said(caplog)
-    assert "The last checkpoint from before it is checkpoint-4: --resume " in sentence
-    assert sentence.endswith("Training stops")
 
 
 @pytest.mark.slow
@@ -151,24 +135,24 @@ def test_a_resumed_run_raises_the_same_alarms(tmp_path, step, caplog):
     """Stopped while the first rollouts are added up, in a rollout, while conditions hold, while the alarm lasts."""
     limits = {**LIMITS, "length_collapse": 0.5, "entropy": 10.0}
     settings = {"num_rollouts": 9, "alarm_limits": limits, "logging_steps": 3}
-
-    def make(name):
-        return stopping(tmp_path / name, backend=turning(LONG, SHORT), **settings)
-
-    whole, resumed = support.whole_and_resumed(make, step)
+    runs = support.whole_and_resumed(lambda name: stopping(tmp_path / name, Turning(LONG, SHORT), **settings), step)
+    whole, resumed = runs
     assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
     assert resumed.alarms.state_dict() == whole.alarms.state_dict()
     told = [text.replace("/stopped/", "/whole/") for text in said(caplog)]
     assert len(told) == 4 and told[2:] == told[:2]
 
 
-@pytest.mark.parametrize(("save_steps", "limit"), [(1, 4)])
-def test_the_checkpoint_that_an_alarm_names_is_not_deleted_before(tmp_path, caplog, save_steps, limit):
-    settings = {"stop_on_alarm": ["all"], "save_steps": save_steps, "save_total_limit": limit}
-    trainer = stopping(tmp_path, **settings)
+def test_a_stop_ends_the_run_with_a_checkpoint_and_names_the_last_good_one_which_is_not_deleted_before(
+    tmp_path, caplog
+):
+    trainer = stopping(tmp_path, stop_on_alarm=["repeated_ngrams"], save_steps=1, save_total_limit=4)
     trainer.train()
+    # Rollouts 3 to 5, two steps each. The weights of step 6 sampled the first of them, those of step 4 the one before.
+    assert trainer.state.global_step == 12
     (sentence,) = said(caplog)
-    assert trainer.state.global_step == 12 and "from before it is checkpoint-4: " in sentence
-    folders = checkpoint_folders(tmp_path)
-    assert folders[0].name == "checkpoint-4" and len(folders) <= max(limit, 3)
-    assert checkpoint_problems(folders[0]) == []
+    assert "The last checkpoint from before it is checkpoint-4: --resume " in sentence
+    assert sentence.endswith("Training stops")
+    first, *others = checkpoint_folders(tmp_path)
+    assert first.name == "checkpoint-4" and checkpoint_problems(first) == []
+    assert len(others) <= 3 and others[-1].name == "checkpoint-12"

@@ -20,6 +20,13 @@ class Watched(TrunkModel):
         return output
 
 
+def watched(folder, reward, has_scored, **settings):
+    trainer = make_trainer(folder, reward=reward, check_memory=False, **settings)
+    trainer.model.__class__ = Watched
+    trainer.model.has_scored = has_scored
+    return trainer
+
+
 def test_packs_are_scored_while_a_reward_function_waits_in_the_main_thread(tmp_path):
     has_scored = threading.Event()
 
@@ -30,11 +37,9 @@ def test_packs_are_scored_while_a_reward_function_waits_in_the_main_thread(tmp_p
         assert has_scored.wait(timeout=60), "no pack was scored before the reward was there"
         return even_share(None, None, completion_ids)
 
-    trainer = make_trainer(tmp_path, reward=waits, check_memory=False)
-    trainer.model.__class__ = Watched
-    trainer.model.has_scored = has_scored
+    trainer = watched(tmp_path, waits, has_scored)
     trainer.train()
-    plain = trained(tmp_path / "plain", reward=even_share, check_memory=False)
+    plain = trained(tmp_path / "plain")
     assert_same(trained_weights(trainer.model), trained_weights(plain.model))
 
 
@@ -46,9 +51,7 @@ def test_no_forward_goes_on_after_a_reward_function_has_failed(tmp_path):
         raise ValueError("no score today")
 
     before = threading.enumerate()
-    trainer = make_trainer(tmp_path, reward=fails, check_memory=False, per_device_train_batch_size=1)
-    trainer.model.__class__ = Watched
-    trainer.model.has_scored = has_scored
+    trainer = watched(tmp_path, fails, has_scored, per_device_train_batch_size=1)
     with pytest.raises(RuntimeError, match="no score today"):
         trainer.train()
     assert threading.enumerate() == before

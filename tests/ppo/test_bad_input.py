@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -11,10 +11,9 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from onetrunk.parallel.layout import launch_layout
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts, trained
-from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 
 @cache
@@ -22,7 +21,7 @@ def saved_model():
     folder = Path(mkdtemp()) / "tiny-llama"
     base_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return str(folder)
 
 
 @cache
@@ -30,29 +29,11 @@ def unloadable_model():
     folder = Path(mkdtemp()) / "unloadable"
     shutil.copytree(saved_model(), folder)
     (folder / "model.safetensors").write_bytes(b"these are no weights")
-    return folder
+    return str(folder)
 
 
-def build(
-    tmp_path,
-    model=None,
-    reward=even_share,
-    dataset=None,
-    eval_dataset=None,
-    tokenizer=None,
-    reward_tokenizers=None,
-    **settings,
-):
-    return PPOTrainer(
-        str(model or unloadable_model()),
-        reward,
-        make_config(tmp_path / "out", **settings),
-        prompts() if dataset is None else dataset,
-        eval_dataset,
-        tokenizer,
-        reward_tokenizers,
-        peft_config=LoraConfig(r=2, target_modules="all-linear"),
-    )
+def build(tmp_path, **arguments):
+    return make_trainer(tmp_path / "out", **{"model": unloadable_model(), "tokenizer": None, **arguments})
 
 
 def refused(tmp_path, sentence, error=ValueError, **kwargs):
@@ -89,7 +70,6 @@ REFUSED = [
     ({"dataset": of_texts("a dog " * 60), "max_completion_length": 20}, "together 140, and", ValueError),
     ({"dataset": QUESTIONS}, "no column 'prompt', only question", ValueError),
     ({"eval_dataset": QUESTIONS}, "no column 'prompt', only question", ValueError),
-    ({"dataset": prompts().select([])}, "holds no rows", ValueError),
     ({"dataset": "rows.json"}, "the dataset is a str; pass a map-style", ValueError),
     ({"dataset": of_messages("user")}, "conversations and the tokenizer has no chat template", ValueError),
     (
@@ -119,7 +99,7 @@ REFUSED = [
     ({"reward": "no.such.module"}, "there is no module 'no'", ValueError),
     ({"reward": "nobody/nothing"}, "the reward model 'nobody/nothing' cannot be loaded", RuntimeError),
     (
-        {"reward": [even_share, even_share], "reward_tokenizers": tiny_tokenizer()},
+        {"reward": [even_share] * 2, "trainer_class": partial(PPOTrainer, reward_processing_classes=tiny_tokenizer())},
         "1 reward_processing_classes for 2 reward functions",
         ValueError,
     ),
@@ -142,18 +122,11 @@ def test_a_model_given_by_path_loads_with_its_tokenizer_and_trains(tmp_path):
 
 def test_a_folder_without_a_model_and_a_file_are_no_models(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
-    refused(tmp_path, "holds neither config.json nor adapter_config.json. Give", RuntimeError, model=tmp_path)
+    refused(tmp_path, "holds neither config.json nor adapter_config.json. Give", RuntimeError, model=str(tmp_path))
     (tmp_path / "checkpoint-5" / "adapter_config.json").write_text("{}")
-    refused(tmp_path, "but its folder checkpoint-5 does: name that", RuntimeError, model=tmp_path)
+    refused(tmp_path, "but its folder checkpoint-5 does: name that", RuntimeError, model=str(tmp_path))
     (tmp_path / "file").write_text("")
-    refused(tmp_path, "cannot be loaded: it is a file", RuntimeError, model=tmp_path / "file")
-
-
-def saved_adapter(folder, base, **overrides):
-    model = get_peft_model(tiny_model("llama", **{"num_hidden_layers": 2, **overrides}), lora())
-    model.peft_config["default"].base_model_name_or_path = base
-    model.save_pretrained(folder)
-    return folder
+    refused(tmp_path, "cannot be loaded: it is a file", RuntimeError, model=str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize(
@@ -165,73 +138,24 @@ def saved_adapter(folder, base, **overrides):
     ],
 )
 def test_an_adapter_whose_base_is_not_there_says_so(tmp_path, base, error, sentence):
-    folder = str(saved_adapter(tmp_path / "adapter", base))
+    folder, model = str(tmp_path / "adapter"), get_peft_model(base_model(), lora())
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(folder)
     with pytest.raises(error) as raised:
         PPOTrainer(folder, even_share, make_config(tmp_path / "out"), prompts())
     assert sentence in str(raised.value)
     assert folder in str(raised.value) and "adapter_config.json" in str(raised.value)
 
 
-def test_no_dataset_at_all_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="PPOTrainer needs train_dataset"):
-        PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path))
-
-
 def test_a_tokenizer_without_padding_is_repaired(tmp_path):
     tokenizer = tiny_tokenizer(pad=False)
     assert tokenizer.pad_token is None
-    expected = trained(tmp_path / "a", tokenizer=tiny_tokenizer(), num_ppo_epochs=2)
-    actual = trained(tmp_path / "b", tokenizer=tokenizer, num_ppo_epochs=2)
-    assert actual.processing_class.pad_token == "<eos>"
-    assert logged(actual, "loss") == logged(expected, "loss")
+    assert trained(tmp_path, tokenizer=tokenizer).processing_class.pad_token == "<eos>"
 
 
 def test_an_output_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
     refused(tmp_path, "out is a file; name a folder")
-
-
-def test_fsdp1_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    launch_layout.cache_clear()
-    refused(tmp_path, "fsdp_version 1 is not supported; set fsdp_version: 2")
-    launch_layout.cache_clear()
-
-
-def raises(prompts, **kwargs):
-    raise KeyError("gone")
-
-
-def too_short(prompts, **kwargs):
-    return [0.0]
-
-
-def not_numbers(prompts, **kwargs):
-    return ["good"] * len(prompts)
-
-
-def all_nan(prompts, **kwargs):
-    return [float("nan")] * len(prompts)
-
-
-@pytest.mark.parametrize(
-    ("reward", "error", "sentence"),
-    [
-        (raises, RuntimeError, "reward function 'raises' raised KeyError: 'gone'"),
-        (too_short, ValueError, "reward function 'too_short' returned 1 scores, expected 4"),
-        (not_numbers, TypeError, "reward function 'not_numbers' returned 'good' at index 0"),
-        (all_nan, RuntimeError, "100% of the rows of rollout 0 have no finite score"),
-    ],
-)
-def test_a_reward_function_that_fails_in_the_run_is_named(tmp_path, reward, error, sentence):
-    with pytest.raises(error) as raised:
-        trained(tmp_path, reward=reward)
-    assert sentence in str(raised.value)
-
-
-def test_a_backend_that_is_none_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="rollout_backend is a object, which lacks generate"):
-        PPOTrainer(str(unloadable_model()), even_share, make_config(tmp_path), prompts(), rollout_backend=object())
 
 
 @pytest.mark.parametrize(
@@ -271,19 +195,19 @@ def test_every_lora_target_is_checked_against_the_model(tmp_path, targets, sente
 
 @pytest.mark.slow
 def test_the_trainer_rejects_an_output_folder_that_holds_another_run(tmp_path):
-    trained(tmp_path, save_strategy="steps", save_steps=1)
-    first = (tmp_path / "checkpoint-1" / "adapter_model.safetensors").read_bytes()
-    again = make_trainer(tmp_path, seed=4, save_strategy="steps", save_steps=1)
+    saves, weights = {"save_strategy": "steps", "save_steps": 1}, tmp_path / "checkpoint-1/adapter_model.safetensors"
+    trained(tmp_path, **saves)
+    first = weights.read_bytes()
+    again = make_trainer(tmp_path, seed=4, **saves)
     with pytest.raises(ValueError, match=r"holds a run already \(checkpoint-1\); set resume_from_checkpoint to true"):
         again.train()
     # Nothing was written, so the first run resumes.
-    assert (tmp_path / "checkpoint-1" / "adapter_model.safetensors").read_bytes() == first
-    resumed = make_trainer(tmp_path, num_rollouts=2, save_strategy="steps", save_steps=1)
+    assert weights.read_bytes() == first
+    resumed = make_trainer(tmp_path, num_rollouts=2, **saves)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2
-    over = make_trainer(tmp_path, seed=4, overwrite_output_dir=True, save_strategy="steps", save_steps=1)
-    over.train()
+    over = trained(tmp_path, seed=4, overwrite_output_dir=True, **saves)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    assert (tmp_path / "checkpoint-1" / "adapter_model.safetensors").read_bytes() != first
+    assert weights.read_bytes() != first
     # The same object may train on: the folder is its own.
     over.train()

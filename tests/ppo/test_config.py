@@ -18,6 +18,7 @@ from onetrunk.stages.arguments import SFTArguments
 
 USE = {"use_vllm": True}
 COLOCATE = {**USE, "vllm_mode": "colocate"}
+DIS = {"policy_objective": "dis"}
 OTHER_VALUES = {
     "label_smoothing_factor": 0.1,
     "dataloader_num_workers": 2,
@@ -75,10 +76,6 @@ def test_rollouts_of_fewer_steps_than_an_optimizer_step_are_one_rollout():
     assert config(steps_per_generation=4, gradient_accumulation_steps=4).num_minibatches == 1
 
 
-def test_trls_default_of_trust_remote_code_may_be_written_out():
-    assert config(trust_remote_code=False).trust_remote_code is config().trust_remote_code is False
-
-
 @pytest.mark.parametrize("as_words", [False, True])
 def test_names_of_trl_are_read_as_ours_also_by_its_parser_and_a_line_says_so(tmp_path, caplog, as_words):
     theirs = {
@@ -89,9 +86,7 @@ def test_names_of_trl_are_read_as_ours_also_by_its_parser_and_a_line_says_so(tmp
     if as_words:
         theirs |= {"output_dir": tmp_path, "use_cpu": True}
         words = [word for name, value in theirs.items() for word in (f"--{name}", str(value))]
-        (read,) = TrlParser((PPOConfig,)).parse_args_and_config(
-            ["--output_dir", str(tmp_path), "--use_cpu", "true", *words]
-        )
+        (read,) = TrlParser((PPOConfig,)).parse_args_and_config(words)
     else:
         read = config(**theirs)
     ours = {
@@ -203,6 +198,13 @@ REFUSED = [
     ({"alarm_limits": {"entropy": -1.0}}, "the alarm limit entropy is -1.0; it must be a number, 0 or more"),
     ({"stop_on_alarm": ["klo"]}, "stop_on_alarm names 'klo', which is no alarm"),
     ({"stop_on_alarm": "kl", "alarm_limits": {"kl": None}}, "stop_on_alarm names kl, and its limit is null"),
+    ({"policy_objective": "sao"}, "policy_objective is 'sao'; it must be one of clip, dis"),
+    ({"dis_epsilon_low": 0.5}, "dis_epsilon_low has no effect with policy_objective 'clip'"),
+    ({**DIS, "dis_epsilon_low": 1.5}, "dis_epsilon_low is 1.5; it must be at most 1"),
+    ({**DIS, "dis_epsilon_high": 0.0}, "dis_epsilon_high is 0.0; it must be a number above 0"),
+    ({**DIS, "epsilon": 0.1, "dual_clip": 3.0}, "epsilon, dual_clip has no effect with policy_objective 'dis'"),
+    ({**DIS, "ratio_unit": "turn"}, "ratio_unit has no effect with policy_objective 'dis'"),
+    ({**DIS, "vllm_importance_sampling_correction": True}, "vllm_importance_sampling_correction has no effect"),
 ]  # fmt: skip
 
 
@@ -252,9 +254,8 @@ def test_limits_of_alarms_by_what_samples():
     assert off == {"negative_kl", "logprob_gap"} and None not in config().limits.values()
     ahead = config(**USE, schedule="async", alarm_limits={"kl": 5.0})
     assert {name for name, limit in ahead.limits.items() if limit is None} == {"negative_kl"}
-    assert (
-        ahead.limits["kl"] == 5.0 and config(top_k=3, alarm_limits={"logprob_gap": 1.0}).limits["logprob_gap"] == 1.0
-    )
+    assert ahead.limits["kl"] == 5.0
+    assert config(top_k=3, alarm_limits={"logprob_gap": 1.0}).limits["logprob_gap"] == 1.0
     for word, number in (("all", len(RULES)), (["kl", "entropy"], 2), ("entropy", 1), (None, 0), ("null", 0)):
         assert len(config(stop_on_alarm=word).stop_on_alarm or []) == number
 
@@ -280,9 +281,8 @@ def test_batch_arithmetic_that_leaves_a_rest_names_values_that_divide(settings, 
 
 
 def test_the_worked_example_of_the_docstring():
-    example = config(
-        rollout_batch_size=64, num_minibatches=4, num_ppo_epochs=2, per_device_train_batch_size=4, num_rollouts=5
-    )
+    shape = {"rollout_batch_size": 64, "num_minibatches": 4, "num_ppo_epochs": 2, "per_device_train_batch_size": 4}
+    example = config(**shape, num_rollouts=5)
     plan = plan_batches(example, 2)
     assert (plan.rows_per_rank, plan.rows_per_minibatch, plan.rows_per_pack) == (32, 8, 4)
     assert (example.steps_per_rollout, example.max_steps) == (8, 40)
@@ -296,13 +296,10 @@ def test_defaults_that_depend_on_other_settings():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
-        {"save_strategy": "best", "eval_strategy": "steps"},
-    ],
+    "own", [{"load_best_model_at_end": True, "save_strategy": "steps"}, {"save_strategy": "best"}]
 )
-def test_the_best_model_is_the_one_with_the_highest_score_unless_said_otherwise(settings):
+def test_the_best_model_is_the_one_with_the_highest_score_unless_said_otherwise(own):
+    settings = {"eval_strategy": "steps", **own}
     chosen = config(**settings)
     assert (chosen.metric_for_best_model, chosen.greater_is_better) == ("score/mean", True)
     assert config(**settings, metric_for_best_model="kl/ref", greater_is_better=False).greater_is_better is False

@@ -9,8 +9,7 @@ from tests.ppo.test_episodes_in_training import Words, words_trainer
 # From every state the rest is worth 1, so every value is.
 FITS = {"truncated_completions": "bootstrap", "gamma": 1.0, "lam": 1.0, "beta": 0.0, "max_completion_length": 40}
 SMALL = {"learning_rate": 0.0, "rollout_batch_size": 16, "num_rollouts": 6, "num_minibatches": 1, "num_ppo_epochs": 1}
-# As many as a rollout of 128 completions has.
-SMALL["value_steps"] = 160
+SMALL["value_steps"] = 160  # As many as a rollout of 128 completions has.
 
 
 class OneIsLeft(Words):
@@ -31,16 +30,12 @@ class KeepsAfter(ExperienceStream):
         return super().advantages(pack, output, rewards, stopped)
 
 
-def values_after_cuts(folder, **settings):
-    trainer = words_trainer(folder, OneIsLeft, **{**FITS, **SMALL, **settings})
-    trainer.stream_class, trainer.after = KeepsAfter, []
-    trainer.train()
-    return torch.cat(trainer.after[-(len(trainer.after) // 6) :])
-
-
 @pytest.mark.parametrize("gae_unit", ["token", "turn"])
 def test_the_value_after_a_cut_between_turns_is_what_is_left(tmp_path, gae_unit):
+    trainer = words_trainer(tmp_path, OneIsLeft, gae_unit=gae_unit, **FITS, **SMALL)
+    trainer.stream_class, trainer.after = KeepsAfter, []
+    trainer.train()
+    after = torch.cat(trainer.after[-(len(trainer.after) // 6) :])
     # Never fitted, it stays near 0.
-    after = values_after_cuts(tmp_path, gae_unit=gae_unit)
     assert len(after) > 4
     assert abs(after.mean() - 1) < 0.15 and after.std() < 0.15, (after.mean(), after.std())

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 
 from onetrunk.ops import token_rewards
 from onetrunk.report.blocks import sample_blocks
@@ -13,8 +12,9 @@ from onetrunk.report.runs import Run
 from onetrunk.rewards import PerToken, PerTurn
 from onetrunk.utils.sample_text import score_text
 from tests.fakes import CannedBackend
-from tests.ppo.support import assert_same, differ, even_share, logged, make_trainer, prompts, trained, trained_weights
-from tests.ppo.test_shaping import PLAIN, by_row, check
+from tests.ppo import support, test_shaping
+from tests.ppo.support import differ, even_share, logged, make_trainer, prompts, trained, trained_weights
+from tests.ppo.test_shaping import by_row, check
 from tests.ppo.test_tensorboard import events_of, text
 
 # Two turns with an observation of one token between them, and a row of one turn.
@@ -36,14 +36,8 @@ class Episodes(CannedBackend):
         return replace(rollout, turn_ids=[TURNS[i] for i in rows], turn_rewards=given)
 
 
-def rollout(folder, result, turn_rewards=None, **settings):
-    dataset = Dataset.from_dict({"prompt": ["the cat"] * 2})
-    settings = {**PLAIN, "rollout_batch_size": 2, "per_device_train_batch_size": 2, **settings}
-    settings |= {"dataset": dataset, "rollout_backend": Episodes(turn_rewards)}
-    trainer = make_trainer(folder, reward=lambda **kwargs: list(result), **settings)
-    with torch.no_grad():
-        trainer.model.value_head.linear.bias.zero_()
-    return trainer.get_train_dataloader().make_rollout()
+def rollout(folder, scores, turn_rewards=None, **settings):
+    return test_shaping.rollout(folder, scores=scores, backend=Episodes(turn_rewards), **settings)
 
 
 def test_returns_count_from_the_turn_in_which_a_reward_arrives_and_no_border_cuts_credit(tmp_path):
@@ -103,10 +97,8 @@ def test_token_rewards_place_the_rest_of_the_score_at_the_last_counted_token():
 
 def test_rewards_of_the_wrong_length_end_the_run_before_it_trains(tmp_path):
     trainer = make_trainer(tmp_path, reward=lambda prompts, **kw: [PerTurn([1.0, 2.0])] * len(prompts))
-    before = trained_weights(trainer.model)
-    with pytest.raises(ValueError, match="returned PerTurn with 2 numbers for row 0, which has 1 turn; give one"):
-        trainer.train()
-    assert_same(trained_weights(trainer.model), before)
+    sentence = "returned PerTurn with 2 numbers for row 0, which has 1 turn; give one"
+    support.require_refusal(trainer, ValueError, sentence)
 
 
 def test_metrics_samples_report_and_tensorboard_show_where_the_reward_fell(tmp_path):
@@ -114,8 +106,7 @@ def test_metrics_samples_report_and_tensorboard_show_where_the_reward_fell(tmp_p
         return [PerTurn([1.0, 2.0]) if max(turns) else PerToken([4.0, 0.0, 1.5]) for turns in turn_ids]
 
     settings = {"rollout_backend": Episodes(), "log_completions": True, "report_to": "tensorboard"}
-    trainer = make_trainer(tmp_path, reward=reward, eval_dataset=prompts(2), eval_strategy="steps", **settings)
-    trainer.train()
+    trainer = trained(tmp_path, reward=reward, eval_dataset=prompts(2), eval_strategy="steps", **settings)
     # Row 0 has turns of 1 and 2, row 1 one of 5.5.
     for prefix in ("", "eval_"):
         assert logged(trainer, f"{prefix}reward/turn_0") == [(1 + 5.5) / 2]
@@ -133,9 +124,3 @@ def test_metrics_samples_report_and_tensorboard_show_where_the_reward_fell(tmp_p
     run = Run(tmp_path, "ppo", "finished", before=rows, after=rows)
     titles = [title for _, sides in sample_blocks(run)[0].blocks[0].samples for title, _ in sides]
     assert "after, score 3 = 1 + 2 (by turn)" in titles
-
-
-def test_numbers_alone_add_no_metric_and_no_column(tmp_path):
-    trainer = trained(tmp_path, log_completions=True)
-    assert not any(name.startswith("reward/turn") for entry in trainer.state.log_history for name in entry)
-    assert "turn_rewards" not in (tmp_path / "completions" / "step-000001.jsonl").read_text()

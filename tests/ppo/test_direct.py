@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.ppo.support import logged, make_config, make_trainer, trained_weights, whole_and_resumed, without_wall_clock
+from tests.ppo.support import logged, trained, trained_weights
 from tests.ppo.test_importance_correction import Shifted, recorded
 from tests.ppo.test_schedules import ahead, sampler
 
@@ -13,9 +13,7 @@ DIS = {"policy_objective": "dis"}
 
 
 def test_on_samples_of_the_policy_itself_its_first_step_is_that_of_ppo(tmp_path):
-    runs = [make_trainer(tmp_path / name, policy_objective=name, num_ppo_epochs=1) for name in ("clip", "dis")]
-    for run in runs:
-        run.train()
+    runs = [trained(tmp_path / name, policy_objective=name) for name in ("clip", "dis")]
     # The sampler's logprobs are those of decoding, which round differently.
     clip, dis = (trained_weights(run.model) for run in runs)
     assert all(torch.allclose(clip[name], dis[name], atol=2e-5) for name in clip)
@@ -46,29 +44,3 @@ def test_rows_sampled_ahead_are_compared_with_the_version_that_drew_them(tmp_pat
     assert {f"sampling/masked_at_staleness_{age}" for age in (0, 1, 2)} == names
     fresh, *_, stale = logged(trainer, "sampling/staleness_max")
     assert (fresh, stale) == (0, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [5, 8], ids=["in a rollout", "between two rollouts"])
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, step):
-    runs = whole_and_resumed(lambda name: ahead(tmp_path / name, sampler(), "async", max_staleness=2, **DIS), step)
-    histories = [without_wall_clock(trainer.state.log_history) for trainer in runs]
-    assert histories[0] == histories[1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"policy_objective": "sao"}, "policy_objective is 'sao'; it must be one of clip, dis"),
-        ({"dis_epsilon_low": 0.5}, "dis_epsilon_low has no effect with policy_objective 'clip'"),
-        ({**DIS, "dis_epsilon_low": 1.5}, "dis_epsilon_low is 1.5; it must be at most 1"),
-        ({**DIS, "dis_epsilon_high": 0.0}, "dis_epsilon_high is 0.0; it must be a number above 0"),
-        ({**DIS, "epsilon": 0.1, "dual_clip": 3.0}, "epsilon, dual_clip has no effect with policy_objective 'dis'"),
-        ({**DIS, "ratio_unit": "turn"}, "ratio_unit has no effect with policy_objective 'dis'"),
-        ({**DIS, "vllm_importance_sampling_correction": True}, "vllm_importance_sampling_correction has no effect"),
-    ],
-)
-def test_settings_of_the_other_objective_are_rejected(tmp_path, settings, message):
-    with pytest.raises(ValueError) as raised:
-        make_config(tmp_path, **settings)
-    assert message in str(raised.value)

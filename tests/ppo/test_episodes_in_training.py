@@ -20,7 +20,7 @@ from tests.fakes import CannedBackend, CopyBackend
 from tests.places import CPU
 from tests.ppo import support
 from tests.ppo.launches import ALONE, Launch, Launches
-from tests.ppo.support import StopAt, assert_same, base_model, logged, lora, make_config, prompts, trained_weights
+from tests.ppo.support import StopAt, assert_same, base_model, logged, lora, make_trainer, prompts, trained_weights
 from tests.tiny import tiny_tokenizer
 
 LENGTH, NOUNS = 14, ("cat", "dog", "river")
@@ -47,21 +47,26 @@ class SlowWords(Words):
     pause_s = 0.1
 
 
-def words_trainer(folder, factory=Words, reward=None, backend=None, eval_dataset=None, compact=None, **settings):
+class Long(Words):
+    turns = 5
+
+
+# Three turns of at most 3 tokens: a context is compacted about twice.
+COMPACTION = {
+    "max_turn_length": 3,
+    "max_context_length": 22,
+    "kept_turns": 1,
+    "compaction_prompt": " the lantern",
+    "max_completion_length": 80,
+}
+
+
+def words_trainer(folder, factory=Words, reward=None, backend=None, compact=None, **settings):
     """Return a trainer whose turns end at a few common words."""
     stops = [tiny_tokenizer().convert_ids_to_tokens(i) for i in range(40, 64)]
-    return PPOTrainer(
-        base_model(),
-        reward,
-        make_config(folder, stop_tokens=stops, **{**SETTINGS, **settings}),
-        prompts(),
-        eval_dataset,
-        tiny_tokenizer(),
-        peft_config=lora(),
-        rollout_backend=backend,
-        environment_factory=factory,
-        compact=compact,
-    )
+    made = partial(PPOTrainer, environment_factory=factory, compact=compact)
+    settings = {"stop_tokens": stops, **SETTINGS, **settings}
+    return make_trainer(folder, reward=reward, rollout_backend=backend, trainer_class=made, **settings)
 
 
 def run(folder, **arguments):
@@ -86,13 +91,6 @@ def test_slow_answers_change_no_bit_of_the_weights(tmp_path, settings):
     slow = run(tmp_path / "slow", factory=SlowWords, **settings)
     assert_same(trained_weights(slow.model), trained_weights(quick.model))
     assert (quick.sampler.keeps is not None) == settings.get("capture_trunk_states", False)
-
-
-def test_the_first_ratio_is_1_over_turns(tmp_path):
-    quick = run(tmp_path, num_rollouts=2)
-    first = next(entry for entry in quick.state.log_history if "policy/ratio_max" in entry)
-    assert first["policy/ratio_max"] == 1.0 and first["kl/approx"] == 0.0
-    assert logged(quick, "score/Words") == logged(quick, "score/mean")
 
 
 class Ending(Words):
@@ -188,29 +186,40 @@ class Once(Words):
         return "", {}
 
 
-def nouns(completions, **kwargs):
-    return [float(sum(map(text.split().count, NOUNS))) for text in completions]
-
-
 def test_an_episode_of_one_turn_trains_as_a_completion_does_bit_for_bit(tmp_path):
+    def nouns(completions, **kwargs):
+        return [float(sum(map(text.split().count, NOUNS))) for text in completions]
+
     episodes = run(tmp_path / "episodes", factory=Once, num_rollouts=2)
     rows = run(tmp_path / "rows", factory=None, reward=nouns, num_rollouts=2)
     assert_same(trained_weights(episodes.model), trained_weights(rows.model))
-    assert logged(episodes, "score/mean") == logged(rows, "score/mean")
+    assert logged(episodes, "score/Once") == logged(episodes, "score/mean") == logged(rows, "score/mean")
 
 
-def copy_backend(schedule):
-    return None if schedule == "sync" else CopyBackend(TrunkModel(base_model(), lora()))
+TURNS_AS_ACTIONS = {"gae_unit": "turn", "ratio_unit": "turn", "truncated_completions": "bootstrap"}
 
 
+@pytest.mark.parametrize("own", [TURNS_AS_ACTIONS, {"factory": Long, **COMPACTION}], ids=["turns", "compacted"])
 @pytest.mark.parametrize("schedule", ["sync", "one_step", "async"])
-def test_a_run_that_stops_amid_a_rollout_resumes_to_the_same_weights(tmp_path, schedule):
-    settings = {"num_rollouts": 3, "schedule": schedule, "learning_rate": 1e-3}
-
+def test_a_run_that_stops_amid_a_rollout_resumes_to_the_same_weights(tmp_path, schedule, own):
     def make(name):
-        return words_trainer(tmp_path / name, backend=copy_backend(schedule), **settings)
+        backend = None if schedule == "sync" else CopyBackend(TrunkModel(base_model(), lora()))
+        settings = {"num_rollouts": 3, "schedule": schedule, "learning_rate": 1e-3, **own}
+        return words_trainer(tmp_path / name, backend=backend, **settings)
 
     whole, _ = support.whole_and_resumed(make, 6)  # The third step of the second rollout.
+    assert max(logged(whole, "score/std")) > 0
+    assert own is TURNS_AS_ACTIONS or min(logged(whole, "episode/compactions")) >= 1
+
+
+def test_without_rows_an_environment_says_texts_and_a_run_resumes_or_grows_longer_to_the_same_weights(tmp_path):
+    lengths = iter([3, 2, 3])
+
+    def make(name):
+        own = {"learning_rate": 1e-3, "num_rollouts": next(lengths), "lr_scheduler_type": "constant"}
+        return words_trainer(tmp_path / name, dataset=None, **own)
+
+    whole, _ = support.whole_and_resumed(make, 6)
     assert max(logged(whole, "score/std")) > 0
 
 
@@ -291,15 +300,10 @@ def guessing(folder, dataset=None, factory=Guess, **settings):
         assert {prompt[-1]["content"] for prompt in prompts} <= {*Guess.prompts}
         return [float(len(completion[-1]["content"])) for completion in completions]
 
-    return PPOTrainer(
-        base_model(vocab_size=CHAT_VOCAB, max_position_embeddings=1024),
-        length,
-        make_config(folder, **{**SETTINGS, "num_ppo_epochs": 1, "num_minibatches": 1, **settings}),
-        dataset,
-        processing_class=chat_tokenizer(),
-        peft_config=lora(),
-        environment_factory=factory,
-    )
+    made = partial(PPOTrainer, environment_factory=factory)
+    settings = {"tokenizer": chat_tokenizer(), "trainer_class": made, "max_completion_length": LENGTH, **settings}
+    model = base_model(vocab_size=CHAT_VOCAB, max_position_embeddings=1024)
+    return make_trainer(folder, model=model, reward=length, dataset=dataset, check_memory=False, **settings)
 
 
 @pytest.mark.parametrize("factory", [Guess, Asks, {"a": Guess, "b": Asks}])
@@ -308,20 +312,6 @@ def test_an_environment_may_own_its_data(tmp_path, factory):
     trainer = guessing(tmp_path, dataset, factory, num_rollouts=2)
     trainer.train()
     assert len(logged(trainer, "score/mean")) == 2 and Guess.made == 8 and not any(logged(trainer, "episode/failed"))
-
-
-def test_without_rows_an_environment_says_texts_and_a_run_resumes_or_grows_longer_to_the_same_weights(tmp_path):
-    lengths = iter([3, 2, 3])
-
-    def words(name):
-        stops = [tiny_tokenizer().convert_ids_to_tokens(i) for i in range(40, 64)]
-        own = {**SETTINGS, "learning_rate": 1e-3, "num_rollouts": next(lengths), "lr_scheduler_type": "constant"}
-        config = make_config(tmp_path / name, stop_tokens=stops, **own)
-        given = {"processing_class": tiny_tokenizer(), "peft_config": lora(), "environment_factory": Words}
-        return PPOTrainer(base_model(), None, config, **given)
-
-    whole, _ = support.whole_and_resumed(words, 6)
-    assert max(logged(whole, "score/std")) > 0
 
 
 @pytest.mark.parametrize(
@@ -383,21 +373,13 @@ class Caller(CannedBackend):
         return super().generate(prompt_ids, params, keys)
 
 
-def chat_trainer(folder, reward, backend=None, **settings):
+def chat_trainer(folder, reward):
     questions = [[{"role": "user", "content": f"What is {i}+3?"}] for i in range(8)]
-    config = make_config(folder, max_completion_length=300, check_memory=False, **settings)
     model = base_model(vocab_size=CHAT_VOCAB, eos_token_id=END, bos_token_id=None, max_position_embeddings=1200)
-    return PPOTrainer(
-        model,
-        reward,
-        config,
-        Dataset.from_dict({"prompt": questions}),
-        None,
-        chat_tokenizer(),
-        peft_config=lora(),
-        rollout_backend=backend,
-        tools=[add],
-    )
+    given = {"dataset": Dataset.from_dict({"prompt": questions}), "trainer_class": partial(PPOTrainer, tools=[add])}
+    given |= {"tokenizer": chat_tokenizer(), "rollout_backend": Caller(), "max_completion_length": 300}
+    settings = {"max_tool_calling_iterations": 1, "check_memory": False}
+    return make_trainer(folder, model=model, reward=reward, **given, **settings)
 
 
 def test_a_chat_model_trains_on_episodes_with_tools(tmp_path):
@@ -407,7 +389,7 @@ def test_a_chat_model_trains_on_episodes_with_tools(tmp_path):
         seen.extend(completions)
         return [float("5" in messages[-1]["content"]) for messages in completions]
 
-    trainer = chat_trainer(tmp_path, answers, Caller(), max_tool_calling_iterations=1)
+    trainer = chat_trainer(tmp_path, answers)
     trainer.train()
     assert trainer.args.max_turns == 2
     called = [messages for messages in seen if len(messages) > 1]
@@ -426,7 +408,7 @@ def test_a_reward_model_reads_an_episode_with_the_tools_that_its_prompt_shows(tm
         read.extend(zip(rows, shown["input_ids"], strict=True))
         return [0.0] * len(rows)
 
-    chat_trainer(tmp_path, model, Caller(), max_tool_calling_iterations=1).train()
+    chat_trainer(tmp_path, model).train()
     assert len(read) == 4 and all("add" in tokenizer.decode(prompt) for _, prompt in read)
     assert all(row[: len(prompt)] == prompt for row, prompt in read)
 
@@ -438,15 +420,6 @@ def test_a_reward_function_may_leave_out_the_tools():
     rewards = RewardSet(zeros)
     rewards.check_columns(["x", "tools"])
     assert rewards.score(["a"], ["b"], [[1]], {"x": [1], "tools": [[{}]]}).total.tolist() == [0.0]
-
-
-def test_a_tiny_chat_model_that_calls_no_tool_trains(tmp_path):
-    def short(completions, **kwargs):
-        return [-float(len(messages[0]["content"])) for messages in completions]
-
-    trainer = chat_trainer(tmp_path, short, rollout_batch_size=2)
-    trainer.train()
-    assert len(logged(trainer, "score/mean")) == 1
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from onetrunk.report.report import write_report
 from onetrunk.rewards.reward import Scores
 from onetrunk.rollouts.episodes.rows import EpisodeCounts, EpisodeOutcome
 from onetrunk.types import Rollout
-from tests.ppo.support import logged, make_trainer, prompts, trained
+from tests.ppo.support import logged, make_trainer, prompts
 from tests.ppo.test_tensorboard import events_of, text
 from tests.tiny import WORDS
 
@@ -68,8 +68,7 @@ def seen(tmp_path_factory):
 
 
 def samples(folder, name):
-    (path,) = (folder / "completions").glob(f"{name}.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return list(map(json.loads, (folder / f"completions/{name}.jsonl").read_text().splitlines()))
 
 
 def test_metrics_are_what_the_environment_counted(seen):
@@ -113,20 +112,11 @@ def test_tensorboard_report_and_card_show_them(seen):
     folder, _, _ = seen
     line = r"\[turn 0, reward 0.25, value -?[\d.e-]+\]"
     board = events_of(folder)
-    for tag in ("rollout/completions", "eval/completions"):
-        shown = text(board, tag)[2]
-        assert re.search(line, shown) and "[observation] cat dog" in shown
-    page = write_report([folder]).read_text()
-    assert re.search(line, page) and "[observation] cat dog" in page
+    shown = [text(board, tag)[2] for tag in ("rollout/completions", "eval/completions")]
+    for page in (*shown, write_report([folder]).read_text()):
+        assert re.search(line, page) and "[observation] cat dog" in page
     card = (folder / "README.md").read_text()
     assert "| environments | Breaking |\n" in card and "| max_turns | 3 |\n" in card and "| tools |" not in card
-
-
-def test_completions_of_one_turn_have_no_such_metrics_and_no_transcript(tmp_path):
-    trainer = trained(tmp_path, log_completions=True)
-    names = {name for entry in trainer.state.log_history for name in entry}
-    assert not [name for name in names if name.startswith("episode/")] and "time/tools_s" not in names
-    assert all("transcript" not in row for row in samples(tmp_path, "step-000001"))
 
 
 def test_metrics_of_three_episodes_by_hand():
@@ -138,17 +128,10 @@ def test_metrics_of_three_episodes_by_hand():
     batch, scores = PromptBatch([""] * 3, [[5]] * 3, {}, [(0,)] * 3), Scores(torch.zeros(3), {})
     scored, accelerator = ScoredRollout(batch, rollout, [""] * 3, scores), Accelerator(cpu=True)
     found = episode_metrics(scored, accelerator)
-    expected = {
-        "turns": 2,
-        "turn_limit": 1 / 3,
-        "length_limit": 1 / 3,
-        "failed": 1 / 3,
-        "tool_calls": 2,
-        "observation_tokens": 10,
-    }
-    expected = {f"episode/{name}": value for name, value in expected.items()} | {"episode/tool_errors": 4 / 6}
-    expected["episode/turns_cut"] = 1
-    assert found == pytest.approx(expected | {"time/tools_s": 1.5, "time/answer_s": 1.0})
+    third = dict.fromkeys(["episode/turn_limit", "episode/length_limit", "episode/failed"], 1 / 3)
+    calls = {"episode/tool_calls": 2, "episode/tool_errors": 4 / 6, "episode/observation_tokens": 10}
+    times = {"time/tools_s": 1.5, "time/answer_s": 1.0}
+    assert found == pytest.approx({"episode/turns": 2, "episode/turns_cut": 1, **third, **calls, **times})
     # A row that another process counts too.
     part = episode_metrics(scored, accelerator, torch.tensor([False, True, False]))
     assert part["episode/turns"] == 4 and part["episode/tool_errors"] == 1

@@ -3,15 +3,17 @@
 import inspect
 import textwrap
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from onetrunk.models.build import build_trunk
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts.base import RolloutBackend
 from tests.fakes import CannedBackend
-from tests.ppo.support import Recorder, differ, even_share, logged, make_trainer, trained, trained_weights
+from tests.ppo.support import Recorder, base_model, differ, logged, lora, make_trainer, trained, trained_weights
 
 
 def test_a_backend_of_ones_own_is_synced_before_every_rollout_and_its_tokens_are_trained_on(tmp_path):
@@ -63,30 +65,20 @@ class Imitation(PPOTrainer):
 
 def test_the_objective_can_be_replaced(tmp_path):
     recorder = Recorder()
-    trainer = make_trainer(tmp_path, trainer_class=Imitation, callbacks=[recorder], num_ppo_epochs=4)
-    trainer.train()
+    trainer = trained(tmp_path, trainer_class=Imitation, callbacks=[recorder], num_ppo_epochs=4)
     losses = logged(trainer, "loss")
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1] + 0.1
     assert not any("value_head" in name for gradients in recorder.gradients for name in gradients)
 
 
-def docstring_example() -> str:
-    """Return the code of the example in ExperienceStream's docstring."""
-    lines = inspect.getdoc(ExperienceStream).splitlines()
+def test_the_example_of_the_docstring_runs_and_gives_reward_to_go(tmp_path):
+    lines, namespace = inspect.getdoc(ExperienceStream).splitlines(), {"ExperienceStream": ExperienceStream}
     start = next(i for i, line in enumerate(lines) if line.strip().startswith("class "))
     end = next(i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith(" "))
-    return textwrap.dedent("\n".join(lines[start:end]))
-
-
-def test_the_example_of_the_docstring_runs_and_gives_reward_to_go(tmp_path):
-    namespace = {"ExperienceStream": ExperienceStream}
-    exec(docstring_example(), namespace)
-
-    class Reinforced(PPOTrainer):
-        stream_class = namespace["Reinforce"]
-
+    exec(textwrap.dedent("\n".join(lines[start:end])), namespace)
     settings = {"rollout_backend": CannedBackend([[5, 6, 1], [5, 1]]), "beta": 0.0, "whiten_advantages": False}
-    trainer = make_trainer(tmp_path, trainer_class=Reinforced, **settings)
+    trainer = make_trainer(tmp_path, **settings)
+    trainer.stream_class = namespace["Reinforce"]
     for experience in trainer.get_train_dataloader().make_rollout():
         for i, row in enumerate(experience.pack.completion_mask):
             length = int(row.sum())
@@ -104,15 +96,12 @@ class ReadsNextValues(ExperienceStream):
         return super().advantages(pack, output, rewards, stopped)
 
 
-class ReadingTrainer(PPOTrainer):
-    stream_class = ReadsNextValues
-
-
 def test_advantages_of_ones_own_read_real_next_values_also_where_states_are_captured(tmp_path):
     seen = []
     for captures in (True, False):
         settings = {"adapter_layers": "top-1", "capture_trunk_states": captures}
-        trainer = make_trainer(tmp_path / str(captures), trainer_class=ReadingTrainer, **settings)
+        trainer = make_trainer(tmp_path / str(captures), **settings)
+        trainer.stream_class = ReadsNextValues
         with torch.no_grad():
             weight = trainer.model.value_head.linear.weight
             weight.copy_(torch.linspace(-1, 1, weight.numel()).reshape(weight.shape))
@@ -126,21 +115,11 @@ def test_advantages_of_ones_own_read_real_next_values_also_where_states_are_capt
 
 
 def test_optimizer_and_schedule_can_be_handed_over(tmp_path):
-    from onetrunk.models.build import build_trunk
-    from tests.ppo.support import base_model, lora, make_config, prompts
-    from tests.tiny import tiny_tokenizer
-
     trunk = build_trunk(base_model(), lora())
     optimizer = torch.optim.SGD([p for p in trunk.parameters() if p.requires_grad], lr=0.5)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    trainer = PPOTrainer(
-        trunk,
-        even_share,
-        make_config(tmp_path, num_rollouts=2),
-        prompts(),
-        processing_class=tiny_tokenizer(),
-        optimizers=(optimizer, schedule),
-    )
+    made = partial(PPOTrainer, optimizers=(optimizer, schedule))
+    trainer = make_trainer(tmp_path, model=trunk, trainer_class=made, num_rollouts=2)
     before = trained_weights(trainer.model)
     trainer.train()
     assert logged(trainer, "learning_rate") == [0.5, 0.5]

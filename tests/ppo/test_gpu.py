@@ -1,14 +1,12 @@
 """What only a GPU can show: half precision under autocast, and the gradient scaler of fp16."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import make_trainer
+from tests.ppo.support import differ, make_trainer, trained_weights
 
 pytestmark = pytest.mark.gpu
 ON_GPU = {"use_cpu": False, "num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2}
@@ -16,15 +14,13 @@ ON_GPU = {"use_cpu": False, "num_rollouts": 3, "num_ppo_epochs": 2, "num_minibat
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_run_in_half_precision_starts_at_ratio_one_and_changes_the_weights(precision, tmp_path):
-    trainer = make_trainer(tmp_path, **ON_GPU, bf16=precision == "bf16", fp16=precision == "fp16")
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer = make_trainer(tmp_path, **ON_GPU, **{precision: True})
+    before = trained_weights(trainer.model)
     trainer.train()
-
     steps = [entry for entry in trainer.state.log_history if "policy/ratio_max" in entry]
     assert steps[0]["policy/ratio_max"] == 1.0 and steps[0]["kl/approx"] == 0.0
     assert all(math.isfinite(entry["loss"]) for entry in steps)
-    after = dict(trainer.model.named_parameters())
-    assert any(not before[name].equal(after[name]) for name in before)
+    assert differ(trained_weights(trainer.model), before)
 
 
 class NeverFinite(PPOTrainer):
@@ -33,8 +29,7 @@ class NeverFinite(PPOTrainer):
 
 
 def test_gradients_that_are_never_finite_stop_a_run_in_fp16(tmp_path):
-    settings = {**ON_GPU, "num_rollouts": 30}
-    trainer = make_trainer(tmp_path, trainer_class=NeverFinite, **settings, fp16=True)
+    trainer = make_trainer(tmp_path, trainer_class=NeverFinite, **{**ON_GPU, "num_rollouts": 30}, fp16=True)
     with pytest.raises(RuntimeError, match="the gradient was not finite in 50 optimizer steps in a row"):
         trainer.train()
 

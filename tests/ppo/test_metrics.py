@@ -1,6 +1,5 @@
 """The gap between the logprobs of sampler and trainer, and repeated n-grams: by hand, and in runs."""
 
-import logging
 import math
 
 import pytest
@@ -16,7 +15,6 @@ from onetrunk.ppo.packs import RolloutPack
 from onetrunk.ppo.rollout import PromptBatch, ScoredRollout
 from onetrunk.rewards.reward import Scores
 from onetrunk.types import Rollout
-from tests.fakes import CannedBackend
 from tests.ppo.support import logged, prompts, trained
 
 GAP = "sampling/logprob_gap_"
@@ -58,19 +56,6 @@ def test_in_float32_the_sampler_is_the_policy_that_trains(tmp_path):
     assert max(map(abs, logged(trainer, f"{GAP}k3"))) < 1e-8
 
 
-def test_a_sampler_that_is_not_the_policy_raises_an_alarm(tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    # Its logprobs are 0, as if it were certain of every token.
-    trainer = trained(tmp_path, rollout_backend=CannedBackend([[5, 6, 1]]), num_rollouts=3, alarm_patience=2)
-    assert logged(trainer, "alarm/logprob_gap") == [0.0, 1.0, 1.0]
-    assert min(logged(trainer, f"{GAP}mean")) > 1
-    (text,) = [r.getMessage() for r in caplog.records if "alarm logprob_gap" in r.getMessage()]
-    assert "above the limit 0.1 (alarm_limits logprob_gap 0.1)" in text and "rollout backend" in text
-
-
-SCORES = Scores(torch.tensor([1.0, 2.0]), {})
-
-
 def looped(rows, n):
     """Return the same two counts of every row, window by window."""
     repeated, totals = [], []
@@ -81,26 +66,14 @@ def looped(rows, n):
     return repeated, totals
 
 
-def padded(rows, fill):
-    width = max(map(len, rows))
-    return torch.tensor([row + [fill] * (width - len(row)) for row in rows])
-
-
-def test_by_hand():
-    # 5 6 5 6 5 6 has the windows 5656, 6565, 5656: one of three occurred before.
-    rows = [[5, 6, 5, 6, 5, 6], [1, 2, 3, 4, 5], [7, 7, 7], [9] * 6]
-    repeated, totals = repeated_ngrams(padded(rows, 0), torch.tensor([len(r) for r in rows]))
-    assert repeated.tolist() == [1, 0, 0, 2]
-    assert totals.tolist() == [3, 2, 0, 3]
-
-
 def test_the_turns_of_an_episode_count_each_for_itself():
     # 5 6 7 8 comes in two turns; the observation 9 stands between 3 4 and 1 2, which are no window of four.
     turn_ids = [[0] * 5 + [-1] + [1] * 4 + [-1] + [2] * 2 + [-1] + [3] * 2, [0] * 5]
     ids = [[5, 6, 7, 8, 5, 9, 5, 6, 7, 8, 9, 3, 4, 9, 1, 2], [7] * 5]
     rollout = Rollout([[1]] * 2, ids, [], [True] * 2, turn_ids=turn_ids)
     assert rollout.sampled_turns == [(0, [5, 6, 7, 8, 5]), (0, [5, 6, 7, 8]), (0, [3, 4]), (0, [1, 2]), (1, [7] * 5)]
-    scored = ScoredRollout(PromptBatch(["a"] * 2, [[1]] * 2, {}, [(0,), (1,)]), rollout, ["a"] * 2, SCORES)
+    batch, scores = PromptBatch(["a"] * 2, [[1]] * 2, {}, [(0,), (1,)]), Scores(torch.tensor([1.0, 2.0]), {})
+    scored = ScoredRollout(batch, rollout, ["a"] * 2, scores)
     assert scored.lengths.tolist() == [13, 5]
     # Windows: 2 + 1 + 0 + 0 and 2, of which one occurred before in its turn.
     assert rollout_metrics(scored, (), Accelerator(cpu=True))["completion/repeated_ngrams"] == pytest.approx(1 / 5)
@@ -113,5 +86,7 @@ def test_the_turns_of_an_episode_count_each_for_itself():
     fill=st.sampled_from([0, 2]),
 )
 def test_vectorised_equals_the_loop_and_padding_counts_nowhere(rows, n, fill):
-    repeated, totals = repeated_ngrams(padded(rows, fill), torch.tensor([len(row) for row in rows]), n)
+    width = max(map(len, rows))
+    padded = torch.tensor([row + [fill] * (width - len(row)) for row in rows])
+    repeated, totals = repeated_ngrams(padded, torch.tensor([len(row) for row in rows]), n)
     assert (repeated.tolist(), totals.tolist()) == looped(rows, n)

@@ -10,18 +10,17 @@ from peft import LoraConfig
 import onetrunk
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.ppo import support
-from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts, trained_weights
+from tests.ppo.support import base_model, even_share, logged, make_config, make_trainer, prompts
 from tests.tiny import moe, tiny_tokenizer
 
 
 def from_folder(tmp_path, **settings):
     """Return an untrained trainer whose base lies in a folder, as a user's does."""
-    base_model().save_pretrained(tmp_path / "private" / "tiny-base")
-    tiny_tokenizer().save_pretrained(tmp_path / "private" / "tiny-base")
-    args = make_config(tmp_path / "private" / "my-run", **settings)
-    return PPOTrainer(
-        str(tmp_path / "private" / "tiny-base"), even_share, args, prompts(), prompts(2), peft_config=lora()
-    )
+    base = tmp_path / "private" / "tiny-base"
+    base_model().save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    settings |= {"model": str(base), "tokenizer": None, "eval_dataset": prompts(2)}
+    return make_trainer(tmp_path / "private" / "my-run", **settings)
 
 
 def test_a_saved_run_has_a_card_that_says_what_it_is(tmp_path):
@@ -46,55 +45,41 @@ def test_a_saved_run_has_a_card_that_says_what_it_is(tmp_path):
     assert "[More Information Needed]" not in text
 
 
-def card_scope(folder, monkeypatch):
-    """Return the names that the card's Python block defines, run in the folder of the card."""
-    monkeypatch.chdir(folder)
-    scope = {}
-    exec(Path("README.md").read_text().split("```python\n")[1].split("```")[0], scope)
-    return scope
-
-
-def assert_is_the_policy(scope, trainer):
-    ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        expected = trainer.model(input_ids=ids).logits
-        torch.testing.assert_close(scope["model"](input_ids=ids).logits, expected, atol=5e-5, rtol=0)
-    assert scope["tokenizer"].eos_token == "<eos>"
-
-
 def test_with_a_base_at_a_relative_path_the_lines_run_too_also_in_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = from_folder(Path("."), save_strategy="steps", save_steps=1)
     trainer.train()
     trainer.save_model()
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        expected = trainer.model(input_ids=ids).logits
     for folder in (tmp_path / "private/my-run", tmp_path / "private/my-run/checkpoint-1"):
-        assert_is_the_policy(card_scope(folder, monkeypatch), trainer)
+        monkeypatch.chdir(folder)
+        scope = {}
+        exec(Path("README.md").read_text().split("```python\n")[1].split("```")[0], scope)
+        torch.testing.assert_close(scope["model"](input_ids=ids).logits.detach(), expected, atol=5e-5, rtol=0)
+        assert scope["tokenizer"].eos_token == "<eos>"
     text = (tmp_path / "private/my-run/README.md").read_text()
     assert "vllm serve ../tiny-base --enable-lora --max-lora-rank 8 --lora-modules my-run=.\n" in text
     assert str(tmp_path) not in text
 
 
 def test_a_run_that_adapts_experts_is_saved_with_a_card_and_resumes_exactly(tmp_path):
-    def trainer(name, **settings):
-        args = make_config(tmp_path / name, save_strategy="steps", save_steps=1, **settings)
-        config = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-        return PPOTrainer(moe(), even_share, args, prompts(), None, tiny_tokenizer(), peft_config=config)
+    def trainer(name):
+        config = make_config(tmp_path / name, save_strategy="steps", save_steps=1, num_rollouts=2)
+        experts = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+        return PPOTrainer(moe(), even_share, config, prompts(), None, tiny_tokenizer(), peft_config=experts)
 
-    whole = trainer("whole", num_rollouts=2)
-    whole.train()
+    whole, _ = support.whole_and_resumed(trainer, 1)
     assert logged(whole, "policy/ratio_max")[0] == 1.0
     text = (tmp_path / "whole" / "checkpoint-2" / "README.md").read_text()
     assert "| targets | down_proj, gate_up_proj |\n" in text and "vllm serve" not in text
-    resumed = trainer("resumed", num_rollouts=2)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    support.assert_same(trained_weights(resumed.model), trained_weights(whole.model))
 
 
 def test_a_base_from_the_hub_is_named_in_the_metadata_and_linked(tmp_path):
     model = base_model()
     model.config.name_or_path = model.name_or_path = "someone/tiny-base"
-    trainer = make_trainer(tmp_path, model=model)
-    trainer.save_model()
+    make_trainer(tmp_path, model=model).save_model()
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.base_model == "someone/tiny-base"
     assert "[someone/tiny-base](https://huggingface.co/someone/tiny-base)" in card.text

@@ -8,16 +8,10 @@ from datasets import Dataset
 
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.ppo import support
-from tests.ppo.support import Recorder, assert_same, differ, even_share, logged, prompts, trained, trained_weights
+from tests.ppo.support import Recorder, assert_same, differ, even_share, logged, prompts, trained
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 CONVERSATIONS = [[{"role": "user", "content": f"the {w}"}] for w in ("cat", "dog", "bird", "fish")]
-
-
-def conversational(folder, reward, **settings):
-    dataset = Dataset.from_dict({"prompt": CONVERSATIONS, "solution": ["cat"] * 4})
-    tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
-    return trained(folder, reward=reward, dataset=dataset, tokenizer=tokenizer, **settings)
 
 
 def test_conversational_prompts_give_reward_functions_lists_of_messages_and_their_columns(tmp_path):
@@ -27,7 +21,8 @@ def test_conversational_prompts_give_reward_functions_lists_of_messages_and_thei
         calls.append((prompts, completions, completion_ids, solution))
         return [1.0] * len(prompts)
 
-    conversational(tmp_path, reward)
+    dataset = Dataset.from_dict({"prompt": CONVERSATIONS, "solution": ["cat"] * 4})
+    trained(tmp_path, reward=reward, dataset=dataset, tokenizer=tiny_tokenizer(chat_template=CHAT_TEMPLATE))
     prompts_seen, completions, completion_ids, solution = calls[0]
     assert sorted(p[0]["content"] for p in prompts_seen) == sorted(c[0]["content"] for c in CONVERSATIONS)
     tokenizer = tiny_tokenizer()
@@ -65,18 +60,14 @@ def reward_without(mark, score):
 class WithoutTheRow(PPOTrainer):
     """Scores every row and takes one out of the loss by hand."""
 
-    left_out = 0.0
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        def kept(e):
+            return e.loss_mask & (e.pack.input_ids[:, :1] != tiny_tokenizer().convert_tokens_to_ids("the"))
+
         experience, minibatch = inputs["experience"], inputs["minibatch"]
-        first = tiny_tokenizer().convert_tokens_to_ids("the")
-        keep = experience.pack.input_ids[:, 0] != first
-        mask = experience.loss_mask & keep[:, None]
-        whole = sum(
-            float((e.loss_mask & (e.pack.input_ids[:, 0] != first)[:, None]).sum()) for e in minibatch.experiences
-        )
-        inputs = {"experience": replace(experience, loss_mask=mask), "minibatch": replace(minibatch, num_tokens=whole)}
-        return super().compute_loss(model, inputs)
+        whole = sum(float(kept(e).sum()) for e in minibatch.experiences)
+        own = {"experience": replace(experience, loss_mask=kept(experience))}
+        return super().compute_loss(model, {**own, "minibatch": replace(minibatch, num_tokens=whole)})
 
 
 @pytest.mark.parametrize("missing", [None, math.inf])
@@ -99,7 +90,5 @@ def test_a_row_without_a_score_is_left_out_of_the_update(tmp_path, missing):
 def test_too_many_rows_without_a_score_stop_the_run_with_the_names_of_the_functions(tmp_path):
     reward = reward_without("the", None)
     trainer = support.make_trainer(tmp_path, reward=reward, dataset=prompts(4))
-    before = trained_weights(trainer.model)
-    with pytest.raises(RuntimeError, match=r"25% of the rows of rollout 0 .* max_unscored_fraction 10%.*\(reward\)"):
-        trainer.train()
-    assert_same(trained_weights(trainer.model), before)
+    sentence = r"25% of the rows of rollout 0 .* max_unscored_fraction 10%.*\(reward\)"
+    support.require_refusal(trainer, RuntimeError, sentence)

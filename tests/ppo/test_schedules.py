@@ -123,11 +123,13 @@ def test_async_uses_each_row_once_within_the_staleness_and_can_be_replayed(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "staleness"), [("one_step", None), ("async", 2)], ids=["one step", "two rollouts ahead"]
+    ("schedule", "own"),
+    [("one_step", {}), ("async", {"max_staleness": 2}), ("async", {"max_staleness": 2, "policy_objective": "dis"})],
+    ids=["one step", "two rollouts ahead", "compared with the sampler"],
 )
 @pytest.mark.parametrize("step", [5, 8], ids=["in a rollout", "between two rollouts"])
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, schedule, staleness, step):
-    settings, last = {"max_staleness": staleness, "normalize_scores": True}, sampler()
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, schedule, own, step):
+    settings, last = {"normalize_scores": True, **own}, sampler()
     backends = iter([sampler(), Jittery(TrunkModel(base_model(), lora())), last])
     runs = support.whole_and_resumed(lambda name: ahead(tmp_path / name, next(backends), schedule, **settings), step)
     histories = [without_wall_clock(trainer.state.log_history) for trainer in runs]

@@ -13,8 +13,8 @@ from onetrunk.ppo.setup import check_pipeline, check_stage_training, divide
 from onetrunk.rollouts.local import LocalBackend
 from tests.models.branches import a_trunk
 from tests.parallel.test_layout import FSDP, GROUPS
-from tests.places import BACKENDS, CPU, GPU, REPEATED, on_gpus, places
-from tests.ppo.launches import ALONE, Launch, Launches
+from tests.places import BACKENDS, CPU, GPU, on_gpus, places
+from tests.ppo.launches import ALONE, Launch, Launches, launches
 from tests.ppo.staged_runs import CASES
 from tests.ppo.support import assert_same, base_model, make_config
 from tests.rollouts.stub_vllm import StubVLLM
@@ -26,13 +26,6 @@ LAUNCHES = Launches(
 launched, facts, weights = LAUNCHES.folder, LAUNCHES.facts, LAUNCHES.weights
 NAMES = [(processes, name) for processes in (2, 4) for name in LAUNCHES.named[processes].cases or CASES]
 RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]
-several = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(3600)]
-
-
-def launches(function):
-    for mark in several:
-        function = mark(function)
-    return function
 
 
 @launches
@@ -48,35 +41,19 @@ def test_a_process_has_the_weights_of_its_layers_only(place):
 
 @launches
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
-def test_a_pipeline_counts_as_one_process_and_samples_its_rows(place, processes, name):
+def test_a_pipeline_counts_as_one_process_and_gives_its_completions_weights_log_and_evaluation(place, processes, name):
     for rank in range(processes):
         found = facts(place, processes, name, rank)
         assert (found["world_size"], found["backend"]) == (processes, BACKENDS[place])
         assert found["local_bytes"] < facts(place, 1, name)["local_bytes"]
     # Rewards are computed on the first stage only.
-    LAUNCHES.require_rows_of_one(place, processes, name, group=2)
-
-
-@launches
-@pytest.mark.parametrize(("place", "processes", "name"), RUNS)
-def test_all_processes_end_with_the_weights_of_one(place, processes, name):
-    LAUNCHES.require_weights_of_one(place, processes, name)
-
-
-@launches
-@pytest.mark.parametrize(("place", "processes", "name"), RUNS)
-def test_the_log_is_that_of_one_process(place, processes, name):
-    LAUNCHES.require_log_of_one(place, processes, name)
-    assert facts(place, processes, name)["mine"] == [16 / processes] * 2
-    LAUNCHES.require_evaluation_of_one(place, processes, name)
+    LAUNCHES.require_run_of_one(place, processes, name, group=2)
 
 
 @launches
 @pytest.mark.parametrize("place", places(2))
 def test_a_pipeline_resumes_in_the_middle_of_a_rollout(place):
-    whole = weights(place, 2, "whole")
-    for rank in (0, 1):
-        assert_same(weights(place, 2, "resumed", rank), whole, **REPEATED[place])
+    LAUNCHES.require_exact_resume(place, 2)
     # One process writes the adapters of all stages and the value head, as one normal PEFT folder.
     saved = load_file(launched(place, 2) / "stopped" / "checkpoint-6" / "adapter_model.safetensors")
     assert {int(name.split(".layers.")[1].split(".")[0]) for name in saved} == {0, 1}
@@ -98,24 +75,21 @@ def test_a_checkpoint_of_stages_goes_on_in_another_layout_and_the_other_way_roun
 
 
 @launches
-@pytest.mark.parametrize("name", ["continued"])
-def test_stages_train_on_rows_of_a_server_as_one_process_does(name):
+def test_stages_train_on_rows_of_a_server_as_one_process_does():
     logs, found = [], []
     for processes in (1, 2):
         with StubVLLM(base_model()) as server:
-            folder = launched(CPU, processes, "served", server.url, name)
-            versions = [
-                event.rsplit("-", 1)[1] for kind, event in server.events if kind == "load" and "-policy-" in event
-            ]
+            folder = launched(CPU, processes, "served", server.url)
+            loads = [event for kind, event in server.events if kind == "load" and "-policy-" in event]
             # Each adapter is published once, by the first process.
-            assert len(set(versions)) == len(versions) >= 2 and not server.missing
-        logs.append(json.loads((folder / f"{name}-0.json").read_text()))
-        found.append(load_file(folder / f"{name}-0.safetensors"))
+            assert len({event.rsplit("-", 1)[1] for event in loads}) == len(loads) >= 2 and not server.missing
+        logs.append(json.loads((folder / "continued-0.json").read_text()))
+        found.append(load_file(folder / "continued-0.safetensors"))
     alone, staged = logs
     assert sorted(staged["completions"]) == sorted(alone["completions"]) and len(alone["completions"]) == 16
     assert staged["local_bytes"] < alone["local_bytes"]
     assert_same(found[1], found[0], atol=2e-5, rtol=1e-4)
-    assert_same(load_file(folder / f"{name}-1.safetensors"), found[1])
+    assert_same(load_file(folder / "continued-1.safetensors"), found[1])
     for log in logs:
         gaps = [entry["sampling/logprob_gap_max"] for entry in log["history"] if "sampling/logprob_gap_max" in entry]
         assert gaps and max(gaps) < 1e-4
@@ -128,7 +102,7 @@ STAGED = {"rollout_backend": "pipelined", "pipeline_training": True}
 
 def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, launch_env):
     config = make_config(tmp_path, **STAGED)
-    with pytest.raises(ValueError, match="forms pipelines of 2 processes and 1 run"):
+    with pytest.raises(ValueError, match="forms pipelines of 2 processes and 1 run; launch a multiple of that number"):
         check_pipeline(config)
     with pytest.raises(ValueError, match="quantised base, which loads on one device.*load it in bfloat16"):
         check_stage_training(config, quantization=object())

@@ -44,15 +44,10 @@ def place(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-def peak_of_a_run(folder, model=None, **settings):
+def peak_of_a_run(folder, **settings):
     trainer = make_trainer(folder, check_memory=False, num_rollouts=2, **settings)
-
-    def train():
-        with torch.enable_grad():
-            trainer.train()
-
-    with torch.no_grad(), Watch() as watch:
-        train()
+    with Watch() as watch:
+        trainer.train()
     return watch.peak
 
 

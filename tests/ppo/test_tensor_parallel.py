@@ -5,22 +5,17 @@ Two processes form one group, which trains on all rows; four form two groups, wh
 
 import pytest
 
-from tests.places import BACKENDS, CPU, GPU, REPEATED, on_gpus, places
+from tests.places import BACKENDS, CPU, GPU, on_gpus, places
 from tests.ppo.launches import Launch, Launches
-from tests.ppo.support import assert_same, make_trainer
+from tests.ppo.support import make_trainer
 from tests.ppo.two_processes import SHAPE
 
 CASES = ("pretrained", "kept", "judged")
 # By the number of processes.
-LAUNCHES = Launches(
-    "two_processes.py",
-    {
-        1: Launch(processes=1, cases=CASES),
-        2: Launch("tensor_parallel", 2, (*CASES, "resumed")),
-        4: Launch("tensor_parallel", 4, ("pretrained",)),
-    },
-)
-launched, facts, weights = LAUNCHES.folder, LAUNCHES.facts, LAUNCHES.weights
+NAMED = {1: Launch(processes=1, cases=CASES), 2: Launch("tensor_parallel", 2, (*CASES, "resumed"))}
+NAMED[4] = Launch("tensor_parallel", 4, ("pretrained",))
+LAUNCHES = Launches("two_processes.py", NAMED)
+launched, facts = LAUNCHES.folder, LAUNCHES.facts
 NAMES = [*((2, name) for name in CASES), (4, "pretrained")]
 RUNS = [(CPU, *run) for run in NAMES] + [on_gpus(GPU, *run, processes=run[0]) for run in NAMES]
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -43,28 +38,14 @@ def test_the_base_is_really_divided_over_pairs_of_processes(place, processes, na
 
 
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
-def test_a_group_samples_the_same_rows_and_all_groups_together_those_of_one_process(place, processes, name):
+def test_completions_weights_log_and_evaluation_are_those_of_one_process(place, processes, name):
     # Rewards are computed on the first process of a group only.
-    LAUNCHES.require_rows_of_one(place, processes, name, group=2)
-
-
-@pytest.mark.parametrize(("place", "processes", "name"), RUNS)
-def test_all_processes_end_with_the_weights_of_one(place, processes, name):
-    LAUNCHES.require_weights_of_one(place, processes, name)
-
-
-@pytest.mark.parametrize(("place", "processes", "name"), RUNS)
-def test_the_log_is_that_of_one_process(place, processes, name):
-    LAUNCHES.require_log_of_one(place, processes, name)
-    assert facts(place, processes, name)["mine"] == [16 / processes] * 2
-    LAUNCHES.require_evaluation_of_one(place, processes, name)
+    LAUNCHES.require_run_of_one(place, processes, name, group=2)
 
 
 @pytest.mark.parametrize("place", places(2))
 def test_a_group_resumes_in_the_middle_of_a_rollout(place):
-    whole = weights(place, 2, "whole")
-    for rank in (0, 1):
-        assert_same(weights(place, 2, "resumed", rank), whole, **REPEATED[place])
+    LAUNCHES.require_exact_resume(place, 2)
     # One process writes the adapters and the value head, as one normal PEFT folder.
     saved = launched(place, 2) / "stopped" / "checkpoint-6"
     assert {"adapter_model.safetensors", "value_head.safetensors"} <= {p.name for p in saved.iterdir()}

@@ -12,13 +12,6 @@ from tests.ppo.support import base_model, prompts
 from tests.processes import python
 from tests.tiny import tiny_tokenizer
 
-ROOT = Path(__file__).parents[2]
-REWARD = """
-def even_share(completion_ids, **kwargs):
-    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
-"""
-
-
 # In the manner of TRL's examples; only where the two names come from differs.
 EXAMPLE = """
 from datasets import Dataset
@@ -59,9 +52,7 @@ def test_a_script_with_two_names_changed_runs_with_the_settings_that_trl_publish
     words += " --loss_type grpo --gradient_accumulation_steps 2 --steps_per_generation 8 --generation_batch_size 16"
     words += " --max_steps 1 --use_cpu --report_to none"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "argv", ["grpo.py", *words.split(), "--max_steps", "1", "--use_cpu", "--report_to", "none"]
-    )
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words.split()])
     runpy.run_path("grpo.py", run_name="__main__")
     assert (tmp_path / "out/adapter_model.safetensors").is_file()
     assert "rollout: 16 completions (2 prompts x 8), then 16 steps of 4 completions" in capsys.readouterr().err
@@ -83,12 +74,13 @@ def test_the_script_of_trl_runs_with_two_names_changed(tmp_path):
         script = script.replace(old, new)
     script = script.replace("GRPOTrainer(", "PPOTrainer(").replace("GRPOConfig,", "PPOConfig,")
     (tmp_path / "ppo.py").write_text(script)
-    (tmp_path / "my_rewards.py").write_text(REWARD)
     (tmp_path / "data").mkdir()
     prompts(8).to_json(tmp_path / "data" / "train.jsonl")
     base_model().save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
-    words = "--model_name_or_path base --dataset_name data --reward_funcs my_rewards.even_share --output_dir out"
+    words = (
+        "--model_name_or_path base --dataset_name data --reward_funcs tests.ppo.support.even_share --output_dir out"
+    )
     words += " --learning_rate 1e-3 --num_generations 2 --max_completion_length 4 --per_device_train_batch_size 2"
     words += " --gradient_accumulation_steps 2 --use_liger_kernel --num_iterations 2 --loss_type grpo"
     words += " --beta 0.1 --epsilon 0.2 --use_peft --lora_target_modules q_proj v_proj --log_completions"

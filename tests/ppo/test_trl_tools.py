@@ -1,14 +1,12 @@
 """A script in TRL's form with tools and an environment runs under TRL, and under onetrunk with two names changed."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.chat import calling, taught_base
 from tests.processes import python
 
-ROOT = Path(__file__).parents[2]
 # As TRL documents tools and environments: one reward function, one environment that scores itself.
 SCRIPT = '''
 from datasets import Dataset
@@ -68,36 +66,27 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a base that calls a tool for either prompt, and the script."""
-    folder = tmp_path_factory.mktemp("trl")
-    (folder / "grpo.py").write_text(SCRIPT)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_script_with_tools_and_an_environment_runs_with_two_names_changed(tmp_path):
     script = SCRIPT.replace("from trl import GRPOConfig, GRPOTrainer", "from onetrunk import PPOConfig, PPOTrainer")
     script = script.replace("GRPOConfig(", "PPOConfig(rollout_batch_size=2, ").replace("GRPOTrainer(", "PPOTrainer(")
-    (folder / "ppo.py").write_text(script.replace('output_dir="out"', 'output_dir="ppo"'))
     functions = {"__name__": "functions"}
     exec(SCRIPT, functions)
+    # A base that calls a tool for either prompt.
     talks = [
         calling("What is 3 * 2?", ("multiply", {"a": 3, "b": 2}), "6", "It is 6."),
         calling("Count to 3.", ("increment", {"step": 3}), "3", "I am at 3."),
     ]
     tools = [functions["multiply"], functions["Counter"]().increment]
-    taught_base(folder / "base", tools, talks, template="qwen3")
-    return folder
-
-
-def run(folder, name):
-    python(name, cwd=folder, TRL_EXPERIMENTAL_SILENCE="1")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_script_with_tools_and_an_environment_runs_with_two_names_changed(folder):
-    run(folder, "grpo.py")
-    theirs = json.loads((folder / "out/checkpoint-2/trainer_state.json").read_text())["log_history"][0]
-    run(folder, "ppo.py")
-    ours = json.loads((folder / "ppo/checkpoint-2/trainer_state.json").read_text())["log_history"][0]
+    taught_base(tmp_path / "base", tools, talks, template="qwen3")
+    logs = []
+    for name, text in (("out", SCRIPT), ("ppo", script.replace('output_dir="out"', 'output_dir="ppo"'))):
+        (tmp_path / f"{name}.py").write_text(text)
+        python(f"{name}.py", cwd=tmp_path, TRL_EXPERIMENTAL_SILENCE="1")
+        state = json.loads((tmp_path / name / "checkpoint-2/trainer_state.json").read_text())
+        logs.append(state["log_history"][0])
+    theirs, ours = logs
     print(theirs, ours, sep="\n")
     # Both of two prompts call a tool nearly always, and one of them gets to 3.
     assert theirs["tools/call_frequency"] > 0.5 and theirs["rewards/called/mean"] > 0.5

@@ -6,18 +6,11 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.speedups.merged import can_merge
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.fakes import CannedBackend
-from tests.ppo import support
 from tests.ppo.support import Recorder, assert_same, make_trainer, trained, trained_weights, without_wall_clock
 from tests.tiny import tiny_model
 
-TOP = {
-    "adapter_layers": "top-1",
-    "num_ppo_epochs": 3,
-    "num_minibatches": 2,
-    "num_rollouts": 2,
-    "capture_trunk_states": False,
-}
-CAPTURED = {**TOP, "capture_trunk_states": True}
+TOP = {"adapter_layers": "top-1", "num_ppo_epochs": 3, "num_minibatches": 2, "num_rollouts": 2}
+TOP |= {"capture_trunk_states": False}
 
 
 def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
@@ -34,12 +27,9 @@ def counted_layer(trainer: PPOTrainer, layer: int) -> list[int]:
 
 @pytest.mark.parametrize("place", ["cpu", "auto"])
 def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, place):
-    runs = []
-    for name, trunk_cache in (("kept", place), ("off", "off")):
-        recorder = Recorder()
-        settings = {**TOP, "trunk_cache": trunk_cache}
-        runs.append((trained(tmp_path / name, callbacks=[recorder], **settings), recorder))
-    (kept, kept_steps), (off, off_steps) = runs
+    kept_steps, off_steps = Recorder(), Recorder()
+    kept = trained(tmp_path / "kept", callbacks=[kept_steps], **TOP, trunk_cache=place)
+    off = trained(tmp_path / "off", callbacks=[off_steps], **TOP, trunk_cache="off")
     for one, other in zip(kept_steps.gradients, off_steps.gradients, strict=True):
         assert_same(one, other)
     assert_same(trained_weights(kept.model), trained_weights(off.model))
@@ -49,27 +39,17 @@ def test_training_on_kept_states_is_training_without_them_to_the_bit(tmp_path, p
 
 def test_the_lower_layers_run_once_a_rollout(tmp_path):
     tokens = {}
-    for place in ("cpu", "off"):
-        trainer = make_trainer(tmp_path / place, **TOP, trunk_cache=place, check_memory=False)
+    for name, own in (("cpu", {}), ("off", {}), ("captured", {"trunk_cache": "auto", "capture_trunk_states": True})):
+        settings = {**TOP, "trunk_cache": name, **own}
+        trainer = make_trainer(tmp_path / name, check_memory=False, **settings)
         assert can_merge(trainer.model)  # The proof, made once, is a forward too.
         below, above = counted_layer(trainer, 0), counted_layer(trainer, 1)
         trainer.train()
-        tokens[place] = (sum(below), sum(above))
-    captured = make_trainer(tmp_path / "captured", **CAPTURED, check_memory=False)
-    assert can_merge(captured.model)
-    below_captured, above_captured = counted_layer(captured, 0), counted_layer(captured, 1)
-    captured.train()
-    assert not below_captured and sum(above_captured) == tokens["cpu"][1]
+        tokens[name] = (sum(below), sum(above))
     # Scoring runs the policy and the reference above the cut, an epoch the policy; below it one pass serves all.
     (below, above), (below_off, above_off) = tokens["cpu"], tokens["off"]
     assert above == above_off == 5 * below and below_off == 4 * below
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("captures", [True, False])
-def test_a_run_that_was_interrupted_within_a_rollout_goes_on_to_the_same_bits(tmp_path, captures):
-    settings = {**TOP, "trunk_cache": "cpu", "capture_trunk_states": captures}
-    support.whole_and_resumed(lambda name: make_trainer(tmp_path / name, **settings), 3)
+    assert tokens["captured"] == (0, above)
 
 
 @pytest.mark.parametrize("place", ["device", "cpu"])
@@ -80,13 +60,10 @@ def test_a_place_without_anything_to_keep_is_refused(tmp_path, place):
 
 def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
     model = tiny_model("llama", num_hidden_layers=4)
-    trainer = make_trainer(
-        tmp_path, model=model, adapter_layers="top-1", max_completion_length=27, rollout_batch_size=4
-    )
-    hidden = model.config.hidden_size
+    trainer = make_trainer(tmp_path, model=model, adapter_layers="top-1", max_completion_length=27)
     # 4 rows of the longest prompt (5 tokens and what the tokenizer adds) and 27 more, float32.
     longest = max(map(len, trainer.train_dataset["prompt_ids"]))
-    num_bytes = 4 * (longest + 27) * hidden * 4
+    num_bytes = 4 * (longest + 27) * model.config.hidden_size * 4
     assert f"{num_bytes / 2**20:,.1f} MiB of states in this machine's memory" in trainer.trunk_plan.report
     assert "the lower 3 of 4 layers" in trainer.trunk_plan.report
     assert "nothing to reuse" in make_trainer(tmp_path / "all").trunk_plan.report
@@ -94,11 +71,11 @@ def test_the_plan_says_what_is_saved_and_what_it_costs(tmp_path):
 
 @pytest.mark.parametrize(("family", "truncated"), [("gemma2", "bootstrap"), ("gpt2", "terminal")])
 def test_states_captured_while_sampling_give_the_gradients_of_a_full_forward(tmp_path, family, truncated):
-    recorders = []
-    for captures in (True, False):
-        recorders.append(Recorder())
-        settings = {**TOP, "capture_trunk_states": captures, "num_rollouts": 1, "truncated_completions": truncated}
-        trained(tmp_path / str(captures), model=family, callbacks=[recorders[-1]], max_rollout_rows=3, **settings)
+    recorders = Recorder(), Recorder()
+    settings = {**TOP, "num_rollouts": 1, "truncated_completions": truncated, "max_rollout_rows": 3}
+    for captures, recorder in zip((True, False), recorders, strict=True):
+        settings["capture_trunk_states"] = captures
+        trained(tmp_path / str(captures), model=family, callbacks=[recorder], **settings)
     # float32 rounds a token alone otherwise than within a row; Adam would turn that into steps of any size.
     assert_same(recorders[0].gradients[0], recorders[1].gradients[0], atol=1e-5, rtol=1e-5)
 

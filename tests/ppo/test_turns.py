@@ -13,7 +13,7 @@ from onetrunk.types import Experience, LossCoefficients
 from tests.fakes import CannedBackend
 from tests.models.branches import PROMPTS, a_trunk, gradients
 from tests.ops.test_turn_advantages import turn_gae_reference
-from tests.ppo.support import assert_same, logged, make_trainer, trained_weights, whole_and_resumed
+from tests.ppo.support import SGD, assert_same, logged, make_trainer, trained_weights
 
 COMPLETIONS = [[14, 15, 16, 17, 18, 1], [23, 1], [31, 32, 33, 34, 35, 36, 37], [44, 45, 46]]
 TURNS = [[0, 0, -1, -1, 1, 1], [0, 0], [0, -1, 1, -1, -1, 2, 2], [0, -1, -1]]
@@ -95,8 +95,6 @@ class Episodes(CannedBackend):
 
 
 UNITS = {"gae_unit": "turn", "ratio_unit": "turn"}
-# SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
-SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
 SHAPE = {"max_completion_length": 9, "rollout_batch_size": 8, "num_ppo_epochs": 2, "num_rollouts": 2}
 
 
@@ -104,24 +102,15 @@ def trainer_of(folder, **settings):
     return make_trainer(folder, rollout_backend=Episodes(), check_memory=False, **{**SGD, **SHAPE, **settings})
 
 
-def run(folder, **settings):
-    trainer = trainer_of(folder, **settings)
-    trainer.train()
-    return trainer
-
-
 @pytest.mark.parametrize("settings", [{}, UNITS])
 def test_a_run_on_episodes_does_not_depend_on_how_a_minibatch_is_cut(tmp_path, settings):
-    whole, cut = (run(tmp_path / str(rows), per_device_train_batch_size=rows, **settings) for rows in (8, 2))
+    whole, cut = (trainer_of(tmp_path / str(n), per_device_train_batch_size=n, **settings) for n in (8, 2))
+    for trainer in (whole, cut):
+        trainer.train()
     assert_same(trained_weights(cut.model), trained_weights(whole.model), atol=1e-5, rtol=1e-4)
     assert logged(whole, "policy/ratio_max")[::2] == [1.0, 1.0]  # The first pass over each rollout.
     for name in ("policy/loss", "value/loss", "value/explained_variance", "value/variance_ratio"):
         assert logged(cut, name) == pytest.approx(logged(whole, name), abs=1e-4), name
-
-
-def test_a_run_with_turns_as_actions_resumes_to_the_bit_in_the_middle_of_a_rollout(tmp_path):
-    settings = {**UNITS, "num_minibatches": 2, "truncated_completions": "bootstrap"}
-    whole_and_resumed(lambda name: trainer_of(tmp_path / name, **settings), 6)
 
 
 def test_with_turns_as_actions_only_values_at_their_starts_train_and_lambda_counts_turns(tmp_path):

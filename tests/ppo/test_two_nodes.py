@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from onetrunk import cli
-from tests.ppo.support import assert_same
+from tests.ppo.support import SGD, assert_same
 from tests.processes import ON_CPUS, ROOT, environment, free_port
 from tests.stages.small_runs import make_material
 
@@ -38,11 +38,9 @@ RECIPE = {
     "num_ppo_epochs": 2,
     "max_completion_length": 4,
     "lora_r": 2,
-    "optim": "sgd",
-    "learning_rate": 0.1,
-    "max_grad_norm": 0.0,
     "report_to": "none",
     "disable_tqdm": True,
+    **SGD,
 }
 
 

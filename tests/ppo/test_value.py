@@ -35,19 +35,15 @@ class Processes:
         return total
 
 
-def is_policy(name):
-    return "lora_" in name and ".default." in name
-
-
-def a_pack_of(states, returns, lengths, rows, trains=None):
-    """Return a pack of completions of the given lengths whose values can be read off the states [K, H]."""
+def a_pack_of(states, returns, lengths, trains=None):
+    """Return what is fitted of one pack: completions of given lengths with values to be read off the states [K, H]."""
     pack = make_pack([[5]] * len(lengths), [[6] * length for length in lengths], 0)
     mask = pack.completion_mask
     targets = torch.zeros(mask.shape).masked_scatter(mask, returns)
     loss_mask = mask if trains is None else mask & torch.tensor(trains)[:, None]
-    item = RolloutPack(pack, rows, None, output=PackOutput(value_states=states))
+    item = RolloutPack(pack, list(range(len(lengths))), None, output=PackOutput(value_states=states))
     zeros = torch.zeros(mask.shape)
-    return item, Experience(pack, loss_mask, zeros, zeros, zeros, targets)
+    return [item], [Experience(pack, loss_mask, zeros, zeros, zeros, targets)]
 
 
 def data(num_tokens, seed=0):
@@ -55,10 +51,9 @@ def data(num_tokens, seed=0):
     return states, states[:, 0].abs() + 2
 
 
-def fit_of(tmp_path, steps=40, processes=None):
+def fit_of(tmp_path, rows=FULL_ROLLOUT, processes=None):
     head = ValueHead(8, 16).requires_grad_(False)
-    config = make_config(tmp_path, value_steps=steps, rollout_batch_size=FULL_ROLLOUT)
-    return ValueFit(head, config, processes or Processes())
+    return ValueFit(head, make_config(tmp_path, rollout_batch_size=rows), processes or Processes())
 
 
 def test_tokens_that_do_not_train_have_no_part_in_the_fit(tmp_path):
@@ -67,8 +62,7 @@ def test_tokens_that_do_not_train_have_no_part_in_the_fit(tmp_path):
     heads = []
     for lengths, targets, trains in (([30, 10], spoiled, [True, False]), ([30], returns[:30], None)):
         fit = fit_of(tmp_path)
-        pack = a_pack_of(states[: sum(lengths)], targets, lengths, list(range(len(lengths))), trains)
-        fit.fit([pack[0]], [pack[1]], list(range(len(lengths))), 0)
+        fit.fit(*a_pack_of(states[: sum(lengths)], targets, lengths, trains), list(range(len(lengths))), 0)
         heads.append(fit.head)
     for own, expected in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
         assert torch.equal(own, expected)
@@ -76,48 +70,34 @@ def test_tokens_that_do_not_train_have_no_part_in_the_fit(tmp_path):
 
 def test_two_processes_fit_as_one_does(tmp_path):
     states, returns = data(60)
-    alone = fit_of(tmp_path)
-    alone.fit(*([part] for part in a_pack_of(states, returns, [10, 20, 30], [0, 1, 2])), [0, 1, 2], 0)
-    processes = Processes(2)
+    alone, processes = fit_of(tmp_path), Processes(2)
+    alone.fit(*a_pack_of(states, returns, [10, 20, 30]), [0, 1, 2], 0)
     fits = [fit_of(tmp_path, processes=processes) for _ in range(2)]
-    first = a_pack_of(states[10:30], returns[10:30], [20], [0])
-    second = a_pack_of(
-        torch.cat([states[30:], states[:10]]), torch.cat([returns[30:], returns[:10]]), [30, 10], [1, 0]
-    )
+    second = (torch.cat([x[30:], x[:10]]) for x in (states, returns))
+    parts = a_pack_of(states[10:30], returns[10:30], [20]), a_pack_of(*second, [30, 10])
     with ThreadPoolExecutor(2) as pool:
-        errors = list(
-            pool.map(
-                lambda fit, part, rows: fit.fit([part[0]], [part[1]], rows, 0), fits, (first, second), ([1], [0, 2])
-            )
-        )
+        errors = list(pool.map(lambda fit, part, rows: fit.fit(*part, rows, 0), fits, parts, ([1], [2, 0])))
     assert errors[0] == errors[1]
     for one, other, expected in zip(*(f.head.parameters() for f in (*fits, alone)), strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_a_small_rollout_gets_fewer_steps(tmp_path):
-    states, returns = data(64)
-    fit = fit_of(tmp_path)
-    item, experience = a_pack_of(states, returns, [64], [0])
-    fit.fit([item], [experience], [0], 0)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "steps"),
+    [(1, 1024, 1), (32, 1024, 10), (128, 1024, 40), (512, 1024, 40), (128, 64, 40 * 64 // BATCH_SIZE)],
+)
+def test_a_rollout_of_few_completions_or_few_tokens_gets_fewer_steps(tmp_path, rows, tokens, steps):
+    fit = fit_of(tmp_path, rows)
+    fit.fit(*a_pack_of(*data(tokens), [tokens]), [0], 0)
     # One sum is that of the returns; 40 steps of 512 tokens would draw each of 64 tokens 320 times.
-    assert fit.data_parallel.num_sums - 1 == 40 * 64 // BATCH_SIZE
-
-
-@pytest.mark.parametrize(("rows", "steps"), [(1, 1), (32, 10), (128, 40), (512, 40)])
-def test_a_rollout_of_few_completions_gets_fewer_steps_however_long_they_are(tmp_path, rows, steps):
-    states, returns = data(1024)
-    config = make_config(tmp_path, rollout_batch_size=rows)
-    fit = ValueFit(ValueHead(8, 16).requires_grad_(False), config, Processes())
-    fit.fit(*([part] for part in a_pack_of(states, returns, [1024], [0])), [0], 0)
     assert fit.data_parallel.num_sums - 1 == steps
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_the_head_learns_what_is_not_linear_in_the_states_at_any_scale_of_the_returns(tmp_path, scale):
     (states, returns), fit = data(600), fit_of(tmp_path)
-    packs = [[part] for part in a_pack_of(states, returns * scale, [300, 300], [0, 1])]
+    packs = a_pack_of(states, returns * scale, [300, 300])
     errors = [fit.fit(*packs, [0, 1], i) for i in range(8)]
     assert errors[-1] < 0.5 * errors[0]
     assert (fit.head(states) / scale - returns).square().mean() < 0.5 * returns.var()
@@ -137,7 +117,7 @@ def test_new_moments_change_no_value_except_those_of_a_new_head():
 
 def test_returns_that_are_all_equal_are_learnt_without_a_scale(tmp_path):
     states, fit = data(30)[0], fit_of(tmp_path)
-    fit.fit(*zip(a_pack_of(states, torch.full((30,), 7.0), [30], [0]), strict=False), [0], 0)
+    fit.fit(*a_pack_of(states, torch.full((30,), 7.0), [30]), [0], 0)
     assert (fit.head(states) - 7).abs().max() < 0.1
 
 
@@ -218,7 +198,7 @@ def test_the_head_is_fitted_between_rollouts_and_pretraining_keeps_the_policy(tm
     settings = {"num_rollouts": 3, "num_ppo_epochs": 3, "value_pretraining_rollouts": 1, "weight_decay": 0.1}
     trainer = make_trainer(tmp_path, callbacks=[recorder], **settings)
     first, head = trained_weights(trainer.model), trainer.model.value_head
-    assert all(is_policy(name) for name in first)
+    assert all("lora_" in name and ".default." in name for name in first)
     trainer.train()
     assert differ(recorder.weights[2], first) == set()
     assert differ(recorder.weights[-1], first) == set(first)

@@ -5,11 +5,10 @@ import json
 from collections import Counter
 
 import pytest
-import torch
 
 from onetrunk.ppo.monitoring.profiling import rank_metrics
 from onetrunk.utils.beats import read_beat
-from tests.ppo.support import even_share, make_trainer, trained, trained_weights
+from tests.ppo.support import assert_same, even_share, trained, trained_weights
 
 
 def test_per_rank_metrics_worked_out_by_hand():
@@ -40,13 +39,7 @@ def test_a_trace_holds_the_rollouts_after_the_first_and_changes_nothing(tmp_path
     assert any("mm" in e["name"] for e in inside)
     plain = trained(tmp_path / "plain", **settings)
     assert not (tmp_path / "plain" / "trace").exists()
-    for name, tensor in trained_weights(plain.model).items():
-        assert torch.equal(tensor, trained_weights(traced.model)[name])
-
-
-def test_one_process_has_no_rank_metrics(tmp_path):
-    trainer = trained(tmp_path)
-    assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("rank/")]
+    assert_same(trained_weights(traced.model), trained_weights(plain.model))
 
 
 def test_the_heartbeat_names_the_phase_the_rollout_and_the_step(tmp_path, monkeypatch):
@@ -57,7 +50,6 @@ def test_the_heartbeat_names_the_phase_the_rollout_and_the_step(tmp_path, monkey
         seen.append(read_beat(tmp_path, 0))
         return even_share(prompts, completions, completion_ids)
 
-    trainer = make_trainer(tmp_path, reward=reward, num_rollouts=2, num_ppo_epochs=2)
-    trainer.train()
+    trained(tmp_path, reward=reward, num_rollouts=2, num_ppo_epochs=2)
     assert [(beat.phase, beat.rollout, beat.step) for beat in seen] == [("score", 0, 0), ("score", 1, 2)]
     assert read_beat(tmp_path, 0) is None

@@ -10,32 +10,18 @@ import os
 import sys
 from pathlib import Path
 
-import torch
+from safetensors.torch import save_file
 
-torch.set_num_threads(1)
-
-from safetensors.torch import save_file  # noqa: E402
-
-from onetrunk.ppo.rollout import PromptOrder  # noqa: E402
-from onetrunk.rollouts.episodes.playing import SEEDS  # noqa: E402
-from onetrunk.utils.randomness import ENVIRONMENT_STREAM, derived_seed  # noqa: E402
-from tests.ppo.support import logged, trained_weights  # noqa: E402
-from tests.ppo.test_episodes_in_training import Words, words_trainer  # noqa: E402
+from onetrunk.ppo.rollout import PromptOrder
+from onetrunk.rollouts.episodes.playing import SEEDS
+from onetrunk.utils.randomness import ENVIRONMENT_STREAM, derived_seed
+from tests.ppo.support import SGD, logged, trained_weights
+from tests.ppo.test_episodes_in_training import COMPACTION, Long, Words, words_trainer
 
 LIMITS = {"some_fail": 0.5, "too_many_fail": 0.4}
-SEVERAL_TURNS = {
-    "several_turns": {"max_completion_length": 30, "gae_unit": "turn"},
-    # Processes get other numbers of segments.
-    "compacted": {
-        "max_completion_length": 80,
-        "max_turn_length": 3,
-        "max_context_length": 22,
-        "kept_turns": 1,
-        "compaction_prompt": " the lantern",
-    },
-}
-# SGD, as in two_processes.py.
-SETTINGS = {"num_rollouts": 2, "rollout_batch_size": 8, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+# Of compacted contexts processes get other numbers of segments.
+SEVERAL_TURNS = {"several_turns": {"max_completion_length": 30, "gae_unit": "turn"}, "compacted": COMPACTION}
+SETTINGS = {"num_rollouts": 2, "rollout_batch_size": 8, **SGD}
 METRICS = ("score/mean", "episode/failed", "episode/turns", "reward/turn_0", "kl/ref", "policy/loss", "grad_norm")
 
 
@@ -65,15 +51,11 @@ def run(name: str, folder: Path) -> None:
     (folder / f"{name}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(facts))
 
 
-class Long(Words):
-    turns = 5
-
-
 def run_several_turns(case: str, folder: Path) -> None:
     """Train on episodes of several turns, whose rewards arrive where they were earned; keep weights and metrics."""
     name, rank = folder / case, os.environ.get("RANK", "0")
     factory = Long if case == "compacted" else Words
-    trainer = words_trainer(name, factory, lr_scheduler_type="constant", **SEVERAL_TURNS[case], **SETTINGS)
+    trainer = words_trainer(name, factory, **SEVERAL_TURNS[case], **SETTINGS)
     before = trained_weights(trainer.model)
     trainer.train()
     save_file(before, f"{name}-{rank}-before.safetensors")

@@ -13,55 +13,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
-torch.set_num_threads(1)
-
-from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from onetrunk.parallel.sharding import local_bytes  # noqa: E402
-from onetrunk.ppo.trainer import PPOTrainer  # noqa: E402
-from onetrunk.utils.startup import freeze_loaded  # noqa: E402
-from tests.models.reward_adapters import saved_base, saved_reward_adapter  # noqa: E402
-from tests.ppo.support import (  # noqa: E402
-    StopAt,
-    even_share,
-    logged,
-    make_trainer,
-    prompts,
-    sft_model,
-    trained_weights,
-    without_wall_clock,
-)
+from onetrunk.parallel.sharding import local_bytes
+from onetrunk.ppo.trainer import PPOTrainer
+from onetrunk.utils.startup import freeze_loaded
+from tests.models.reward_adapters import saved_base, saved_reward_adapter
+from tests.ppo import support
+from tests.ppo.support import SGD, StopAt, logged, make_trainer, trained_weights, without_wall_clock
 
 SHAPE = {"num_rollouts": 2, "num_ppo_epochs": 2, "rollout_batch_size": 8, "lr_scheduler_type": "constant"}
 # On GPUs in float32 too: two processes are compared with one.
 PLACE = {} if os.environ.get("ACCELERATE_USE_CPU") == "true" else {"use_cpu": False, "bf16": False}
-# SGD: weights are linear in the gradient, so that no sign of a rounding error decides.
-SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+KEPT = {"adapter_layers": "top-1", "trunk_cache": "cpu"}
+PACKED = {"padding_free": True, "microbatch_tokens": 23, "per_device_train_batch_size": 8}
+PACKED["activation_checkpointing"] = True
 CASES = {
     "shared": {},
     "pretrained": {"value_pretraining_rollouts": 1, "kl_target": 0.1, "normalize_scores": True},
-    "kept": {"adapter_layers": "top-1", "trunk_cache": "cpu"},
-    "judged": {"adapter_layers": "top-1", "trunk_cache": "cpu"},
-    "packed": {
-        "padding_free": True,
-        "activation_checkpointing": True,
-        "microbatch_tokens": 23,
-        "per_device_train_batch_size": 8,
-        "adapter_layers": "top-1",
-        "trunk_cache": "cpu",
-    },
+    "kept": KEPT,
+    "judged": KEPT,
+    "packed": {**KEPT, **PACKED},
     "stopped": {"target_kl": 1e-9, "num_ppo_epochs": 3},
     "dealt": {"num_minibatches": 4, "per_device_train_batch_size": 8, "value_pretraining_rollouts": 1},
 }
 
 RESUMED = {**SHAPE, **PLACE, "num_minibatches": 2}
-
-
-def reward(prompts, completions, completion_ids, log_metric, **kwargs):
-    log_metric("mine/rows", len(prompts))
-    return even_share(prompts, completions, completion_ids)
 
 
 def judge_folder(folder: Path) -> Path:
@@ -75,7 +53,8 @@ def run(name: str, folder: Path) -> None:
     def keeping(prompts, completions, completion_ids, log_metric, **kwargs):
         if trainer.is_in_train:
             seen.extend(zip(prompts, completion_ids, strict=True))
-        return reward(prompts, completions, completion_ids, log_metric)
+        log_metric("mine/rows", len(prompts))
+        return support.even_share(prompts, completions, completion_ids)
 
     parts = {"reward": keeping}
     if name == "judged":
@@ -85,11 +64,11 @@ def run(name: str, folder: Path) -> None:
         parts = {"reward": [keeping, str(place / "judge")], "model": base}
     if name == "continued":
         torch.manual_seed(0)  # The adapter's start is random, and must be the same on every process.
-        parts["model"] = sft_model()
+        parts["model"] = support.sft_model()
     trainer = make_trainer(folder / "out" / name, **parts, **{**SHAPE, **SGD, **PLACE, **CASES[name]})
     before = trained_weights(trainer.model)
     trainer.train()
-    metrics = trainer.evaluate(prompts(3))
+    metrics = trainer.evaluate(support.prompts(3))
     state = trainer.accelerator.state
     rank = state.process_index
     facts = {
