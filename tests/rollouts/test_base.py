@@ -15,6 +15,8 @@ from onetrunk.rollouts import LocalBackend, RolloutBackend, SamplingParams, base
         ({"stop_token_ids": [2]}, r"stop_token_ids is \[2\]; give a tuple"),
         ({"stop_token_ids": (2, -1)}, "token ids are 0 or more"),
         ({"pad_token_id": -1}, "pad_token_id is -1"),
+        ({"top_p": 0.0}, "top_p is 0.0; set it above 0 and at most 1"),
+        ({"top_k": -1}, "top_k is -1; set a whole number of tokens, where 0 leaves all of them in"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_with_the_value_and_the_fix(settings, sentence):

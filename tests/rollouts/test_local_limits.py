@@ -92,12 +92,5 @@ def test_a_model_that_keeps_no_cache_is_refused():
         generate(model, SamplingParams(4))
 
 
-def test_progress_counts_rows_and_tokens_to_the_end():
-    calls = []
-    rollout = generate(tiny(), mixed_params(), max_rows=3, progress=lambda *counts: calls.append(counts))
-    assert calls[-1] == (5, 5, sum(map(len, rollout.completion_ids)))
-    assert [done for done, _, _ in calls] == sorted({done for done, _, _ in calls}) and len(calls) > 2
-
-
 def test_no_prompts_give_an_empty_rollout():
     assert len(LocalBackend(tiny()).generate([], SamplingParams(8), [])) == 0

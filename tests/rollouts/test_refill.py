@@ -3,22 +3,10 @@
 import pytest
 import torch
 
-from onetrunk.ops.packing import make_pack
-from onetrunk.rollouts import LocalBackend, SamplingParams, decoding
-from tests.models.branches import a_trunk
-from tests.rollouts.small import MANY_KEYS, PROMPTS, assert_same, generate, mixed_params, tiny
+from onetrunk.rollouts import LocalBackend, decoding
+from tests.rollouts.small import MANY_KEYS, PROMPTS, assert_same, generate, mixed_params, shapes_of, tiny
 
 MANY = PROMPTS * 3
-
-
-def shapes_of(model):
-    """Record rows and columns of every forward, and the columns that its mask covers."""
-    shapes = []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append((*kwargs["input_ids"].shape, kwargs["attention_mask"].shape[1])),
-        with_kwargs=True,
-    )
-    return shapes
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "hybrid"])
@@ -67,22 +55,3 @@ def test_a_prompt_that_comes_several_times_runs_once():
         torch.testing.assert_close(rollout.sampler_logprobs[row], other.sampler_logprobs[0], atol=5e-5, rtol=1e-5)
     assert shapes[0][:2] == (len(PROMPTS), max(map(len, PROMPTS)))
     assert shapes[1][0] > len(PROMPTS)  # One row for each completion from its second token on.
-
-
-@pytest.mark.parametrize(("family", "keeps_last"), [("mistral", True), ("gpt2", False)])
-def test_captured_states_are_those_of_a_pass_of_the_lower_layers_also_of_rows_that_join_late(family, keeps_last):
-    trunk = a_trunk(family, base=tiny(family), adapter_layers="top-2")
-    prompts = [PROMPTS[row] for row in (0, 0, 1, 3, 3, 3, 4)]
-    params = SamplingParams(max_completion_length=9, stop_token_ids=tuple(range(8, 14)))
-    backend = LocalBackend(trunk, max_rows=3)
-    rollout = backend.generate(
-        prompts, params, MANY_KEYS[: len(prompts)], keeps="all" if keeps_last else "all but last"
-    )
-    assert_same(rollout, backend.generate(prompts, params, MANY_KEYS[: len(prompts)]))
-    lengths = [len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
-    for row, length in enumerate(lengths):
-        pack = make_pack([rollout.prompt_ids[row]], [rollout.completion_ids[row]], 0)
-        end = length if keeps_last else length - 1
-        expected = trunk(pack=pack, roles=("trunk",)).states[:end]
-        torch.testing.assert_close(rollout.states[row, :end], expected, atol=5e-5, rtol=1e-5)
-        assert not rollout.states[row, end:].any()

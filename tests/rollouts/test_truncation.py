@@ -74,9 +74,8 @@ def kept_probabilities(logits, settings):
 def assert_truncated(model, rollout, settings):
     """Every token is one that is left, with its probability among those; some tokens are left out."""
     left_out = 0
-    for prompt, ids, logprobs in zip(
-        rollout.prompt_ids, rollout.completion_ids, rollout.sampler_logprobs, strict=True
-    ):
+    columns = rollout.prompt_ids, rollout.completion_ids, rollout.sampler_logprobs
+    for prompt, ids, logprobs in zip(*columns, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         kept = torch.stack([kept_probabilities(row / settings.temperature, settings) for row in logits])
@@ -117,9 +116,8 @@ def test_a_server_is_asked_for_the_truncation_and_returns_logprobs_after_it(tmp_
         model, backend = policy(), backend_of([stub], tmp_path)
         backend.sync(model, 0)
         rollout = backend.generate(PROMPTS, chosen, KEYS)
-        assert all(
-            body.items() >= {"top_p": 0.8, "top_k": 5}.items() for body in stub.bodies if body["model"] != "base"
-        )
+        asked = [(body["top_p"], body["top_k"]) for body in stub.bodies if body["model"] != "base"]
+        assert set(asked) == {(0.8, 5)}
         assert_truncated(model, rollout, chosen)
         MADE.pop().close()
 
@@ -132,15 +130,3 @@ def test_the_engine_in_the_training_process_truncates_too(monkeypatch, tmp_path)
     chosen = params(5, temperature=0.8, top_p=0.8, top_k=5)
     assert_truncated(model, backend.generate(PROMPTS, chosen, KEYS), chosen)
     backend.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"top_p": 0.0}, "top_p is 0.0; set it above 0 and at most 1"),
-        ({"top_k": -1}, "top_k is -1; set a whole number of tokens, where 0 leaves all of them in"),
-    ],
-)
-def test_values_out_of_range_are_rejected(settings, message):
-    with pytest.raises(ValueError, match=message):
-        params(**settings)
