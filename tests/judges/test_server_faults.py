@@ -12,7 +12,7 @@ import pytest
 from onetrunk.feedback.asking import Asker
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Principle
-from onetrunk.judges.judge_config import EnsembleJudge, JudgeConfig, load_judge
+from onetrunk.judges.judge_config import EnsembleJudge
 from onetrunk.judges.labels import judge_pairs
 from onetrunk.judges.server import ServerJudge
 from onetrunk.servers.errors import ServerUnavailable
@@ -116,16 +116,6 @@ def test_ctrl_c_ends_a_run_at_once_and_keeps_what_was_answered():
         signal.signal(signal.SIGINT, before)
         # Before the deadline of a call.
         assert time.monotonic() - start < 600 and 3 <= len(told) < 20
-
-
-def test_servers_of_one_model_are_one_judge_with_its_identity():
-    with StubServer() as one, StubServer() as other:
-        judge = load_judge(JudgeConfig(judge=[one.url, other.url], judge_model="judge-1"))
-        alone = load_judge(JudgeConfig(judge=[one.url], judge_model="judge-1"))
-        assert isinstance(judge, ServerJudge) and judge.identity == alone.identity
-        assert judge.compare(pairs(60), KIND) == alone.compare(pairs(60), KIND)
-    several = load_judge(JudgeConfig(judge=["http://127.0.0.1:9/v1#model=a", "http://127.0.0.1:9/v1#model=b"]))
-    assert isinstance(several, EnsembleJudge)
 
 
 def test_the_load_is_shared_and_a_server_that_dies_in_the_middle_loses_and_repeats_nothing():

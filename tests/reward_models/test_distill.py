@@ -12,7 +12,7 @@ from onetrunk.rewards import ModelReward
 from onetrunk.utils.files import load_tensors
 from onetrunk.utils.ledger import Ledger
 from tests.models.reward_adapters import saved_base
-from tests.reward_models.test_reward_trainer import BAD, GOOD, PROMPTS, lora
+from tests.reward_models.test_reward_trainer import BAD, GOOD, PROMPTS, first_batch, lora, scores_of
 from tests.reward_models.test_reward_trainer import a_trainer as reward_trainer
 from tests.reward_models.test_reward_trainer import rows as pair_rows
 from tests.rewards.test_model import scorer
@@ -41,26 +41,20 @@ def a_trainer(*args, **settings):
     return reward_trainer(*args, kinds=(RewardDistillationTrainer, RewardDistillationConfig), **settings)
 
 
-def first_batch(trainer, n=4):
-    return trainer.data_collator([trainer.train_dataset[i] for i in range(n)])
-
-
 def test_the_teacher_gives_centred_scores_and_the_mean_of_the_members_probabilities(tmp_path):
     teacher = a_teacher(tmp_path, 3, 4, temperature=2.0)
     labelled = label_rows(teacher, pair_rows(), SINGLES)
-    raw = [
-        (torch.tensor(m(prompts=PROMPTS, completions=GOOD)), torch.tensor(m(prompts=PROMPTS, completions=BAD)))
-        for m in teacher.members
-    ]
-    expected = torch.stack([torch.sigmoid((good - bad) / 2) for good, bad in raw]).mean(0)
+    good, bad = (
+        torch.tensor([member(prompts=PROMPTS, completions=texts) for member in teacher.members])
+        for texts in (GOOD, BAD)
+    )
+    expected = torch.sigmoid((good - bad) / 2).mean(0)
     torch.testing.assert_close(torch.tensor(labelled["probability"][:8]), expected)
     assert labelled["probability"][8:] == [None, None] and labelled["rejected"][8:] == [None, None]
     scores = [s for name in ("chosen_score", "rejected_score") for s in labelled[name] if s is not None]
     assert len(scores) == 18 and sum(scores) == pytest.approx(0, abs=1e-4)
-    torch.testing.assert_close(
-        torch.tensor(labelled["chosen_score"][0]) - labelled["rejected_score"][0],
-        torch.stack([good - bad for good, bad in raw]).mean(0)[0],
-    )
+    lead = labelled["chosen_score"][0] - labelled["rejected_score"][0]
+    assert lead == pytest.approx((good - bad).mean(0)[0].item(), rel=1e-5)
 
 
 def test_a_student_reads_a_completion_that_was_cut_off_without_an_end_token(base, tmp_path):
@@ -93,17 +87,14 @@ def test_the_loss_is_half_the_squared_error_plus_the_soft_label_loss(base, tmp_p
     scores = torch.tensor([s for n in ("chosen_score", "rejected_score") for s in labelled[n] if s is not None])
     assert trainer.scale.std == pytest.approx(float(scores.std()), rel=1e-5)
     assert trainer.scale.mean == pytest.approx(0, abs=1e-4)
-    features = [trainer.train_dataset[i] for i in (0, 8, 1)]
-    batch = trainer.data_collator(features)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in (0, 8, 1)])
     assert (batch["first"].tolist(), batch["second"].tolist(), len(batch["scores"])) == ([0, 2], [3, 4], 5)
-    with torch.no_grad():
-        z = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
-        loss = trainer.compute_loss(trainer.model, batch)
+    z, loss = scores_of(trainer, batch), trainer.compute_loss(trainer.model, batch).detach()
     std = trainer.scale.std
     targets = (batch["scores"] - trainer.scale.mean) / std
     regression = ((z - targets) ** 2 / 2).mean()
     leads = std * torch.stack([z[0] - z[3], z[2] - z[4]])
-    p = torch.tensor([labelled["probability"][0], labelled["probability"][1]])
+    p = torch.tensor(labelled["probability"][:2])
     pairwise = -(p * torch.sigmoid(leads).log() + (1 - p) * torch.sigmoid(-leads).log()).mean()
     torch.testing.assert_close(loss, 0.5 * regression + 2 * pairwise, rtol=1e-4, atol=1e-5)
 

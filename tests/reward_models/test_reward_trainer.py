@@ -18,8 +18,7 @@ BAD = ["no", "w1 w2 no", "no no no , no", "sleeps under snow"] * 2
 
 
 def rows(**columns):
-    data = {"prompt": PROMPTS, "chosen": GOOD, "rejected": BAD, **columns}
-    return Dataset.from_dict(data)
+    return Dataset.from_dict({"prompt": PROMPTS, "chosen": GOOD, "rejected": BAD, **columns})
 
 
 @pytest.fixture(scope="module")
@@ -27,39 +26,31 @@ def base(tmp_path_factory):
     return saved_base(tmp_path_factory.mktemp("base"))
 
 
-def a_trainer(
-    base,
-    folder,
-    dataset=None,
-    tokenizer=None,
-    peft_config=None,
-    kinds=(RewardModelTrainer, RewardModelConfig),
-    **settings,
-):
+KINDS = (RewardModelTrainer, RewardModelConfig)
+
+
+def a_trainer(base, folder, dataset=None, tokenizer=None, peft_config=None, kinds=KINDS, **settings):
     torch.manual_seed(0)
     defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "learning_rate": 1e-2}
     quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
     trainer, config = kinds
     args = config(output_dir=str(folder), **{**defaults, **quiet, "logging_steps": 1, **settings})
-    return trainer(
-        load_with_new_head(str(base)),
-        args,
-        rows() if dataset is None else dataset,
-        processing_class=tiny_tokenizer() if tokenizer is None else tokenizer,
-        peft_config=peft_config,
-    )
+    dataset, tokenizer = dataset or rows(), tokenizer or tiny_tokenizer()
+    model = load_with_new_head(str(base))
+    return trainer(model, args, dataset, processing_class=tokenizer, peft_config=peft_config)
 
 
 def lora(**settings):
     return LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], **settings)
 
 
-def loss_and_gradients(trainer):
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-    trainer.model.zero_grad()
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+def first_batch(trainer):
+    return trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+
+
+@torch.no_grad()
+def scores_of(trainer, batch):
+    return trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
 
 
 def test_a_completion_that_was_cut_off_is_read_without_an_end_token(base, tmp_path):
@@ -74,21 +65,18 @@ def test_a_completion_that_was_cut_off_is_read_without_an_end_token(base, tmp_pa
 
 def test_the_gradient_of_a_lead_is_the_prediction_less_the_label(base, tmp_path):
     labels = [0.9, 0.5, 0.1, 0.7] * 2
-    trainer = a_trainer(base, tmp_path, rows(probability=labels))
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-    seen = {}
+    trainer, seen = a_trainer(base, tmp_path, rows(probability=labels)), []
 
     def keep(module, inputs, output):
         output.retain_grad()
-        seen["scores"] = output
+        seen.append(output)
 
-    handle = trainer.model.score.register_forward_hook(keep)
+    trainer.model.score.register_forward_hook(keep)
+    batch = first_batch(trainer)
     trainer.compute_loss(trainer.model, batch).backward()
-    handle.remove()
-    last = batch["attention_mask"].sum(1) - 1
-    at_end = torch.arange(8), last
-    scores, gradient = seen["scores"].detach()[..., 0][at_end], seen["scores"].grad[..., 0][at_end]
-    chosen, rejected = scores.chunk(2)
+    at_end = torch.arange(8), batch["attention_mask"].sum(1) - 1
+    gradient = seen[0].grad[..., 0][at_end]
+    chosen, rejected = seen[0].detach()[..., 0][at_end].chunk(2)
     expected = (torch.sigmoid(chosen - rejected) - torch.tensor(labels[:4])) / 4
     torch.testing.assert_close(gradient, torch.cat([expected, -expected]), rtol=1e-5, atol=1e-7)
 
@@ -96,13 +84,11 @@ def test_the_gradient_of_a_lead_is_the_prediction_less_the_label(base, tmp_path)
 def test_margins_and_centring_change_the_loss_as_their_formulas_say(base, tmp_path):
     dataset = rows(margin=[0.5, 1.0, 0.0, 2.0] * 2)
     plain = a_trainer(base, tmp_path, dataset)
-    batch = plain.data_collator([plain.train_dataset[i] for i in range(4)])
+    batch = first_batch(plain)
     assert "margin" not in batch
-    with torch.no_grad():
-        scores = plain.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
-    chosen, rejected = scores.chunk(2)
+    chosen, rejected = scores_of(plain, batch).chunk(2)
     both = a_trainer(base, tmp_path, dataset, use_margin=True, center_rewards_coefficient=0.1)
-    loss, _ = loss_and_gradients(both)
+    loss = both.compute_loss(both.model, first_batch(both)).detach()
     margin = torch.tensor([0.5, 1.0, 0.0, 2.0])
     expected = -torch.nn.functional.logsigmoid(chosen - rejected - margin).mean()
     torch.testing.assert_close(loss, expected + 0.1 * (chosen + rejected).square().mean())
@@ -146,12 +132,9 @@ def test_rows_are_tokenized_as_a_reward_function_reads_them(base, tmp_path, conv
     assert ids[-1] == tokenizer.eos_token_id and ids.count(tokenizer.eos_token_id) == 1
     trainer.train()
     reward = ModelReward(trainer.model.eval(), tokenizer)
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-    with torch.no_grad():
-        expected = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:4, 0]
     given = torch.tensor(reward(prompts=prompts[:4], completions=chosen[:4]))
     # Other widths of padding
-    torch.testing.assert_close(given, expected, atol=5e-5, rtol=0)
+    torch.testing.assert_close(given, scores_of(trainer, first_batch(trainer))[:4], atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -31,8 +31,7 @@ def score(functions, weights=None, columns=None, **extras):
 
 def test_the_total_is_the_weighted_sum_over_the_functions_that_apply():
     scores = score([giving(1, None, name="a"), giving(10.0, 20.0, name="b")], weights=[2.0, 0.5])
-    assert scores.total.dtype == torch.float32
-    assert scores.total.tolist() == [2 * 1 + 0.5 * 10, 0.5 * 20]
+    assert scores.total.dtype == torch.float32 and scores.total.tolist() == [2 * 1 + 0.5 * 10, 0.5 * 20]
     assert scores.by_function["a"][0] == 1 and scores.by_function["a"][1].isnan()
     assert scores.by_function["b"].tolist() == [10.0, 20.0]
     assert score(giving(1, 2)).total.tolist() == [1.0, 2.0]

@@ -26,13 +26,11 @@ def length(completions, **kwargs):
 class Named:
     name = "judge"
 
-    def __call__(self, completions, **kwargs):
-        return [0.0 for _ in completions]
+    def __call__(self, completions, **kwargs): ...
 
 
 class Unnamed:
-    async def __call__(self, completions, **kwargs):
-        return [0.0 for _ in completions]
+    async def __call__(self, completions, **kwargs): ...
 
 
 def test_names_come_from_the_function_the_object_or_its_class_and_are_unique():
@@ -69,7 +67,7 @@ def package(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     (folder / "good.py").write_text(
-        "def one(completions, **kwargs):\n    return [1.0 for _ in completions]\nNUMBER = 3\n"
+        "def one(completions, **kwargs):\n    return [1.0] * len(completions)\nNUMBER = 3\n"
     )
     (folder / "broken.py").write_text("import a_package_that_is_not_there\n")
     (folder / "raising.py").write_text("1 / 0\n")
