@@ -23,21 +23,12 @@ def calls_of_adapters(trunk):
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", "all"), ("gemma2", "top-2"), ("gpt2", "all")])
-def test_outputs_and_gradients_are_those_of_peft(family, layers):
+def test_plain_adapters_on_linear_layers_are_fused(family, layers):
+    """That outputs and gradients are those of PEFT, test_trunk.py shows."""
     trunk = a_trunk(family, adapter_layers=layers).train()
     calls = calls_of_adapters(trunk)
-    fused, fused_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     assert bool(calls) == (family == "gpt2")  # GPT-2 has Conv1D layers.
-    for layer in trunk.tuner_layers:
-        layer.__dict__.pop("forward", None)
-    plain, gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
-    assert calls
-    # float32 sums in another order, through 4 layers with wide weights.
-    for name in ("logprobs", "entropy", "values", "next_values", "ref_logprobs"):
-        torch.testing.assert_close(getattr(fused, name), getattr(plain, name), atol=2e-5, rtol=1e-5)
-    assert fused_gradients.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(fused_gradients[name], gradient, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

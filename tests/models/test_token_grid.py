@@ -248,19 +248,12 @@ def block_tokens(trunk, number):
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", "top-2"), ("gemma2", "all"), ("gpt2", "all")])
-def test_outputs_and_gradients_are_those_of_blocks_that_run_everywhere(family, layers):
+def test_the_uppermost_block_runs_where_it_is_read_and_no_block_on_padding(family, layers):
+    """That outputs and gradients are those of the plain model, test_trunk.py shows."""
     trunk = a_trunk(family, adapter_layers=layers).train()
     lowest, uppermost = block_tokens(trunk, 0), block_tokens(trunk, -1)
-    narrow, narrow_gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
+    step_gradients(trunk, a_pack(), roles=ALL_ROLES)
     assert set(uppermost) == {sum(len(c) + 1 for c in COMPLETIONS)} and set(lowest) == {NUM_TOKENS}
-    trunk.narrow.detach()
-    everywhere, gradients = step_gradients(trunk, a_pack(), roles=ALL_ROLES)
-    # Another number of rows may take another kernel of the matrix product: rounding of float32, no more.
-    for name in ("logprobs", "entropy", "values", "next_values", "ref_logprobs"):
-        torch.testing.assert_close(getattr(narrow, name), getattr(everywhere, name), atol=2e-5, rtol=1e-5)
-    assert narrow_gradients.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(narrow_gradients[name], gradient, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -56,7 +56,6 @@ class StubVLLM(Stub):
         max_rank, max_length: largest rank of an adapter, and positions.
         loads_adapters: False for a server without adapters at run time.
         raw: returns logprobs before temperature.
-        settings: of Stub.
     """
 
     faults = FAULTY | {
