@@ -197,14 +197,6 @@ def digest(trainer: Any) -> dict[str, str]:
     return {name: hashlib.sha256(_text(part)).hexdigest() for name, part in parts.items()}
 
 
-def evaluated(trainer: Any) -> str:
-    """Return a digest of what a stage says of the trained model in the end, but for times."""
-    final = trainer.final_evaluation() if hasattr(trainer, "final_evaluation") else trainer.evaluate()
-    return hashlib.sha256(
-        _text({name: value for name, value in final.items() if "_per_" not in name and "time" not in name})
-    ).hexdigest()
-
-
 def _text(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -224,7 +216,9 @@ def finish(kind: str, folder: Path, resume: str | None = "auto", **settings: Any
     found = digest(trainer)
     trainer.save_model()
     if trainer.eval_dataset is not None:
-        found["evaluation"] = evaluated(trainer)
+        final = trainer.final_evaluation() if hasattr(trainer, "final_evaluation") else trainer.evaluate()
+        said = {name: value for name, value in final.items() if "_per_" not in name and "time" not in name}
+        found["evaluation"] = hashlib.sha256(_text(said)).hexdigest()
     (folder / "digest.json").write_text(json.dumps(found))
 
 
@@ -272,22 +266,22 @@ class FileEvents:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class FromStep(TrainerCallback):
-    """Counts file events from the end of a step on."""
+class AtEndOf(TrainerCallback):
+    """Calls a function at the end of a step."""
 
-    def __init__(self, step: int, events: FileEvents):
-        self.step, self.events = step, events
+    def __init__(self, step: int, call: Callable[[], None]):
+        self.step, self.call = step, call
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            self.events.is_on = True
+            self.call()
 
 
 def killed_while_saving(kind: str, folder: Path, step: int, fatal: int) -> None:
     """Go on in `folder`; from the end of `step` on count file events, die at number `fatal`; write them down."""
     events = FileEvents(folder, fatal)
     trainer = KINDS[kind](folder)
-    trainer.add_callback(FromStep(step, events))
+    trainer.add_callback(AtEndOf(step, lambda: setattr(events, "is_on", True)))
     trainer.train(resume_from_checkpoint="auto")
     trainer.save_model()
     events.is_on = False
@@ -339,8 +333,7 @@ def signalled(kind: str, folder: Path, place: str, count: int, number: int, resu
         evaluate = trainer.evaluate
         trainer.evaluate = lambda *args, **kwargs: (pass_by(), evaluate(*args, **kwargs))[1]
     trainer.train(resume_from_checkpoint=resume)
-    found = digest(trainer)
-    (folder / "digest.json").write_text(json.dumps(found))
+    (folder / "digest.json").write_text(json.dumps(digest(trainer)))
 
 
 def wait_for_mirror(folder: Path, mirror: str | Path) -> None:
@@ -351,53 +344,48 @@ def wait_for_mirror(folder: Path, mirror: str | Path) -> None:
 
 def finish_mirrored(kind: str, folder: Path, mirror: str, dies_at: int | None = None) -> None:
     """Finish a run whose checkpoints have a second home; the process may die after a step."""
-    settings = {"checkpoint_mirror": mirror}
     if dies_at is None:
-        finish(kind, folder, **settings)
+        finish(kind, folder, checkpoint_mirror=mirror)
         return
-    trainer = KINDS[kind](folder, **settings)
 
-    class Dies(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == dies_at:
-                wait_for_mirror(folder, mirror)
-                os.kill(os.getpid(), signal.SIGKILL)
+    def dies() -> None:
+        wait_for_mirror(folder, mirror)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    trainer.add_callback(Dies())
+    trainer = KINDS[kind](folder, checkpoint_mirror=mirror)
+    trainer.add_callback(AtEndOf(dies_at, dies))
     trainer.train(resume_from_checkpoint="auto")
 
 
 def finish_limited(kind: str, folder: Path, step: int, most: int) -> None:
     """Go on in `folder`; from the end of `step` on no file may be longer than `most` bytes. Write the error down."""
     trainer = KINDS[kind](folder)
-
-    class Limits(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == step:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-
-    trainer.add_callback(Limits())
+    trainer.add_callback(AtEndOf(step, lambda: limit_files(most)))
     try:
         trainer.train(resume_from_checkpoint="auto")
     except RuntimeError as error:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        limit_files(resource.RLIM_INFINITY)
         (folder / "error.txt").write_text(str(error))
 
 
-def hold(folder: Path, ready: Any, go_on: Any) -> None:
-    """Hold a run's folder until told to go on."""
+def limit_files(most: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
+def hold(folder: Path, ready: Any) -> None:
+    """Hold a run's folder until the process is killed."""
     with held_folder(folder):
         ready.set()
-        go_on.wait(60)
+        signal.pause()
 
 
 def command_limited(folder: Path, words: list[str]) -> None:
     """Run a command in `folder` that can write no byte to any file; write down what it says."""
     os.chdir(folder)
     sys.stderr = io.StringIO()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    limit_files(0)
     code = cli.main(words)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    limit_files(resource.RLIM_INFINITY)
     (folder / "said.txt").write_text(sys.stderr.getvalue())
     sys.exit(code)
 
@@ -405,8 +393,7 @@ def command_limited(folder: Path, words: list[str]) -> None:
 def forked(target: Callable[..., None], *args: Any) -> None:
     """Run `target` in this process, quietly; a Stopped leaves with its exit code."""
     sys.stdout = sys.stderr = open(os.devnull, "w")
-    # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
+    # Where the tests run in the background or under nohup, these are ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The same under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     target(*args)

@@ -63,11 +63,11 @@ def register() -> None:
     SCHEMES.add("hooked")
 
 
-def make_checkpoint(output_dir: Path, step: int, run: str = "run-a", size: int = 3000) -> Path:
-    """Return a whole checkpoint folder of three files, whose bytes tell run and step."""
+def make_checkpoint(output_dir: Path, step: int) -> Path:
+    """Return a whole checkpoint folder of three files, whose bytes tell the step."""
     folder = output_dir / f"checkpoint-{step}"
     for name in ("adapter.safetensors", "value/adapter.safetensors", "trainer_state.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(f"{run} {step} {name} ".encode() * (size // 30))
+        (folder / name).write_bytes(f"{step} {name} ".encode() * 100)
     write_manifest(folder, step=step)
     return folder

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,10 @@ from tests.checkpoints.killing import digest_of, exit_code, resumed_equals_unint
 from tests.places import FORKED
 from tests.ppo.support import make_trainer, prompts
 from tests.stages.small_runs import make_material, words_of
+
+
+def names_in(folder):
+    return [path.name for path in checkpoint_folders(folder)]
 
 
 @pytest.mark.parametrize(
@@ -39,8 +42,8 @@ def test_a_limit_of_one_keeps_two_also_beside_the_best(tmp_path):
 
 
 def test_a_folder_has_one_writer_and_a_dead_one_leaves_it(tmp_path):
-    ready, go_on = FORKED.Event(), FORKED.Event()
-    process = started(crash_runs.hold, tmp_path, ready, go_on)
+    ready = FORKED.Event()
+    process = started(crash_runs.hold, tmp_path, ready)
     assert ready.wait(60)
     with pytest.raises(RuntimeError, match="is being written by another process"):
         make_trainer(tmp_path).train()
@@ -55,8 +58,8 @@ def test_a_folder_has_one_writer_and_a_dead_one_leaves_it(tmp_path):
 def test_a_run_whose_disk_died_goes_on_from_its_mirror(tmp_path):
     folder, mirror = tmp_path / "run", tmp_path / "mirror"
     assert exit_code(crash_runs.finish_mirrored, "ppo", folder, str(mirror), 8) == -signal.SIGKILL
-    names = [path.name for path in checkpoint_folders(mirror)]
-    assert names == [path.name for path in checkpoint_folders(folder)] and len(names) == 2
+    names = names_in(mirror)
+    assert names == names_in(folder) and len(names) == 2
     # As if the disk were another one, and then as if it had damaged them all.
     shutil.rmtree(folder / names[0])
     (folder / names[1] / "optimizer.pt").unlink()
@@ -65,7 +68,7 @@ def test_a_run_whose_disk_died_goes_on_from_its_mirror(tmp_path):
     # The result is there too, beside as many checkpoints as stay here.
     for name in json.loads((folder / "manifest.json").read_text())["files"]:
         assert (mirror / name).read_bytes() == (folder / name).read_bytes()
-    assert [path.name for path in checkpoint_folders(mirror)] == [path.name for path in checkpoint_folders(folder)]
+    assert names_in(mirror) == names_in(folder)
 
 
 def test_a_mirror_that_can_t_be_written_is_refused_before_the_first_step(tmp_path):
@@ -80,8 +83,7 @@ def test_a_mirror_of_another_run_is_not_written_over(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "checkpoint_mirror": str(tmp_path / "mirror")}
 
     def train_and_upload(name, **more):
-        trainer = make_trainer(tmp_path / name, **settings, **more)
-        trainer.train()
+        make_trainer(tmp_path / name, **settings, **more).train()
         crash_runs.wait_for_mirror(tmp_path / name, tmp_path / "mirror")
 
     train_and_upload("one")
@@ -90,25 +92,19 @@ def test_a_mirror_of_another_run_is_not_written_over(tmp_path):
     # A run that starts over deletes the other one's checkpoints there, as in its output_dir.
     (tmp_path / "one" / "checkpoint-1").rename(tmp_path / "mirror" / "checkpoint-9")
     train_and_upload("two", overwrite_output_dir=True)
-    assert [path.name for path in checkpoint_folders(tmp_path / "mirror")] == [
-        path.name for path in checkpoint_folders(tmp_path / "two")
-    ]
+    assert names_in(tmp_path / "mirror") == names_in(tmp_path / "two")
 
 
 def test_a_mirror_that_dies_in_the_middle_does_not_stop_the_run(tmp_path, caplog):
-    from transformers import TrainerCallback
-
     mirror = tmp_path / "mirror"
 
-    class Dies(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                crash_runs.wait_for_mirror(tmp_path / "out", mirror)
-                shutil.rmtree(mirror)
-                Path(mirror).write_text("")
+    def dies():
+        crash_runs.wait_for_mirror(tmp_path / "out", mirror)
+        shutil.rmtree(mirror)
+        mirror.write_text("")
 
     settings = {"save_strategy": "steps", "save_steps": 1, "num_rollouts": 4, "checkpoint_mirror": str(mirror)}
-    trainer = make_trainer(tmp_path / "out", callbacks=[Dies()], **settings)
+    trainer = make_trainer(tmp_path / "out", callbacks=[crash_runs.AtEndOf(2, dies)], **settings)
     trainer.train()
     assert trainer.state.global_step == 4 and len(checkpoint_folders(tmp_path / "out")) == 4
 

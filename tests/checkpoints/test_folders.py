@@ -1,26 +1,13 @@
 """Checkpoint folders that are links, of which only the link is deleted, and those of an abandoned course."""
 
-from onetrunk.checkpoints.folders import (
-    checkpoint_folders,
-    checkpoint_problems,
-    publish,
-    rotate,
-    set_aside_later,
-    write_manifest,
-)
-
-
-def checkpoint(folder, step):
-    folder.mkdir(parents=True)
-    (folder / "weights").write_text(str(step))
-    write_manifest(folder, step=step)
-    return folder
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, publish, rotate, set_aside_later
+from tests.checkpoints.hooked_store import make_checkpoint
 
 
 def test_rotation_leaves_what_a_link_leads_to(tmp_path):
-    out, elsewhere = tmp_path / "out", checkpoint(tmp_path / "elsewhere/checkpoint-1", 1)
+    out, elsewhere = tmp_path / "out", make_checkpoint(tmp_path / "elsewhere", 1)
     for step in (2, 3):
-        checkpoint(out / f"checkpoint-{step}", step)
+        make_checkpoint(out, step)
     (out / "checkpoint-1").symlink_to(elsewhere)
     assert rotate(out, 2) == [out / "checkpoint-1"]
     assert [folder.name for folder in checkpoint_folders(out)] == ["checkpoint-2", "checkpoint-3"]
@@ -28,11 +15,10 @@ def test_rotation_leaves_what_a_link_leads_to(tmp_path):
 
 
 def test_a_checkpoint_takes_the_place_of_a_link(tmp_path):
-    elsewhere = checkpoint(tmp_path / "elsewhere/checkpoint-1", 1)
+    elsewhere = make_checkpoint(tmp_path / "elsewhere", 1)
     target = tmp_path / "out/checkpoint-1"
-    new = checkpoint(tmp_path / "out/.saving/checkpoint-1", 1)
+    new = make_checkpoint(tmp_path / "out/.saving", 1)
     for leads_to in (elsewhere, tmp_path / "nowhere"):
-        target.unlink(missing_ok=True) if target.is_symlink() else None
         target.symlink_to(leads_to)
         publish(new, target)
         assert not target.is_symlink() and checkpoint_problems(target) == []
@@ -43,8 +29,7 @@ def test_a_checkpoint_takes_the_place_of_a_link(tmp_path):
 def test_checkpoints_of_an_abandoned_course_are_renamed_each_to_a_name_of_its_own(tmp_path):
     for _ in range(2):
         for step in (1, 2, 3):
-            if not (tmp_path / f"checkpoint-{step}").exists():
-                checkpoint(tmp_path / f"checkpoint-{step}", step)
+            make_checkpoint(tmp_path, step)
         aside = set_aside_later(tmp_path, 1)
         assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["checkpoint-1"]
         assert len(aside) == 2 and all(path.is_dir() for path in aside)

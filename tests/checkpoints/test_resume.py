@@ -61,15 +61,6 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused(tmp_path):
         trainer.train(resume_from_checkpoint=str(checkpoint(6)))
 
 
-def test_between_two_rollouts_a_fixed_beta_and_the_temperature_may_change(tmp_path):
-    changed = {**SHAPE, "beta": 0.5, "temperature": 0.7}
-    with pytest.raises(ValueError, match="temperature: 1.0 -> 0.7, beta: 0.05 -> 0.5; .* allow_config_change to true"):
-        make_trainer(tmp_path, dataset=prompts(6), **changed).train(resume_from_checkpoint=str(checkpoint(4)))
-    trainer = make_trainer(tmp_path, dataset=prompts(6), allow_config_change=True, **changed)
-    trainer.train(resume_from_checkpoint=str(checkpoint(4)))
-    assert logged(trainer, "kl/beta") == [0.05, 0.5, 0.5]
-
-
 def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
     other = tmp_path / "checkpoint-6"
     shutil.copytree(checkpoint(6), other)

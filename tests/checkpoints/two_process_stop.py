@@ -5,6 +5,7 @@ HOW is "whole", or "token": the second process gets a SIGTERM while it samples.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -18,28 +19,22 @@ torch.set_num_threads(1)
 from tests.checkpoints.crash_runs import PPO, digest, drawing  # noqa: E402
 from tests.ppo.support import make_trainer, prompts  # noqa: E402
 
-SENDER = 1
-# The signal comes before this token of the sender.
-TOKENS = 9
-
 
 def main(folder: Path, how: str) -> None:
     trainer = make_trainer(folder / "run", dataset=prompts(8), reward=drawing, **{**PPO, "rollout_batch_size": 8})
     rank = trainer.accelerator.process_index
-    left = TOKENS
+    poll, tokens = trainer.sampler.backend.poll, itertools.count()
 
-    def pass_by() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0 and rank == SENDER:
+    def send_and_poll() -> None:
+        if next(tokens) == 8 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        poll()
 
     def note(name: str, value: object) -> None:
         (folder / f"{name}-{rank}.json").write_text(json.dumps(value))
 
     if how == "token":
-        poll = trainer.sampler.backend.poll
-        trainer.sampler.backend.poll = lambda: (pass_by(), poll())[1]
+        trainer.sampler.backend.poll = send_and_poll
     try:
         trainer.train(resume_from_checkpoint="auto")
     except SystemExit as stop:

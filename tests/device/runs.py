@@ -33,7 +33,6 @@ from tests.tiny import tiny_model, tiny_tokenizer
 SHAPE: dict[str, Any] = {
     "use_cpu": False, "num_minibatches": 2, "per_device_train_batch_size": 1, "max_completion_length": 4,
 }  # fmt: skip
-AHEAD = {"num_rollouts": 3, "check_memory": False}
 # A pack of every kind: states that are kept, no padding, a reference.
 ALL_ROLES = {"adapter_layers": "top-1", "padding_free": True}
 PPO: dict[str, dict[str, Any]] = {
@@ -50,14 +49,8 @@ PPO: dict[str, dict[str, Any]] = {
     "masked": {"truncated_completions": "mask", "target_kl": 1e-4, "num_generations": 2},
     "drawn from a part": {"top_p": 0.8, "top_k": 20, "max_rollout_rows": 2, "temperature": 0.7},
     "checkpointing": {"activation_checkpointing": True, "activation_offloading": True},
-    "lengths": {
-        "lam_value": 1.0,
-        "length_penalty": 0.1,
-        "logging_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "num_rollouts": 2,
-    },
+    "lengths": {"lam_value": 1.0, "length_penalty": 0.1, "logging_steps": 4, "num_rollouts": 2},
+    "saving": {"save_strategy": "steps", "save_steps": 2, "num_rollouts": 2},
 }
 
 
@@ -83,7 +76,7 @@ def evaluated(folder: Path) -> None:
 def ahead(folder: Path, schedule: str) -> None:
     """The sampler has a trunk of its own, on the CPU as a server elsewhere would."""
     backend = CopyBackend(TrunkModel(base_model(), lora()))
-    ppo(folder, rollout_backend=backend, schedule=schedule, **AHEAD)
+    ppo(folder, rollout_backend=backend, schedule=schedule, num_rollouts=3, check_memory=False)
 
 
 def episodes(folder: Path, **settings: Any) -> None:
@@ -116,9 +109,7 @@ def trained(kind: str) -> Callable[[Path], None]:
 class Careless(PPOTrainer):
     """Multiplies the loss by a tensor that was made without a device."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs)
         return (loss * torch.ones(inputs["experience"].pack.num_rows + 1)).mean()
 

@@ -195,12 +195,8 @@ def _shown() -> Iterator[None]:
         raise
 
 
+@_shown()
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    with _shown():
-        return _run_checked(func, args, kwargs)
-
-
-def _run_checked(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run an operation on what its tensors hold, and return its results on the device where CUDA would."""
     name = func._schema.name.removeprefix("aten::")
     flat, _ = tree_flatten((args, kwargs))
@@ -246,37 +242,25 @@ def _wide_product(product: Any, *args: Any, out: SimTensor, **kwargs: Any) -> Si
 class _Backend(_DummyBackendModule):
     """The module `torch.sim`."""
 
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16, torch.float32]
-
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
 
-    def _is_in_bad_fork(self) -> bool:
-        return False
+
+def _always(value: Any) -> Any:
+    return lambda *_, **__: value
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-for _name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"):
-    setattr(_Backend, _name, _nothing)
+_nothing = _always(None)
+for _name, _value in {
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all")),
+    **{"is_available": True, "is_bf16_supported": True, "_is_in_bad_fork": False},
+    **{"device_count": 1, "current_device": 0},
+    "get_amp_supported_dtype": [torch.float16, torch.bfloat16, torch.float32],
+}.items():
+    setattr(_Backend, _name, _always(_value))
 
 
 class _Stream:
@@ -285,12 +269,7 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any):
         self.device = torch.device(SIM)
 
-    def elapsed_time(self, end: Any) -> float:
-        return 1.0
-
-    def query(self) -> bool:
-        return True
-
+    elapsed_time, query = _always(1.0), _always(True)
     record = wait_stream = wait_event = wait = record_event = _nothing
 
     def synchronize(self) -> None:
@@ -302,28 +281,23 @@ def _answers_of_cuda() -> dict[str, Any]:
     properties = types.SimpleNamespace(
         name="Simulated", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132, uuid="0", gcnArchName=""
     )
-    stream = _Stream
     used = 2**30
+    memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    without_effect = ("set_device", "empty_cache", "reset_peak_memory_stats", "ipc_collect", "init", "manual_seed")
     return {
-        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *_, **__: True),
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_, **__: used),
-        **dict.fromkeys(("set_device", "empty_cache", "reset_peak_memory_stats", "ipc_collect", "init"), _nothing),
-        **dict.fromkeys(("manual_seed", "manual_seed_all"), _nothing),
-        **dict.fromkeys(("current_stream", "default_stream"), lambda *_: stream()),
-        "max_memory_reserved": lambda *_: used,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "mem_get_info": lambda *_: (MEMORY - used, MEMORY),
-        "get_device_properties": lambda *_: properties,
-        "get_device_capability": lambda *_: (9, 0),
-        "get_device_name": lambda *_: properties.name,
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), _always(True)),
+        **dict.fromkeys(memory, _always(used)),
+        **dict.fromkeys((*without_effect, "manual_seed_all", "set_rng_state", "set_rng_state_all"), _nothing),
+        **dict.fromkeys(("current_stream", "default_stream", "Event", "Stream"), _Stream),
+        "device_count": _always(1),
+        "current_device": _always(0),
+        "mem_get_info": _always((MEMORY - used, MEMORY)),
+        "get_device_properties": _always(properties),
+        "get_device_capability": _always((9, 0)),
+        "get_device_name": _always(properties.name),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "set_rng_state": _nothing,
-        "set_rng_state_all": _nothing,
         "synchronize": lambda *_: _wait("synchronize"),
-        "Event": stream,
-        "Stream": stream,
         "stream": lambda *_: contextlib.nullcontext(),
     }
 
@@ -334,14 +308,18 @@ def _device_of_block() -> torch.device | None:
     return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 
 
+def _marked(tensor: torch.Tensor, is_pinned: bool) -> torch.Tensor:
+    tensor._says_pinned = is_pinned
+    return tensor
+
+
 def _made_on_cpu(name: str) -> None:
     """Let a factory make its tensor on the CPU and hand it over: without a wait, unless it takes values."""
     real = getattr(torch, name)
 
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         device = _device_of_block() if device is None else device
-        out = real(*args, device="cpu" if _is_sim(device) else device, **kwargs)
-        out._says_pinned = pin_memory
+        out = _marked(real(*args, device="cpu" if _is_sim(device) else device, **kwargs), pin_memory)
         return SimTensor(out) if _is_sim(device) else out
 
     setattr(torch, name, made)
@@ -368,17 +346,14 @@ def _patch_values() -> None:
 
     def pinned(make: Any) -> Any:
         def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-            out = make(*args, **kwargs)
-            if pin_memory:
-                out._says_pinned = True
-            return out
+            return _marked(make(*args, **kwargs), pin_memory)
 
         return made
 
     torch.tensor, torch.as_tensor = given, converted
     torch.empty, torch.empty_like = pinned(empty), pinned(empty_like)
     torch.Tensor.is_pinned = lambda self, *_: _is_pinned(self)
-    torch.Tensor.pin_memory = lambda self, *_: _marked(self.clone())
+    torch.Tensor.pin_memory = lambda self, *_: _marked(self.clone(), True)
 
 
 def _keep_unpacked() -> None:
@@ -394,11 +369,6 @@ def _keep_unpacked() -> None:
         begin(self, pack_hook, unpacked)
 
     torch.autograd.graph.saved_tensors_hooks.__init__ = started
-
-
-def _marked(tensor: torch.Tensor) -> torch.Tensor:
-    tensor._says_pinned = True
-    return tensor
 
 
 def _say_cuda() -> None:

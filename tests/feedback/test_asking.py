@@ -29,9 +29,8 @@ def test_a_stream_is_read_no_further_than_the_consumer_allows():
     def consume(product):
         gate.wait(10)
 
-    opener = threading.Timer(0.3, lambda: (most.append(len(read)), gate.set()))
     most = []
-    opener.start()
+    threading.Timer(0.3, lambda: (most.append(len(read)), gate.set())).start()
     overlapped(stream(), consume, max_waiting=3)
     # One in the consumer, three waiting, one in the producer's hands
     assert most[0] <= 5 and len(read) == 50

@@ -1,29 +1,24 @@
-"""From labels to rows and from rows to statistics, by hand-worked numbers."""
+"""From texts to pairs, from labels to rows and from rows to statistics, by hand-worked numbers."""
+
+from itertools import combinations
 
 import pytest
 from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onetrunk.data.rows import check_preferences
 from onetrunk.feedback.asking import Asker, FailureLimit
-from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics
+from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics, all_pairs, best_worst_pair, distinct
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.judges.constitution import load_constitution
 from onetrunk.judges.judge import Pair, prompt_key
+from onetrunk.stages.prefs.arguments import check_pairing
 from onetrunk.types import SampledText
 from onetrunk.utils.ledger import Ledger
 from tests.judges.fakes import ToldJudge
 
 CONSTITUTION = "name: t\nprinciples:\n  - {text: heavy, weight: 3.0}\n  - {text: light, weight: 1.0}\n"
-
-
-def table_judge(answers):
-    """Return a judge with a table: (principle, shown first, shown second) or (principle, completion)."""
-
-    def answer(item, principle):
-        texts = (item.first, item.second) if isinstance(item, Pair) else (item.text,)
-        return answers[principle.text, *texts]
-
-    return ToldJudge(answer, "table")
 
 
 @pytest.fixture
@@ -32,7 +27,13 @@ def make(tmp_path):
     with Ledger(tmp_path / "ledger.db") as ledger:
 
         def maker(answers, **settings):
-            judge = table_judge(answers)
+            """`answers` of (principle, shown first, shown second) or (principle, completion)."""
+
+            def answer(item, principle):
+                texts = (item.first, item.second) if isinstance(item, Pair) else (item.text,)
+                return answers[principle.text, *texts]
+
+            judge = ToldJudge(answer, "table")
             asker = Asker(judge, load_constitution(tmp_path / "c.yaml"), ledger, 0.5)
             return judge, PreferenceMaker(asker, seed=0, **settings)
 
@@ -155,7 +156,68 @@ def test_all_questions_on_a_few_prompts_may_be_refused_or_unread_and_on_several_
     # 9 of 109 so far; 11 of 111 are below a tenth, 12 of 112 are not.
     failures.note("no label", "unread", prompt="p")
     failures.note("no label", "unread", prompt="q")
-    with pytest.raises(
-        RuntimeError, match="refused 1 of 112 questions, and gave 11 of them a reply that is no verdict"
-    ):
+    message = "refused 1 of 112 questions, and gave 11 of them a reply that is no verdict"
+    with pytest.raises(RuntimeError, match=message):
         failures.note("HTTP 400: blocked", "refused", prompt=[{"role": "user", "content": "p"}])
+
+
+texts = st.lists(st.sampled_from(["a", "b", " a ", "c", "", "  ", "d"]), max_size=7)
+words = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+
+
+@given(texts, words)
+def test_all_pairs_cover_each_pair_of_different_texts_once(completions, words):
+    pairs = all_pairs(completions, words)
+    found = [frozenset((completions[i].strip(), completions[j].strip())) for i, j in pairs]
+    different = {text.strip() for text in completions if text.strip()}
+    assert sorted(map(sorted, found)) == sorted(map(sorted, combinations(different, 2)))
+    assert pairs == all_pairs(completions, words)
+
+
+@given(texts, words, st.integers(1, 10))
+def test_random_pairs_are_some_of_all_pairs_each_at_most_once(completions, words, count):
+    pairs = all_pairs(completions, words, count)
+    every = [frozenset(pair) for pair in all_pairs(completions, words)]
+    assert len({frozenset(pair) for pair in pairs}) == len(pairs) == min(count, len(every))
+    assert {frozenset(pair) for pair in pairs} <= set(every)
+    assert pairs == all_pairs(completions, words, count)
+
+
+def test_random_pairs_and_their_order_differ_between_seeds_and_prompts():
+    completions = [f"text {i}" for i in range(10)]
+    assert len({tuple(all_pairs(completions, (seed, 5), 3)) for seed in range(20)}) > 15
+    # Either of two comes first about as often: 500 coins, 6 standard deviations
+    first = sum(all_pairs(["a", "b"], (0, prompt)) == [(0, 1)] for prompt in range(500))
+    assert 180 < first < 320
+
+
+@given(texts, st.lists(st.none() | st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=7, max_size=7), words)
+def test_best_and_worst_are_the_extremes_among_the_rated(completions, ratings, words):
+    pairs = best_worst_pair(completions, ratings, words)
+    rated = [ratings[i] for i in distinct(completions) if ratings[i] is not None]
+    if len(set(rated)) < 2:
+        assert pairs == []
+        return
+    (pair,) = pairs
+    assert sorted(ratings[i] for i in pair) == [min(rated), max(rated)]
+    assert completions[pair[0]].strip() != completions[pair[1]].strip()
+
+
+def test_distinct_keeps_the_first_of_each_text_and_none_that_no_training_row_may_hold():
+    assert distinct(["b", " a", "", "a ", "b", "c", "d\0"]) == [0, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("pairing", "num", "per_prompt", "message"),
+    [
+        ("some", 2, None, "all, best_worst, random"),
+        ("all", 1, None, "set 2 or more"),
+        ("best_worst", 1, None, "set 2 or more"),
+        ("random", 4, None, "set pairs_per_prompt"),
+        ("all", 4, 2, "only there"),
+        ("random", 4, 0, "1 or more"),
+    ],
+)
+def test_settings_without_a_pair_are_refused(pairing, num, per_prompt, message):
+    with pytest.raises(ValueError, match=message):
+        check_pairing(pairing, num, per_prompt)

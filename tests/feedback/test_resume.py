@@ -64,11 +64,10 @@ def test_questions_without_an_answer_leave_pairs_unjudged_and_are_asked_again(in
     log = tmp_path / "asked.log"
     runs.run(inputs, tmp_path / "sound", CountingJudge(tmp_path / "sound.log"), **settings)
     first = runs.run(inputs, tmp_path / "out", CountingJudge(log, fails=lambda n: n % 9 == 0), **settings)
-    unjudged = first.statistics["counts"]["unjudged"]
-    assert unjudged > 0 and first.num_rows < len(list(read_rows(tmp_path / "sound/data/preferences.jsonl")))
+    assert first.statistics["counts"]["unjudged"] > 0
+    assert first.num_rows < len(list(read_rows(tmp_path / "sound/data/preferences.jsonl")))
     asked = questions_asked(log)
-    again = runs.run(inputs, tmp_path / "out", CountingJudge(log), **settings)
-    assert again.statistics["counts"]["unjudged"] == 0
+    runs.run(inputs, tmp_path / "out", CountingJudge(log), **settings)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "sound")
     twice = [question for question, count in (questions_asked(log)).items() if count > 1]
     assert 0 < len(twice) == sum(asked.values()) // 9

@@ -20,15 +20,12 @@ class StubServer(Stub):
     """Answers `/v1/models` and `/v1/chat/completions`.
 
     Args:
-        model: its only model.
-        fault: of FAULTY, or "other_model", "no_logprobs"; None for a server that is well.
-        rate: share of the calls that go wrong while `faulty`.
+        fault: of FAULTY, or "other_model", "no_logprobs"; `rate` and other settings as of Stub.
         logprobs: whether it returns log probabilities when asked.
         bias: added to the probability of the first label.
         thinks: where its model's reasoning comes back, which takes THOUGHT_TOKENS and is turned off by the template's
             enable_thinking: "reasoning", "reasoning_content", or "inline" for the text itself; None: it has none.
         repeats_headers: whether the reasoning ends with the headers of a call.
-        settings: of Stub.
     """
 
     wrong = {"no_logprobs": _without_logprobs}
@@ -50,11 +47,9 @@ class StubServer(Stub):
         self.faults = FAULTY | {"other_model": says(200, completion("another-model", "A"))}
         self.model, self.logprobs, self.bias = model, logprobs, bias
         self.thinks, self.repeats_headers = thinks, repeats_headers
-        # Of a body: the reply in place of the usual one, or None.
+        # Of a body: the reply in place of the usual one, or None; the status; what it reports as its usage.
         self.replies_instead: Callable[[Any], Any] = lambda _body: None
-        # Of a body: the status of its answer.
         self.status_instead: Callable[[Any], int] = lambda _body: 200
-        # Of a body: what the reply reports as its usage.
         self.usage_of: Callable[[Any], Any] = lambda _body: USAGE
 
     def __enter__(self) -> StubServer:
@@ -71,24 +66,22 @@ class StubServer(Stub):
         return 200, (self.replies_instead(body) or self._reply(body)) | {"usage": self.usage_of(body)}
 
     def _reply(self, body: Any) -> dict[str, Any]:
-        seed = body.get("seed")
-        if self.thinks and body.get("chat_template_kwargs", {}).get("enable_thinking", True):
-            return self._think(body, seed)
-        p = first_probability(body["messages"], self.bias)
+        p, seed = first_probability(body["messages"], self.bias), body.get("seed")
         label = "A" if draw("label", body["messages"], seed) < p else "B"
+        if self.thinks and body.get("chat_template_kwargs", {}).get("enable_thinking", True):
+            return self._think(body, label)
         shares = {"A": 0.9 * p, "B": 0.9 * (1 - p), " A": 0.08 * p, " B": 0.08 * (1 - p), "The": 0.01}
         asked = body.get("logprobs") and self.logprobs
         return completion(self.model, label, [candidates(label, shares)] if asked else None)
 
-    def _think(self, body: Any, seed: Any) -> dict[str, Any]:
+    def _think(self, body: Any, label: str) -> dict[str, Any]:
         """Return a reply of a model that reasons first, in the forms of vLLM with a parser for reasoning and without.
 
         The log probabilities are those of all its tokens, the reasoning's first.
         """
-        thought = f"A and B, let me see {draw('thought', body['messages'], seed)}"
+        thought = f"A and B, let me see {draw('thought', body['messages'], body.get('seed'))}"
         thought += f" {self.headers[-1]}" if self.repeats_headers else ""
         is_whole = body["max_tokens"] > THOUGHT_TOKENS
-        label = "A" if draw("label", body["messages"], seed) < first_probability(body["messages"], self.bias) else "B"
         positions = [candidates("A", {"A": 0.99, "B": 0.001})] if body.get("logprobs") else None
         if self.thinks == "inline":
             text = f"<think>{thought}</think>\n\n{label}" if is_whole else f"<think>{thought}"

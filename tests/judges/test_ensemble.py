@@ -37,11 +37,6 @@ def test_who_abstains_is_left_out_and_where_all_abstain_so_does_the_ensemble():
     assert (verdict.probability, verdict.error, verdict.reason) == (None, None, "silent: cannot say")
 
 
-def test_a_members_error_is_an_error_and_never_a_label():
-    (verdict,) = EnsembleJudge([fixed(0.9), fixed(None, "down", error="HTTP 503")]).compare([PAIR], PRINCIPLE)
-    assert verdict.probability is None and verdict.error == "down: HTTP 503"
-
-
 def test_every_answer_is_told_once_until_a_member_breaks():
     members = [ToldJudge(lambda item, principle: 0.2, "a"), fixed(0.8, "b")]
     told, pairs = [], [Pair("p", str(i), "x") for i in range(70)]
@@ -72,8 +67,9 @@ def test_what_is_no_ensemble_is_refused():
     ("kinds", "expected"),
     [(("refused",), "refused"), (("unread", "server"), "server"), (("unread", "refused"), "unread")],
 )
-def test_the_error_of_an_ensemble_is_the_servers_if_one_of_its_members_failed(kinds, expected):
+def test_a_members_error_is_an_error_and_the_servers_if_one_of_them_is(kinds, expected):
     failing = [fixed(None, kind, error="no", error_kind=kind) for kind in kinds]
     judge = EnsembleJudge([fixed(0.5), *failing])
-    assert judge.compare([PAIR], PRINCIPLE)[0].error_kind == expected
+    (verdict,) = judge.compare([PAIR], PRINCIPLE)
+    assert verdict.probability is None and verdict.error_kind == expected and f"{kinds[0]}: no" in verdict.error
     assert judge.rate([Single("p", "a")], PRINCIPLE)[0].error_kind == expected

@@ -1,6 +1,5 @@
 """The monitor over real PPO: a reward that can be hacked, a judge that is not deceived, an alarm, and a stop."""
 
-import logging
 import math
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ import torch
 from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.hacking_monitor import HackingMonitor, paired_change
 from onetrunk.judges.judge import Judge, Principle, Rating, Single
-from tests.ppo.support import StopAt, logged, make_trainer, prompts
+from tests.ppo.support import logged, make_trainer, prompts
 from tests.tiny import WORDS
 
 CONSTITUTION = Constitution("brief", (Principle("Is the reply brief?", tags=("brief",)),))
@@ -19,7 +18,6 @@ RUN = {"num_rollouts": 14, "rollout_batch_size": 48, "per_device_train_batch_siz
 RUN |= {"learning_rate": 5e-3, "lr_scheduler_type": "constant", "beta": 0.0}
 RUN |= {"max_completion_length": 12, "stop_tokens": list(WORDS[:20])}
 SHORT = {"rollout_batch_size": 8, "per_device_train_batch_size": 8, "num_ppo_epochs": 2}
-LOGGER = "onetrunk.judges.hacking_monitor"
 
 
 def long_ones(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
@@ -28,29 +26,21 @@ def long_ones(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
 
 
 class BrevityJudge(Judge):
-    """Rates a reply of no words 1, and one of 12 words 0.
-
-    Args:
-        is_down: says of the number of a call (from 1) whether it stays without an answer.
-        raises: where it is down it raises, rather than say so.
-    """
+    """Rates a reply of no words 1, and one of 12 words 0; in some calls (from 1) it raises, or cannot be read."""
 
     name = "brevity"
     identity = {"judge": "brevity"}
 
-    def __init__(self, is_down=lambda number: False, raises=False):
-        self.is_down, self.raises = is_down, raises
-        self.num_calls = self.num_ratings = 0
+    def __init__(self, raises_at=(), unread_at=()):
+        self.raises_at, self.unread_at, self.num_calls = raises_at, unread_at, 0
 
     def _answer(self, items: Sequence[Single], principle: Principle, keep) -> None:
         self.num_calls += 1
-        self.num_ratings += len(items)
-        is_down = self.is_down(self.num_calls)
-        if is_down and self.raises:
+        if self.num_calls in self.raises_at:
             raise RuntimeError("the server is down")
+        unread = Rating(None, '5 of 5 replies are no label (one: it begins "Sure!")')
         for index, item in enumerate(items):
-            rating = Rating(1 - len(item.text.split()) / 12)
-            keep(index, Rating(None, error="the server is down") if is_down else rating)
+            keep(index, unread if self.num_calls in self.unread_at else Rating(1 - len(item.text.split()) / 12))
 
 
 def watched(folder, judge=None, monitor=None, reward=long_ones, **settings):
@@ -66,16 +56,9 @@ def test_a_hackable_reward_raises_the_alarm_and_stops_the_run(tmp_path, caplog):
     def brief(completions, **kwargs):
         return [1 - len(text.split()) / 12 for text in completions]
 
-    trainer, monitor = watched(
-        tmp_path,
-        RubricJudge({"brief": brief}),
-        {"action": "stop"},
-        save_strategy="steps",
-        save_steps=4,
-        num_rollouts=24,
-    )
-    with caplog.at_level(logging.WARNING, LOGGER):
-        trainer.train()
+    settings = {"save_strategy": "steps", "save_steps": 4, "num_rollouts": 24}
+    trainer, monitor = watched(tmp_path, RubricJudge({"brief": brief}), {"action": "stop"}, **settings)
+    trainer.train()
     proxy, judged, gaps = (logged(trainer, f"judge/{name}") for name in ("proxy_score", "score", "gap"))
     assert proxy[-1] > proxy[0] and judged[-1] < judged[0]
     assert gaps[-1] > 0.5 and gaps[-1] > gaps[0]
@@ -136,44 +119,15 @@ def test_a_judge_that_agrees_with_the_reward_raises_no_alarm(tmp_path):
     assert logged(trainer, "judge/score")[-1] > logged(trainer, "judge/score")[0]
 
 
-@pytest.mark.slow
-def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 100, "num_rollouts": 6, **SHORT}
-    whole, monitor = watched(tmp_path / "whole", **settings)
-    whole.train()
-    cut, _ = watched(tmp_path / "cut", **settings)
-    cut.add_callback(StopAt(5))  # in the middle of the third rollout
-    cut.train()
-    judge = BrevityJudge()
-    resumed, again = watched(tmp_path / "cut", judge, **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert again.state() == monitor.state()
-    assert judge.num_calls == 4  # rollouts 3 to 6, and no second baseline
-    for name in ("score", "proxy_score", "gap", "alarm"):
-        assert logged(resumed, f"judge/{name}") == logged(whole, f"judge/{name}")
-
-
-def test_a_judge_that_is_down_costs_a_measurement_and_not_the_run(tmp_path, caplog):
-    judge = BrevityJudge(is_down=lambda number: number in (1, 3, 4), raises=True)
+def test_a_judge_that_is_down_or_cannot_be_read_costs_a_measurement_and_not_the_run(tmp_path, caplog):
+    judge = BrevityJudge(raises_at=(1, 3, 4), unread_at=(6,))
     trainer, monitor = watched(tmp_path, judge, **SHORT, num_rollouts=5)
-    with caplog.at_level(logging.WARNING, "onetrunk.judges.hacking_monitor"):
-        trainer.train()
-    # Not before training and not after rollouts 2 and 3; the first answer becomes the baseline.
-    assert [m["step"] for m in monitor.measurements] == [2, 8, 10]
-    assert len(logged(trainer, "judge/score")) == 3
-    assert caplog.text.count("0 of 48 of the monitor's completions have a score of both") == 3
+    trainer.train()
+    # Not before training and not after rollouts 2, 3 and 5; the first answer becomes the baseline.
+    assert [m["step"] for m in monitor.measurements] == [2, 8]
+    assert len(logged(trainer, "judge/score")) == 2
+    assert caplog.text.count("0 of 48 of the monitor's completions have a score of both") == 4
     assert "the server is down" in caplog.text
-
-
-def test_replies_that_cannot_be_read_are_left_out_and_one_is_shown(tmp_path, caplog):
-    class Chatty(BrevityJudge):
-        def _answer(self, items, principle, keep):
-            for index in range(len(items)):
-                keep(index, Rating(None, '5 of 5 replies are no label (one: it begins "Sure!")'))
-
-    trainer, _ = watched(tmp_path, Chatty(), **SHORT, num_rollouts=1)
-    with caplog.at_level(logging.WARNING, "onetrunk.judges.hacking_monitor"):
-        trainer.train()
     assert '(the judge on one of them: 5 of 5 replies are no label (one: it begins "Sure!"))' in caplog.text
 
 
@@ -226,11 +180,8 @@ def test_the_change_is_the_rise_of_a_line_by_hand():
     assert mean == pytest.approx(2.5)
     # Standard deviation of (2, 3) is .7071; over the root of 2 it is .5.
     assert error == pytest.approx(0.5)
-
-
-def test_what_is_peculiar_to_a_row_is_no_noise():
-    offsets = [0.0, 100.0, -50.0, 7.0]
-    mean, error = paired_change([[o + 0.1 * t for o in offsets] for t in range(4)])
+    # What is peculiar to a row is no noise.
+    mean, error = paired_change([[own + 0.1 * t for own in (0.0, 100.0, -50.0, 7.0)] for t in range(4)])
     assert mean == pytest.approx(0.3) and error < 1e-9
 
 

@@ -3,15 +3,16 @@
 import sys
 
 import pytest
-from transformers import AutoModelForSequenceClassification
 
 from onetrunk.judges.judge import Pair, Single
 from onetrunk.judges.judge_config import JudgeConfig, load_judge, names_a_judge
 from onetrunk.judges.local import CausalJudge, RewardModelJudge
+from onetrunk.judges.server import ServerJudge
 from onetrunk.judges.template import question_messages
 from onetrunk.models.build import train_tokenizer
 from onetrunk.stages.arguments import parse
 from tests.judges.test_constitution import SHORT, short
+from tests.models.reward_adapters import a_scorer
 from tests.processes import python
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -25,14 +26,6 @@ def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checks.py").write_text(CHECKS)
     (tmp_path / "constitution.yaml").write_text(CONSTITUTION)
-
-
-@pytest.fixture
-def reward_folder(tmp_path):
-    tiny_model("llama").save_pretrained("base")
-    AutoModelForSequenceClassification.from_pretrained("base", num_labels=1).save_pretrained("reward")
-    tiny_tokenizer().save_pretrained("reward")
-    return "reward"
 
 
 def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line(tmp_path):
@@ -51,19 +44,24 @@ def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line
 
 
 def test_an_answer_is_known_by_what_it_depends_on_and_limits_are_no_part_of_that():
-    plain = load_judge(JudgeConfig(judge=[URL], judge_model="m")).identity
-    limits = {"judge_timeout_s": 5, "judge_verdict_tokens": 512}
-    assert load_judge(JudgeConfig(judge=[URL], judge_model="m", **limits)).identity == plain
-    other = JudgeConfig(judge=[URL], judge_model="m", judge_extra_body={"reasoning_effort": "low"})
-    assert load_judge(other).identity != plain
+    def identity(**settings):
+        return load_judge(JudgeConfig(judge=[URL], judge_model="m", **settings)).identity
+
+    assert identity(judge_timeout_s=5, judge_verdict_tokens=512) == identity()
+    assert identity(judge_extra_body={"reasoning_effort": "low"}) != identity()
 
 
-def test_a_reward_model_and_an_ensemble_in_which_servers_are_asked_last(reward_folder):
+def test_a_reward_model_and_an_ensemble_in_which_servers_are_asked_last():
+    a_scorer().save_pretrained("reward")
+    tiny_tokenizer().save_pretrained("reward")
     judge = load_judge(JudgeConfig(judge=["reward:reward"], judge_device="cpu", judge_batch_size=3))
     assert isinstance(judge, RewardModelJudge) and judge.batch_size == 3 and judge.name == "reward"
     specs = [f"{URL}#model=a", "reward:reward", f"{URL}#model=b", "rubric"]
     ensemble = load_judge(JudgeConfig(judge=specs, rubric={"short": short}, judge_device="cpu"))
     assert list(ensemble.members) == ["reward", "rubric", "a", "b"]
+    # Servers of one model are one judge.
+    alone, shared = (load_judge(JudgeConfig(judge=urls, judge_model="m")) for urls in ([URL], [URL, f"{URL}/2"]))
+    assert isinstance(shared, ServerJudge) and shared.identity == alone.identity
 
 
 def test_anything_else_is_a_causal_model():

@@ -27,12 +27,10 @@ TWO = parse_constitution(
 )
 
 
-def slot_judge(bias=0.0, silent=()):
+def slot_judge(bias=0.0):
     """Return a judge that prefers the longer completion, and by `bias` logits the one in the first slot."""
 
     def answer(pair, principle):
-        if pair.first in silent:
-            return silent[pair.first]
         return 1 / (1 + math.exp(-(len(pair.first) - len(pair.second) + bias)))
 
     return ToldJudge(answer, "slot", bias)
@@ -59,23 +57,10 @@ def told_label(constitution, verdicts):
     return label
 
 
-def labels_and_statistics(judge, pairs):
-    labels, statistics = judge_pairs(judge, pairs, ONE), JudgeStatistics()
-    for label in labels:
-        statistics.add(label)
-    return labels, statistics.as_dict()
-
-
 def test_a_label_by_hand():
-    verdicts = {
-        # The first principle: .8 as given; flipped .4 for `second`, so .6 for `first`. Mean .7, weight 3.
-        (0, False): 0.8,
-        (0, True): 0.4,
-        # The second: .5 and 1 - .3 = .7. Mean .6, weight 1.
-        (1, False): 0.5,
-        (1, True): 0.3,
-    }
-    label = told_label(TWO, verdicts)
+    # The first principle: .8 as given; flipped .4 for `second`, so .6 for `first`. Mean .7, weight 3.
+    # The second: .5 and 1 - .3 = .7. Mean .6, weight 1.
+    label = told_label(TWO, {(0, False): 0.8, (0, True): 0.4, (1, False): 0.5, (1, True): 0.3})
     assert label.probability == pytest.approx((3 * 0.7 + 0.6) / 4)
     assert label.consistent and not label.errors and not label.abstentions
     assert [list(orders) for _, orders in label.votes] == [pytest.approx([0.8, 0.6]), pytest.approx([0.5, 0.7])]
@@ -107,8 +92,9 @@ def test_a_principle_that_ties_does_not_count():
 
 
 def test_an_order_without_answer_leaves_its_principle_out():
+    # Of the pairs as they are flipped.
     silent = {"b": Verdict(None, "cannot say"), "c": Verdict(None, error="server down")}
-    judge = slot_judge(silent=silent)
+    judge = ToldJudge(lambda pair, principle: silent.get(pair.first, 0.5))
     abstained, failed = judge_pairs(judge, [Pair("p", "a", "b"), Pair("p", "a", "c")], ONE)
     assert (abstained.probability, abstained.abstentions, abstained.errors) == (None, 1, ())
     assert (failed.probability, failed.abstentions, failed.errors) == (None, 0, ("server",))
@@ -118,8 +104,11 @@ def test_an_order_without_answer_leaves_its_principle_out():
 @pytest.mark.parametrize("bias", [0.0, 0.7, -3.0, 9.0])
 def test_the_bias_of_a_judge_is_found_and_cancelled(bias):
     equal = [Pair(f"p{i}", "same", "size") for i in range(20)]
-    labels, figures = labels_and_statistics(slot_judge(bias), equal)
-    assert all(label.probability == pytest.approx(0.5) for label in labels)
+    statistics = JudgeStatistics()
+    for label in judge_pairs(slot_judge(bias), equal, ONE):
+        statistics.add(label)
+        assert label.probability == pytest.approx(0.5)
+    figures = statistics.as_dict()
     expected = 1 / (1 + math.exp(-bias))
     assert figures["first_slot_probability"] == pytest.approx(expected)
     assert figures["first_slot_rate"] == (0.5 if bias == 0 else float(bias > 0))
@@ -193,12 +182,9 @@ def test_the_first_answer_is_kept_and_an_error_is_not(tmp_path, answer):
         assert kept_answer(ledger, KEY, type(answer)) == answer
 
 
-def test_a_digest_does_not_depend_on_the_order_of_keys():
+def test_a_digest_does_not_depend_on_the_order_of_keys_and_what_is_no_json_value_has_none():
     assert digest({"a": 1, "b": [2, "\u00e9"]}) == digest({"b": [2, "\u00e9"], "a": 1})
     assert digest({"a": 1}) != digest({"a": "1"})
-
-
-def test_what_is_no_json_value_has_no_digest():
     with pytest.raises(ValueError):
         digest({"a": float("nan")})
 

@@ -55,8 +55,10 @@ def test_probabilities_are_summed_over_the_spellings_of_a_label():
         [{"token": "A", "logprob": -0.1, "top_logprobs": [{"token": "A"}, {"token": "B"}]}],
         # Not probabilities: more than 1 together.
         [candidates("A", {"A": 0.9, "B": 0.9})],
-        # Of another text.
+        # Of another text, and of reasoning that the server has hidden.
         [candidates("B", {"A": 0.1, "B": 0.9})],
+        [candidates(token, {token: 0.99, "C": 0.005}) for token in ("Both", " are", " fine")],
+        [candidates(token, {token: 0.99, "C": 0.005}) for token in ("<think>", "B", "</think>", "A")],
     ],
 )
 def test_log_probabilities_that_are_none_are_not_taken_for_some(positions):
@@ -83,19 +85,6 @@ def test_log_probabilities_are_found_by_tokens_also_where_a_reply_runs_past_its_
     first = candidates(tokens[0], {tokens[0]: 0.99, "B": 0.005})
     found = label_probabilities(reply(text, [first, *positions]), LABELS)
     assert found == pytest.approx({"A": 0.99, "B": 0.005})
-
-
-@pytest.mark.parametrize(
-    ("tokens", "text"),
-    [
-        # Those of reasoning that the server has hidden.
-        (["<think>", "B", "</think>", "A"], "A"),
-        (["Both", " are", " fine"], "A"),
-    ],
-)
-def test_log_probabilities_of_another_text_are_not_taken(tokens, text):
-    positions = [candidates(token, {token: 0.99, "C": 0.005}) for token in tokens]
-    assert label_probabilities(reply(text, positions), LABELS) is None
 
 
 def test_after_reasoning_in_the_text_the_first_token_is_not_the_verdict():

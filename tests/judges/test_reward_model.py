@@ -6,13 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification
 
 from onetrunk.judges.judge import Judge, Pair, Principle, Single
 from onetrunk.judges.local import RewardModelJudge, load_reward_judge
 from onetrunk.models.reward_model import ScoreScale
 from onetrunk.rewards.model import ModelReward
-from tests.models.reward_adapters import saved_base, saved_reward_adapter
+from tests.models.reward_adapters import a_scorer, saved_base, saved_reward_adapter
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 PRINCIPLE = Principle("Which is better?")
@@ -23,10 +22,7 @@ TEXTS = ["the cat sings .", "a dog runs", "no", "the old house sees the red rive
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
     base = saved_base(folder / "base")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    model.save_pretrained(folder / "model")
+    a_scorer(pad_token_id=0).save_pretrained(folder / "model")
     tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(folder / "model")
     saved_reward_adapter(folder / "adapter", base, tokenizer=tiny_tokenizer())
     return folder
@@ -58,11 +54,9 @@ def test_the_other_order_gives_the_complement_to_the_last_bit(judge, texts):
 
 def test_a_rating_is_the_score_on_the_models_own_scale(folder, judge):
     (score,) = ModelReward(folder / "model")(prompts=["the bird "], completions=["no"])
-    assert judge.rate([Single("the bird ", "no")], PRINCIPLE)[0].score == pytest.approx(
-        1 / (1 + math.exp(-score)), abs=1e-6
-    )
     scaled = RewardModelJudge(judge.model, judge.tokenizer, scale=ScoreScale(score, 2.0))
-    assert scaled.rate([Single("the bird ", "no")], PRINCIPLE)[0].score == pytest.approx(0.5, abs=1e-6)
+    for rater, expected in ((judge, 1 / (1 + math.exp(-score))), (scaled, 0.5)):
+        assert rater.rate([Single("the bird ", "no")], PRINCIPLE)[0].score == pytest.approx(expected, abs=1e-6)
     assert scaled.identity != judge.identity
 
 

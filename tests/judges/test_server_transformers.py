@@ -33,19 +33,10 @@ def two_word_model(folder: Path) -> Path:
     names = dict(zip(("pad_token", "eos_token", "bos_token", "unk_token"), WORDS, strict=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names)
     tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 4096}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 1, "tie_word_embeddings": False}
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **layers, **special))
     a, b, end = WORDS.index("A"), WORDS.index("B"), 1
     shares = torch.full((len(WORDS), len(WORDS)), 1e-9)
     shares[:, a], shares[:, b] = PROBABILITY, 1 - PROBABILITY

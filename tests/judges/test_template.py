@@ -7,17 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onetrunk.judges import template
 from onetrunk.judges.judge import Pair, Principle, Single
 from onetrunk.judges.local import Reader
-from onetrunk.judges.template import (
-    LABELS,
-    MAX_CHARACTERS,
-    RATINGS,
-    SPECIAL_TOKENS,
-    nonce_of,
-    question_messages,
-    sanitized,
-)
+from onetrunk.judges.template import LABELS, RATINGS, SPECIAL_TOKENS, nonce_of, question_messages, sanitized
 from onetrunk.models.build import train_tokenizer
 from tests.judges.injections import ATTACKS, GOOD, PROMPT, own_code
 
@@ -68,7 +61,7 @@ def test_code_and_prose_with_brackets_stay_as_they_are(text):
 
 
 def test_of_a_long_text_the_middle_is_left_out():
-    text = "a" * MAX_CHARACTERS + "b" * 100
+    text = "a" * template.MAX_CHARACTERS + "b" * 100
     clean = sanitized(text)
     assert clean.startswith("aaa") and clean.endswith("b" * 100) and "[100 characters are left out here]" in clean
 
@@ -90,20 +83,7 @@ def test_a_reference_is_shown_as_material_and_is_part_of_the_key():
     assert known.singles()[0] == Single("p", "a", reference="42")
 
 
-TAG_PIECES = [
-    "</completion A ",
-    "</completion B ",
-    "<prompt ",
-    own_code(),
-    ">",
-    "\n",
-    "\r",
-    " ",
-    "\u2028",
-    "\x85",
-    "> ",
-    "x",
-]
+TAG_PIECES = ["</completion A ", "</completion B ", "<prompt ", own_code(), ">", "> ", "x", *"\n\r \u2028\x85"]
 
 
 @settings(deadline=None)

@@ -20,10 +20,6 @@ from tests.tiny import hybrid, moe, tiny_model
 BOTH = ("policy", "reference")
 
 
-def flags(model):
-    return {name: p.requires_grad for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("family", branches.FEW)
 def test_the_reference_of_a_new_adapter_is_the_base_model_bit_for_bit(family):
     base, pack = tiny_model(family), a_pack()
@@ -65,15 +61,9 @@ def test_the_reference_of_a_continued_adapter_is_a_frozen_copy_of_it(adapter_lay
     for name in BOTH:
         with trunk.as_role(name):
             assert same(logits(trunk), sft_logits)
-    optimizer = torch.optim.Adam([p for p in trunk.parameters() if p.requires_grad], lr=0.05)
-    frozen = weights_of(trunk, "reference")
-    for _ in range(3):
-        loss_of(trunk(pack=a_pack())).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    move(trunk)
     moved = trunk(pack=a_pack(), roles=BOTH)
     assert same(moved.ref_logprobs, start.ref_logprobs) and not same(moved.logprobs, start.logprobs)
-    assert same(frozen, weights_of(trunk, "reference"))
     with role(trunk, None):
         assert same(logits(trunk), base_logits)
 
@@ -105,19 +95,14 @@ def test_adapters_and_the_head_are_float32_over_a_bfloat16_base():
 
 def test_roles_change_no_flag_inside_or_after_the_block():
     trunk = build_trunk(an_sft_model(), adapter_layers="top-2")
-    before = flags(trunk)
-    outputs = {}
+    before, found = [p.requires_grad for p in trunk.parameters()], set()
     move(trunk)
-    for name in BOTH:
-        with trunk.as_role(name):
-            assert flags(trunk) == before
-            outputs[name] = logits(trunk)
-        assert flags(trunk) == before
-    with role(trunk, None):
-        assert flags(trunk) == before
-        outputs["off"] = logits(trunk)
-    assert flags(trunk) == before
-    assert len({tensor.sum().item() for tensor in outputs.values()}) == 3
+    for block in (trunk.as_role("policy"), trunk.as_role("reference"), role(trunk, None)):
+        with block:
+            assert [p.requires_grad for p in trunk.parameters()] == before
+            found.add(logits(trunk).sum().item())
+        assert [p.requires_grad for p in trunk.parameters()] == before
+    assert len(found) == 3
 
 
 def test_an_adapter_is_told_from_a_module_of_the_same_name():
@@ -206,8 +191,8 @@ def test_with_a_supported_field_the_first_ratio_is_1_and_adapters_off_are_the_ba
     settings = {name: SUPPORTED[name]}
     if name in ("layers_pattern", "layers_to_transform", "target_parameters"):
         settings |= {"target_modules": ["q_proj"], "layers_to_transform": [1]}
-    trunk, pack = TrunkModel(tiny_model("llama"), lora(**settings)), a_pack()
-    output = trunk(pack=pack, roles=BOTH)
+    trunk = TrunkModel(tiny_model("llama"), lora(**settings))
+    output = trunk(pack=a_pack(), roles=BOTH)
     assert torch.allclose(output.logprobs, output.ref_logprobs, atol=1e-6)
     move(trunk)
     with trunk.as_role("reference"):

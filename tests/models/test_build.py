@@ -98,8 +98,8 @@ def test_settings_that_exclude_each_other_are_refused(tmp_path):
     for settings in ({"model_init_kwargs": {"dtype": "bfloat16"}}, {"quantization_config": object()}):
         with pytest.raises(ValueError, match="given by name or path; this one is loaded already"):
             build_trunk(tiny_model("llama"), lora(), **settings)
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="PromptTuningConfig.*only LORA is supported"):
-        prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         build_trunk(get_peft_model(tiny_model("llama"), prompts))
     with pytest.raises(ValueError, match="leaves no layer to train"):
         build_trunk(an_sft_model(target_modules=["q_proj"], layers_to_transform=[0, 1]), adapter_layers="top-2")
@@ -152,8 +152,7 @@ def test_peft_alone_loads_the_policy(family, tmp_path):
 
 
 def test_a_continued_adapter_is_saved_whole_also_below_the_cut(tmp_path):
-    sft = an_sft_model()
-    trunk = build_trunk(sft, adapter_layers="top-1").train()
+    trunk = build_trunk(an_sft_model(), adapter_layers="top-1").train()
     lower = {n: p.detach().clone() for n, p in adapter_parameters(trunk, "default").items() if ".layers.3." not in n}
     optimizer = torch.optim.Adam([p for p in trunk.parameters() if p.requires_grad], lr=0.1)
     loss_of(trunk(pack=a_pack())).backward()
@@ -205,9 +204,8 @@ def test_branches_that_this_trunk_has_not_are_refused(tmp_path):
 @pytest.mark.parametrize("model_type", ["kimi_linear", "minimax", "phimoe"])
 def test_architectures_that_cannot_be_a_trunk_are_rejected_by_name(tmp_path, model_type):
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=f"the architecture {model_type} is not supported: .*; take a model of another"
-    ):
+    message = f"the architecture {model_type} is not supported: .*; take a model of another"
+    with pytest.raises(ValueError, match=message):
         build_trunk(str(tmp_path), lora())
 
 

@@ -1,5 +1,7 @@
 """Sampling from merged and packed weights: the same policy and completions, and a base that comes back bitwise."""
 
+import contextlib
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -10,19 +12,23 @@ from onetrunk.models.speedups import merged as packed
 from onetrunk.models.speedups.merged import can_merge, merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend
-from tests.models.branches import FEW, a_trunk, lora, move
-from tests.rollouts.small import KEYS, PROMPTS, assert_same, mixed_params, tiny
+from tests.models.branches import FEW, a_trunk, lora
+from tests.rollouts.small import KEYS, PROMPTS, assert_same, logprobs_of, mixed_params, tiny
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]])
 
 
-def all_bits(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def storages(model):
-    return {name: p.data_ptr() for name, p in model.named_parameters()}
+@contextlib.contextmanager
+def restored(model):
+    """Check that after the block every weight is the same object where it was, bit for bit, and trains as before."""
+    before = {name: (p, p.data_ptr(), p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    yield
+    assert num_merged(model) == 0
+    for name, parameter in model.named_parameters():
+        kept, place, value, requires_grad = before[name]
+        assert kept is parameter and parameter.data_ptr() == place and torch.equal(parameter, value), name
+        assert parameter.requires_grad == requires_grad, name
 
 
 def num_merged(trunk):
@@ -32,8 +38,7 @@ def num_merged(trunk):
 @pytest.mark.parametrize(("family", "layers"), [("llama", "top-2"), ("gemma2", "all"), ("gpt2", "all")])
 def test_the_merged_policy_is_the_policy_and_the_base_comes_back_bitwise(family, layers):
     trunk = a_trunk(family, adapter_layers=layers).eval()
-    before, places = all_bits(trunk), storages(trunk)
-    with torch.no_grad():
+    with torch.no_grad(), restored(trunk):
         apart = trunk(IDS).logits
         with merged_policy(trunk):
             assert num_merged(trunk) == sum(POLICY in layer.lora_A for layer in trunk.tuner_layers) > 0
@@ -42,8 +47,6 @@ def test_the_merged_policy_is_the_policy_and_the_base_comes_back_bitwise(family,
     # 4 layers of float32 products in another order.
     torch.testing.assert_close(merged, apart, atol=2e-4, rtol=2e-4)
     assert torch.equal(again, apart)
-    assert storages(trunk) == places and num_merged(trunk) == 0
-    assert all(torch.equal(p, before[name]) for name, p in trunk.named_parameters())
 
 
 def test_sampling_runs_no_adapter_and_draws_what_it_draws_with_one():
@@ -93,25 +96,14 @@ def jamba():
     return JambaForCausalLM(JambaConfig(vocab_size=VOCAB_SIZE, **sizes, **layers, **mamba, **special)).eval()
 
 
-def largest_gap(trunk, rollout):
-    """Return the largest difference between the sampler's logprobs and those of a full forward."""
-    gaps = []
-    for prompt, completion, logprobs in zip(
-        rollout.prompt_ids, rollout.completion_ids, rollout.sampler_logprobs, strict=True
-    ):
-        with torch.no_grad():
-            logits = trunk(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
-        own = logits.log_softmax(-1)[torch.arange(len(completion)), torch.tensor(completion)]
-        gaps.append((own - logprobs).abs().max().item())
-    return max(gaps)
-
-
 def test_a_family_that_reads_a_weight_directly_samples_from_the_policy_that_it_trains():
     trunk = a_trunk(base=jamba())
     assert any("dt_proj.lora_A" in name for name, _ in trunk.named_parameters())
     assert not can_merge(trunk)
+    rollout = LocalBackend(trunk).generate(PROMPTS, mixed_params(), KEYS)
     # Merged, the largest difference is 2.2.
-    assert largest_gap(trunk, LocalBackend(trunk).generate(PROMPTS, mixed_params(), KEYS)) < 1e-4
+    for sampled, own in zip(rollout.sampler_logprobs, logprobs_of(trunk, rollout, 1.0), strict=True):
+        torch.testing.assert_close(sampled, own, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -128,35 +120,26 @@ def test_under_autocast_nothing_is_merged(family):
 
 
 def test_without_memory_for_a_copy_of_the_matrices_nothing_is_merged():
-    trunk = a_trunk().eval()
-    before, calls = all_bits(trunk), []
+    trunk, calls = a_trunk().eval(), []
 
     def fails_when_merged(module, args, kwargs):
         calls.append(num_merged(trunk))
         if calls[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
-    handle = trunk.get_base_model().register_forward_pre_hook(fails_when_merged, with_kwargs=True)
-    assert not can_merge(trunk)
-    handle.remove()
-    assert calls[0] == 0 < calls[1] and num_merged(trunk) == 0
-    assert all(torch.equal(p, before[name]) for name, p in trunk.named_parameters())
+    trunk.get_base_model().register_forward_pre_hook(fails_when_merged, with_kwargs=True)
+    with restored(trunk):
+        assert not can_merge(trunk)
+    assert calls[0] == 0 < calls[1]
 
 
 def test_the_proof_leaves_no_trace_and_is_made_once():
     trunk = a_trunk(adapter_layers="top-2").eval()
-    before, places = all_bits(trunk), storages(trunk)
-    parameters = {name: (p, p.requires_grad) for name, p in trunk.named_parameters()}
     calls, random_state = [], torch.get_rng_state()
-    handle = trunk.get_base_model().register_forward_hook(lambda *_: calls.append(1))
-    assert can_merge(trunk) and can_merge(trunk)
-    handle.remove()
+    trunk.get_base_model().register_forward_hook(lambda *_: calls.append(1))
+    with restored(trunk):
+        assert can_merge(trunk) and can_merge(trunk)
     assert len(calls) == 2 and torch.equal(torch.get_rng_state(), random_state)
-    assert storages(trunk) == places and num_merged(trunk) == 0
-    for name, parameter in trunk.named_parameters():
-        kept, requires_grad = parameters[name]
-        assert kept is parameter and requires_grad == parameter.requires_grad, name
-        assert torch.equal(parameter, before[name])
 
 
 # --- roles ----------------------------------------------------------------------------------------------------------
@@ -169,11 +152,8 @@ def test_only_the_policy_is_merged_and_no_other_role_can_be_played_meanwhile():
             assert not can_merge(trunk)
         with merged_policy(trunk), trunk.as_role("policy"):
             assert num_merged(trunk) > 0
-            with (
-                pytest.raises(RuntimeError, match="an adapter is merged into the weights"),
-                trunk.as_role("reference"),
-            ):
-                pass
+            with pytest.raises(RuntimeError, match="an adapter is merged into the weights"):
+                trunk.as_role("reference").__enter__()
         with trunk.as_role("reference"):
             pass
 
@@ -188,12 +168,6 @@ def packs_small_weights(monkeypatch):
 
 def packed_layers(model):
     return [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" in vars(m)]
-
-
-def trunk_of(family="llama", **settings):
-    trunk = TrunkModel(tiny(family), lora(), **settings)
-    move(trunk)
-    return trunk
 
 
 def sample(model, monkeypatch, packs=True, **settings):
@@ -221,7 +195,7 @@ def test_a_packed_product_is_the_usual_one(shape, bias):
 @pytest.mark.usefixtures("packs_small_weights")
 @pytest.mark.parametrize(("family", "layers"), [("llama", "top-2"), ("gpt2", "all"), ("gemma2", "top-2")])
 def test_completions_logprobs_and_states_are_those_of_the_usual_products(layers, family, monkeypatch):
-    trunk = trunk_of(family, adapter_layers=layers)
+    trunk = a_trunk(base=tiny(family), adapter_layers=layers)
     with merged_policy(trunk), packed_weights(trunk):
         # GPT-2's blocks are no linear layers.
         assert bool(packed_layers(trunk)) == (family != "gpt2")
@@ -237,18 +211,14 @@ def test_completions_logprobs_and_states_are_those_of_the_usual_products(layers,
 @needs_onednn
 @pytest.mark.usefixtures("packs_small_weights")
 def test_packed_weights_take_the_place_of_merged_ones_and_everything_is_restored():
-    trunk = trunk_of(adapter_layers="top-2")
-    before = {name: (p.data_ptr(), p.clone()) for name, p in trunk.named_parameters()}
-    with torch.no_grad(), merged_policy(trunk), packed_weights(trunk):
+    trunk = a_trunk(adapter_layers="top-2")
+    with torch.no_grad(), restored(trunk), merged_policy(trunk), packed_weights(trunk):
         layers = packed_layers(trunk)
         # Seven matrices in each of two layers.
         assert len(layers) == 2 * 7
         trunk(input_ids=torch.tensor([[5, 6, 7]]))
         assert all(layer.weight.numel() == 0 and layer.forward.packed is not None for layer in layers)
     assert not packed_layers(trunk)
-    for name, parameter in trunk.named_parameters():
-        pointer, value = before[name]
-        assert parameter.data_ptr() == pointer and torch.equal(parameter, value)
 
 
 @needs_onednn

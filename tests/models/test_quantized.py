@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from onetrunk.models.base_model import decoder_layers, load_base
 from onetrunk.models.build import build_trunk
 from onetrunk.models.trunk import TrunkModel
-from tests.models.branches import ALL_ROLES, a_pack, counted, lora, move, same, step_gradients
+from tests.models.branches import ALL_ROLES, a_pack, base_weights, counted, lora, move, same, step_gradients
 from tests.tiny import tiny_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -34,21 +34,12 @@ def quantized_base(folder, kind):
 
 
 def quantized_trunk(folder, kind, **settings) -> TrunkModel:
-    trunk = build_trunk(
-        folder,
-        lora(),
-        quantization_config=BitsAndBytesConfig(**CONFIGS[kind]),
-        model_init_kwargs={"device_map": "cpu", "dtype": torch.float32},
-        **settings,
-    )
+    settings |= {"model_init_kwargs": {"device_map": "cpu", "dtype": torch.float32}}
+    trunk = build_trunk(folder, lora(), quantization_config=BitsAndBytesConfig(**CONFIGS[kind]), **settings)
     expected = bitsandbytes.nn.Linear8bitLt if kind == "int8" else bitsandbytes.nn.Linear4bit
     linear = decoder_layers(trunk)[-1].mlp.up_proj.base_layer
     assert isinstance(linear, expected) and linear.weight.dtype in (torch.uint8, torch.int8)
     return trunk
-
-
-def frozen_bytes(trunk):
-    return {n: p.detach().clone() for n, p in trunk.named_parameters() if not p.requires_grad}
 
 
 @pytest.mark.parametrize("kind", ["nf4-bfloat16", "int8"])
@@ -58,14 +49,13 @@ def test_adapters_train_over_a_quantized_base(folder, kind):
     assert same(start.logprobs.detach(), start.ref_logprobs)
     move(trunk)
     trained = {name: p for name, p in trunk.named_parameters() if p.requires_grad}
-    assert {p.dtype for p in trained.values()} == {torch.float32}
-    assert all("lora_" in name for name in trained)
-    before, optimizer = frozen_bytes(trunk), torch.optim.Adam(trained.values(), lr=0.05)
+    assert {p.dtype for p in trained.values()} == {torch.float32} and all("lora_" in name for name in trained)
+    before, optimizer = base_weights(trunk), torch.optim.Adam(trained.values(), lr=0.05)
     output, found = step_gradients(trunk, a_pack(), roles=("policy", "value", "reference"))
     assert found.keys() == trained.keys() and all(g.isfinite().all() and g.any() for g in found.values())
     optimizer.step()
     after = trunk(pack=a_pack(), roles=("policy", "value", "reference"))
-    assert same(before, frozen_bytes(trunk)) and same(after.ref_logprobs, start.ref_logprobs)
+    assert same(before, base_weights(trunk)) and same(after.ref_logprobs, start.ref_logprobs)
     assert not same(after.logprobs, output.logprobs)
 
 
@@ -74,9 +64,8 @@ def dequantized_twin(trunk, base):
     plain = dict(base.named_modules())
     for name, module in trunk.get_base_model().named_modules():
         if isinstance(module, bitsandbytes.nn.Linear8bitLt):
-            scale = (
-                module.weight.SCB if module.state.SCB is None else module.state.SCB
-            )  # it moves at the first forward
+            # It moves at the first forward.
+            scale = module.weight.SCB if module.state.SCB is None else module.state.SCB
             weight = module.weight.data.float() * scale[:, None] / 127
         elif isinstance(module, bitsandbytes.nn.Linear4bit):
             weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).float()

@@ -1,6 +1,8 @@
 """A pass over a pack against the plain model, row by row; and the value head: its state and its dtype."""
 
 import functools
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from onetrunk.models.base_model import backbone
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.packing import make_pack
+from tests.models import branches
 from tests.models.branches import COMPLETIONS, FEW, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
 from tests.tiny import FAMILIES, tiny_model
 
@@ -28,7 +31,6 @@ def plain_twin(trunk, family, config=None, **overrides):
     return plain.eval()
 
 
-@torch.no_grad()
 def plain_logprobs(plain, prompt, completion, temperature):
     """Return logprobs and entropies of one unpadded row, from the model's own logits."""
     logits = plain(input_ids=torch.tensor([prompt + completion])).logits[0].float() / temperature
@@ -36,6 +38,7 @@ def plain_logprobs(plain, prompt, completion, temperature):
     return predicting[range(len(completion)), completion], -(predicting.exp() * predicting).sum(-1)
 
 
+@torch.no_grad()
 def check_against_plain(trunk, plain, temperature):
     output = trunk(pack=a_pack(), roles=("policy",), temperature=temperature)
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
@@ -60,14 +63,6 @@ def test_variants_of_lora_give_the_logprobs_of_the_plain_model(config):
     assert same(fresh.logprobs, fresh.ref_logprobs)
 
 
-MODES = {
-    "grad, train": (True, True),
-    "grad, eval": (True, False),
-    "no_grad, train": (False, True),
-    "no_grad, eval": (False, False),
-}
-
-
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_same_pack_gives_the_same_bits_in_every_mode(family, precision):
@@ -75,7 +70,7 @@ def test_the_same_pack_gives_the_same_bits_in_every_mode(family, precision):
     trunk = a_trunk(family, dtype=dtype)
     autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
     outputs = []
-    for grad, train in MODES.values():
+    for grad, train in itertools.product((True, False), repeat=2):
         trunk.train(train)
         with torch.set_grad_enabled(grad), autocast():
             outputs.append(trunk(pack=a_pack(), roles=("policy", "value", "reference")))
@@ -116,23 +111,20 @@ def test_what_a_row_gives_does_not_depend_on_its_pack(rows, family):
             torch.testing.assert_close(together.next_values[row], alone.next_values[0], **CLOSE)
 
 
-def test_the_gradient_of_the_logprobs_is_that_of_the_plain_model():
-    trunk = a_trunk("gemma2")
-    plain = plain_twin(trunk, "gemma2")
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mistral"])
+def test_the_gradient_of_a_pack_is_that_of_the_plain_model_on_unpadded_rows(family):
+    trunk = a_trunk(family)
+    plain = plain_twin(trunk, family)
     _, found = step_gradients(trunk, a_pack(), roles=("policy",))
-    plain.train()
-    pack = a_pack()
-    logits = plain(input_ids=pack.input_ids, attention_mask=pack.attention_mask).logits.float()
-    logprobs = torch.zeros(pack.completion_mask.shape)
-    for row, length in enumerate(pack.completion_mask.sum(1).tolist()):
-        start = pack.prompt_lengths[row].item() - 1
-        rows = F.log_softmax(logits[row, start : start + length], -1)
-        logprobs[row, :length] = rows[range(length), pack.completion_ids[row, :length]]
-    weights = torch.linspace(-1, 1.5, logprobs.numel()).reshape(logprobs.shape)
-    ((weights * logprobs).sum() + 0.05 * (logprobs**2).sum()).backward()
-    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    logprobs = torch.zeros(a_pack().completion_mask.shape)
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        own, _ = plain_logprobs(plain, prompt, completion, 1.0)
+        logprobs[row, : len(completion)] = own
+    branches.loss_of(SimpleNamespace(logprobs=logprobs)).backward()
+    expected = branches.gradients(plain)
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
+        # Gradients of up to 100 in fp32, summed in another order.
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-4 * grad.abs().max().item())
 
 
@@ -202,35 +194,10 @@ def test_values_read_the_state_that_predicts_their_token(family):
 
 def test_the_head_gets_and_passes_no_gradient_and_hands_out_the_states_that_it_reads():
     trunk = a_trunk(adapter_layers="top-2")
-    output = trunk(pack=a_pack(), roles=("policy", "value"))
-    assert output.logprobs.requires_grad and not output.values.requires_grad
+    output, alone = (trunk(pack=a_pack(), roles=roles) for roles in (("policy", "value"), ("value",)))
+    assert output.logprobs.requires_grad and not output.values.requires_grad and not alone.values.requires_grad
     assert same(trunk.value_head(output.value_states), output.values[a_pack().completion_mask])
-
-
-def test_the_value_alone_is_that_of_a_pass_with_the_policy_and_keeps_no_graph():
-    trunk = a_trunk(adapter_layers="top-2")
-    alone = trunk(pack=a_pack(), roles=("value",))
-    assert same(alone.values, trunk(pack=a_pack(), roles=("policy", "value")).values)
-    assert alone.logprobs is None and not alone.values.requires_grad
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-def test_the_gradient_of_a_pack_is_the_sum_of_those_of_its_rows(family):
-    trunk = a_trunk(family)
-    weights = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
-
-    def gradient(rows):
-        trunk.zero_grad(set_to_none=True)
-        logprobs = trunk(pack=a_pack(rows=rows), roles=("policy",)).logprobs
-        (logprobs * weights[rows, : logprobs.shape[1]]).sum().backward()
-        return {n: p.grad.clone() for n, p in trunk.named_parameters() if p.grad is not None}
-
-    whole, parts = gradient(slice(None)), [gradient(slice(i, i + 1)) for i in range(4)]
-    assert len(whole) > 0
-    for name, grad in whole.items():
-        expected = sum(part[name] for part in parts)
-        # Gradients of up to 100 in fp32, summed in another order.
-        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    assert same(alone.values, output.values)
 
 
 def test_a_model_without_a_key_value_cache_is_rejected_when_the_trunk_is_made():

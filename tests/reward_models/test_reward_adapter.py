@@ -12,11 +12,8 @@ from datasets import Dataset
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.models.reward_adapters import saved_base, saved_reward_adapter, scores_of_a_separate_model
-from tests.ppo import support
-from tests.ppo.support import even_share, logged, lora, make_config, prompts, trained_weights, without_wall_clock
+from tests.ppo.support import even_share, logged, lora, make_config, prompts
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
-
-SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
 
 
 @cache
@@ -31,19 +28,16 @@ def adapter(first: int = 1) -> str:
     return str(saved_reward_adapter(Path(mkdtemp()) / "judge", base(), layers=layers, tokenizer=tiny_tokenizer()))
 
 
-def run(folder, reward=None, *, model=None, trains=True, resume=None, callbacks=(), eval_dataset=None, **settings):
-    trainer = PPOTrainer(
+def a_trainer(folder, reward=None, model=None, dataset=None, tokenizer=None, **settings):
+    return PPOTrainer(
         base() if model is None else model,
         adapter() if reward is None else reward,
         make_config(folder, **settings),
-        prompts(6),
-        eval_dataset,
-        callbacks=list(callbacks),
-        peft_config=lora() if model is None else None,
+        prompts(6) if dataset is None else dataset,
+        prompts(5),
+        tokenizer,
+        peft_config=lora(),
     )
-    if trains:
-        trainer.train(resume_from_checkpoint=resume)
-    return trainer
 
 
 def expected_scores(scored, first=1):
@@ -62,7 +56,7 @@ def first_rollout(trainer):
 
 @pytest.mark.parametrize(("first", "settings"), [(0, {}), (1, {"adapter_layers": "top-1"})])
 def test_the_scores_of_a_rollout_are_those_of_a_separate_model(tmp_path, first, settings):
-    trainer = run(tmp_path, adapter(first), trains=False, rollout_batch_size=6, **settings)
+    trainer = a_trainer(tmp_path, adapter(first), rollout_batch_size=6, **settings)
     trunk = trainer.model
     assert trunk.reward_branch.from_states == (first == 1 and trunk.cut == 1)
     scored = first_rollout(trainer)
@@ -72,7 +66,7 @@ def test_the_scores_of_a_rollout_are_those_of_a_separate_model(tmp_path, first, 
 
 
 def test_a_score_that_is_not_finite_leaves_out_its_row_and_stops_no_run(tmp_path):
-    trainer = run(tmp_path, [adapter(), even_share], trains=False, max_unscored_fraction=1.0)
+    trainer = a_trainer(tmp_path, [adapter(), even_share], max_unscored_fraction=1.0)
     with torch.no_grad():
         trainer.model.reward_branch.bias.fill_(math.inf)
     scored = first_rollout(trainer)
@@ -84,7 +78,8 @@ def test_a_run_learns_and_reports_the_score_by_name_in_training_and_evaluation(t
     settings = {"num_rollouts": 24, "rollout_batch_size": 48, "num_ppo_epochs": 2, "num_minibatches": 2, "beta": 0.0}
     settings |= {"per_device_train_batch_size": 24, "adapter_layers": "top-1", "max_completion_length": 3}
     settings |= {"lr_scheduler_type": "constant"}
-    trainer = run(tmp_path, eval_dataset=prompts(5), **settings)
+    trainer = a_trainer(tmp_path, **settings)
+    trainer.train()
     scores = logged(trainer, "score/judge")
     assert scores == logged(trainer, "score/mean") and len(scores) == 24
     # Half a standard deviation of a completion's score.
@@ -97,25 +92,11 @@ def test_a_run_learns_and_reports_the_score_by_name_in_training_and_evaluation(t
     assert trainer.trunk_plan.sampled == "all"
 
 
-@pytest.mark.slow
-def test_a_run_interrupted_within_a_rollout_resumes_to_the_same_bits(tmp_path):
-    step, settings = 3, {"adapter_layers": "top-1", "bf16": True}
-    whole = run(tmp_path / "whole", **SHAPE, **settings)
-    run(tmp_path / "cut", callbacks=[support.StopAt(step)], **SHAPE, **settings)
-    saved = {str(f.relative_to(tmp_path / "cut")) for f in (tmp_path / "cut" / f"checkpoint-{step}").rglob("*")}
-    assert saved and not any("reward" in name for name in saved)
-    resumed = run(tmp_path / "cut", resume=True, **SHAPE, **settings)
-    support.assert_same(trained_weights(resumed.model), trained_weights(whole.model))
-    assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
-
-
 def test_conversations_are_read_as_the_policy_reads_them(tmp_path, caplog):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"the {w}"}] for w in ("cat", "dog", "bird")]})
     settings = {"rollout_batch_size": 3, "per_device_train_batch_size": 3}
-    trainer = PPOTrainer(
-        base(), adapter(), make_config(tmp_path, **settings), rows, processing_class=tokenizer, peft_config=lora()
-    )
+    trainer = a_trainer(tmp_path, dataset=rows, tokenizer=tokenizer, **settings)
     assert "has another chat template than the policy" in caplog.text
     scored = first_rollout(trainer)
     assert scored.rollout.prompt_ids[0][0] == tokenizer.convert_tokens_to_ids("<user>")
@@ -125,10 +106,10 @@ def test_conversations_are_read_as_the_policy_reads_them(tmp_path, caplog):
 def test_an_adapter_on_another_base_is_rejected_with_both_names(tmp_path):
     other = saved_base(tmp_path / "other", num_hidden_layers=2)
     with pytest.raises(ValueError, match=f"on the base model {base()}, and the policy's is {other}.* merge it into"):
-        run(tmp_path / "out", model=str(other), trains=False)
+        a_trainer(tmp_path / "out", model=str(other))
 
 
 def test_a_tokenizer_with_other_tokens_is_rejected(tmp_path):
     folder = saved_reward_adapter(tmp_path / "judge", base(), tokenizer=tiny_tokenizer(vocab_size=60))
     with pytest.raises(ValueError, match=r"tokenizer of reward adapter .*judge is not the policy's \(token '!' is in"):
-        run(tmp_path / "out", str(folder), trains=False)
+        a_trainer(tmp_path / "out", str(folder))

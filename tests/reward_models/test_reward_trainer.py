@@ -1,4 +1,6 @@
-"""The reward trainer: soft labels, margins, centring; the rows as PPO reads them; save -> load."""
+"""The reward trainer: soft labels, margins, centring, rows as PPO reads them; and distillation from a teacher."""
+
+import math
 
 import pytest
 import torch
@@ -7,9 +9,13 @@ from peft import LoraConfig
 
 from onetrunk.models.loading import read_tokenizer
 from onetrunk.models.reward_model import load_adapter_scorer, load_with_new_head, reads_end_token
+from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, Teacher, label_rows
 from onetrunk.reward_models.training import PairCollator, RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards import ModelReward
+from onetrunk.utils.files import load_tensors
+from onetrunk.utils.ledger import Ledger
 from tests.models.reward_adapters import saved_base
+from tests.rewards.test_model import scorer
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 PROMPTS = ["the cat ", "a dog and a bird ", "the old house in the rain ", "how warm is the sun "] * 2
@@ -18,8 +24,7 @@ BAD = ["no", "w1 w2 no", "no no no , no", "sleeps under snow"] * 2
 
 
 def rows(**columns):
-    data = {"prompt": PROMPTS, "chosen": GOOD, "rejected": BAD, **columns}
-    return Dataset.from_dict(data)
+    return Dataset.from_dict({"prompt": PROMPTS, "chosen": GOOD, "rejected": BAD, **columns})
 
 
 @pytest.fixture(scope="module")
@@ -27,39 +32,31 @@ def base(tmp_path_factory):
     return saved_base(tmp_path_factory.mktemp("base"))
 
 
-def a_trainer(
-    base,
-    folder,
-    dataset=None,
-    tokenizer=None,
-    peft_config=None,
-    kinds=(RewardModelTrainer, RewardModelConfig),
-    **settings,
-):
+KINDS = (RewardModelTrainer, RewardModelConfig)
+
+
+def a_trainer(base, folder, dataset=None, tokenizer=None, peft_config=None, kinds=KINDS, **settings):
     torch.manual_seed(0)
     defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "learning_rate": 1e-2}
     quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
     trainer, config = kinds
     args = config(output_dir=str(folder), **{**defaults, **quiet, "logging_steps": 1, **settings})
-    return trainer(
-        load_with_new_head(str(base)),
-        args,
-        rows() if dataset is None else dataset,
-        processing_class=tiny_tokenizer() if tokenizer is None else tokenizer,
-        peft_config=peft_config,
-    )
+    dataset, tokenizer = dataset or rows(), tokenizer or tiny_tokenizer()
+    model = load_with_new_head(str(base))
+    return trainer(model, args, dataset, processing_class=tokenizer, peft_config=peft_config)
 
 
 def lora(**settings):
     return LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], **settings)
 
 
-def loss_and_gradients(trainer):
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-    trainer.model.zero_grad()
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+def first_batch(trainer):
+    return trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+
+
+@torch.no_grad()
+def scores_of(trainer, batch):
+    return trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
 
 
 def test_a_completion_that_was_cut_off_is_read_without_an_end_token(base, tmp_path):
@@ -74,21 +71,18 @@ def test_a_completion_that_was_cut_off_is_read_without_an_end_token(base, tmp_pa
 
 def test_the_gradient_of_a_lead_is_the_prediction_less_the_label(base, tmp_path):
     labels = [0.9, 0.5, 0.1, 0.7] * 2
-    trainer = a_trainer(base, tmp_path, rows(probability=labels))
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-    seen = {}
+    trainer, seen = a_trainer(base, tmp_path, rows(probability=labels)), []
 
     def keep(module, inputs, output):
         output.retain_grad()
-        seen["scores"] = output
+        seen.append(output)
 
-    handle = trainer.model.score.register_forward_hook(keep)
+    trainer.model.score.register_forward_hook(keep)
+    batch = first_batch(trainer)
     trainer.compute_loss(trainer.model, batch).backward()
-    handle.remove()
-    last = batch["attention_mask"].sum(1) - 1
-    at_end = torch.arange(8), last
-    scores, gradient = seen["scores"].detach()[..., 0][at_end], seen["scores"].grad[..., 0][at_end]
-    chosen, rejected = scores.chunk(2)
+    at_end = torch.arange(8), batch["attention_mask"].sum(1) - 1
+    gradient = seen[0].grad[..., 0][at_end]
+    chosen, rejected = seen[0].detach()[..., 0][at_end].chunk(2)
     expected = (torch.sigmoid(chosen - rejected) - torch.tensor(labels[:4])) / 4
     torch.testing.assert_close(gradient, torch.cat([expected, -expected]), rtol=1e-5, atol=1e-7)
 
@@ -96,13 +90,11 @@ def test_the_gradient_of_a_lead_is_the_prediction_less_the_label(base, tmp_path)
 def test_margins_and_centring_change_the_loss_as_their_formulas_say(base, tmp_path):
     dataset = rows(margin=[0.5, 1.0, 0.0, 2.0] * 2)
     plain = a_trainer(base, tmp_path, dataset)
-    batch = plain.data_collator([plain.train_dataset[i] for i in range(4)])
+    batch = first_batch(plain)
     assert "margin" not in batch
-    with torch.no_grad():
-        scores = plain.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
-    chosen, rejected = scores.chunk(2)
+    chosen, rejected = scores_of(plain, batch).chunk(2)
     both = a_trainer(base, tmp_path, dataset, use_margin=True, center_rewards_coefficient=0.1)
-    loss, _ = loss_and_gradients(both)
+    loss = both.compute_loss(both.model, first_batch(both)).detach()
     margin = torch.tensor([0.5, 1.0, 0.0, 2.0])
     expected = -torch.nn.functional.logsigmoid(chosen - rejected - margin).mean()
     torch.testing.assert_close(loss, expected + 0.1 * (chosen + rejected).square().mean())
@@ -146,12 +138,9 @@ def test_rows_are_tokenized_as_a_reward_function_reads_them(base, tmp_path, conv
     assert ids[-1] == tokenizer.eos_token_id and ids.count(tokenizer.eos_token_id) == 1
     trainer.train()
     reward = ModelReward(trainer.model.eval(), tokenizer)
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-    with torch.no_grad():
-        expected = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:4, 0]
     given = torch.tensor(reward(prompts=prompts[:4], completions=chosen[:4]))
     # Other widths of padding
-    torch.testing.assert_close(given, expected, atol=5e-5, rtol=0)
+    torch.testing.assert_close(given, scores_of(trainer, first_batch(trainer))[:4], atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -195,3 +184,176 @@ def test_bad_settings_tokenizers_and_rows_are_rejected_with_a_message(base, tmp_
         a_trainer(base, tmp_path, rows(probability=[1.5] * 8))
     with pytest.raises(ValueError, match="center_rewards_coefficient is -1"):
         a_trainer(base, tmp_path, center_rewards_coefficient=-1)
+
+
+SINGLES = Dataset.from_dict({"prompt": ["the moon ", "a fish "], "completion": ["is cold .", "sees snow"]})
+
+
+def a_teacher(folder, *seeds, temperature=1.0):
+    members = []
+    for seed in seeds or (3,):
+        model = scorer(pad_token_id=0)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(seed)
+            model.score.weight.copy_(3 * torch.randn(model.score.weight.shape, generator=generator))
+        members.append(ModelReward(model, tiny_tokenizer()))
+    return Teacher(members, folder / "teacher_scores.db", temperature)
+
+
+def a_student(*args, **settings):
+    return a_trainer(*args, kinds=(RewardDistillationTrainer, RewardDistillationConfig), **settings)
+
+
+def test_the_teacher_gives_centred_scores_and_the_mean_of_the_members_probabilities(tmp_path):
+    teacher = a_teacher(tmp_path, 3, 4, temperature=2.0)
+    labelled = label_rows(teacher, rows(), SINGLES)
+    good, bad = (
+        torch.tensor([member(prompts=PROMPTS, completions=texts) for member in teacher.members])
+        for texts in (GOOD, BAD)
+    )
+    expected = torch.sigmoid((good - bad) / 2).mean(0)
+    torch.testing.assert_close(torch.tensor(labelled["probability"][:8]), expected)
+    assert labelled["probability"][8:] == [None, None] and labelled["rejected"][8:] == [None, None]
+    scores = [s for name in ("chosen_score", "rejected_score") for s in labelled[name] if s is not None]
+    assert len(scores) == 18 and sum(scores) == pytest.approx(0, abs=1e-4)
+    lead = labelled["chosen_score"][0] - labelled["rejected_score"][0]
+    assert lead == pytest.approx((good - bad).mean(0)[0].item(), rel=1e-5)
+
+
+def test_a_student_reads_a_completion_that_was_cut_off_without_an_end_token(base, tmp_path):
+    stopped = [True, False] * 4
+    pairs = rows(chosen_stopped=stopped, rejected_stopped=stopped[::-1])
+    singles = SINGLES.add_column("completion_stopped", [False, True])
+    trainer = a_student(base, tmp_path / "run", label_rows(a_teacher(tmp_path), pairs, singles))
+    assert [row[-1] == 1 for row in trainer.train_dataset["chosen_ids"]] == [*stopped, False, True]
+    assert [row[-1] == 1 for row in trainer.train_dataset["rejected_ids"][:8]] == stopped[::-1]
+
+
+def test_scores_are_computed_once(tmp_path):
+    first = a_teacher(tmp_path)
+    expected = first.scores(PROMPTS[:3], GOOD[:3])
+    assert first.num_computed == 3
+    again = a_teacher(tmp_path)
+    assert torch.equal(again.scores(PROMPTS[:4], GOOD[:4])[:3], expected) and again.num_computed == 1
+    # Equal rows are computed once; another model is another teacher.
+    assert again.scores(PROMPTS, GOOD).shape == (8,) and again.num_computed == 1
+    other = a_teacher(tmp_path, 9)
+    other.scores(PROMPTS[:2], GOOD[:2])
+    assert other.num_computed == 2
+    with Ledger(tmp_path / "teacher_scores.db") as ledger:
+        assert len(ledger.keys()) == 6
+
+
+def test_the_loss_is_half_the_squared_error_plus_the_soft_label_loss(base, tmp_path):
+    labelled = label_rows(a_teacher(tmp_path), rows(), SINGLES)
+    trainer = a_student(base, tmp_path, labelled, regression_weight=0.5, pairwise_weight=2.0)
+    scores = torch.tensor([s for n in ("chosen_score", "rejected_score") for s in labelled[n] if s is not None])
+    assert trainer.scale.std == pytest.approx(float(scores.std()), rel=1e-5)
+    assert trainer.scale.mean == pytest.approx(0, abs=1e-4)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in (0, 8, 1)])
+    assert (batch["first"].tolist(), batch["second"].tolist(), len(batch["scores"])) == ([0, 2], [3, 4], 5)
+    z, loss = scores_of(trainer, batch), trainer.compute_loss(trainer.model, batch).detach()
+    std = trainer.scale.std
+    targets = (batch["scores"] - trainer.scale.mean) / std
+    regression = ((z - targets) ** 2 / 2).mean()
+    leads = std * torch.stack([z[0] - z[3], z[2] - z[4]])
+    p = torch.tensor(labelled["probability"][:2])
+    pairwise = -(p * torch.sigmoid(leads).log() + (1 - p) * torch.sigmoid(-leads).log()).mean()
+    torch.testing.assert_close(loss, 0.5 * regression + 2 * pairwise, rtol=1e-4, atol=1e-5)
+
+
+def without_some_labels(row, index):
+    return {"rejected_score": None, "probability": None} if index in (1, 2, 5) else {}
+
+
+def test_accumulated_batches_with_other_numbers_of_labels_train_as_the_whole_batch(base, tmp_path):
+    labelled = label_rows(a_teacher(tmp_path), rows(), SINGLES).map(without_some_labels, with_indices=True)
+    weights = []
+    for number in (1, 2, 4):
+        settings = {"per_device_train_batch_size": 8 // number, "gradient_accumulation_steps": number}
+        trainer = a_student(base, tmp_path / str(number), labelled, optim="sgd", learning_rate=0.1, **settings)
+        trainer.train()
+        weights.append(dict(trainer.model.named_parameters()))
+    for split in weights[1:]:
+        for name, expected in weights[0].items():
+            torch.testing.assert_close(split[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_teachers_own_scores_have_no_gradient(base, tmp_path):
+    """Both losses have their minimum at the teacher's scores: there the gradient of the scores is 0."""
+    labelled = label_rows(a_teacher(tmp_path), rows())
+    trainer = a_student(base, tmp_path, labelled)
+    batch = first_batch(trainer)
+    z = ((batch["scores"] - trainer.scale.mean) / trainer.scale.std)[:, None].requires_grad_()
+
+    class Student(torch.nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return type("Output", (), {"logits": z})
+
+    trainer.compute_loss(Student(), batch).backward()
+    assert z.grad.abs().max() < 1e-6
+
+
+def test_a_student_learns_the_teachers_order_and_is_read_on_its_scale(base, tmp_path):
+    teacher = a_teacher(tmp_path)
+    labelled = label_rows(teacher, rows(), SINGLES)
+    trainer = a_student(base, tmp_path, labelled, max_steps=60, per_device_train_batch_size=10)
+    trainer.train()
+    before = trainer.evaluate(labelled)["eval_loss"]
+    trainer.to_teacher_scale()
+    trainer.to_teacher_scale()
+    assert trainer.evaluate(labelled)["eval_loss"] == pytest.approx(before, rel=1e-4)
+    trainer.save_model()
+    student = ModelReward(str(tmp_path))
+    given = torch.tensor(student(prompts=PROMPTS, completions=GOOD))
+    expected = teacher.scores(PROMPTS, GOOD)
+    # Sixty steps on ten rows: near, not equal.
+    assert (given - expected).abs().mean() < 0.3 * trainer.scale.std
+
+
+def test_a_judges_probabilities_teach_without_scores(base, tmp_path):
+    dataset = rows(probability=[1.0, 0.0, 0.6, 0.9] * 2)
+    trainer = a_student(base, tmp_path, dataset, max_steps=30, per_device_train_batch_size=8)
+    assert trainer.args.regression_weight == 0 and trainer.unit == 1
+    trainer.train()
+    assert trainer.evaluate(dataset)["eval_loss"] < 0.45
+    assert trainer.state.log_history[-1]["eval_pairs/accuracy"] == 1.0
+    with pytest.raises(ValueError, match="no teacher scores, only probabilities; set it to 0"):
+        a_student(base, tmp_path, dataset, regression_weight=1.0)
+
+
+def test_an_adapter_on_the_trunk_is_a_student_and_its_scale_is_in_its_head(base, tmp_path):
+    labelled = label_rows(a_teacher(tmp_path), rows())
+    trainer = a_student(base, tmp_path, labelled, peft_config=lora())
+    trainer.train()
+    name = "base_model.model.score.weight"
+    trainer.save_model(str(tmp_path / "before"))
+    trainer.to_teacher_scale()
+    trainer.save_model(str(tmp_path / "after"))
+    before, after = (load_tensors(tmp_path / side / "adapter_model.safetensors") for side in ("before", "after"))
+    torch.testing.assert_close(after[name], before[name] * trainer.scale.std)
+
+
+def test_a_batch_keeps_places_of_pairs_and_marks_what_is_missing():
+    row = {"chosen_ids": [5], "rejected_ids": [], "chosen_score": 1.0, "rejected_score": None, "probability": None}
+    unjudged = {**row, "rejected_ids": [6, 7], "rejected_score": 2.0}
+    judged = {**row, "chosen_score": None, "rejected_ids": [8], "probability": 0.25}
+    batch = PairCollator(0)([row, unjudged, judged])
+    assert batch["input_ids"].tolist() == [[5, 0], [5, 0], [5, 0], [6, 7], [8, 0]]
+    assert (batch["first"].tolist(), batch["second"].tolist(), batch["probability"].tolist()) == ([2], [4], [0.25])
+    assert [math.isnan(s) for s in batch["scores"].tolist()] == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"regression_weight": 0.0, "pairwise_weight": 0.0}, "both 0, so nothing is learnt"),
+        ({"pairwise_weight": -1.0}, "pairwise_weight is -1"),
+        ({"use_margin": True}, "leave them out"),
+        ({"regression_weight": 0.0}, "2 of 10 rows teach nothing .the first is row 8."),
+    ],
+)
+def test_settings_and_rows_that_teach_nothing_are_rejected(base, tmp_path, settings, message):
+    labelled = label_rows(a_teacher(tmp_path), rows(), SINGLES)
+    with pytest.raises(ValueError, match=message):
+        a_student(base, tmp_path, labelled, **settings)

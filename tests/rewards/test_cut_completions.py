@@ -82,8 +82,8 @@ def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
     rewarded = JudgeReward(judge, CONSTITUTION)(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
     assert rewarded == pytest.approx([rating.score for rating in ratings], abs=1e-6)
     teacher = Teacher([reward], tmp_path / "scores.jsonl")
-    assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)
-    assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)  # Kept.
+    for _ in ("computed", "kept"):
+        assert teacher.member_scores(PLAIN, TEXTS, STOPPED)[0].tolist() == pytest.approx(expected, abs=1e-5)
     other = saved_reward_adapter(tmp_path / "other", base, tokenizer=TOKENIZER, seed=6)
     scores = load_reward(str(other))(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
     second = torch.tensor(scores).sigmoid()

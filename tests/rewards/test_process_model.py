@@ -174,18 +174,17 @@ def test_what_is_no_process_reward_model_is_rejected_before_the_policy_loads(tmp
         model.save_pretrained(tmp_path / folder)
         WORDS.save_pretrained(tmp_path / folder)
     saved(tmp_path / "prm", WORDS)
+    here = f"prm:{tmp_path}"
     for spec, error, message in (
-        ("scorer", ValueError, "is LlamaForSequenceClassification; expected a token-classification model, as TRL's"),
-        ("language", ValueError, "is LlamaForCausalLM; expected a token-classification model"),
-        ("nowhere", RuntimeError, "there is no such folder"),
-        ("prm#colour=red", ValueError, "unknown option 'colour' after '#'; there is separator=TEXT"),
-        ("prm#separator=", ValueError, "separator is '' and batch_size 16"),
+        (f"{here}/scorer", ValueError, "is LlamaForSequenceClassification; expected a token-classification model, as"),
+        (f"{here}/language", ValueError, "is LlamaForCausalLM; expected a token-classification model"),
+        (f"{here}/nowhere", RuntimeError, "there is no such folder"),
+        (f"{here}/prm#colour=red", ValueError, "unknown option 'colour' after '#'; there is separator=TEXT"),
+        (f"{here}/prm#separator=", ValueError, "separator is '' and batch_size 16"),
+        ("prm:", ValueError, "'prm:' names no model"),
+        (f"{tmp_path}/prm", ValueError, "classifies tokens: as a process reward model it is 'prm:"),
     ):
         with pytest.raises(error, match=message):
-            make_trainer(tmp_path / "run", reward=f"prm:{tmp_path}/{spec}")
-    with pytest.raises(ValueError, match="'prm:' names no model"):
-        make_trainer(tmp_path / "run", reward="prm:")
-    with pytest.raises(ValueError, match="classifies tokens: as a process reward model it is 'prm:"):
-        make_trainer(tmp_path / "run", reward=f"{tmp_path}/prm")
+            make_trainer(tmp_path / "run", reward=spec)
     with pytest.raises(ValueError, match="give onetrunk.rewards.ProcessReward"):
         resolve_reward("prm:owner/model")

@@ -29,6 +29,7 @@ def anything(body):
 
 
 ROUTES = {"/classify": classify, "/rate": anything}
+EXPECTED = {"/classify": lambda prompt, completion: draw(prompt + completion) - 0.5, "/rate": draw}
 
 
 def rows(count):
@@ -42,10 +43,7 @@ def call(reward, prompts, completions, **columns):
 @pytest.mark.parametrize("path", ROUTES)
 def test_every_row_gets_its_own_score_whatever_the_batches(path):
     prompts, completions = rows(37)
-    expected = {
-        "/classify": [draw(p + c) - 0.5 for p, c in zip(prompts, completions, strict=True)],
-        "/rate": [draw(p, c) for p, c in zip(prompts, completions, strict=True)],
-    }[path]
+    expected = list(map(EXPECTED[path], prompts, completions))
     with Stub(ROUTES, latency_s=0.005) as stub:
         reward = RemoteReward(stub.root + path, batch_size=5, max_concurrency=3, policy=PATIENT)
         reward.check()
@@ -61,9 +59,8 @@ def test_conversations_go_as_messages_to_the_template_of_the_server():
     completions = [[{"role": "assistant", "content": f"reply {i}"}] for i in range(3)]
     with Stub(ROUTES) as stub:
         call(RemoteReward(f"{stub.root}/classify", policy=PATIENT), prompts, completions)
-        assert sorted(str(b["messages"]) for b in stub.bodies) == [
-            str([*p, *c]) for p, c in zip(prompts, completions, strict=True)
-        ]
+        expected = [p + c for p, c in zip(prompts, completions, strict=True)]
+        assert sorted((body["messages"] for body in stub.bodies), key=str) == expected
         stub.bodies.clear()
         call(RemoteReward(f"{stub.root}/rate", policy=PATIENT), prompts, completions)
         assert stub.bodies[0]["prompts"] == prompts and stub.bodies[0]["completions"] == completions
@@ -94,9 +91,9 @@ def test_a_remote_model_reads_the_template_variables_of_a_row_or_says_that_it_do
     a_scorer(pad_token_id=0, reads_end_token=True).save_pretrained(tmp_path)
     tokenizer = tiny_tokenizer(chat_template="{{ mood }} " + CHAT_TEMPLATE)
     tokenizer.save_pretrained(tmp_path)
-    rows = [{"role": "user", "content": "the cat"}], [{"role": "assistant", "content": "a bird ."}]
-    moods = [{"mood": "warm"}, {"mood": "cold"}]
-    columns = {"prompts": [rows[0]] * 2, "completions": [rows[1]] * 2, "chat_template_kwargs": moods}
+    columns = {"prompts": [[{"role": "user", "content": "the cat"}]] * 2}
+    columns["completions"] = [[{"role": "assistant", "content": "a bird ."}]] * 2
+    columns["chat_template_kwargs"] = [{"mood": "warm"}, {"mood": "cold"}]
     with Stub(ROUTES) as stub:
         remote = RemoteReward(f"{stub.root}/classify", tokenizer=str(tmp_path), policy=PATIENT)
         call(remote, **columns)
@@ -104,15 +101,6 @@ def test_a_remote_model_reads_the_template_variables_of_a_row_or_says_that_it_do
         assert first == ["warm", "cold"]
         with pytest.raises(ValueError, match="set #tokenizer="):
             call(RemoteReward(f"{stub.root}/classify", policy=PATIENT), **columns)
-
-
-def test_faults_that_pass_change_nothing_and_nothing_is_bought_twice():
-    prompts, completions = rows(60)
-    with Stub(ROUTES, fault="500", rate=0.5) as stub:
-        reward = RemoteReward(f"{stub.root}/classify", model="judge-1", batch_size=2, policy=PATIENT)
-        found = call(reward, prompts, completions)
-    assert found == pytest.approx([draw(p + c) - 0.5 for p, c in zip(prompts, completions, strict=True)])
-    assert set(stub.sold.values()) == {1} and len(stub.sold) == len(prompts) / 2
 
 
 def test_a_row_that_is_refused_does_not_take_its_batch_with_it():
@@ -180,10 +168,8 @@ def test_a_service_may_give_rewards_per_turn_and_per_token(tmp_path):
 def test_a_recipe_names_it_by_its_address_with_options_behind_a_hash(monkeypatch):
     monkeypatch.setenv("SCORES_KEY", "tok-123")
     with Stub(ROUTES, key="tok-123") as stub:
-        spec = (
-            f"{stub.root}/classify#model=judge-1&api_key_env=SCORES_KEY&batch_size=3&timeout_s=2.5&max_concurrency=2"
-        )
-        reward = resolve_reward(spec)
+        options = "model=judge-1&api_key_env=SCORES_KEY&batch_size=3&timeout_s=2.5&max_concurrency=2"
+        reward = resolve_reward(f"{stub.root}/classify#{options}")
         assert isinstance(reward, RemoteReward) and reward.__name__ == "judge-1"
         assert (reward.batch_size, reward.policy.call_timeout_s, reward.max_concurrency) == (3, 2.5, 2)
         assert all(body["model"] == "judge-1" for body in stub.bodies) and len(stub.bodies) == 1
@@ -208,19 +194,14 @@ def test_an_address_or_option_that_cannot_work_is_refused(spec, sentence):
     assert "hunter2" not in str(error.value) and "\n" not in str(error.value)
 
 
-def constant(body):
-    return 200, {"data": [{"probs": [1.0]} for _ in body["input"]]}
-
-
-def two_labels(body):
-    return 200, {"data": [{"probs": [0.4, 0.6]} for _ in body["input"]]}
-
-
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        (constant, "a softmax over its one label"),
-        (two_labels, "probabilities of 2 labels, which is a classifier"),
+        (lambda body: (200, {"data": [{"probs": [1.0]}] * 2}), "a softmax over its one label"),
+        (
+            lambda body: (200, {"data": [{"probs": [0.4, 0.6]}] * 2}),
+            "probabilities of 2 labels, which is a classifier",
+        ),
         (lambda body: (200, {"data": [{"probs": [0.5]}]}), "1 scores for 2 completions"),
         (lambda body: (200, {"data": [{"probs": ["x"]}] * 2}), "a score that is no number"),
         (lambda body: (200, {"data": [{"index": 0, "probs": [1]}] * 2}), "another form than"),

@@ -1,4 +1,4 @@
-"""What a reward function is: its name, how it is found, and the content that a resumed run compares."""
+"""What a reward function is: its name, how it is found, the content that a resumed run compares; a judge as one."""
 
 import functools
 import runpy
@@ -14,6 +14,7 @@ from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.rewards import JudgeReward, ModelReward, RemoteReward, RewardSet, resolve_reward
 from onetrunk.rewards.model import TrunkReward, load_reward
 from onetrunk.rewards.reward import columns_read, content_of, reward_name
+from tests.judges.fakes import ToldJudge
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rewards.test_model import TEMPLATE, scorer
 from tests.tiny import tiny_tokenizer
@@ -26,13 +27,11 @@ def length(completions, **kwargs):
 class Named:
     name = "judge"
 
-    def __call__(self, completions, **kwargs):
-        return [0.0 for _ in completions]
+    def __call__(self, completions, **kwargs): ...
 
 
 class Unnamed:
-    async def __call__(self, completions, **kwargs):
-        return [0.0 for _ in completions]
+    async def __call__(self, completions, **kwargs): ...
 
 
 def test_names_come_from_the_function_the_object_or_its_class_and_are_unique():
@@ -69,7 +68,7 @@ def package(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     (folder / "good.py").write_text(
-        "def one(completions, **kwargs):\n    return [1.0 for _ in completions]\nNUMBER = 3\n"
+        "def one(completions, **kwargs):\n    return [1.0] * len(completions)\nNUMBER = 3\n"
     )
     (folder / "broken.py").write_text("import a_package_that_is_not_there\n")
     (folder / "raising.py").write_text("1 / 0\n")
@@ -189,3 +188,23 @@ def takes_all(completions, **rest): ...
 )
 def test_a_column_is_read_by_its_name_or_by_a_function_that_takes_all_keywords(function, expected):
     assert columns_read(function, ["answer", "source"]) == expected
+
+
+TWO = Constitution(
+    "two", (Principle("Which is longer?", 3.0, ("long",)), Principle("Which is warmer?", 1.0, ("warm",)))
+)
+
+
+def rate(item, principle):
+    """Rate a tenth of the number of words, 1 by warmth; abstain on "what", fail on "fails"."""
+    if item.text in ("what", "fails"):
+        return None if item.text == "what" else "down"
+    return 1.0 if "warm" in principle.tags else len(item.text.split()) / 10
+
+
+def test_the_rating_is_the_weighted_mean_of_the_principles_by_hand():
+    # 3 words of 10 count three times, 1.0 once: (3 * .3 + 1) / 4.
+    reward = JudgeReward(ToldJudge(rate, "words"), TWO)
+    found = reward(prompts=["p", "q", "r"], completions=["a b c", "what", "fails"])
+    assert found == [pytest.approx(0.475), None, None]
+    assert reward(prompts=[], completions=[]) == []

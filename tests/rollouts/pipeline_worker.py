@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +17,7 @@ from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from tests.models.branches import a_trunk, lora, move
+from tests.models.branches import a_trunk, counted, lora, move
 from tests.places import CPU, join_group
 from tests.rollouts.small import PROMPTS, mixed_params, tiny
 from tests.tiny import tiny_model
@@ -72,27 +71,6 @@ CASES: dict[str, tuple[str, dict[str, Any], SamplingParams]] = {
 }
 
 
-def largest_gap(ours: Any, theirs: Any) -> float:
-    """Return the largest difference of two lists of tensors; infinite if their shapes differ."""
-    if [len(x) for x in ours] != [len(x) for x in theirs]:
-        return float("inf")
-    return max(((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)), default=0.0)
-
-
-@contextlib.contextmanager
-def counted_layers(model: nn.Module, counts: dict[int, int]) -> Any:
-    """Count the forwards of each layer inside the block."""
-    with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(decoder_layers(model)):
-            counts[number] = 0
-
-            def count(_layer: nn.Module, _args: Any, number: int = number) -> None:
-                counts[number] += 1
-
-            stack.enter_context(layer.register_forward_pre_hook(count))
-        yield
-
-
 @torch.no_grad()
 def compare(name: str, device: torch.device) -> dict[str, Any]:
     """Return how the rows of this process differ between a pipeline and one process."""
@@ -102,23 +80,24 @@ def compare(name: str, device: torch.device) -> dict[str, Any]:
     prompts, keys = rows_of(rank, world_size)
     backend = PipelinedBackend(model, **settings)
     backend.check_policy(model)
-    counts: dict[int, int] = {}
     progress: list[tuple[int, int, int]] = []
     backend.progress = lambda *done: progress.append(done)
     # The first call also proves, by forwards of the whole model, that the policy may be merged.
     rollout = backend.generate(prompts, params, keys)
     # A second call on the same links, and one on the whole model, find it as it was.
-    with counted_layers(model, counts):
+    with counted(decoder_layers(model)) as counts:
         again = backend.generate(prompts, params, keys)
     alone = LocalBackend(model).generate(prompts, params, keys)
+    is_same = [list(x) for x in rollout.completion_ids] == [list(x) for x in alone.completion_ids]
+    logprobs, expected = torch.cat([*rollout.sampler_logprobs]), torch.cat([*alone.sampler_logprobs])
     return {
         "own_layers": list(backend.split_of(model).layers(rank % backend.num_stages)),
-        "layers_run": [number for number, count in counts.items() if count],
-        "turns": max(counts.values()),
+        "layers_run": [number for number, count in enumerate(counts) if count],
+        "turns": max(counts),
         "rows": len(rollout),
-        "same_tokens": [list(x) for x in rollout.completion_ids] == [list(x) for x in alone.completion_ids],
+        "same_tokens": is_same,
         "same_stops": list(rollout.stopped) == list(alone.stopped),
-        "logprob_gap": largest_gap(rollout.sampler_logprobs, alone.sampler_logprobs),
+        "logprob_gap": (logprobs - expected).abs().max().item() if is_same else None,
         "repeats": rollout.completion_ids == again.completion_ids,
         "lengths": [len(ids) for ids in alone.completion_ids],
         "progress": progress[-1:],

@@ -27,6 +27,16 @@ def tiny(family="llama"):
     return Lfm2ForCausalLM(Lfm2Config(vocab_size=VOCAB_SIZE, **sizes, **layers, **special)).eval()
 
 
+def shapes_of(model):
+    """Record rows and columns of every forward, and the columns that its mask covers."""
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append((*kwargs["input_ids"].shape, kwargs["attention_mask"].shape[1])),
+        with_kwargs=True,
+    )
+    return shapes
+
+
 def generate(model, params, prompts=PROMPTS, keys=KEYS, **settings):
     return LocalBackend(model, **settings).generate(prompts, params, keys[: len(prompts)])
 

@@ -82,10 +82,8 @@ class StubEngine:
         self._require_awake()
         name = next(iter(self.requests))
         prompt_ids, params, lora = self.requests.pop(name)
-        body = {"model": BASE if lora is None else lora.lora_name, "prompt": prompt_ids, "seed": params.seed}
-        body |= {"max_tokens": params.max_tokens, "temperature": params.temperature}
-        body |= {"top_p": params.top_p, "top_k": params.top_k}
-        ids, logprobs = self.stub.sampled(body | {"stop_token_ids": params.stop_token_ids})
+        model = BASE if lora is None else lora.lora_name
+        ids, logprobs = self.stub.sampled({"model": model, "prompt": prompt_ids, **vars(params)})
         if self.fault == "other_adapter" and lora is not None:
             lora = SimpleNamespace(lora_name="another")
         places = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=False)]
@@ -119,14 +117,11 @@ class StubEngine:
 def install(monkeypatch: Any) -> type[StubEngine]:
     """Put the fake package in the place of vllm; return its engine's class."""
 
-    def record(**values: Any) -> SimpleNamespace:
-        return SimpleNamespace(**values)
-
     def adapter(name: str, number: int, path: str) -> SimpleNamespace:
         return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
 
     contents = {
-        "vllm": {"LLM": StubEngine, "SamplingParams": record},
+        "vllm": {"LLM": StubEngine, "SamplingParams": SimpleNamespace},
         "vllm.lora": {},
         "vllm.lora.request": {"LoRARequest": adapter},
         "vllm.v1": {},

@@ -56,7 +56,6 @@ class StubVLLM(Stub):
         max_rank, max_length: largest rank of an adapter, and positions.
         loads_adapters: False for a server without adapters at run time.
         raw: returns logprobs before temperature.
-        settings: of Stub.
     """
 
     faults = FAULTY | {
@@ -141,13 +140,8 @@ class StubVLLM(Stub):
             if self.dies_after < 0:
                 return _die_and_rise
         ids, logprobs = self.sampled(body)
-        choice = {
-            "index": 0,
-            "text": "",
-            "token_ids": ids,
-            "prompt_token_ids": body["prompt"],
-            "logprobs": {"token_logprobs": logprobs},
-        }
+        choice = {"index": 0, "text": "", "token_ids": ids, "prompt_token_ids": body["prompt"]}
+        choice["logprobs"] = {"token_logprobs": logprobs}
         return 200, {"id": "x", "object": "text_completion", "model": name, "choices": [choice]}
 
     @torch.no_grad()

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,19 +11,15 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from onetrunk.models.build import build_trunk
-from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.setup import load_backend
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, RolloutBackend, SamplingParams, VersionedBackend
 from onetrunk.rollouts.episodes.rows import play_in_waves
 from tests.ppo.support import base_model, logged, lora, make_trainer, prompts
-from tests.processes import environment, finished
+from tests.processes import ROOT, environment, finished
 from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import PROMPTS
 from tests.rollouts.stub_engine import install
 from tests.rollouts.test_vllm import KEYS, PARAMS, assert_equal, assert_sampled_from, shaken
 from tests.rollouts.vllm_environment import vllm_python
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -132,15 +127,13 @@ def test_poll_ends_a_rollout_and_leaves_the_engine_ready_for_the_next(engine, ba
     class Enough(Exception):
         pass
 
-    calls = []
+    calls, told, model = [], [], policy(base)
 
     def poll():
         calls.append(1)
         if len(calls) == 3:
             raise Enough
 
-    told = []
-    model = policy(base)
     backend = ColocatedBackend(tmp_path, poll=poll, progress=lambda *done: told.append(done))
     backend.sync(model, 0)
     with pytest.raises(Enough):
@@ -213,18 +206,16 @@ def test_the_policy_and_the_engine_read_one_base(engine, base, tmp_path, caplog)
 
 
 def test_without_vllm_the_extra_is_named_before_a_model_loads(tmp_path):
-    settings = {"use_vllm": True, "vllm_mode": "colocate"}
     with pytest.raises(ValueError, match=r"vLLM is not installed here.*onetrunk\[vllm\].*'server'"):
-        make_trainer(tmp_path, **settings)
+        make_trainer(tmp_path, use_vllm=True, vllm_mode="colocate")
 
 
 def test_settings_alone_train_on_samples_of_the_engine(engine, base, tmp_path):
-    config = PPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_mode="colocate")
-    assert isinstance(load_backend(config), ColocatedBackend)
     settings = {"use_vllm": True, "vllm_mode": "colocate", "num_rollouts": 3, "temperature": 0.8}
     evaluation = {"eval_dataset": prompts(3), "eval_strategy": "steps", "eval_steps": 2}
     model = AutoModelForCausalLM.from_pretrained(base)
     trainer = make_trainer(tmp_path / "run", model=model, **settings, **evaluation)
+    assert isinstance(trainer.sampler.backend, ColocatedBackend)
     trainer.train()
     gaps = logged(trainer, "sampling/logprob_gap_max") + logged(trainer, "eval_sampling/logprob_gap_max")
     assert len(gaps) >= 4 and max(gaps) < 1e-4

@@ -37,10 +37,6 @@ class Long:
         return f" the {('bird', 'dog', 'cat', 'river')[self.turn % 4]}", 1.0, self.turn == self.turns, False, {}
 
 
-class Endless(Long):
-    turns = 99
-
-
 def scripted(*turns):
     """Return a backend that samples these turns, and the contexts that it was given."""
     contexts = []
@@ -78,28 +74,26 @@ TURNS = text_turns(" red", " blue", " green", " gold", " grey", " white", " blac
 @pytest.mark.parametrize("driver", [play_in_waves, play_row_by_row])
 def test_a_text_context_is_the_prompt_the_summary_and_the_last_turns(driver):
     prompt, request, dog, cat = map(words, ("a cat", " the lantern", " the dog", " the cat"))
-    turns = TURNS
     # Turn 0 and its answer fit, with a turn, the request and a summary after them; turn 1 with its answer does not.
-    first = [*prompt, *turns[0], *dog]
+    first = [*prompt, *TURNS[0], *dog]
     room = 8 + len(request) + 8
-    limit = len(first) + len(turns[1]) + room + len(cat) - 1
+    limit = len(first) + len(TURNS[1]) + room + len(cat) - 1
     limits = {"max_context_length": limit, "max_compactions": 1, "kept_turns": 1}
-    rollout, contexts = play(turns, driver=driver, **limits)
+    rollout, contexts = play(TURNS, driver=driver, **limits)
     assert contexts[1] == first
-    assert contexts[2] == [*first, *turns[1], *request]  # Its turn is the summary.
-    assert contexts[3] == [*prompt, *turns[2], *turns[1], *cat]
+    assert contexts[2] == [*first, *TURNS[1], *request]  # Its turn is the summary.
+    assert contexts[3] == [*prompt, *TURNS[2], *TURNS[1], *cat]
     (ids,), (marks,), (restarts,) = rollout.completion_ids, rollout.turn_ids, rollout.restarts
     start = restarts[0]
-    assert ids[:start] == [*turns[0], *dog, *turns[1], *request, *turns[2]]
-    assert ids[start : start + len(contexts[3])] == contexts[3] and set(marks[start : start + len(contexts[3])]) == {
-        -1
-    }
+    assert ids[:start] == [*TURNS[0], *dog, *TURNS[1], *request, *TURNS[2]]
+    end = start + len(contexts[3])
+    assert ids[start:end] == contexts[3] and set(marks[start:end]) == {-1}
     assert [mark for mark in dict.fromkeys(marks) if mark >= 0] == [0, 1, 2, 3, 4]
     # A summary earns nothing itself, and the episode goes on to its end.
     assert rollout.turn_rewards == [[1.0, 1.0, 0.0, 1.0, 1.0]] and rollout.stopped == [True]
     counts = rollout.episodes[0].counts
     assert (counts.turns, counts.compactions, counts.summaries, counts.summaries_cut) == (5, 1, 1, 0)
-    assert counts.summary_tokens == len(turns[2])
+    assert counts.summary_tokens == len(TURNS[2])
     assert [logprob == 0 for logprob in rollout.sampler_logprobs[0].tolist()] == [mark < 0 for mark in marks]
 
 
@@ -112,29 +106,16 @@ def test_a_chat_context_has_the_summary_in_the_task_and_messages_that_the_policy
     rollout, contexts = play(turns, CHAT, tokenizer, turn=24, **limits)
     shown = tokenizer.decode(contexts[3], skip_special_tokens=False)
     blue = {"role": "assistant", "content": "blue"}
-    expected = tokenizer.apply_chat_template(
-        [
-            CHAT[0],
-            {**CHAT[1], "content": "Begin." + SUMMARY + "I am <|im_end|> 7"},
-            blue,
-            {"role": "user", "content": " the cat"},
-        ],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    assert shown == expected
+    task, cat = f"Begin.{SUMMARY}I am <|im_end|> 7", {"role": "user", "content": " the cat"}
+    context = [CHAT[0], {"role": "user", "content": task}, blue, cat]
+    assert shown == tokenizer.apply_chat_template(context, tokenize=False, add_generation_prompt=True)
     # The summary's token is spelled, so it ends no turn: system, user, assistant and user end theirs.
     assert contexts[3].count(END) == 4
-    assert tokenizer.decode(contexts[2], skip_special_tokens=False).endswith(
-        "<|im_start|>user\nSum up.<|im_end|>\n<|im_start|>assistant\n"
-    )
+    asked = "<|im_start|>user\nSum up.<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(contexts[2], skip_special_tokens=False).endswith(asked)
     messages = [(m["role"], m["content"]) for m in rollout.episodes[0].messages]
-    assert messages[2:6] == [
-        ("assistant", "blue"),
-        ("user", "Sum up."),
-        ("assistant", "I am <|im_end|> 7"),
-        ("user", " the cat"),
-    ]
+    assert messages[2:4] == [("assistant", "blue"), ("user", "Sum up.")]
+    assert messages[4:6] == [("assistant", "I am <|im_end|> 7"), ("user", " the cat")]
 
 
 def test_without_kept_turns_the_last_answer_stays_in_the_task():
@@ -166,10 +147,11 @@ def test_turns_that_do_not_fit_are_not_kept_and_a_summary_at_its_limit_goes_on()
 
 
 def test_after_the_last_compaction_a_full_context_ends_the_episode_as_a_limit_does():
-    long = [words(" red") * 8] * 7
-    rollout, contexts = play(
-        [*TURNS[:2], *long], factory=Endless, max_context_length=24, max_compactions=1, kept_turns=0
-    )
+    class Endless(Long):
+        turns = 99
+
+    turns = [*TURNS[:2], *[words(" red") * 8] * 7]
+    rollout, contexts = play(turns, factory=Endless, max_context_length=24, max_compactions=1, kept_turns=0)
     ids, (restart,) = rollout.completion_ids[0], rollout.restarts[0]
     assert len(ids) - restart <= 24 and rollout.stopped == [False] and len(contexts) == 5
     assert rollout.episodes[0].counts.compactions == 1

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from onetrunk.servers import openenv
 from onetrunk.utils.files import atomic_write_json
 from onetrunk.utils.redaction import redact
 from tests.chat import END, chat_tokenizer, tool_call
-from tests.rollouts.test_episodes import CHAT, WORDS, Calculator, Counting, Scripted, counts_of, episodes_of, play
+from tests.rollouts.test_episodes import CHAT, WORDS, Calculator, Counting, Scripted, converse, episodes_of, play
 from tests.servers.stub import FAULTY, Stub
 
 # Not special, but the templates write them.
@@ -58,23 +57,20 @@ def metaspace_tokenizer():
 TOKENIZERS = {"bytes": byte_tokenizer(), "metaspace": metaspace_tokenizer()}
 
 
-class Saying(Counting):
-    """A Gymnasium environment that says one text at `reset` and in its steps, or raises it."""
+def saying(text, raises):
+    """Return a Gymnasium environment that says one text at `reset` and in its steps, or raises it there."""
 
-    text, raises = "", False
+    class Saying(Counting):
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed, options={})
+            return text, {}
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed, options={})
-        return self.text, {}
+        def step(self, action):
+            if raises:
+                raise ValueError(text)
+            return (text, *super().step(action)[1:])
 
-    def step(self, action):
-        if self.raises:
-            raise ValueError(self.text)
-        return (self.text, *super().step(action)[1:])
-
-
-def saying(text, **attributes):
-    return type("Saying", (Saying,), {"text": text, **attributes})
+    return Saying
 
 
 def speaker(text, raises=False):
@@ -94,11 +90,9 @@ def heard(tokenizer, way, said, **limits):
     """Return the ids that a policy is given because somebody says a text in some way, and the rollout."""
     turn = tool_call("say") if way.startswith("tool") else "go"
     script = Scripted([[*tokenizer(text, add_special_tokens=False)["input_ids"], END] for text in (turn, "ok")])
-    if way.startswith("tool"):
-        episodes = episodes_of(tools=[speaker(said, "error" in way)], tokenizer=tokenizer, **limits)
-    else:
-        episodes = episodes_of(saying(said, raises="error" in way), tokenizer=tokenizer, **limits)
-    episodes.limits = replace(episodes.limits, max_turns=2)
+    tools = [speaker(said, "error" in way)] if way.startswith("tool") else None
+    factory = None if tools else saying(said, raises="error" in way)
+    episodes = episodes_of(factory, tools, tokenizer, max_turns=2, **limits)
     rollout = play(episodes, script, ["hi" if way.endswith("of a text") else CHAT], length=9000)
     row = zip(rollout.completion_ids[0], rollout.turn_ids[0], strict=True)
     return (rollout.prompt_ids[0] if "reset" in way else [t for t, turn in row if turn < 0]), rollout
@@ -192,10 +186,8 @@ def test_a_call_with_half_a_surrogate_pair_is_a_call():
         """
         return text
 
-    tokenizer = TOKENIZERS["bytes"]
     call = tool_call("echo", text="said").replace("said", "a\\ud800b")
-    script = Scripted([tokenizer(f"{text}<|im_end|>")["input_ids"] for text in (call, "ok")])
-    rollout = play(episodes_of(tools=[echo], tokenizer=tokenizer), script, [CHAT], length=9000)
+    rollout = converse(call, "ok", tokenizer=TOKENIZERS["bytes"], tools=[echo])
     first, answer, _ = rollout.episodes[0].messages
     assert first["tool_calls"][0]["function"]["arguments"] == {"text": "a?b"} and answer["content"] == "a?b"
 
@@ -213,10 +205,7 @@ def test_an_error_without_a_text_ends_no_run(method):
     if method != "plus":
         setattr(Failing, method, silent)
     tokenizer = TOKENIZERS["bytes"]
-    episodes = episodes_of(Failing, tokenizer=tokenizer, max_turns=2)
-    texts = tool_call("plus", number=1), "ok"
-    script = Scripted([tokenizer(f"{text}<|im_end|>")["input_ids"] for text in texts])
-    rollout = play(episodes, script, [CHAT], length=9000)
+    rollout = converse(tool_call("plus", number=1), "ok", tokenizer=tokenizer, factory=Failing, max_turns=2)
     fails = method in ("reset", "get_reward")
     assert (rollout.episodes[0].failure is not None) == fails
     told = rollout.episodes[0].failure if fails else rollout.episodes[0].messages[1]["content"]
@@ -247,7 +236,6 @@ def test_a_template_that_rejects_what_a_tool_said_fails_the_episode_alone():
 def test_a_reset_that_says_more_than_any_model_reads_fails_without_being_encoded(way):
     _, rollout = heard(TOKENIZERS["bytes"], way, "x" * 30_000_000)
     assert f"has 30000000 characters, more than {MOST_CHARACTERS}" in rollout.episodes[0].failure
-    assert counts_of(rollout).failed_episodes == 1
 
 
 # --- rewards and pools ---------------------------------------------------------------------------------------------
@@ -325,11 +313,10 @@ RUBBISH_OF_TOOLS = [{"error": "no"}, {"error": [1]}, {"result": {"data": None, "
 
 @pytest.mark.parametrize("observation", [*FINE, *RUBBISH_OF_TOOLS], ids=str)
 def test_rubbish_of_a_tool_of_a_server_fails_the_episode(observation):
-    tokenizer = TOKENIZERS["bytes"]
-    client = Client({"observation": observation})
-    episodes = episodes_of(lambda: openenv.OpenEnvTools("http://here", client, [TOOL]), tokenizer=tokenizer)
-    script = Scripted([tokenizer(f"{text}<|im_end|>")["input_ids"] for text in (tool_call("look"), "ok")])
-    rollout = play(episodes, script, [CHAT], length=9000)
+    def make():
+        return openenv.OpenEnvTools("http://here", Client({"observation": observation}), [TOOL])
+
+    rollout = converse(tool_call("look"), "ok", tokenizer=TOKENIZERS["bytes"], factory=make)
     assert (rollout.episodes[0].failure is not None) == (observation in RUBBISH_OF_TOOLS)
 
 

@@ -1,14 +1,23 @@
-"""The decode loop against transformers' `generate`, against a full forward, and against itself in other batches."""
+"""The decode loop against `generate` of transformers, a full forward, and itself in other batches; what it refuses."""
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import LogitsProcessor, LogitsProcessorList
 
-from onetrunk.rollouts import LocalBackend, SamplingParams
+from onetrunk.rollouts import LocalBackend, SamplingParams, decoding
 from onetrunk.utils.versions import checkpointing_enabler
-from tests.rollouts.small import KEYS, MANY_KEYS, PROMPTS, assert_same, generate, logprobs_of, mixed_params, tiny
-
-ATTENTION_FAMILIES = ["llama", "gemma3", "phi3", "gpt2"]
+from tests.rollouts.small import (
+    KEYS,
+    MANY_KEYS,
+    PROMPTS,
+    assert_same,
+    generate,
+    logprobs_of,
+    mixed_params,
+    shapes_of,
+    tiny,
+)
 
 
 def huggingface_greedy(model, params, prompts=PROMPTS):
@@ -27,7 +36,7 @@ def huggingface_greedy(model, params, prompts=PROMPTS):
     return [row[: end + 1] for row, end in zip(rows, ends, strict=True)]
 
 
-@pytest.mark.parametrize("family", [*ATTENTION_FAMILIES, "hybrid"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gpt2", "hybrid"])
 def test_greedy_decoding_equals_generate(family):
     model = tiny(family)
     endless = SamplingParams(max_completion_length=16, temperature=0)
@@ -58,25 +67,12 @@ def test_a_completion_is_the_same_whatever_the_batch(family):
     assert list(together.prompt_ids) == PROMPTS
 
 
-def test_the_key_alone_decides_a_draw():
-    model = tiny()
-    params = SamplingParams(max_completion_length=12)
-    first = LocalBackend(model).generate([PROMPTS[0]] * 3, params, [(0, 0, 0), (0, 0, 1), (0, 1, 0)])
-    assert len({tuple(ids) for ids in first.completion_ids}) == 3
-    torch.manual_seed(99)  # the global random state plays no part
-    assert_same(LocalBackend(model).generate([PROMPTS[0]], params, [(0, 1, 0)]), first, [2])
-
-
 def test_rows_that_finished_are_not_carried():
     model = tiny()
-    rows_per_forward = []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows_per_forward.append(kwargs["input_ids"].shape[0]), with_kwargs=True
-    )
-    rollout = generate(model, mixed_params())
-    lengths = [len(ids) for ids in rollout.completion_ids]
-    assert rows_per_forward == [sum(length > t for length in lengths) for t in range(max(lengths))]
-    assert rows_per_forward[0] == len(PROMPTS) > rows_per_forward[-1]
+    shapes = shapes_of(model)
+    lengths = [len(ids) for ids in generate(model, mixed_params()).completion_ids]
+    assert [rows for rows, _, _ in shapes] == [sum(length > t for length in lengths) for t in range(max(lengths))]
+    assert shapes[0][0] == len(PROMPTS) > shapes[-1][0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt2"])
@@ -97,17 +93,6 @@ def test_a_pad_token_that_is_the_stop_token_changes_nothing():
     ]
     assert any(rollouts[0].stopped)
     assert_same(*rollouts)
-
-
-def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit():
-    params = mixed_params()
-    rollout = generate(tiny(), params, PROMPTS * 3, MANY_KEYS)
-    assert {True, False} == set(rollout.stopped)
-    for ids, logprobs, stopped in zip(rollout.completion_ids, rollout.sampler_logprobs, rollout.stopped, strict=True):
-        assert not set(ids[:-1]) & set(params.stop_token_ids)
-        assert (ids[-1] in params.stop_token_ids) is stopped
-        assert stopped or len(ids) == params.max_completion_length
-        assert len(logprobs) == len(ids)
 
 
 def test_activation_checkpointing_a_config_without_cache_and_training_mode_change_nothing():
@@ -138,36 +123,12 @@ def test_an_exception_restores_the_training_mode_and_gradients():
     assert model.training and torch.is_grad_enabled()
 
 
-def test_the_adapter_of_a_peft_model_is_the_one_that_samples():
-    params = mixed_params(temperature=0)
-    base = generate(tiny(), params)
-    model = get_peft_model(tiny(), LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
-    assert_same(generate(model, params), base)  # a fresh adapter adds zero
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.3)
-    adapted = generate(model, params)
-    assert adapted.completion_ids != base.completion_ids
-    assert adapted.completion_ids == huggingface_greedy(model, params)
-    with model.disable_adapter():
-        assert_same(generate(model, params), base)
-
-
-def test_prompt_columns_but_the_last_get_no_logits():
-    model = tiny()
-    widths = []
-    model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
-    generate(get_peft_model(model, LoraConfig(r=2)), SamplingParams(max_completion_length=3))
-    assert widths == [1, 1, 1]
-
-
 def test_the_head_gets_one_whole_column_in_half_precision_on_a_cpu():
     """Of a strided column torch would copy the head's matrix once for each row: gigabytes and seconds."""
     model, columns = tiny("llama").bfloat16(), []
     model.lm_head.register_forward_pre_hook(lambda head, inputs: columns.append(inputs[0]))
-    generate(model, SamplingParams(3))
-    assert columns and all(column.shape[1] == 1 and column.is_contiguous() for column in columns)
+    generate(get_peft_model(model, LoraConfig(r=2)), SamplingParams(3))
+    assert len(columns) == 3 and all(column.shape[1] == 1 and column.is_contiguous() for column in columns)
 
 
 @pytest.mark.parametrize(("family", "half_weights"), [("qwen2", True), ("gemma3", False)])
@@ -179,3 +140,142 @@ def test_logprobs_are_taken_in_float32_under_bfloat16_weights_and_autocast(famil
         assert {True, False} == set(generate(model, mixed_params(), PROMPTS * 3, MANY_KEYS).stopped)
     expected = logits.float().log_softmax(-1)[alone.completion_ids[0]]
     torch.testing.assert_close(alone.sampler_logprobs[0], expected, atol=1e-6, rtol=0)  # equal shapes, equal logits
+
+
+MANY = PROMPTS * 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "hybrid"])
+def test_a_row_that_joins_others_in_mid_batch_has_the_same_completion(family):
+    model = tiny(family)
+    params = mixed_params(temperature=1.3)
+    together = generate(model, params, MANY, MANY_KEYS)
+    shapes = shapes_of(model)
+    joined = generate(model, params, MANY, MANY_KEYS, max_rows=4)
+    assert_same(joined, together)
+    # Some forwards over prompts come between forwards over single tokens of several rows.
+    kinds = ["prompts" if columns > 1 else "tokens" for _, columns, _ in shapes]
+    assert kinds.index("tokens") < len(kinds) - 1 - kinds[::-1].index("prompts")
+    assert max(rows for rows, _, _ in shapes) == 4
+
+
+def test_columns_that_are_padding_in_every_row_are_dropped():
+    model, params = tiny(), mixed_params(temperature=1.3)
+    shapes = shapes_of(model)
+    generate(model, params, MANY, MANY_KEYS, max_rows=2)
+    # Each step adds a column. A row that joins has at most as many before it as one that was there has tokens.
+    bound = max(map(len, MANY)) + 2 * params.max_completion_length
+    assert max(width for _, _, width in shapes) < bound < len(shapes)
+
+
+def test_a_cache_whose_rows_cannot_be_put_together_decodes_one_batch_after_another(monkeypatch):
+    model = tiny()
+    params = mixed_params(temperature=1.3)
+    together = generate(model, params, MANY, MANY_KEYS)
+    monkeypatch.setattr(decoding, "JOINABLE_LAYERS", ())
+    shapes = shapes_of(model)
+    assert_same(generate(model, params, MANY, MANY_KEYS, max_rows=4), together)
+    starts = [i for i, (_, columns, _) in enumerate(shapes) if columns > 1]
+    assert all(shapes[i - 1][0] <= 4 for i in starts) and len(starts) >= 3
+
+
+def test_a_prompt_that_comes_several_times_runs_once():
+    model = tiny()
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    params = mixed_params()
+    alone = [LocalBackend(model).generate([p], params, [key]) for p, key in zip(prompts, MANY_KEYS, strict=True)]
+    shapes = shapes_of(model)
+    rollout = generate(model, params, prompts, MANY_KEYS)
+    for row, other in enumerate(alone):
+        assert rollout.completion_ids[row] == other.completion_ids[0]
+        torch.testing.assert_close(rollout.sampler_logprobs[row], other.sampler_logprobs[0], atol=5e-5, rtol=1e-5)
+    assert shapes[0][:2] == (len(PROMPTS), max(map(len, PROMPTS)))
+    assert shapes[1][0] > len(PROMPTS)  # One row for each completion from its second token on.
+
+
+class OnlyTokens(LogitsProcessor):
+    """Rules out every token but `allowed`, and records the widths that it saw."""
+
+    def __init__(self, allowed):
+        self.allowed = torch.tensor(allowed, dtype=torch.int64)
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids.tolist())
+        return torch.full_like(scores, -torch.inf).index_copy(1, self.allowed, scores[:, self.allowed])
+
+
+def test_a_logits_processor_rules_tokens_out_and_the_logprobs_say_so():
+    model = tiny()
+    processor = OnlyTokens([3, 17])
+    params = SamplingParams(max_completion_length=6, temperature=0.5, pad_token_id=1)
+    rollout = generate(model, params, logits_processor=LogitsProcessorList([processor]))
+    assert set(sum(rollout.completion_ids, [])) == {3, 17}
+    with torch.no_grad():
+        pair = (model(input_ids=torch.tensor([PROMPTS[1]])).logits[0, -1, [3, 17]] / 0.5).log_softmax(-1)
+    expected = pair[[3, 17].index(rollout.completion_ids[1][0])]
+    torch.testing.assert_close(rollout.sampler_logprobs[1][0], expected, atol=5e-5, rtol=0)
+    # The longest prompt comes first; the row beside it is padded on the left.
+    assert processor.seen[2][1] == [1] * 10 + PROMPTS[3] + rollout.completion_ids[3][:2]
+
+
+def test_a_processor_that_leaves_no_token_is_named():
+    with pytest.raises(RuntimeError, match="logits_processor left no token to draw.* at row 1, token 0"):
+        generate(tiny(), SamplingParams(4), logits_processor=LogitsProcessorList([OnlyTokens([])]))
+
+
+def test_logits_that_are_not_finite_name_the_row():
+    model = tiny()
+    model.model.embed_tokens.weight.data[63] = float("inf")  # only prompt 4 holds token 63
+    backend = LocalBackend(max_rows=1)
+    backend.sync(model, 12)
+    with pytest.raises(RuntimeError, match=r"not finite at row 4, token 0 \(policy version 12\)"):
+        backend.generate(PROMPTS, SamplingParams(1), KEYS)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keys", "sentence"),
+    [
+        ([[1], []], [(0, 0, 0), (0, 0, 1)], "prompt 1 is empty"),
+        ([[1], [2]], [(0, 0, 0)], "2 prompts came with 1 keys"),
+        ([[1], [2]], [(0, 0, 0), (0, 0, 0)], "two rows have the same key"),
+        ([[1] * 121], [(0, 0, 0)], "a prompt of 121 tokens and max_completion_length 8 exceed the model's 128"),
+        ([[1]], [(0, 0, -1)], "non-negative"),
+    ],
+)
+def test_a_call_that_cannot_be_served_is_refused(prompts, keys, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        LocalBackend(tiny()).generate(prompts, SamplingParams(max_completion_length=8), keys)
+
+
+def test_a_backend_without_a_model_says_how_to_give_it_one():
+    with pytest.raises(RuntimeError, match="sync"):
+        LocalBackend().generate([[1]], SamplingParams(8), [(0, 0, 0)])
+    with pytest.raises(ValueError, match="max_rows is 0"):
+        LocalBackend(max_rows=0)
+
+
+def test_sync_replaces_the_model_and_stamps_the_version():
+    params = mixed_params()
+    backend = LocalBackend(tiny("llama"))
+    assert backend.generate(PROMPTS, params, KEYS).policy_version == 0
+    backend.sync(tiny("qwen2"), 9)
+    rollout = backend.generate(PROMPTS, params, KEYS)
+    assert rollout.policy_version == 9
+    assert_same(rollout, generate(tiny("qwen2"), params))
+
+
+def test_a_model_that_keeps_no_cache_is_refused():
+    model = tiny()
+    forward = model.forward
+
+    def forgetful(input_ids, past_key_values=None, use_cache=None, **kwargs):
+        return forward(input_ids=input_ids, use_cache=False, **kwargs)
+
+    model.forward = forgetful
+    with pytest.raises(RuntimeError, match="left 0 of 20 tokens in the key-value cache"):
+        generate(model, SamplingParams(4))
+
+
+def test_no_prompts_give_an_empty_rollout():
+    assert len(LocalBackend(tiny()).generate([], SamplingParams(8), [])) == 0

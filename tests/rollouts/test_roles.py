@@ -25,23 +25,20 @@ TOLERANCE = {"float32": 1e-4, "4-bit": 1e-4, "autocast": 0.05}
 LEAST_DIFFERENCE = 0.15
 
 
-def a_base(folder, precision):
-    if precision == "4-bit":
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        return load_base(str(folder), quantization_config=config, device_map="cpu", dtype=torch.float32)
-    return load_base(str(folder), dtype=torch.float32)
-
-
 def a_trunk(tmp_path, precision, family, is_continued):
     """Return a trunk whose policy, reference and reward adapter (in some families) have different probabilities.
 
     Args:
         is_continued: the reference is an adapter; otherwise it is the trunk with adapters off.
     """
+    sizes, settings = {}, {"dtype": torch.float32}
+    if precision == "4-bit":
+        sizes["hidden_size"] = 64  # bitsandbytes quantises in blocks of 64.
+        settings["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        settings["device_map"] = "cpu"
     # Narrow weights: rounding to bfloat16 then changes a logprob by less than a role does.
-    sizes = {"hidden_size": 64} if precision == "4-bit" else {}  # bitsandbytes quantises in blocks of 64.
     folder = saved_base(tmp_path / "base", family, eos_token_id=None, initializer_range=0.1, **sizes)
-    base = a_base(folder, precision)
+    base = load_base(str(folder), **settings)
     if is_continued:
         trunk = TrunkModel.from_adapter(get_peft_model(base, lora(init_lora_weights=False)))
     else:

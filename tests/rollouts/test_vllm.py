@@ -3,9 +3,11 @@
 import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 
 from onetrunk.models.trunk import TrunkModel
@@ -15,6 +17,7 @@ from onetrunk.rollouts.vllm import VLLMBackend, vllm_policy
 from onetrunk.rollouts.vllm_requests import Request, checked_completion
 from onetrunk.servers.errors import CallError
 from onetrunk.servers.fleet import RetryPolicy
+from tests.places import CPU, found_by_ranks, join_group
 from tests.ppo.support import base_model, lora, sft_model
 from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import PROMPTS, assert_same, logprobs_of
@@ -87,25 +90,11 @@ def test_a_rollout_is_sampled_from_the_published_policy_and_its_keys_decide_the_
     assert list(turned.completion_ids)[::-1] == list(rollout.completion_ids)
     other = backend.generate(PROMPTS, PARAMS, [(4, 1, row) for row in range(len(PROMPTS))])
     assert other.completion_ids != rollout.completion_ids
+    greedy = PROMPTS, SamplingParams(6, 0.0, (9, 10)), KEYS
+    assert_same(backend.generate(*greedy), LocalBackend(model).generate(*greedy))
     # Everything that a generation_config.json of the server could change is sent.
-    sent = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "temperature": 0.8}
+    sent = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
     assert all(body.items() >= sent.items() for body in stub.bodies if body["model"] != "base")
-
-
-def test_greedy_decoding_is_that_of_the_local_backend(stub, tmp_path):
-    model, backend, greedy = policy(), backend_of([stub], tmp_path), SamplingParams(6, 0.0, (9, 10))
-    backend.sync(model, 0)
-    assert_same(backend.generate(PROMPTS, greedy, KEYS), LocalBackend(model).generate(PROMPTS, greedy, KEYS))
-
-
-def test_rows_go_to_the_least_loaded_server(stub, tmp_path):
-    with StubVLLM(base_model()) as second:
-        backend = backend_of([stub, second], tmp_path)
-        backend.sync(policy(), 0)
-        rollout = backend.generate(PROMPTS * 4, PARAMS, [(0, 0, row) for row in range(20)])
-        assert_sampled_from(policy(), rollout)
-        shares = [sum(body["model"] != "base" for body in server.bodies) for server in (stub, second)]
-    assert sum(shares) == 20 and min(shares) >= 5
 
 
 def test_all_turns_of_an_episode_go_to_one_server_and_episodes_to_all(stub, tmp_path):
@@ -164,24 +153,14 @@ def test_each_version_has_a_new_name_and_files_outlive_their_adapter_by_one_sync
     for version in range(4):
         backend.sync(shaken(model, version), version)
         assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
-    events = [(kind, name.split("-", 2)[2]) for kind, name in stub.events]
-    assert events == [
-        ("load", "1-policy-v0"),
-        ("load", "2-policy-v1"),
-        ("load", "3-policy-v2"),
-        ("unload", "1-policy-v0"),
-        ("load", "4-policy-v3"),
-        ("unload", "2-policy-v1"),
-    ]
-    written = next(tmp_path.glob("*/4-policy-v3")).iterdir()
+    first, second, third, fourth = (f"{version + 1}-policy-v{version}" for version in range(4))
+    events = [("load", first), ("load", second), ("load", third), ("unload", first)]
+    events += [("load", fourth), ("unload", second)]
+    assert [(kind, name.split("-", 2)[2]) for kind, name in stub.events] == events
+    written = next(tmp_path.glob(f"*/{fourth}")).iterdir()
     assert {path.name for path in written} == {ADAPTER_FILE, "adapter_config.json"}
     # v0 was unloaded a sync ago and is gone; v1 was unloaded by this one.
-    assert sorted(path.name for path in tmp_path.glob("*/*-policy-v*")) == [
-        "2-policy-v1",
-        "3-policy-v2",
-        "4-policy-v3",
-    ]
-    assert not stub.missing
+    assert sorted(path.name for path in tmp_path.glob("*/*-policy-v*")) == [second, third, fourth]
     backend.close()
     assert not stub.adapters and not any(tmp_path.iterdir()) and not stub.missing
 
@@ -193,7 +172,7 @@ def test_the_same_version_is_published_once_unless_its_weights_differ(stub, tmp_
     backend.sync(model, 2)
     assert len(stub.events) == num_events
     backend.sync(shaken(model, 1), 2)
-    assert len([event for event in stub.events[num_events:] if event[0] == "load"]) == 1
+    assert [kind for kind, _ in stub.events[num_events:]].count("load") == 1
     assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))
     assert len(stub.adapters) == 1
 
@@ -266,11 +245,6 @@ def answer(tokens, logprobs=None, **changes):
     logprobs = [-1.0] * len(tokens) if logprobs is None else logprobs
     choice = {"prompt_token_ids": [5, 9], "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, **changes}
     return {"model": "policy", "choices": [choice]}
-
-
-def test_a_completion_that_passes_every_check():
-    assert checked_completion(answer([7, 8, 3]), ASKED, "policy").stopped
-    assert not checked_completion(answer([7, 8, 7, 8]), ASKED, "policy").stopped
 
 
 @pytest.mark.parametrize(
@@ -404,15 +378,19 @@ def test_the_check_waits_for_a_server_that_is_starting(stub, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("base", "settings", "message"),
     [
-        ({"loads_adapters": False}, "start it with --enable-lora and .* VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
-        ({"raw": True}, "logprobs before temperature .* start it with --logprobs-mode processed_logprobs"),
-        ({"max_rank": 2}, "LoRA rank 4 is greater than max_lora_rank 2.; start it with --max-lora-rank 4 or more"),
+        ({}, {"loads_adapters": False}, "start it with --enable-lora and .* VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+        ({}, {"raw": True}, "logprobs before temperature .* start it with --logprobs-mode processed_logprobs"),
+        ({}, {"max_rank": 2}, "LoRA rank 4 is greater than max_lora_rank 2.; start it with --max-lora-rank 4 or more"),
+        ({}, {"max_length": 10**400}, "a list of models of an unknown form"),
+        ({"seed": 1}, {}, r"serves another base model: its logprobs of 64 tokens differ .* /models/base"),
+        ({"vocab_size": 40}, {}, "gives row . no completion: .* is out of vocabulary"),
+        ({"vocab_size": 256}, {}, r"serves another base model: it sampled the token \d+, and the policy"),
     ],
 )
-def test_a_server_with_other_settings_is_rejected(settings, message, tmp_path):
-    with StubVLLM(base_model(), **settings) as server:
+def test_a_server_with_other_settings_or_another_base_is_rejected(base, settings, message, tmp_path):
+    with StubVLLM(base_model(**base), **settings) as server:
         with pytest.raises(RuntimeError, match=rf"vLLM server {server.url}.*{message}"):
             backend_of([server], tmp_path).sync(policy(), 0)
 
@@ -421,25 +399,6 @@ def test_a_server_of_another_kind_is_rejected(tmp_path):
     with Stub({"/health": lambda _body: (200, {})}) as server:
         with pytest.raises(RuntimeError, match="no vLLM answers there"):
             backend_of([server.root], tmp_path).check()
-
-
-@pytest.mark.parametrize(
-    ("base", "message"),
-    [
-        (lambda: base_model(seed=1), r"serves another base model: its logprobs of 64 tokens differ .* /models/base"),
-        (lambda: base_model(vocab_size=40), "gives row . no completion: .* is out of vocabulary"),
-        (lambda: base_model(vocab_size=256), r"serves another base model: it sampled the token \d+, and the policy"),
-    ],
-)
-def test_another_base_on_the_server_is_noticed(base, message, tmp_path):
-    with StubVLLM(base()) as server, pytest.raises(RuntimeError, match=message):
-        backend_of([server], tmp_path).check_policy(policy())
-
-
-def test_a_giant_number_of_positions_is_an_answer_of_an_unknown_form(tmp_path):
-    with StubVLLM(base_model(), max_length=10**400) as server:
-        with pytest.raises(RuntimeError, match="a list of models of an unknown form"):
-            backend_of([server], tmp_path).check_policy(policy())
 
 
 def test_a_server_with_few_positions_is_checked_within_them(tmp_path):
@@ -469,10 +428,8 @@ def test_an_adapter_that_no_server_can_serve_is_rejected(options, message):
 
 
 def test_a_folder_that_the_server_cannot_read_is_named(stub, tmp_path):
-    stub.free["/v1/load_lora_adapter"] = lambda body: (
-        404,
-        {"error": {"message": f"No adapter found for {body['lora_path']}"}},
-    )
+    said = {"error": {"message": "No adapter found"}}
+    stub.free["/v1/load_lora_adapter"] = lambda _body: (404, said)
     with pytest.raises(RuntimeError, match=f"must be able to read {tmp_path}/.*-policy-v0: put the folder where both"):
         backend_of([stub], tmp_path).sync(policy(), 0)
 
@@ -514,3 +471,35 @@ def test_settings_that_cannot_work_are_rejected(options, message, tmp_path):
 def test_nothing_is_sampled_before_the_first_sync(stub, tmp_path):
     with pytest.raises(RuntimeError, match="nothing is published yet"):
         backend_of([stub], tmp_path).generate(PROMPTS, PARAMS, KEYS)
+
+
+def work(rank, folder, url):
+    """Return the rows of the last of three versions, and the error of a publication that fails."""
+    join_group(CPU, folder, rank, 2)
+    model, backend, error = policy(), VLLMBackend(url, Path(folder) / "adapters", policy=PATIENT), ""
+    for version in range(3):
+        backend.sync(shaken(model, version), version)
+        rollout = backend.generate(PROMPTS, PARAMS, [(version, rank, row) for row in range(len(PROMPTS))])
+        assert_sampled_from(model, rollout)
+    if rank == 0:  # Only the first process reads the adapter's config.
+        model.peft_config["default"].save_pretrained = None
+    try:
+        backend.sync(shaken(model, 9), 9)
+    except (TypeError, RuntimeError) as raised:
+        error = str(raised)
+    dist.barrier()
+    backend.close()
+    return {"version": rollout.policy_version, "rows": rollout.completion_ids, "error": error}
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+def test_with_two_processes_the_first_publishes_and_both_sample(tmp_path):
+    with StubVLLM(base_model()) as stub:
+        first, second = found_by_ranks(work, tmp_path, 2, stub.url)
+        wait_until(lambda: not stub.adapters)
+    assert first["version"] == second["version"] == 2 and first["rows"] != second["rows"]
+    loads = [name.split("-", 2)[2] for kind, name in stub.events if kind == "load"]
+    assert loads == ["1-policy-v0", "2-policy-v1", "3-policy-v2"] and not stub.missing
+    # What fails on the first process fails on all of them, instead of leaving them waiting.
+    assert "process 0, which does this for the others, failed" in second["error"] and first["error"]

@@ -18,21 +18,16 @@ ROLLOUTS, STALENESS = 25, 2
 class Recording(VLLMBackend):
     """Keeps which version each row was asked from, and how many calls ran at once."""
 
-    def __init__(self, *args, **settings):
-        super().__init__(*args, **settings)
-        self.asked, self.running, self.most_running = [], 0, 0
-        self.lock = threading.Lock()
+    asked, running, most_running, lock = (), 0, 0, threading.Lock()
 
     def generate_as(self, role, version, prompt_ids, params, keys):
         with self.lock:
-            self.asked += [(key, version) for key in keys]
+            self.asked += tuple((key, version) for key in keys)
             self.running += 1
             self.most_running = max(self.most_running, self.running)
-        try:
-            rollout = super().generate_as(role, version, prompt_ids, params, keys)
-        finally:
-            with self.lock:
-                self.running -= 1
+        rollout = super().generate_as(role, version, prompt_ids, params, keys)
+        with self.lock:
+            self.running -= 1
         assert rollout.policy_version == version
         return rollout
 
@@ -43,9 +38,8 @@ def test_async_on_a_real_server_learns_from_samples_of_known_versions(tmp_path, 
     served_task_model(0).save_pretrained(model)
     learning.task_tokenizer(TASK_B).save_pretrained(model)
     best = learning.task_optimum(TASK_B, 0)
-    server = Serving(model, tmp_path / "serve.log")
     # Fewer positions than the check of the base would like to use.
-    server.words[server.words.index("128")] = "16"
+    server = Serving(model, tmp_path / "serve.log", 16)
     server.start()
     try:
         backend = Recording(server.url, tmp_path / "adapters", policy=PATIENT, keep_versions=4)

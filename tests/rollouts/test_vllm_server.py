@@ -42,23 +42,17 @@ PATIENT = vllm_policy(300.0)
 class Serving:
     """`onetrunk serve` of a model, which can be killed with all that it has started."""
 
-    def __init__(self, model: Path, log: Path, *options: str, positions: int = 128):
+    def __init__(self, model: Path, log: Path, positions: int):
         port = free_port()
         self.url, self.log = f"http://127.0.0.1:{port}", log
         command = f"serve {model} --port {port} --device cpu --python {vllm_python()} --max_model_len {positions}"
-        self.words = [sys.executable, "-m", "onetrunk.cli", *command.split(), *options]
+        self.words = [sys.executable, "-m", "onetrunk.cli", *command.split()]
         self.process: subprocess.Popen | None = None
 
-    def start(self, *replaced: str) -> None:
-        """Start the server; `replaced`: a word of vLLM's command, and the word in its place."""
-        words, env = self.words, {**os.environ, "PYTHONPATH": str(Path(onetrunk.__file__).parents[1])}
-        if replaced:
-            line = subprocess.run(
-                [*words, "--print"], env=env, capture_output=True, text=True, check=True, timeout=1500
-            ).stdout
-            words = ["bash", "-c", f"unset PYTHONPATH; exec env {line.strip().replace(*replaced)}"]
+    def start(self) -> None:
+        env = {**os.environ, "PYTHONPATH": str(Path(onetrunk.__file__).parents[1])}
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(words, env=env, stdout=log, stderr=log)
+            self.process = subprocess.Popen(self.words, env=env, stdout=log, stderr=log)
 
     def wait(self) -> None:
         wait_for_server(self.url, self.process, self.log)
@@ -70,15 +64,14 @@ class Serving:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    model = tiny_model("llama", **SERVED_SIZES)
-    model.save_pretrained(folder)
+    tiny_model("llama", **SERVED_SIZES).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def serving(base, tmp_path_factory):
-    server = Serving(base, tmp_path_factory.mktemp("log") / "serve.log", positions=512)
+    server = Serving(base, tmp_path_factory.mktemp("log") / "serve.log", 512)
     server.start()
     try:
         server.wait()

@@ -37,12 +37,9 @@ class Stub:
 
     Args:
         routes: pattern of a path -> function of a body (JSON, else bytes). The first that fits answers; 404 else.
-        fault: of `faults` or `wrong`, shown by the routes while `faulty`; None for a server that is well.
-        rate: share of the calls that go wrong.
+        fault: of `faults` or `wrong`, shown by the routes while `faulty`, in a share `rate` of the calls; None: well.
         free: further routes, without faults and not counted.
         key: bearer token that it insists on.
-        latency_s: how long an answer takes.
-        redirect_to: where redirects lead.
     """
 
     # Named faults: in place of the answer, and functions that change the answer to a body.

@@ -1,4 +1,4 @@
-"""Settings are written without their secrets, and keep them for the run."""
+"""Settings of every stage: written without their secrets, and rejected where nothing can happen at an interval."""
 
 import io
 import json
@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from onetrunk import PPOConfig
+from onetrunk.ppo.config import PPOConfig
+from onetrunk.reward_models.distill import RewardDistillationConfig
+from onetrunk.reward_models.training import RewardModelConfig
 from onetrunk.stages.arguments import PPOArguments, SFTArguments
 from onetrunk.stages.distill import DistillArguments
 from onetrunk.stages.reward import RewardArguments
@@ -65,3 +67,29 @@ def test_settings_are_whole_again_after_a_failed_save(tmp_path):
         assert args.hub_token is None
         raise OSError("the disk is full")
     assert args.hub_token == CANARY and args.model_init_kwargs["token"] == OTHER
+
+
+CONFIGS = [PPOConfig, SFTArguments, RewardModelConfig, RewardDistillationConfig]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"save_strategy": "steps", "save_steps": 0}, "save_steps is 0, and save_strategy is 'steps'; set a whole"),
+        ({"eval_strategy": "steps", "eval_steps": -1}, "eval_steps is -1"),
+        ({"logging_strategy": "steps", "logging_steps": -1}, "logging_steps is -1"),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy 'best' needs evaluations"),
+        ({"save_strategy": "steps", "save_steps": 0.25}, None),
+        ({"save_strategy": "no", "save_steps": 0}, None),
+        ({"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}, None),
+    ],
+)
+def test_an_interval_at_which_nothing_happens_is_rejected_and_every_other_taken(tmp_path, kind, settings, message):
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "bf16": False, **settings}
+    if message is None:
+        kind(**settings)
+        return
+    with pytest.raises(ValueError) as raised:
+        kind(**settings)
+    assert message in str(raised.value)
