@@ -18,6 +18,14 @@ def material(tmp_path_factory):
 
 
 @pytest.fixture
+def own_material(tmp_path, monkeypatch):
+    """Work in a folder with material of its own, to change."""
+    make_material(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def in_folder(material, monkeypatch, tmp_path):
     monkeypatch.chdir(material)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -13,7 +13,7 @@ from onetrunk.checkpoints.signals import Stopped
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.stages.run_context import explain, run_stage
 from tests.processes import environment
-from tests.stages.small_runs import make_material, run
+from tests.stages.small_runs import run
 
 
 def ending_with(error, folder=None):
@@ -118,11 +118,9 @@ def test_a_signal_ends_a_stage_with_a_sentence_and_its_exit_code(number, code, w
     assert word in err and "Traceback" not in err
 
 
-def test_a_folder_that_holds_a_run_is_not_begun_anew_unless_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_material(tmp_path)
+def test_a_folder_that_holds_a_run_is_not_begun_anew_unless_told(own_material, capsys):
     words = "--save_strategy steps --save_steps 2 --save_total_limit 1 --output_dir out".split()
-    out = tmp_path / "out"
+    out = own_material / "out"
     assert run("sft", *words, "--max_steps", 4) == 0
     before = (out / "checkpoint-4/trainer_state.json").read_bytes()
     capsys.readouterr()
