@@ -10,6 +10,7 @@ from onetrunk.data.pairs import Group
 from onetrunk.judges.labels import PairLabel
 from onetrunk.stages.judge import Judged, agreement, findings, judge_metrics, wilson_interval
 from tests.judges.stub_server import StubServer
+from tests.stages.small_runs import error_of, write_rows
 from tests.stages.small_runs import metrics as read_metrics
 
 LENGTHS = """
@@ -112,7 +113,7 @@ def judge(tmp_path, monkeypatch):
     (tmp_path / "principles.yaml").write_text(CONSTITUTION)
 
     def call(rows, *options, out="out"):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / "rows.jsonl", rows)
         words = ["--dataset_name", "rows.jsonl", "--output_dir", out, *options]
         return cli.main(["judge", *map(str, words)])
 
@@ -190,5 +191,4 @@ def test_several_judges_are_measured_alone_and_together_and_compared(judge, tmp_
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(judge, capsys, rows, options, code, message):
     assert judge(rows, *options) == code
-    said = capsys.readouterr().err
-    assert message in said and "Traceback" not in said
+    assert message in error_of(capsys)

@@ -2,13 +2,11 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
 from onetrunk import cli
-from onetrunk.stages.pipeline import paths_in
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.stages.small_runs import LINEAR, NOUNS, REWARD, adapter, judged_pairs, nouns, write_rows
 from tests.tiny import tiny_tokenizer
@@ -160,8 +158,3 @@ def test_what_cannot_be_streamed_exactly_is_rejected(there, capfd, name, options
     rows = ["--dataset_name", f"{rows_of(name)}/*.jsonl", *STREAMED]
     assert run(name, "rejected", *rows, *options) == code
     assert message in capfd.readouterr().err
-
-
-def test_a_pipeline_depends_on_the_files_of_a_pattern(there):
-    files = [path for path in paths_in({"dataset_name": "sft/*.jsonl"}) if path.exists()]
-    assert files == [Path(f"sft/{number}.jsonl") for number in range(3)]
