@@ -43,6 +43,12 @@ def workplace(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def at_the_root(monkeypatch):
+    """Work in the root of the repository."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
 def launch_env(monkeypatch):
     """Return a function that sets the environment of a launch with accelerate and returns its layout."""
     from onetrunk.parallel.layout import USE_FSDP, USE_PARALLELISM, launch_layout

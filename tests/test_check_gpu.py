@@ -9,9 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import python
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {"torch": "2", "triton": "3", "bitsandbytes": "0"}
 H100 = {"name": "H100", "memory_gib": 79.2}
 STUB_OF_TRL = """#!/bin/sh

@@ -13,14 +13,20 @@ import torch
 from transformers import Qwen2Config
 
 from onetrunk.plan.costs import operations_of
-from tests.processes import python
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 # A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
 SMALL = Qwen2Config(
     vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2,
     num_key_value_heads=1,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    """Make the modules of the scripts importable."""
+    for folder in ("scripts", "scripts/bench"):
+        monkeypatch.syspath_prepend(ROOT / folder)
 
 
 def run(script: str, *options: str, cache: Path) -> subprocess.CompletedProcess:
@@ -72,7 +78,6 @@ assert len(texts) == 4
 
 
 def test_completions_end_where_they_must_if_rows_that_waited_join_those_that_decode(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
     for name in ("bitsandbytes", "scipy", "triton"):
         monkeypatch.setitem(sys.modules, name, None)  # As the script does, for a process of its own.
     from onetrunk_ppo import ForceLengthOfRunningRows
@@ -104,8 +109,7 @@ def test_the_benchmark_says_what_is_wrong_before_it_times_anything(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_the_page_of_the_measured_results_is_what_the_script_writes(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def test_the_page_of_the_measured_results_is_what_the_script_writes(tmp_path):
     from bench.report import write_readme
 
     folder = ROOT / "scripts" / "bench" / "results" / "cpu"
@@ -115,16 +119,13 @@ def test_the_page_of_the_measured_results_is_what_the_script_writes(monkeypatch,
     assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
 
 
-def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory():
     from bench.report import compare
     from bench.rows import CPU_ROWS
 
     def process(totals: list[float], peak_mb: int) -> dict:
-        return {
-            "iterations": [{"generate": 1.0, "score": 1.0, "update": t - 2, "total": t} for t in totals],
-            "peak_mb": peak_mb,
-        }
+        iterations = [{"generate": 1.0, "score": 1.0, "update": t - 2, "total": t} for t in totals]
+        return {"iterations": iterations, "peak_mb": peak_mb}
 
     baseline = [process([70, 72], 4000), process([71, 79], 4200)]  # medians 71.5 s and 4100 MB
     ours = [process([14, 15], 1200), process([16, 17], 1300)]  # 15.5 s and 1250 MB
@@ -136,8 +137,7 @@ def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory(monk
     assert hungry["meets_floor"] is False
 
 
-def test_against_agilerl_both_adapt_the_same_layers_and_no_reward_model_runs(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def test_against_agilerl_both_adapt_the_same_layers_and_no_reward_model_runs():
     from bench.processes import AGILERL
     from bench.report import commands
     from bench.rows import choose_rows
@@ -151,8 +151,7 @@ def test_against_agilerl_both_adapt_the_same_layers_and_no_reward_model_runs(mon
     assert rows["mixed-top"].floor is None
 
 
-def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings():
     from roofline import Ceilings, Iteration, least_seconds
 
     # Two rows of 3 + 1 tokens: nothing is decoded after the prompt, since its pass gives the first token.
@@ -169,8 +168,7 @@ def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(
     assert least["update"] == 4 * 2 * branch
 
 
-def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer():
     from roofline import Ceilings, decode_seconds
 
     slow_memory, slow_products = Ceilings(flops=1e9, bandwidth=1.0), Ceilings(flops=1.0, bandwidth=1e9)
@@ -196,10 +194,7 @@ TOP, CHECKPOINTED = {"adapter_layers": "top-2"}, {"activation_checkpointing": Tr
         pytest.param("qwen3", "bfloat16", {}, marks=SLOW),
     ],
 )
-def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_the_seconds(
-    monkeypatch, family, dtype, settings
-):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_the_seconds(family, dtype, settings):
     from launches import launches
 
     layers, adapted = 6, 2 if "adapter_layers" in settings else 6
@@ -215,19 +210,6 @@ def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_
         # The two norms more of Qwen3 are left out.
         lowest = 0.75 if family == "qwen3" else 0.95
         assert lowest <= number / counted[phase] <= 1.05, (phase, number, counted[phase])
-
-
-def test_views_and_allocations_are_no_operations(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    from decode_profile import count_operations
-
-    def run() -> None:
-        x = torch.empty(4, 6).view(6, 4).T[1:]
-        x.zero_()
-        torch.nn.functional.linear(x, torch.ones(3, 6)).float().half()
-
-    # float() of a float32 tensor does nothing.
-    assert dict(+count_operations(run)) == {"zero_": 1, "ones": 1, "mm": 1, "_to_copy": 1}
 
 
 @pytest.mark.multi_process

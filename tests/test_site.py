@@ -2,7 +2,6 @@
 
 import html
 import re
-from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
@@ -11,9 +10,8 @@ import onetrunk
 from onetrunk.stages.options.table import shown_options
 from onetrunk.verbs import VERBS
 from tests.processes import python
-from tests.stages.recipes import DOCUMENTS
+from tests.stages.recipes import DOCUMENTS, ROOT
 
-ROOT = Path(__file__).parents[1]
 # A template, and what pytest writes.
 NO_PAGES = {"src/onetrunk/report/templates/report.md", ".pytest_cache/README.md"}
 

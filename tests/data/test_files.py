@@ -79,11 +79,7 @@ def test_a_rename_that_cannot_be_is_refused(tmp_path, columns, reason):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        (
-            "broken.jsonl",
-            '{"prompt": "a"}\n{"prompt": "b"\n',
-            "broken.jsonl cannot be read as split 'train': JSON parse",
-        ),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n', "a.jsonl cannot be read as split 'train': JSON parse"),
         ("empty.jsonl", "", "is empty"),
         ("ragged.csv", "prompt,x\na,1\nb,2,3,4\n", "Expected 2 fields in line 3, saw 4"),
         ("damaged.parquet", "PAR1", "damaged.parquet cannot be read"),

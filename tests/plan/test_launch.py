@@ -1,7 +1,6 @@
 """The files of a plan are taken by the parsers and the schedulers that read them, and name the plan's devices."""
 
 import os
-import re
 import shlex
 import subprocess
 from dataclasses import replace
@@ -9,6 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from onetrunk import cli
 from onetrunk.costs import decode_split
 from onetrunk.plan.hardware import GIB, Pool, load_catalog
 from onetrunk.plan.job import read_model
@@ -20,17 +20,10 @@ from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.tools.serve import parse_serve
 from tests.plan.support import SMALL, job_7b
 from tests.stages.recipes import ROOT, commands_of
-from tests.test_launch_files import (
-    SBATCH_OPTIONS,
-    SLURM,
-    at_the_root,
-    check_elastic,
-    launched,
-    run_shell,
-    sbatch_options,
-)
+from tests.test_launch_files import SLURM, check_elastic, launched, run_shell, sbatch_options
 
-__all__ = ["at_the_root", "run_shell"]  # Fixtures.
+__all__ = ["run_shell"]  # A fixture.
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 DEVICE = load_catalog().devices["H100-80GB"]
 CONFIG = "recipes/qwen2.5-0.5b/ppo.yaml"
@@ -119,10 +112,6 @@ def test_the_accelerate_config_says_how_the_base_is_held(written, tmp_path):
 def test_slurm_takes_the_job_and_it_starts_the_plan(written, run_shell, tmp_path):
     path = tmp_path / "job.sbatch"
     options = sbatch_options(path)
-    assert len(options) == path.read_text().count("\n#SBATCH ")
-    for name, value in options.items():
-        form = SBATCH_OPTIONS[name]
-        assert value is None if form is None else re.fullmatch(form, value), (name, value)
     env = {**SLURM, "SERVER_HOST": "s1", "PRINTS_scontrol": "n1\nn2", "PRINTS_squeue": "n1", "VLLM_PYTHON": "true"}
     code, calls = run_shell(["bash", str(path)], **env)
     assert code == 0
@@ -167,10 +156,8 @@ def test_the_share_of_a_colocated_engine_is_one_that_vllm_takes(model):
 def test_a_colocated_engine_has_the_base_a_second_time_only_if_the_base_is_quantised():
     base, sleeping = {}, {}
     for kind, num_bytes in (("bf16", 2.0), ("nf4", 0.516)):
-        train, sample = (
-            TrainLayout(DEVICE, 1, rows=512, base_bytes=num_bytes),
-            SampleLayout(DEVICE, COLOCATED, 1, rows=64),
-        )
+        train = TrainLayout(DEVICE, 1, rows=512, base_bytes=num_bytes)
+        sample = SampleLayout(DEVICE, COLOCATED, 1, rows=64)
         one = replace(job_7b(), base_bytes=num_bytes)
         plan = evaluate(one, train, sample, "sync")
         base[kind] = plan.memory["generate"]["weights"] / plan.memory["update"]["weights"]
@@ -235,8 +222,6 @@ PLANNED_COMMAND = """plan --config recipes/llama-3.1-8b/ppo.yaml --model meta-ll
 
 
 def test_the_example_of_the_repository_is_what_a_plan_writes(monkeypatch, tmp_path):
-    from onetrunk import cli
-
     monkeypatch.chdir(tmp_path)
     assert cli.main(PLANNED_COMMAND.split()) == 0
     for path in sorted((tmp_path / "recipes/launch/planned").iterdir()):

@@ -26,11 +26,9 @@ def test_the_rubric_by_hand():
     texts = ["Tea is warm.", "Tea is warm. It is good!", "Tea", "A " + "very " * 20 + "long way.", "Is it 3.5 m?"]
     assert rewards.one_sentence([reply(text) for text in texts]) == [1, 0, 0, 0, 1]
     assert rewards.one_sentence([reply("Tea is warm.")], completion_stopped=[False]) == [0]
-    prompts = [
-        request(text) for text in ("Describe onions in a single sentence.", "Write one sentence about rust.", "Hi")
-    ]
+    asked = ("Describe onions in a single sentence.", "Write one sentence about rust.", "Hi")
     completions = [reply(text) for text in ("An Onion is round.", "Iron is old.", "Hello.")]
-    assert rewards.on_subject(prompts, completions) == [1, 0, None]
+    assert rewards.on_subject(list(map(request, asked)), completions) == [1, 0, None]
 
 
 def test_every_request_names_its_subject_and_no_held_out_subject_is_trained_on():

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from onetrunk import cli
 from onetrunk.utils.files import load_tensors
-from tests.processes import python
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.models.reward_adapters import saved_base
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 NOUNS = "cat dog bird fish tree house river stone".split()
 TRAINING = ("sft", "reward", "distill", "ppo")
 TRAIN = "--use_cpu true --report_to none --disable_tqdm true --save_strategy no --lora_r 2".split()
@@ -59,8 +58,7 @@ def judged_pairs(number: int) -> list[dict[str, Any]]:
 
 def make_material(folder: Path) -> None:
     """Write a base, a reward function, a constitution and rows of every kind into a folder."""
-    tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
+    saved_base(folder / "base", num_hidden_layers=2)
     rows = [{"prompt": f"the {noun}", "completion": " runs fast"} for noun in NOUNS]
     write_rows(folder / "sft.jsonl", rows)
     write_rows(folder / "prompts.jsonl", [{"prompt": row["prompt"]} for row in rows])

@@ -14,8 +14,7 @@ class RayError(Exception):
 class StandInRay:
     """Stands for the modules ray, ray.data and ray.exceptions, and for its one dataset; `drawn` counts the chunks.
 
-    Args:
-        fails_at: the worker that gets this chunk, counted from 0, fails; None: none does.
+    The worker that gets the chunk `fails_at`, counted from 0, fails.
     """
 
     def __init__(self, fails_at=None):

@@ -67,10 +67,8 @@ def material(tmp_path_factory):
         peft = get_peft_model(model, lora)
         peft.peft_config["default"].base_model_name_or_path = "base"
         peft.save_pretrained(folder / name)
-    turn = {"role": "user", "content": "the cat"}
-    write_rows(
-        folder / "turns.jsonl", [{"prompt": [turn], "completion": [{"role": "assistant", "content": "runs"}]}] * 8
-    )
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "runs"}]
+    write_rows(folder / "turns.jsonl", [{"messages": turns}] * 8)
     return folder
 
 

@@ -52,9 +52,7 @@ def folder(tmp_path, monkeypatch):
 
 def write(output_dir="state", **changes):
     """Write pipeline.yaml: the chain with some options changed (a stage -> options), as JSON, which is YAML."""
-    stages = {
-        name: {**stage, "options": {**stage["options"], **changes.get(name, {})}} for name, stage in CHAIN.items()
-    }
+    stages = {name: {**stage, "options": stage["options"] | changes.get(name, {})} for name, stage in CHAIN.items()}
     Path("pipeline.yaml").write_text(json.dumps({"output_dir": output_dir, "stages": stages}))
 
 
@@ -146,14 +144,8 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
         ("output_dir: x\nstages: {sft: {config: sft.yaml}}", "sft.yaml line 2: unknown key 'learning_rat'"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml, gpu: 1}}", "unknown key 'gpu'; the keys are verb, config"),
         ("output_dir: x\nstages: {a/b: {config: sft.yaml}}", "a name has 1 to 96 of the characters"),
-        (
-            "output_dir: x\nstages: {a: {script: step.py, outputs: [y]}, b: {script: step.py, outputs: [y]}}",
-            "stages a and b both write y; give each its own",
-        ),
-        (
-            "output_dir: x\nstages: {a: {script: step.py, outputs: [y], verb: sft}}",
-            "script and its outputs, and no verb",
-        ),
+        ("output_dir: x\nstages: {a: &a {script: step.py, outputs: [y]}, b: *a}", "stages a and b both write y; give"),
+        ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], verb: sft}}", "its outputs, and no verb"),
     ],
 )
 def test_a_wrong_pipeline_is_one_sentence_before_anything_runs(folder, capsys, text, sentence):
@@ -315,11 +307,6 @@ def test_a_training_stopped_before_it_has_deleted_its_old_checkpoints_does_not_r
     assert "$ onetrunk sft --config sft.yaml --resume_from_checkpoint auto" in capfd.readouterr().out
 
 
-def statuses():
-    record = json.loads(Path("state/pipeline.json").read_text())["stages"]
-    return {name: stage["status"] for name, stage in record.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_real_stages_resume_skip_and_start_anew(real, capfd):
@@ -338,7 +325,8 @@ def test_real_stages_resume_skip_and_start_anew(real, capfd):
     said = capfd.readouterr()
     assert "sft: was running" in said.out and Path("out/sft/model.safetensors").read_bytes() == whole
     assert not Path("out/sft/checkpoint-1").stat().st_mtime_ns > Path("out/sft/checkpoint-3").stat().st_mtime_ns
-    assert statuses() == {"sft": "done", "prefs": "done", "reward": "done"}
+    stages = json.loads(Path("state/pipeline.json").read_text())["stages"]
+    assert {name: stage["status"] for name, stage in stages.items()} == dict.fromkeys(stages, "done")
     # Another rule: the preferences are made anew, from completions that are kept, and the reward model after them.
     Path("rules.py").write_text(GRAMMAR.replace("len(text)", "-len(text)"))
     kept = answers_in("out/prefs/ledger/ledger.db")

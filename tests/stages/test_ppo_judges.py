@@ -1,21 +1,17 @@
 """Judges in `onetrunk ppo`: as a rating and as a monitor; on a tiny model."""
 
-import shutil
-from pathlib import Path
-
 import pytest
-import torch
 
 from onetrunk import cli
 from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.judges.judge import Principle
 from onetrunk.rewards.judge import JudgeReward
-from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
+from tests.models.reward_adapters import saved_base
 from tests.ppo.support import make_trainer, prompts
 from tests.stages.small_runs import metrics, on_two_processes, write_rows
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import WORDS
 
 CHECKS = """
 import json
@@ -44,8 +40,7 @@ MONITOR += ["--monitor_rubric", '{"brief": "checks.py:brief"}']
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judged")
-    tiny_model("llama", num_hidden_layers=2, initializer_range=0.1).save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
+    saved_base(folder / "base", num_hidden_layers=2, initializer_range=0.1)
     write_rows(folder / "rows.jsonl", [{"prompt": f"{WORDS[i]} {WORDS[i + 1]}"} for i in range(20)])
     (folder / "checks.py").write_text(CHECKS)
     for name in ("long", "brief"):
@@ -73,19 +68,6 @@ def test_a_judge_rates_and_another_watches(there, capsys):
     assert figures["monitor"]["judge"] == "rubric" and figures["monitor"]["left_out"] == 0
     assert figures["monitor"]["best"]["step"] in (0, 2, 4)
     assert "'judge/gap'" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
-    saving = ["--save_strategy", "steps", "--save_steps", "3", "--reward_funcs", "judge", *JUDGE, *MONITOR]
-    assert ppo("whole", *saving) == 0
-    # As after a kill in the middle of the second rollout, with nothing else left.
-    shutil.copytree("whole/checkpoint-3", "resumed/checkpoint-3")
-    assert ppo("resumed", *saving, "--resume_from_checkpoint", "true") == 0
-    for name in ("adapter_model.safetensors", "value_head.safetensors"):
-        whole, resumed = (load_tensors(Path(folder, name)) for folder in ("whole", "resumed"))
-        assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-    assert metrics("resumed") == metrics("whole")
 
 
 @pytest.mark.multi_process

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from onetrunk import cli
@@ -62,9 +62,8 @@ def test_pairs_are_labelled_by_the_judge_whatever_their_order(prefs, tmp_path):
     assert prefs(PAIRS) == 0
     rows = rows_of(tmp_path / "out")
     assert len(rows) == 12 and all(row["chosen"].startswith("much longer") for row in rows)
-    assert set(rows[0]) == {
-        *("prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "votes", "consistent")
-    }
+    expected = "prompt chosen rejected chosen_stopped rejected_stopped probability votes consistent"
+    assert set(rows[0]) == set(expected.split())
     found = statistics(tmp_path / "out")
     assert found["counts"]["prompts"] == found["counts"]["labelled"] == 12
     card = (tmp_path / "out/README.md").read_text()
@@ -112,7 +111,6 @@ def test_a_trial_of_a_few_prompts_buys_nothing_twice(prefs, tmp_path):
         (PAIRS, ["--mode", "revise"], 2, "completions are given; leave mode revise, engine ray"),
         (PAIRS, ["--model_name_or_path", "m"], 2, "which would sample; leave one of them out"),
         (PAIRS, ["--limit", "0"], 2, "limit is 0; set it to 1 or more"),
-        ([{"question": "q"}], [], 1, "expected chosen and rejected"),
         ([{"prompt": "p", "completion": "a"}] * 2, ["--streaming", "true"], 1, "stand in several rows"),
     ],
 )
@@ -127,17 +125,17 @@ SETTINGS |= {"per_device_train_batch_size": 4, "max_length": 48, "gradient_check
 
 @pytest.fixture
 def conversations(prefs, tmp_path):
-    """Return the rows that the verb makes of conversations with two completions each."""
+    """Return the rows that the verb makes of conversations with two completions each, next to a base."""
     rows = []
     for number, noun in enumerate(NOUNS):
         texts = ["runs fast", "runs" + " fast" * (1 + number % 3) + " the tree"]
         rows.append({"prompt": [{"role": "user", "content": f"the {noun}"}], "completions": texts})
     assert prefs(rows) == 0
+    tiny_model("llama", num_hidden_layers=2).save_pretrained("base")
     return load_rows(tmp_path / "out/data")
 
 
 def test_a_reward_trainer_of_trl_finds_no_margin(conversations, tmp_path):
-    tiny_model("llama", num_hidden_layers=2).save_pretrained("base")
     model = AutoModelForSequenceClassification.from_pretrained("base", num_labels=1)
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
     model.config.pad_token_id = tokenizer.pad_token_id
@@ -156,7 +154,7 @@ def test_a_reward_trainer_of_trl_finds_no_margin(conversations, tmp_path):
 def test_a_dpo_trainer_of_trl_trains_on_the_rows(conversations, tmp_path):
     tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
     args = DPOConfig(output_dir=str(tmp_path / "dpo"), **SETTINGS)
-    model = tiny_model("llama", num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_pretrained("base")
     trainer = DPOTrainer(model, args=args, train_dataset=conversations, processing_class=tokenizer)
     # Policy and reference are equal before the first step: -log sigmoid(0).
     assert trainer.train().training_loss == pytest.approx(math.log(2), abs=1e-4)

@@ -165,7 +165,6 @@ def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inp
         (["--shard", "3/2"], 2, "write i/n"),
         (["--shard", "0/2", "--merge_shards", "2"], 2, "run every shard first"),
         (["--engine", "ray", "--mode", "revise"], 2, "engine ray samples for mode pairs"),
-        (["--dataset_name", "blank.jsonl"], 1, "row 1: prompt is empty"),
         (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),
         (["--max_completion_length", "500"], 1, "leaves room for 0"),

@@ -168,7 +168,6 @@ def test_without_held_out_rows_nothing_is_measured_and_that_is_said(there, capsy
     ("stage", "options", "message"),
     [
         (reward, ["--eval_dataset_name", "bad.jsonl"], "held-out rows: row 1: probability is 1.5"),
-        (reward, ["--output_dir", "rm"], "holds a run already"),
         (reward, ["--load_in_8bit", "true"], "a reward model on a quantised base is not tested"),
         (distill, ["--teacher", "base"], "lacks score.weight, which would be newly initialised and score at random"),
         (distill, ["--student_tokenizer", "train.jsonl"], "the tokenizer 'train.jsonl' cannot be loaded: it is a"),

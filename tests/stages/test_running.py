@@ -53,9 +53,7 @@ def test_a_training_without_a_terminal_says_in_lines_how_far_it_is(in_folder, tm
 
 
 def test_lines_arrive_at_once_through_a_pipe():
-    code = (
-        "import sys; from onetrunk.utils.redaction import print_any_text as p; p(); print('done 1'); sys.stdin.read()"
-    )
+    code = "from onetrunk.utils.redaction import print_any_text as p; p(); print('done 1'); open(0).read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], env=environment(), **pipes) as process:
         assert process.stdout.readline() == "done 1\n"
@@ -74,10 +72,8 @@ def test_ctrl_c_names_a_checkpoint_only_where_one_was_written_to_its_end(tmp_pat
     assert ending_with(KeyboardInterrupt()) == 130  # An evaluation has none.
     assert capsys.readouterr().err == "\ninterrupted\n"
     assert ending_with(KeyboardInterrupt(), tmp_path) == 130
-    assert (
-        capsys.readouterr().err
-        == f"\ninterrupted; {tmp_path} holds no checkpoint yet, so the next run starts from the beginning\n"
-    )
+    said = f"{tmp_path} holds no checkpoint yet, so the next run starts from the beginning"
+    assert capsys.readouterr().err == f"\ninterrupted; {said}\n"
     whole_checkpoint(tmp_path, 9)
     whole_checkpoint(tmp_path, 10)
     ending_with(KeyboardInterrupt(), tmp_path)

@@ -57,13 +57,9 @@ def rows_of(verb):
     return verb if verb in ("sft", "ppo") else "pairs"
 
 
-def command_of(name):
-    return "distill" if name == "teacher" else name
-
-
 def run(name, output, *options, size=4):
     words = ["--use_cpu", "true", "--per_device_train_batch_size", str(size), "--output_dir", output]
-    return cli.main([command_of(name), *OPTIONS, *OWN[name], *words, *options])
+    return cli.main(["distill" if name == "teacher" else name, *OPTIONS, *OWN[name], *words, *options])
 
 
 def assert_equal(folder, other):

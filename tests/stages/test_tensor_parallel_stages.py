@@ -80,11 +80,6 @@ def facts(place, processes, name, rank=0):
     return json.loads((launched(place, processes) / f"facts-{rank}.json").read_text())[name]
 
 
-def log_of(folder):
-    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    return json.loads((last / "trainer_state.json").read_text())["log_history"]
-
-
 @pytest.mark.parametrize(("place", "processes", "name"), PLACED)
 def test_every_process_holds_its_share_of_the_base(place, processes, name):
     alone = facts(place, 1, name)
