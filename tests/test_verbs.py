@@ -93,15 +93,14 @@ def test_a_table_or_a_chain_of_verbs_is_noticed(source):
 
 
 @pytest.fixture
-def echo(tmp_path, monkeypatch):
+def echo(empty_folder, monkeypatch):
     """Add a verb as CONTRIBUTING says: its record and its module."""
-    package = tmp_path / "guest_stages"
+    package = empty_folder / "guest_stages"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "echo.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(empty_folder)
     monkeypatch.setitem(VERBS, "echo", ECHO)
-    monkeypatch.chdir(tmp_path)
     load_options.cache_clear()
 
 

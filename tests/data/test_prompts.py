@@ -53,12 +53,6 @@ def test_a_conversation_ends_where_the_assistant_starts_to_write():
     assert rows["prompt"] == [[USER], TURN]
 
 
-def test_variables_of_the_template_are_used():
-    tokenizer = tiny_tokenizer(chat_template="{{ word }} {{ messages[0]['content'] }}")
-    rows = prepare_prompts(Dataset.from_list([{"prompt": [USER]}]), tokenizer, chat_template_kwargs={"word": "yes"})
-    assert tokenizer.decode(rows[0]["prompt_ids"]) == "yes how runs the cat"
-
-
 def test_keys_that_only_some_messages_have_do_not_reach_the_template():
     # Arrow fills them with null; that transformers leaves these out is what the prompts rely on.
     named = {"role": "user", "content": "cat", "name": "moon"}

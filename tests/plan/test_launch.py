@@ -55,14 +55,10 @@ def written(request, tmp_path):
     return launch
 
 
-def settings_in(words: list[str]):
-    """Return the PPO settings of a command, which the complete parser takes."""
-    start = words.index("--config")
-    return next(part for part in parse_ppo(words[start:]) if hasattr(part, "schedule"))
-
-
 def check_settings(launch: Launch, words: list[str]) -> None:
-    settings, plan = settings_in(words), launch.plan
+    """Check the PPO settings of a command, which the complete parser takes."""
+    parsed, plan = parse_ppo(words[words.index("--config") :]), launch.plan
+    settings = next(part for part in parsed if hasattr(part, "schedule"))
     assert settings.schedule == plan.schedule and settings.resume_from_checkpoint == "auto"
     assert settings.use_vllm is (plan.sample.engine not in (LOCAL, PIPELINED))
     assert (settings.rollout_backend == "pipelined") is (plan.sample.engine == PIPELINED)
@@ -221,10 +217,9 @@ PLANNED_COMMAND = """plan --config recipes/llama-3.1-8b/ppo.yaml --model meta-ll
     --schedules one_step --engines server --completion_tokens 300 --prompt_tokens 200 --write recipes/launch/planned"""
 
 
-def test_the_example_of_the_repository_is_what_a_plan_writes(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_the_example_of_the_repository_is_what_a_plan_writes(empty_folder):
     assert cli.main(PLANNED_COMMAND.split()) == 0
-    for path in sorted((tmp_path / "recipes/launch/planned").iterdir()):
+    for path in sorted((empty_folder / "recipes/launch/planned").iterdir()):
         # The last digits of numbers differ between versions and processors.
         if path.suffix != ".json":
             assert path.read_text() == (PLANNED / path.name).read_text(), f"run onetrunk {PLANNED_COMMAND}"

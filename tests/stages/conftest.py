@@ -18,11 +18,10 @@ def material(tmp_path_factory):
 
 
 @pytest.fixture
-def own_material(tmp_path, monkeypatch):
+def own_material(empty_folder):
     """Work in a folder with material of its own, to change."""
-    make_material(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    make_material(empty_folder)
+    return empty_folder
 
 
 @pytest.fixture

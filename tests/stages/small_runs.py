@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onetrunk import cli
@@ -97,6 +98,15 @@ def metrics(folder: str | Path) -> dict[str, Any]:
 
 def adapter(folder: Path) -> dict[str, Tensor]:
     return load_tensors(folder / "adapter_model.safetensors")
+
+
+def require_same_adapter(folder: Path, other: Path, atol: float = 0.0, rtol: float = 0.0) -> None:
+    """Require that two runs have trained the same adapter, in all its parts."""
+    found, expected = adapter(folder), adapter(other)
+    assert found.keys() == expected.keys()
+    assert all(found[name].any() for name in found if "lora_B" in name), "nothing was trained"
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], atol=atol, rtol=rtol)
 
 
 def on_two_processes(verb: str, *words: object) -> str:

@@ -7,24 +7,22 @@ import torch
 
 from onetrunk import cli
 from onetrunk.models.build import build_trunk
-from tests.ppo.support import base_model, lora
+from tests.models.reward_adapters import saved_base
+from tests.ppo.support import lora
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 
 @pytest.fixture
-def there(tmp_path, monkeypatch):
+def there(empty_folder):
     """Return a working folder with a base, and a trunk's adapter on it that always says "yes" twice and stops."""
-    monkeypatch.chdir(tmp_path)
-    base_model().save_pretrained("base")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained("base")
+    saved_base("base", num_hidden_layers=2)
     trunk = build_trunk("base", lora())
     torch.nn.init.constant_(trunk.value_head.linear.bias, 0.25)
     trunk.save_pretrained("adapter")
-    (tmp_path / "rewards.py").write_text(
+    (empty_folder / "rewards.py").write_text(
         "def words(prompts, completions, **kwargs):\n    return [float(len(text.split())) for text in completions]\n"
     )
-    return tmp_path
+    return empty_folder
 
 
 def chat(monkeypatch, capsys, text, *words):

@@ -63,9 +63,8 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture
-def evaluate(inputs, tmp_path, monkeypatch):
+def evaluate(inputs, empty_folder):
     """Return a function that runs the verb in an empty folder; it returns the exit code."""
-    monkeypatch.chdir(tmp_path)
 
     def call(*options, out="out", config="judged"):
         words = ["--config", inputs / f"{config}.yaml", "--output_dir", out, *options]

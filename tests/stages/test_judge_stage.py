@@ -106,14 +106,13 @@ WRITTEN = [
 
 
 @pytest.fixture
-def judge(tmp_path, monkeypatch):
+def judge(empty_folder):
     """Return a function that runs the verb in an empty folder on rows; it returns the exit code."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "checks.py").write_text(LENGTHS)
-    (tmp_path / "principles.yaml").write_text(CONSTITUTION)
+    (empty_folder / "checks.py").write_text(LENGTHS)
+    (empty_folder / "principles.yaml").write_text(CONSTITUTION)
 
     def call(rows, *options, out="out"):
-        write_rows(tmp_path / "rows.jsonl", rows)
+        write_rows(empty_folder / "rows.jsonl", rows)
         words = ["--dataset_name", "rows.jsonl", "--output_dir", out, *options]
         return cli.main(["judge", *map(str, words)])
 

@@ -25,8 +25,7 @@ def test_the_words_of_the_launch_are_taken_out_and_the_others_keep_their_order()
     assert split_words("prefs", words) == ({}, words)
 
 
-def test_a_config_is_a_path_or_a_name_of_ours_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_config_is_a_path_or_a_name_of_ours_from_any_folder(empty_folder):
     ours = str(ROOT / "accelerate_configs/fsdp2.yaml")
     assert config_file("fsdp2") == config_file("accelerate_configs/fsdp2.yaml") == ours
     Path("fsdp2").touch()

@@ -80,13 +80,12 @@ MISTAKES = [
 
 
 @pytest.fixture
-def in_folder(tmp_path, monkeypatch):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "kto.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "good.yaml").write_text(GOOD)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def in_folder(empty_folder):
+    (empty_folder / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (empty_folder / "kto.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
+    (empty_folder / "rewards.py").write_text(REWARDS)
+    (empty_folder / "good.yaml").write_text(GOOD)
+    return empty_folder
 
 
 @pytest.mark.parametrize(("typed", "lines", "message", "expected"), MISTAKES)

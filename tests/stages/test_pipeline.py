@@ -43,11 +43,9 @@ CHAIN = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def folder(empty_folder):
     Path("step.py").write_text(STEP)
     write()
-    return tmp_path
 
 
 def write(output_dir="state", **changes):
@@ -199,9 +197,8 @@ def make_base():
 
 
 @pytest.fixture
-def real(tmp_path, monkeypatch):
+def real(empty_folder):
     """A chain of real verbs on a tiny model: supervised fine-tuning, preferences, a reward model."""
-    monkeypatch.chdir(tmp_path)
     make_base()
     rules = {"name": "rules", "principles": [{"text": "Which is longer?", "tags": ["long"]}]}
     Path("rules.yaml").write_text(json.dumps(rules))
@@ -220,7 +217,6 @@ def real(tmp_path, monkeypatch):
         Path(f"{verb}.yaml").write_text(json.dumps({**config, "output_dir": f"out/{verb}"}))
     stages = {verb: {"config": f"{verb}.yaml"} for verb in configs}
     Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": stages}))
-    return tmp_path
 
 
 SFT = {
@@ -254,8 +250,8 @@ def change(**settings):
     Path("sft.yaml").write_text(json.dumps({**SFT, **settings}))
 
 
-def bytes_of(folder="out"):
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+def bytes_of_results():
+    return {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -284,13 +280,13 @@ def test_a_free_setting_changes_nothing_and_one_that_is_meant_resumes(training, 
 )
 def test_nothing_is_deleted_for_another_change_before_overwrite_says_so(training, capfd, edit, reason):
     edit()
-    before = bytes_of()
+    before = bytes_of_results()
     assert run() == 1
     told = capfd.readouterr().err
     assert f"stage sft would start over ({reason}" in told
     assert "delete checkpoint-1, checkpoint-2, adapter_config.json" in told
     assert "add --overwrite to delete it" in told
-    assert bytes_of() == before
+    assert bytes_of_results() == before
 
 
 def test_a_training_stopped_before_it_has_deleted_its_old_checkpoints_does_not_resume_from_them(training, capfd):

@@ -10,7 +10,7 @@ from onetrunk.rewards.judge import JudgeReward
 from tests.feedback.runs import answers_in
 from tests.models.reward_adapters import saved_base
 from tests.ppo.support import make_trainer, prompts
-from tests.stages.small_runs import metrics, on_two_processes, write_rows
+from tests.stages.small_runs import TRAIN, metrics, on_two_processes, write_rows
 from tests.tiny import WORDS
 
 CHECKS = """
@@ -28,10 +28,8 @@ def even(completion_ids, **kwargs):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 """
 CONSTITUTION = "name: {0}\nprinciples:\n  - text: Which reply is {0}?\n    tags: [{0}]\n"
-PPO = "--model_name_or_path base --dataset_name rows.jsonl --eval_size 6 --max_completion_length 8 --lora_r 2".split()
-PPO += "--num_rollouts 2 --rollout_batch_size 4 --per_device_train_batch_size 4 --num_ppo_epochs 2".split()
-PPO += "--use_cpu true --save_strategy no --eval_strategy no --report_to none --disable_tqdm true".split()
-PPO += ["--write_report", "false"]
+PPO = "--model_name_or_path base --dataset_name rows.jsonl --eval_size 6 --max_completion_length 8".split()
+PPO += "--num_rollouts 2 --rollout_batch_size 4 --num_ppo_epochs 2 --eval_strategy no".split() + TRAIN
 JUDGE = ["--judge", "rubric", "--constitution", "long.yaml", "--rubric", '{"long": "checks.py:long"}']
 MONITOR = ["--monitor_judge", "rubric", "--monitor_constitution", "brief.yaml"]
 MONITOR += ["--monitor_rubric", '{"brief": "checks.py:brief"}']

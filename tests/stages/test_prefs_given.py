@@ -29,14 +29,13 @@ USER = {"role": "user", "content": "Name a bird."}
 
 
 @pytest.fixture
-def prefs(tmp_path, monkeypatch):
+def prefs(empty_folder):
     """Return a function that runs the verb on given rows in an empty folder; it returns the exit code."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "checks.py").write_text(CHECKS)
-    (tmp_path / "c.yaml").write_text(CONSTITUTION)
+    (empty_folder / "checks.py").write_text(CHECKS)
+    (empty_folder / "c.yaml").write_text(CONSTITUTION)
 
     def call(rows, *options, out="out", judge=("rubric",)):
-        write_rows(tmp_path / "given.jsonl", rows)
+        write_rows(empty_folder / "given.jsonl", rows)
         words = ["--completions", "given", "--dataset_name", "given.jsonl", "--constitution", "c.yaml"]
         words += ["--judge", *judge, "--output_dir", out]
         words += ["--rubric", '{"longer": "checks.py:longer"}'] if judge == ("rubric",) else []

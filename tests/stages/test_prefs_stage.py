@@ -31,9 +31,8 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture
-def prefs(inputs, tmp_path, monkeypatch):
+def prefs(inputs, empty_folder):
     """Return a function that runs the verb in an empty folder, with options; it returns the exit code."""
-    monkeypatch.chdir(tmp_path)
     return functools.partial(runs.prefs, inputs)
 
 

@@ -90,12 +90,11 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture
-def place(base, tmp_path, monkeypatch):
+def place(base, empty_folder, monkeypatch):
     """An empty working folder, and the canaries in the environment."""
     for name in ("HF_TOKEN", "OPENAI_API_KEY", "JUDGE_ACCESS"):
         monkeypatch.setenv(name, CANARIES[name])
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return empty_folder
 
 
 def words_of(base, verb, *options):

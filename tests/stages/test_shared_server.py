@@ -30,8 +30,7 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture
-def stub(inputs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def stub(inputs, empty_folder):
     with served(inputs / "model") as server:
         yield server
 

@@ -14,12 +14,6 @@ from tests.processes import ROOT
 FOLDER = ROOT / "recipes/tiny"
 
 
-@pytest.fixture
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", ["tiny/ppo", "recipes/tiny/ppo.yaml"])
 def test_a_recipe_is_found_by_its_name_from_an_empty_folder(empty_folder, name):
     assert find_config(name) == FOLDER / "ppo.yaml"

@@ -15,7 +15,6 @@ from tests.stages.small_runs import metrics
 REWARDS = [f"{ROOT}/recipes/tiny/rewards.py:{name}" for name in ("on_task", "polite", "concise", "finished")]
 PPO = "--rollout_batch_size 8 --max_completion_length 6 --num_ppo_epochs 2 --num_minibatches 2 --eval_strategy no"
 PPO = f"{PPO} --per_device_train_batch_size 4 --lora_r 2".split()
-ROLE_FIGURES = {"score/mean", "score/on_task", "score/polite", "score/concise", "score/finished", "completion/length"}
 
 
 def run(verb, folder, *options, recipe=True):
@@ -54,27 +53,17 @@ def there(trained, monkeypatch):
     return trained
 
 
-def test_ppo_leaves_an_adapter_its_head_its_tokenizer_and_the_figures_before_and_after(there):
-    folder = there / "runs/tiny/ppo"
-    names = {path.name for path in folder.iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", "tokenizer.json"} <= names
-    assert not {"model.safetensors", "config.json"} & names
-    figures = metrics(folder)
-    assert figures["steps"] == 8 and figures["num_prompts"] == 10
-    assert ROLE_FIGURES <= set(figures["reference"]) and ROLE_FIGURES | {"kl/ref"} <= set(figures["policy"])
-    assert "kl/ref" not in figures["reference"]
-
-
 def test_eval_of_an_adapter_puts_it_beside_what_it_started_from(there, capsys):
     assert run("eval", there, "--max_completion_length", "6", "--seed", "0") == 0
     out = capsys.readouterr().out
     assert "before" in out and "after" in out and "samples" in out
     # Same prompts, seed and weights as at the end of the PPO stage: the same figures.
     evaluated, trained_figures = metrics(there / "runs/tiny/eval"), metrics(there / "runs/tiny/ppo")
+    assert trained_figures["steps"] == 8 and trained_figures["num_prompts"] == 10
     for role in ("reference", "policy"):
         low, high = evaluated[role].pop("score/interval")
         assert low <= evaluated[role]["score/mean"] <= high
-    assert evaluated["reference"] == trained_figures["reference"]
+    assert evaluated["reference"] == trained_figures["reference"] and "kl/ref" not in evaluated["reference"]
     assert evaluated["policy"] == pytest.approx(trained_figures["policy"], abs=1e-6)
     for role in ("reference", "policy"):
         lines = (there / f"runs/tiny/eval/samples-{role}.jsonl").read_text().splitlines()
