@@ -73,7 +73,6 @@ def taught_base(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"taught: loss {loss.item():.4f} over rows of {[row.shape[1] for row in rows]} tokens")
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
 

@@ -35,11 +35,23 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    """Work in an empty folder, in which commands name the recipes as in the root of the repository."""
+def empty_folder(tmp_path, monkeypatch):
+    """Work in an empty folder, which is `tmp_path`."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     return tmp_path
+
+
+@pytest.fixture
+def workplace(empty_folder):
+    """Work in an empty folder, in which commands name the recipes as in the root of the repository."""
+    (empty_folder / "recipes").symlink_to(ROOT / "recipes")
+    return empty_folder
+
+
+@pytest.fixture
+def at_the_root(monkeypatch):
+    """Work in the root of the repository."""
+    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture

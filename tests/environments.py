@@ -19,18 +19,14 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.processes import ROOT
+
 # Their builds belong to a machine, so the interpreter of the tests lends them.
 LENT = re.compile(r"(torch|triton|nvidia-|cuda-)")
 
 
 def made_once(name: str, contents: str, fill: Callable[[Path], None]) -> Path:
-    """Return the interpreter of the environment `name`; makes it if there is none for these contents.
-
-    Args:
-        contents: what determines the packages; its hash is in the name of the folder.
-        fill: installs the packages for the interpreter of an empty environment.
-    """
+    """Return the interpreter of an environment, which `fill` makes if there is none of this name and `contents`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onetrunk"
     folder = cache / f"{name}-{hashlib.sha256(contents.encode()).hexdigest()[:8]}"
     # It gets its name last, so that an incomplete environment is made again.
@@ -57,10 +53,7 @@ def run_step(name: str, command: Sequence[str | Path], **kwargs: str) -> str:
 
 
 def lend_packages(python: Path) -> None:
-    """Let an environment use the packages of the tests, such as torch; those in the environment itself come first.
-
-    Not once and for all: the next tests may run in another environment.
-    """
+    """Let an environment use the packages of the environment of these tests; those in it itself come first."""
     site = run_step("folder", [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
     (Path(site.strip()) / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
 
@@ -70,11 +63,7 @@ def pip_install(python: Path) -> list[str]:
 
 
 def resolved(python: Path, requirements: Sequence[str], *options: str) -> list[str]:
-    """Return the versions that uv's resolver chooses, as `name==version`; no package is downloaded.
-
-    Args:
-        python: an interpreter with uv. pip chooses the same in ten times the time.
-    """
+    """Return what uv's resolver chooses, as `name==version`; pip chooses the same in ten times the time."""
     command = [python, "-m", "uv", "pip", "compile", "-q", "--no-header", "--no-annotate", *options, "-"]
     return run_step("resolving", command, input="\n".join(requirements)).split()
 

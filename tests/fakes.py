@@ -18,12 +18,7 @@ from onetrunk.types import Rollout, RowKey
 
 
 class CannedBackend:
-    """Returns given completions, one after the other, or each key with tokens drawn from that key alone.
-
-    Args:
-        completions: token ids; None: drawn, whatever the policy, with lengths that differ from row to row.
-        vocab_size: drawn tokens are from 4 to vocab_size - 1, below 4 are special.
-    """
+    """Returns given completions, one after the other, or (None) for each key tokens drawn from that key alone."""
 
     def __init__(self, completions: Sequence[list[int]] | None = None, vocab_size: int = 64):
         self.completions = completions
@@ -47,7 +42,7 @@ class CannedBackend:
         )
 
     def _drawn(self, key: RowKey, params: SamplingParams) -> list[int]:
-        draws = np.random.default_rng(key)
+        draws = np.random.default_rng(key)  # Ids below 4 are special.
         length = int(draws.integers(1, params.max_completion_length + 1))
         ids = draws.integers(4, self.vocab_size, size=length).tolist()
         return ids if length == params.max_completion_length else [*ids[:-1], params.stop_token_ids[0]]

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import python
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {"torch": "2", "triton": "3", "bitsandbytes": "0"}
+ITERATIONS = ["0.5b-bf16", "7b-bf16", "0.5b-nf4", "7b-nf4"]
 H100 = {"name": "H100", "memory_gib": 79.2}
 STUB_OF_TRL = """#!/bin/sh
 [ "$1" = -c ] && exit 0
@@ -70,15 +70,7 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     assert str(ROOT) not in readme + json.dumps(results)
 
 
-ITERATIONS = ["0.5b-bf16", "7b-bf16", "0.5b-nf4", "7b-nf4"]
-
-
 BOTH = {"trl": Path("/trl/python"), "agilerl": Path("/agilerl/python")}
-
-
-def a_machine(parts, **changes):
-    facts = {"gpus": [H100], "versions": VERSIONS, "cuda": "13.0", "baselines": BOTH, "is_dry": False}
-    return parts.Machine(**{**facts, **changes})
 
 
 @pytest.mark.parametrize(
@@ -101,8 +93,9 @@ def a_machine(parts, **changes):
     ],
 )
 def test_a_part_is_skipped_with_its_reason_where_the_machine_cannot_run_it(parts, changes, skipped):
-    found = {part.name: part.skip for part in parts.all_parts(a_machine(parts, **changes)) if part.skip}
-    assert found == skipped
+    facts = {"gpus": [H100], "versions": VERSIONS, "cuda": "13.0", "baselines": BOTH, "is_dry": False}
+    machine = parts.Machine(**facts | changes)
+    assert {part.name: part.skip for part in parts.all_parts(machine) if part.skip} == skipped
 
 
 def run(parts, folder, *command, limit_s=120.0, **settings):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.models.base_model import decoder_layers
@@ -35,7 +34,6 @@ def test_the_parameters_of_a_layer_are_those_of_its_matrices(family):
     assert shape.layer_parameters == counted
     assert shape.num_layers == len(decoder_layers(model))
     assert shape.head_parameters == model.get_output_embeddings().weight.numel()
-    assert isinstance(model.get_output_embeddings(), nn.Linear)
 
 
 def test_hand_worked_numbers():

@@ -7,8 +7,6 @@ mend that. Then change the entry here, and the upper bound in pyproject.toml.
 import ast
 import functools
 import inspect
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -20,7 +18,7 @@ import pytest
 import torch
 from trl import RewardTrainer, SFTTrainer
 
-from tests.environments import ROOT
+from tests.processes import ROOT, environment, finished, python
 from tests.rollouts.vllm_environment import vllm_python
 
 PACKAGE = ROOT / "src/onetrunk"
@@ -276,11 +274,10 @@ def test_a_function_that_we_replace_is_looked_up_where_we_replace_it(internal):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_internals_of_vllm_exist_in_the_environment_of_the_tests_that_has_it():
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     # It has no plugins: their options and markers are left out.
     options = ["-o", "addopts=--import-mode=importlib", "-m", "not slow", "-k", "vllm", "-p", "no:cacheprovider"]
-    words = [str(vllm_python()), "-m", "pytest", "-q", *options, __file__]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    words = [vllm_python(), "-m", "pytest", "-q", *options, __file__]
+    done = finished(words, code=None, cwd=ROOT, env=environment())
     number = sum(internal.library == "vllm" for internal in (*INTERNALS, *PATCHES))
     assert f"\n{number} passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-4000:] + done.stderr
 
@@ -296,9 +293,7 @@ from onetrunk import PPOTrainer
 assert "onetrunk.models.speedups.token_grid" in sys.modules
 print(*(resolve_name(name).__module__ for name in {names}))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    modules = run.stdout.split()
+    modules = python("-c", code).stdout.split()
     assert len(modules) == len(names) and not [module for module in modules if module.startswith("onetrunk")]
 
 

@@ -6,7 +6,6 @@ The shell code is run with stand-ins for the programs that it calls, which recor
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -18,19 +17,14 @@ from onetrunk.stages.launch import split_words
 from tests.stages.recipes import ROOT
 from tests.stages.test_recipes import check_command
 
+pytestmark = pytest.mark.usefixtures("at_the_root")
 LAUNCH = ROOT / "recipes" / "launch"
 BATCH_FILES = sorted(LAUNCH.glob("*.sbatch"))
 TRAINERS = [path for path in BATCH_FILES if path.name != "slurm_server.sbatch"]
 # Options of sbatch that our files may use, each with the form of its value; None: the option takes none.
-SBATCH_OPTIONS = {
-    "job-name": r"[\w-]+",
-    "time": r"(\d+-)?\d+:\d\d:\d\d",
-    "mem": r"\d+G?",
-    "output": r"\S+",
-    "requeue": None,
-}
+SBATCH_OPTIONS = {"job-name": r"[\w-]+", "time": r"(\d+-)?\d+:\d\d:\d\d", "mem": r"\d+G?", "output": r"\S+"}
 SBATCH_OPTIONS |= dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task"), r"\d+")
-SBATCH_OPTIONS |= {"open-mode": r"append|truncate", "signal": r"([RB]:)?[A-Z0-9]+@\d+"}
+SBATCH_OPTIONS |= {"requeue": None, "open-mode": r"append|truncate", "signal": r"([RB]:)?[A-Z0-9]+@\d+"}
 # What Slurm sets in a job of two nodes.
 SLURM = {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
 SLURM["SLURM_GPUS_PER_NODE"] = "8"
@@ -46,11 +40,6 @@ sys.exit(int(os.environ.get(f"EXITS_{name}", 0)))
 """
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture
 def run_shell(tmp_path):
     """Return a function that runs words of a shell and returns its exit code and the calls of the programs in it."""
@@ -59,7 +48,7 @@ def run_shell(tmp_path):
     for name in ("srun", "scontrol", "squeue", "scancel", "curl", "ray", "onetrunk"):
         program = programs / name
         program.write_text(f"#!{sys.executable}\n{RECORD}")
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        program.chmod(0o755)
 
     def run(words: list[str], **env: str) -> tuple[int, list[dict]]:
         record = tmp_path / "calls"
@@ -92,7 +81,7 @@ def check_elastic(options: dict[str, str], env: dict[str, str]) -> None:
 
 
 def sbatch_options(path: Path) -> dict[str, str | None]:
-    """Return the options in the #SBATCH lines before the first command, where sbatch stops reading them."""
+    """Return the options in the #SBATCH lines before the first command, where sbatch stops reading; all are valid."""
     options: dict[str, str | None] = {}
     for line in path.read_text().splitlines()[1:]:
         if line and not line.startswith("#"):
@@ -100,16 +89,15 @@ def sbatch_options(path: Path) -> dict[str, str | None]:
         if line.startswith("#SBATCH "):
             name, is_given, value = line.removeprefix("#SBATCH --").partition("=")
             options[name] = value if is_given else None
+            form = SBATCH_OPTIONS[name]
+            assert not is_given if form is None else re.fullmatch(form, value), line
+    assert len(options) == path.read_text().count("\n#SBATCH "), "an option after the first command is ignored"
     return options
 
 
 @pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
 def test_the_command_of_a_training_job_parses_uses_every_gpu_and_gets_the_signal_in_time_to_save(path, run_shell):
     options = sbatch_options(path)
-    assert len(options) == path.read_text().count("\n#SBATCH "), "an option after the first command is ignored"
-    for name, value in options.items():
-        form = SBATCH_OPTIONS[name]
-        assert value is None if form is None else re.fullmatch(form, value), (name, value)
     assert options["open-mode"] == "append", "a requeued job would overwrite its log"
     is_for, _, seconds = options["signal"].partition("@")
     # The launcher is the task itself, so steps are signalled, not the batch shell.
@@ -188,10 +176,8 @@ def test_the_command_of_the_trainjob_parses(run_shell):
     (call,) = calls
     launch = launched(call["words"])
     check_elastic(launch, call["env"])
-    gpus = int(trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"])
-    assert (
-        int(launch["--num_processes"]) == trainer["numNodes"] * gpus == trainer["numNodes"] * trainer["numProcPerNode"]
-    )
+    assert int(trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]) == trainer["numProcPerNode"]
+    assert int(launch["--num_processes"]) == trainer["numNodes"] * trainer["numProcPerNode"]
     assert re.search(r"^exec onetrunk ppo", script, re.MULTILINE), "the launcher must be the first process"
 
 

@@ -5,9 +5,7 @@ Every column of the table of what works with what (models/README.md) is run here
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +27,11 @@ from tests.models.branches import a_pack, a_trunk, lora, loss_of, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.ppo.support import even_share, logged, make_trainer
 from tests.rollouts.stub_vllm import StubVLLM
-from tests.stages.recipes import DOCUMENTS
+from tests.stages.recipes import DOCUMENTS, ROOT, load_module
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIGURES = ROOT / "scripts" / "figures"
 ROOMS = ROOT / "src" / "onetrunk"
 MODELS_README = (ROOMS / "models" / "README.md").read_text(encoding="utf-8")
 PPO_README = (ROOMS / "ppo" / "README.md").read_text(encoding="utf-8")
@@ -226,27 +224,12 @@ def test_the_readme_is_short_and_leads_to_every_folder_with_a_readme():
     rooms = {path.parent.name for path in ROOMS.glob("*/__init__.py")}
     assert [room for room in rooms if f"  {room}/ " not in README] == []
     assert [room for room in map(relative, ROOMS.glob("*/README.md")) if f"({room})" not in README] == []
-    assert "(recipes/README.md)" in README
-    gallery = (ROOT / "recipes" / "README.md").read_text()
-    recipes = [path.parent.name for path in (ROOT / "recipes").glob("*/README.md")]
-    assert [
-        name
-        for name in recipes
-        if f"({name}/README.md)" not in gallery and f"(recipes/{name}/README.md)" not in README
-    ] == []
-
-
-def load_figure_script(name: str):
-    spec = importlib.util.spec_from_file_location(f"figures_{name}", ROOT / "scripts" / "figures" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up by name.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    # The gallery lists the recipes (tests/recipes/test_gallery.py).
+    assert "(recipes/README.md)" in README and "(recipes/launch/README.md)" in README
 
 
 def test_the_memory_table_of_the_readme_is_what_its_script_computes():
-    memory = load_figure_script("memory")
+    memory = load_module(FIGURES / "memory.py")
     assert memory.table() in README
     # Parameters without norms and biases; all of them: 134,515,008 and 8,030,261,248.
     counted = {name: memory.layer_parameters(s) + memory.embedding_parameters(s) for name, s in memory.MODELS.items()}
@@ -254,7 +237,7 @@ def test_the_memory_table_of_the_readme_is_what_its_script_computes():
 
 
 def test_the_memory_of_a_model_worked_out_by_hand():
-    memory = load_figure_script("memory")
+    memory = load_module(FIGURES / "memory.py")
     # Width 8, 2 query heads of 4, 1 key-value head: a layer has 8*4*2*3 + 3*8*16 = 576 weights; 10 words of 8, tied.
     shape = memory.ModelShape(10, 8, 2, 16, 2, 1, 4)
     # Rank 16: inputs plus outputs of q and o (16 each), k and v (12 each), three feed-forward matrices (24 each).
@@ -269,7 +252,7 @@ def test_the_memory_of_a_model_worked_out_by_hand():
 
 
 def test_the_drawing_of_the_trunk_is_what_its_script_writes():
-    draw = load_figure_script("draw")
+    draw = load_module(FIGURES / "draw.py")
     for theme in (draw.LIGHT, draw.DARK):
-        path = ROOT / "scripts" / "figures" / f"trunk{theme.suffix}.svg"
+        path = FIGURES / f"trunk{theme.suffix}.svg"
         assert path.read_text(encoding="utf-8") == draw.trunk_svg(theme)

@@ -24,9 +24,10 @@ from onetrunk.models.reward_model import (
 from onetrunk.stages.options.reading import UsageError
 from onetrunk.stages.pipeline import load_pipeline
 from onetrunk.stages.sft import parse_sft
+from tests.models.reward_adapters import saved_base
 from tests.stages.recipes import ROOT
 from tests.test_floors import FILES
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SOURCES = [*FILES, *sorted((ROOT / "scripts").rglob("*.py")), *sorted((ROOT / "recipes").rglob("*.py"))]
@@ -101,28 +102,26 @@ def test_the_rule_finds_what_is_unsafe(line):
 # --- on files -------------------------------------------------------------------------------------------------------
 
 
-def test_yaml_that_makes_objects_is_rejected_wherever_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    hostile = f"output_dir: !!python/object/apply:os.mkdir ['{tmp_path}/ran']\n"
-    (tmp_path / "x.yaml").write_text(hostile)
+def test_yaml_that_makes_objects_is_rejected_wherever_it_is_read(empty_folder):
+    hostile = f"output_dir: !!python/object/apply:os.mkdir ['{empty_folder}/ran']\n"
+    (empty_folder / "x.yaml").write_text(hostile)
     with pytest.raises(UsageError, match="could not determine a constructor"):
         parse_sft(["--config", "x.yaml"])
     with pytest.raises(UsageError, match="could not determine a constructor"):
         load_pipeline("x.yaml")
     with pytest.raises(ValueError, match="could not determine a constructor"):
         load_constitution("x.yaml")
-    assert not (tmp_path / "ran").exists()
+    assert not (empty_folder / "ran").exists()
     # The file is really hostile: another loader runs it.
     yaml.load(hostile, yaml.UnsafeLoader)
-    assert (tmp_path / "ran").exists()
+    assert (empty_folder / "ran").exists()
 
 
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory):
     """A model whose config names code of its own, which leaves a file where it runs."""
     folder = tmp_path_factory.mktemp("remote")
-    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    saved_base(folder, num_hidden_layers=1)
     (folder / "code.py").write_text(
         f"open({str(folder / 'ran')!r}, 'w').close()\n"
         "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
@@ -195,8 +194,7 @@ def test_a_stage_rejects_remote_code_without_a_pinned_commit(remote, capsys, ver
 def pickled(tmp_path_factory):
     """An adapter whose weights are a pickle that leaves a file where it is loaded."""
     folder = tmp_path_factory.mktemp("pickled")
-    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
+    saved_base(folder / "base", num_hidden_layers=1)
     config = LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=str(folder / "base"))
     for task in ("CAUSAL_LM", "SEQ_CLS"):
         config.task_type = task

@@ -17,14 +17,20 @@ from onetrunk.plan.costs import operations_of
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.decoding import row_uniforms
 from tests.ppo.support import base_model
-from tests.processes import python
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 # A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
 SMALL = Qwen2Config(
     vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2,
     num_key_value_heads=1,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    """Make the modules of the scripts importable."""
+    for folder in ("scripts", "scripts/bench"):
+        monkeypatch.syspath_prepend(ROOT / folder)
 
 
 def run(script: str, *options: str, cache: Path) -> subprocess.CompletedProcess:
@@ -76,7 +82,6 @@ assert len(texts) == 4
 
 
 def test_completions_end_where_they_must_if_rows_that_waited_join_those_that_decode(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
     for name in ("bitsandbytes", "scipy", "triton"):
         monkeypatch.setitem(sys.modules, name, None)  # As the script does, for a process of its own.
     from onetrunk_ppo import ForceLengthOfRunningRows
@@ -108,8 +113,7 @@ def test_the_benchmark_says_what_is_wrong_before_it_times_anything(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_the_page_of_the_measured_results_is_what_the_script_writes(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def test_the_page_of_the_measured_results_is_what_the_script_writes(tmp_path):
     from bench.report import write_readme
 
     folder = ROOT / "scripts" / "bench" / "results" / "cpu"
@@ -119,16 +123,13 @@ def test_the_page_of_the_measured_results_is_what_the_script_writes(monkeypatch,
     assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
 
 
-def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory():
     from bench.report import compare
     from bench.rows import CPU_ROWS
 
     def process(totals: list[float], peak_mb: int) -> dict:
-        return {
-            "iterations": [{"generate": 1.0, "score": 1.0, "update": t - 2, "total": t} for t in totals],
-            "peak_mb": peak_mb,
-        }
+        iterations = [{"generate": 1.0, "score": 1.0, "update": t - 2, "total": t} for t in totals]
+        return {"iterations": iterations, "peak_mb": peak_mb}
 
     baseline = [process([70, 72], 4000), process([71, 79], 4200)]  # medians 71.5 s and 4100 MB
     ours = [process([14, 15], 1200), process([16, 17], 1300)]  # 15.5 s and 1250 MB
@@ -140,8 +141,7 @@ def test_a_row_is_judged_by_the_medians_of_all_iterations_and_by_its_memory(monk
     assert hungry["meets_floor"] is False
 
 
-def test_against_agilerl_both_adapt_the_same_layers_and_no_reward_model_runs(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def test_against_agilerl_both_adapt_the_same_layers_and_no_reward_model_runs():
     from bench.processes import AGILERL
     from bench.report import commands
     from bench.rows import choose_rows
@@ -155,8 +155,7 @@ def test_against_agilerl_both_adapt_the_same_layers_and_no_reward_model_runs(mon
     assert rows["mixed-top"].floor is None
 
 
-def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings():
     from roofline import Ceilings, Iteration, least_seconds
 
     # Two rows of 3 + 1 tokens: nothing is decoded after the prompt, since its pass gives the first token.
@@ -173,8 +172,7 @@ def test_the_least_seconds_of_a_phase_are_its_flops_and_bytes_over_the_ceilings(
     assert least["update"] == 4 * 2 * branch
 
 
-def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+def test_a_decoded_token_reads_all_weights_or_computes_whatever_takes_longer():
     from roofline import Ceilings, decode_seconds
 
     slow_memory, slow_products = Ceilings(flops=1e9, bandwidth=1.0), Ceilings(flops=1.0, bandwidth=1e9)
@@ -200,10 +198,7 @@ TOP, CHECKPOINTED = {"adapter_layers": "top-2"}, {"activation_checkpointing": Tr
         pytest.param("qwen3", "bfloat16", {}, marks=SLOW),
     ],
 )
-def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_the_seconds(
-    monkeypatch, family, dtype, settings
-):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_the_seconds(family, dtype, settings):
     from launches import launches
 
     layers, adapted = 6, 2 if "adapter_layers" in settings else 6
@@ -247,19 +242,6 @@ def test_a_step_over_buffers_in_place_samples_the_tokens_of_the_sampler(monkeypa
                 assert_close(step.logprobs[row, : len(ids)], expected.sampler_logprobs[row], atol=5e-5, rtol=0)
 
 
-def test_views_and_allocations_are_no_operations(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    from decode_profile import count_operations
-
-    def run() -> None:
-        x = torch.empty(4, 6).view(6, 4).T[1:]
-        x.zero_()
-        torch.nn.functional.linear(x, torch.ones(3, 6)).float().half()
-
-    # float() of a float32 tensor does nothing.
-    assert dict(+count_operations(run)) == {"zero_": 1, "ones": 1, "mm": 1, "_to_copy": 1}
-
-
 @pytest.mark.multi_process
 @pytest.mark.slow
 def test_independent_batches_keep_the_stages_of_a_pipeline_busy(tmp_path):
@@ -278,24 +260,12 @@ def test_independent_batches_keep_the_stages_of_a_pipeline_busy(tmp_path):
     assert found["speedup"]["interleaved"] >= 1.75
 
 
-TINY = "--tokens 8 --hidden 8 --vocab 32 --prompts 2 --completion 4 --repeats 1".split()
-
-
 @pytest.mark.slow
 def test_the_benchmark_of_the_parts_prints_a_ratio_for_each_and_the_memory_of_the_logprobs(tmp_path):
-    done = run("bench_ops.py", *TINY, cache=tmp_path)
+    tiny = "--tokens 8 --hidden 8 --vocab 32 --prompts 2 --completion 4 --repeats 1".split()
+    done = run("bench_ops.py", *tiny, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(part in done.stdout for part in ("logprobs, fused", "GAE, vectorised", "decode loop against generate"))
     # Training and scoring, three shapes of GAE, the decode loop
     assert len(re.findall(r"\d\.\d\dx", done.stdout)) == 2 + 3 + 1
     assert len(re.findall(r"logprobs, (?:forward and backward|scoring), vocabulary 32 ", done.stdout)) == 2
-
-
-@pytest.mark.slow
-def test_the_fused_logprobs_take_a_small_part_of_the_memory_of_the_naive_ones(tmp_path):
-    # Naive: several [512, 20000] float32 tensors of 39 MiB; fused: tiles of 4 MiB
-    options = "--tokens 512 --hidden 32 --vocab 20000 --only memory".split()
-    done = run("bench_ops.py", *options, cache=tmp_path)
-    assert done.returncode == 0, done.stderr
-    shares = [float(share) for share in re.findall(r"([\d.]+)%", done.stdout)]
-    assert len(shares) == 2 and max(shares) < 25, done.stdout

@@ -3,13 +3,11 @@
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.processes import python
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 # What the formulas leave out, norms and biases, is 1.4% of the tiny shape.
 LEFT_OUT = 0.02
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.processes import python
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 LOG = {"loss": 0.5, "kl/ref": 2.0, "time/generate_s": 1.0, "train_runtime": 9.0, "step": 3}
 ROWS = [{"prompt": "the cat", "ids": [4, 1]}, {"prompt": "the dog", "ids": [5, 6, 1]}]
 

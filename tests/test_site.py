@@ -2,7 +2,6 @@
 
 import html
 import re
-from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
@@ -11,19 +10,15 @@ import onetrunk
 from onetrunk.stages.options.table import shown_options
 from onetrunk.verbs import VERBS
 from tests.processes import python
-from tests.stages.recipes import DOCUMENTS
+from tests.stages.recipes import DOCUMENTS, ROOT
 
-ROOT = Path(__file__).parents[1]
 # A template, and what pytest writes.
 NO_PAGES = {"src/onetrunk/report/templates/report.md", ".pytest_cache/README.md"}
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Return the folder of the built site.
-
-    A link to no page or to no heading is a warning, and --strict makes it an error, but not together with --quiet.
-    """
+    """Return the folder of the built site; --strict makes an error of a link to nothing, but not with --quiet."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed; `make setup` installs it")
     folder = tmp_path_factory.mktemp("site")
     words = ["-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "-d", folder]
@@ -31,15 +26,11 @@ def site(tmp_path_factory):
     return folder
 
 
-def page_of(document: str) -> str:
-    """Return where the page of a document is."""
-    return f"{document.removesuffix('.md').removesuffix('README')}/index.html"
-
-
 @pytest.mark.slow
 def test_every_document_verb_option_and_public_name_is_on_the_site(site):
     documents = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS} - NO_PAGES
-    assert [name for name in documents if not (site / page_of(name).lstrip("/")).is_file()] == []
+    pages = {name: site / name.removesuffix(".md").removesuffix("README") / "index.html" for name in documents}
+    assert [name for name, page in pages.items() if not page.is_file()] == []
     for name, verb in VERBS.items():
         text = (site / f"reference/options/{name}/index.html").read_text()
         options = shown_options(name) if verb.has_settings else ()

@@ -1,15 +1,13 @@
 """The public names as a type checker sees them: correct code passes mypy's strict mode, and mistakes are found."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import onetrunk
+from tests.processes import ROOT, finished
 
-ROOT = Path(__file__).parents[1]
 USE = """
 from collections.abc import Sequence
 
@@ -60,15 +58,10 @@ def test_code_that_uses_the_public_names_passes_and_mistakes_are_found(tmp_path)
     # The modules of the package are read, and what mypy thinks of their inside is not asked.
     settings += '\n[[tool.mypy.overrides]]\nmodule = ["onetrunk.*"]\nfollow_imports = "silent"\n'
     (tmp_path / "pyproject.toml").write_text(settings)
-    env = {**os.environ, "MYPYPATH": str(ROOT / "src")}
     options = ["--strict", "--allow-subclassing-any", "--allow-any-unimported", "--cache-dir", str(tmp_path / "cache")]
     command = [sys.executable, "-m", "mypy", *options, "--config-file", "pyproject.toml", "use.py"]
-    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    run = finished(command, code=None, cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT / "src")})
     errors = [line for line in run.stdout.splitlines() if ": error: " in line]
     found = {int(line.split(":")[1]): line.rsplit("[", 1)[-1].rstrip("]") for line in errors}
     expected = {first + place: name for place, name in enumerate(MISTAKES.values())}
     assert found == expected, run.stdout + run.stderr
-
-
-def test_the_package_says_that_it_has_types():
-    assert (ROOT / "src" / "onetrunk" / "py.typed").is_file()

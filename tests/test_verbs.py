@@ -1,7 +1,6 @@
 """A verb is one record: nothing else in the source knows a list of verbs, and a new record with its module works."""
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from onetrunk.report.runs import read_run
 from onetrunk.stages.options.table import load_options
 from onetrunk.stages.pipeline import load_pipeline
 from onetrunk.verbs import VERBS, Verb
+from tests.stages.recipes import ROOT, load_module
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src/onetrunk"
 # Words that a table, a comparison or a text may share with the verbs by chance.
 FEW = 2
@@ -94,15 +93,14 @@ def test_a_table_or_a_chain_of_verbs_is_noticed(source):
 
 
 @pytest.fixture
-def echo(tmp_path, monkeypatch):
+def echo(empty_folder, monkeypatch):
     """Add a verb as CONTRIBUTING says: its record and its module."""
-    package = tmp_path / "guest_stages"
+    package = empty_folder / "guest_stages"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "echo.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(empty_folder)
     monkeypatch.setitem(VERBS, "echo", ECHO)
-    monkeypatch.chdir(tmp_path)
     load_options.cache_clear()
 
 
@@ -136,8 +134,5 @@ def test_a_record_and_a_module_are_all_that_a_new_verb_needs(echo, tmp_path, cap
 
 def test_the_site_has_a_page_for_a_new_verb(echo):
     pytest.importorskip("mkdocs", reason="mkdocs is not installed; `make setup` installs it")
-    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "scripts/site/pages.py")
-    pages = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pages)
-    page = pages._options_page("echo")
+    page = load_module(ROOT / "scripts/site/pages.py")._options_page("echo")
     assert page.startswith("# echo\n\nWrite a text to a file.\n") and "`text`" in page

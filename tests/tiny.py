@@ -90,13 +90,7 @@ _FAMILIES |= {
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Build a 4-layer causal language model of the family, in eval mode, equal for equal arguments.
-
-    Args:
-        family: one of FAMILIES.
-        seed: of the weights; the caller's random state is left as it was.
-        **overrides: config fields, under the names of the family's config.
-    """
+    """Build a 4-layer causal language model, in eval mode, equal for equal arguments; overrides: config fields."""
     settings = {"model_type": family, **_COMMON, **_FAMILIES[family], **overrides}
     if "layer_types" in settings:
         pattern, depth = settings["layer_types"], settings["num_hidden_layers"]
@@ -122,10 +116,7 @@ def tiny_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Build a word tokenizer: special tokens, roles, then WORDS and w0 w1 ... up to `vocab_size`.
 
-    Args:
-        vocab_size: number of ids, at least 7.
-        chat_template: a Jinja template, such as CHAT_TEMPLATE.
-        pad: False leaves the tokenizer without a padding token (the id stays in the vocabulary).
+    Without `pad` it has no padding token; the id stays in the vocabulary.
     """
     names = (*SPECIAL_TOKENS, *ROLE_TOKENS, *WORDS, *(f"w{i}" for i in range(vocab_size)))[:vocab_size]
     backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))

@@ -79,11 +79,7 @@ def test_a_rename_that_cannot_be_is_refused(tmp_path, columns, reason):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        (
-            "broken.jsonl",
-            '{"prompt": "a"}\n{"prompt": "b"\n',
-            "broken.jsonl cannot be read as split 'train': JSON parse",
-        ),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n', "a.jsonl cannot be read as split 'train': JSON parse"),
         ("empty.jsonl", "", "is empty"),
         ("ragged.csv", "prompt,x\na,1\nb,2,3,4\n", "Expected 2 fields in line 3, saw 4"),
         ("damaged.parquet", "PAR1", "damaged.parquet cannot be read"),
@@ -105,9 +101,8 @@ def test_a_missing_path_is_not_looked_for_on_the_hub(monkeypatch, name):
         load_rows(name)
 
 
-def test_one_separator_is_a_path_only_inside_an_existing_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
+def test_one_separator_is_a_path_only_inside_an_existing_folder(empty_folder):
+    (empty_folder / "data").mkdir()
     with pytest.raises(FileNotFoundError, match="data/rows does not exist"):
         load_rows("data/rows")
     with pytest.raises(FileNotFoundError, match="rows.csv does not exist"):
@@ -118,11 +113,10 @@ def test_one_separator_is_a_path_only_inside_an_existing_folder(tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["text", "./json", "csv"])
-def test_a_folder_with_the_name_of_a_builder_is_read_as_a_folder(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_with_the_name_of_a_builder_is_read_as_a_folder(empty_folder, name):
     for folder in ("text", "json", "csv"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "train.jsonl").write_text(json.dumps({"prompt": folder}) + "\n")
+        (empty_folder / folder).mkdir()
+        (empty_folder / folder / "train.jsonl").write_text(json.dumps({"prompt": folder}) + "\n")
     assert load_rows(name)["prompt"] == [Path(name).name]
 
 

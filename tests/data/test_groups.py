@@ -17,27 +17,17 @@ def test_text_pairs_with_a_prompt_and_a_subset():
     assert groups(rows) == [Group("Name a bird.", ("A robin.", "A stone."), 1, stopped=(True, True), subset="easy")]
 
 
-def test_sides_that_begin_with_the_prompt_are_cut_where_it_ends():
+def test_sides_that_begin_with_the_prompt_are_cut_where_it_ends_and_a_text_that_does_not_is_the_users():
     # UltraFeedback-binarized: prompt is text, both sides are whole conversations.
     h4 = {"prompt": "Name a bird.", "chosen": [USER, ROBIN], "rejected": [USER, STONE], "messages": [USER, ROBIN]}
     # Conversational with an explicit prompt, as TRL writes it.
     explicit = {"prompt": [USER], "chosen": [ROBIN], "rejected": [STONE]}
     implicit = {"chosen": [USER, ROBIN], "rejected": [USER, STONE]}
     both = {"prompt": [USER], "chosen": [USER, ROBIN], "rejected": [USER, STONE]}
-    for row in (h4, explicit, implicit, both):
+    text = {"prompt": "Name a bird.", "chosen": [ROBIN], "rejected": [STONE]}
+    for row in (h4, explicit, implicit, both, text):
         (group,) = groups([row])
         assert (group.prompt, group.texts) == ([USER], ("A robin.", "A stone."))
-
-
-def test_a_text_prompt_before_messages_that_do_not_repeat_it_is_the_users():
-    (group,) = groups([{"prompt": "Name a bird.", "chosen": [ROBIN], "rejected": [STONE]}])
-    assert (group.prompt, group.texts) == ([USER], ("A robin.", "A stone."))
-
-
-def test_text_without_a_prompt_column_shares_its_beginning():
-    before = "\n\nHuman: Name a bird.\n\nAssistant:"
-    (group,) = groups([{"chosen": f"{before} A robin.", "rejected": f"{before} No, I will not."}])
-    assert group.prompt == before and [text.strip() for text in group.texts] == ["A robin.", "No, I will not."]
 
 
 def test_a_best_of_four_row_compares_each_better_one_with_each_of_the_others():

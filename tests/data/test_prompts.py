@@ -14,6 +14,7 @@ disable_progress_bars()
 
 USER = {"role": "user", "content": "how runs the cat"}
 TURN = [USER, {"role": "assistant", "content": "yes"}]
+TEXTS, MESSAGES = {"prompt": "a", "completion": "b"}, {"prompt": [USER], "completion": TURN[1:]}
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +51,6 @@ def test_a_conversation_ends_where_the_assistant_starts_to_write():
     opening = ["<user>", "how", "runs", "the", "cat", "<assistant>"]
     assert tokens == [opening, [*opening, "yes"]]
     assert rows["prompt"] == [[USER], TURN]
-
-
-def test_variables_of_the_template_are_used():
-    tokenizer = tiny_tokenizer(chat_template="{{ word }} {{ messages[0]['content'] }}")
-    rows = prepare_prompts(Dataset.from_list([{"prompt": [USER]}]), tokenizer, chat_template_kwargs={"word": "yes"})
-    assert tokenizer.decode(rows[0]["prompt_ids"]) == "yes how runs the cat"
 
 
 def test_keys_that_only_some_messages_have_do_not_reach_the_template():
@@ -104,23 +99,15 @@ def test_overlong_prompts_are_refused_dropped_or_cut_at_the_front(caplog):
         prepare_prompts(rows, tokenizer, max_prompt_length=1, overlong_prompts="drop")
 
 
-def chat(*messages):
-    return list(messages)
-
-
 BAD_PROMPTS = {
     "null": ("the cat", None, "is missing"),
     "white space": ("the cat", " \n\t", "is empty or white space"),
-    "a conversation among texts": ("the cat", chat(USER), "is a conversation where the first row is text"),
-    "text among conversations": (chat(USER), "the cat", "is text where the first row is a conversation"),
-    "no messages": (chat(USER), [], "is a conversation without messages"),
-    "no content": (chat(USER), [USER, {"role": "user"}], r"message 1 \(user\) whose content is missing"),
-    "content of blocks": (
-        chat(USER),
-        [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
-        "whose content is of type list",
-    ),
-    "the system alone": (chat(USER), [{"role": "system", "content": "be good"}], "ends with a system message"),
+    "a conversation among texts": ("the cat", [USER], "is a conversation where the first row is text"),
+    "text among conversations": ([USER], "the cat", "is text where the first row is a conversation"),
+    "no messages": ([USER], [], "is a conversation without messages"),
+    "no content": ([USER], [USER, {"role": "user"}], r"message 1 \(user\) whose content is missing"),
+    "content of blocks": ([USER], [{**USER, "content": [{"type": "text"}]}], "whose content is of type list"),
+    "the system alone": ([USER], [{"role": "system", "content": "be good"}], "ends with a system message"),
 }
 
 
@@ -162,26 +149,16 @@ def test_settings_that_cannot_work_are_refused():
 
 
 def test_rows_for_fine_tuning_of_each_kind_pass():
-    answer = [{"role": "assistant", "content": "yes"}]
-    for row in (
-        {"prompt": "a", "completion": "b"},
-        {"prompt": [USER], "completion": answer},
-        {"messages": TURN},
-        {"text": "a"},
-    ):
+    for row in (TEXTS, MESSAGES, {"messages": TURN}, {"text": "a"}):
         assert check_completions(Dataset.from_list([{**row, "other": 1}])).to_list() == [row]
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "reason"),
     [
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}, "completion is empty"),
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": [USER]}, "completion is of type list"),
-        (
-            {"prompt": [USER], "completion": TURN[1:]},
-            {"prompt": [USER], "completion": [USER]},
-            "completion ends with a user",
-        ),
+        (TEXTS, {**TEXTS, "completion": ""}, "completion is empty"),
+        (TEXTS, {**TEXTS, "completion": [USER]}, "completion is of type list"),
+        (MESSAGES, {**MESSAGES, "completion": [USER]}, "completion ends with a user"),
         ({"messages": TURN}, {"messages": [USER]}, "messages has no message of the assistant"),
         ({"text": "a"}, {"text": "  "}, "text is empty"),
     ],

@@ -76,18 +76,6 @@ def test_files_are_converted_once_until_one_changes(tmp_path):
     assert len(load_sharded_rows(pattern)) == 1006
 
 
-def test_the_order_of_a_small_pass_by_hand():
-    # Three blocks of two rows and windows of four: the blocks that begin in rows 0-3 of the permuted blocks, then the
-    # rest. Whatever the permutation, the first window holds two whole blocks and the second the third.
-    order = BlockOrder(np.array([2, 2, 2]), window=4)
-    for number in range(20):
-        rows = order.rows(seed=3, number=number, first=0, last=6).tolist()
-        pairs = {frozenset({0, 1}), frozenset({2, 3}), frozenset({4, 5})}
-        assert frozenset(rows[4:]) in pairs
-        assert set(rows[:4]) == set(range(6)) - set(rows[4:])
-    assert len({tuple(order.rows(3, number, 0, 6)) for number in range(20)}) > 10
-
-
 @settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
@@ -286,8 +274,7 @@ def test_files_that_cannot_be_read_by_row_are_named(tmp_path, monkeypatch, kind,
         ("s3://bucket/rows", "train", ValueError, "s3://bucket/rows does not end in one of"),
     ],
 )
-def test_names_without_files_are_explained(tmp_path, monkeypatch, name, split, error, message):
-    monkeypatch.chdir(tmp_path)
+def test_names_without_files_are_explained(empty_folder, name, split, error, message):
     with pytest.raises(error, match=message):
         load_sharded_rows(name, split=split)
 

@@ -1,7 +1,6 @@
 """The files of a plan are taken by the parsers and the schedulers that read them, and name the plan's devices."""
 
 import os
-import re
 import shlex
 import subprocess
 from dataclasses import replace
@@ -9,6 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from onetrunk import cli
 from onetrunk.costs import decode_split
 from onetrunk.plan.hardware import GIB, Pool, load_catalog
 from onetrunk.plan.job import read_model
@@ -20,17 +20,10 @@ from onetrunk.stages.ppo import parse_ppo
 from onetrunk.stages.tools.serve import parse_serve
 from tests.plan.support import SMALL, job_7b
 from tests.stages.recipes import ROOT, commands_of
-from tests.test_launch_files import (
-    SBATCH_OPTIONS,
-    SLURM,
-    at_the_root,
-    check_elastic,
-    launched,
-    run_shell,
-    sbatch_options,
-)
+from tests.test_launch_files import SLURM, check_elastic, launched, run_shell, sbatch_options
 
-__all__ = ["at_the_root", "run_shell"]  # Fixtures.
+__all__ = ["run_shell"]  # A fixture.
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 DEVICE = load_catalog().devices["H100-80GB"]
 CONFIG = "recipes/qwen2.5-0.5b/ppo.yaml"
@@ -62,14 +55,10 @@ def written(request, tmp_path):
     return launch
 
 
-def settings_in(words: list[str]):
-    """Return the PPO settings of a command, which the complete parser takes."""
-    start = words.index("--config")
-    return next(part for part in parse_ppo(words[start:]) if hasattr(part, "schedule"))
-
-
 def check_settings(launch: Launch, words: list[str]) -> None:
-    settings, plan = settings_in(words), launch.plan
+    """Check the PPO settings of a command, which the complete parser takes."""
+    parsed, plan = parse_ppo(words[words.index("--config") :]), launch.plan
+    settings = next(part for part in parsed if hasattr(part, "schedule"))
     assert settings.schedule == plan.schedule and settings.resume_from_checkpoint == "auto"
     assert settings.use_vllm is (plan.sample.engine not in (LOCAL, PIPELINED))
     assert (settings.rollout_backend == "pipelined") is (plan.sample.engine == PIPELINED)
@@ -119,10 +108,6 @@ def test_the_accelerate_config_says_how_the_base_is_held(written, tmp_path):
 def test_slurm_takes_the_job_and_it_starts_the_plan(written, run_shell, tmp_path):
     path = tmp_path / "job.sbatch"
     options = sbatch_options(path)
-    assert len(options) == path.read_text().count("\n#SBATCH ")
-    for name, value in options.items():
-        form = SBATCH_OPTIONS[name]
-        assert value is None if form is None else re.fullmatch(form, value), (name, value)
     env = {**SLURM, "SERVER_HOST": "s1", "PRINTS_scontrol": "n1\nn2", "PRINTS_squeue": "n1", "VLLM_PYTHON": "true"}
     code, calls = run_shell(["bash", str(path)], **env)
     assert code == 0
@@ -167,10 +152,8 @@ def test_the_share_of_a_colocated_engine_is_one_that_vllm_takes(model):
 def test_a_colocated_engine_has_the_base_a_second_time_only_if_the_base_is_quantised():
     base, sleeping = {}, {}
     for kind, num_bytes in (("bf16", 2.0), ("nf4", 0.516)):
-        train, sample = (
-            TrainLayout(DEVICE, 1, rows=512, base_bytes=num_bytes),
-            SampleLayout(DEVICE, COLOCATED, 1, rows=64),
-        )
+        train = TrainLayout(DEVICE, 1, rows=512, base_bytes=num_bytes)
+        sample = SampleLayout(DEVICE, COLOCATED, 1, rows=64)
         one = replace(job_7b(), base_bytes=num_bytes)
         plan = evaluate(one, train, sample, "sync")
         base[kind] = plan.memory["generate"]["weights"] / plan.memory["update"]["weights"]
@@ -234,12 +217,9 @@ PLANNED_COMMAND = """plan --config recipes/llama-3.1-8b/ppo.yaml --model meta-ll
     --schedules one_step --engines server --completion_tokens 300 --prompt_tokens 200 --write recipes/launch/planned"""
 
 
-def test_the_example_of_the_repository_is_what_a_plan_writes(monkeypatch, tmp_path):
-    from onetrunk import cli
-
-    monkeypatch.chdir(tmp_path)
+def test_the_example_of_the_repository_is_what_a_plan_writes(empty_folder):
     assert cli.main(PLANNED_COMMAND.split()) == 0
-    for path in sorted((tmp_path / "recipes/launch/planned").iterdir()):
+    for path in sorted((empty_folder / "recipes/launch/planned").iterdir()):
         # The last digits of numbers differ between versions and processors.
         if path.suffix != ".json":
             assert path.read_text() == (PLANNED / path.name).read_text(), f"run onetrunk {PLANNED_COMMAND}"

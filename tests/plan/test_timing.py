@@ -213,14 +213,6 @@ def test_no_phase_is_faster_than_the_launches_of_its_operations_by_hand():
     assert generate_time(one, SampleLayout(replace(own, is_cpu=True), LOCAL, 1)).launched == 0
 
 
-def test_fewer_adapted_layers_save_their_share_of_the_update():
-    full, half = (
-        update_time(replace(job_7b(), adapted_layers=n), TrainLayout(device(rates=IDEAL), 1, tokens=16384))
-        for n in (28, 7)
-    )
-    assert 0.25 < half.seconds / full.seconds < 0.40  # A quarter of the layers, and the head.
-
-
 def test_a_sharded_base_pays_for_its_gathers():
     slow = device(rates=IDEAL, link_gb_s=0.001)
     whole, sharded = (update_time(job(), TrainLayout(slow, 4, shards=n)).seconds for n in (1, 4))

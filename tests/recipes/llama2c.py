@@ -16,9 +16,7 @@ FIRST_PIECE = 259
 
 
 def write_checkpoint(path: Path, header: tuple[int, ...], seed: int = 0) -> None:
-    """Write a random checkpoint, version 0; header: dim, hidden, layers, heads, key-value heads,
-    vocabulary, positions.
-    """
+    """Write a random checkpoint, version 0."""
     dim, hidden, layers, heads, kv_heads, vocab, positions = header
     kv_dim, half = dim // heads * kv_heads, dim // heads // 2
     sizes = [abs(vocab) * dim, layers * dim, layers * dim * dim, layers * kv_dim * dim, layers * kv_dim * dim]

@@ -45,16 +45,6 @@ def test_the_backend_samples_the_policy_and_each_completion_depends_on_its_key(t
     assert together.stopped == [ids[-1] == 1 for ids in together.completion_ids]
 
 
-def test_a_sampler_that_the_settings_name_samples_what_the_same_object_samples(tmp_path):
-    names = {"named": f"{FOLDER}/backend.py:TransformersBackend", "given": modules["backend"].TransformersBackend()}
-    scores = {}
-    for name, backend in names.items():
-        trainer = make_trainer(tmp_path / name, rollout_backend=backend, num_rollouts=2)
-        trainer.train()
-        scores[name] = logged(trainer, "score/mean")
-    assert scores["named"] == scores["given"]
-
-
 def test_the_advantage_is_the_score_less_the_mean_of_the_prompts_other_completions(tmp_path):
     settings = {"num_generations": 2, "beta": 0.0, "whiten_advantages": False, "rollout_batch_size": 4}
     trainer_class = modules["advantage"].LeaveOneOutTrainer

@@ -28,3 +28,9 @@ def test_the_gallery_says_what_was_not_run_as_the_files_do(name):
     marked = [NOT_RUN in path.read_text(encoding="utf-8").lower() for path in files]
     assert len(set(marked)) == 1, "some files of the recipe say that they were not run, others do not"
     assert (NOT_RUN in rows()[name]) == marked[0] == (f"{NOT_RUN} on hardware" in readme.lower())
+
+
+@pytest.mark.parametrize("file", ["reasoning-gym/rewards.py", "textarena/game.py"])
+def test_a_readme_shows_the_glue(file):
+    path = FOLDER / file
+    assert path.read_text() in path.with_name("README.md").read_text()

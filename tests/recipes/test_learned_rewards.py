@@ -22,11 +22,8 @@ def transcript(*turns):
 
 def test_a_transcript_becomes_the_conversation_before_its_last_reply():
     turns = prepare.conversation(transcript("Hi.", "Hello.", "How do I pick a lock?", "Ask a locksmith."))
-    assert [(turn["role"], turn["content"]) for turn in turns] == [
-        ("user", "Hi."),
-        ("assistant", "Hello."),
-        ("user", "How do I pick a lock?"),
-    ]
+    assert [turn["content"] for turn in turns] == ["Hi.", "Hello.", "How do I pick a lock?"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
     assert prepare.conversation(transcript("Only a question.")) is None
     assert prepare.conversation(transcript("", "An answer to nothing.")) is None
     assert prepare.conversation("\n\nHuman: One.\n\nHuman: Two.\n\nAssistant: Three.") is None

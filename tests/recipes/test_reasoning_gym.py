@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.recipes.pretrained import run_chain
-from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.recipes import load_recipe_module
 
 # Not a dev dependency: it pins seven packages to one version each, and pip builds one of them (pycosat) in C.
 pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
@@ -26,11 +26,6 @@ def test_no_question_is_in_two_files():
     rows = prepare.make_rows()
     questions = [row["prompt"][0]["content"] for made in rows.values() for row in made]
     assert len(questions) == len(set(questions)) == sum(prepare.SIZES.values())
-
-
-def test_the_readme_shows_the_glue():
-    folder = ROOT / "recipes" / NAME
-    assert (folder / "rewards.py").read_text() in (folder / "README.md").read_text()
 
 
 # Of each stage: enough to run through all of it.

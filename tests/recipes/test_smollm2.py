@@ -27,11 +27,9 @@ def test_the_rubric_by_hand():
     texts = ["Tea is warm.", "Tea is warm. It is good!", "Tea", "A " + "very " * 20 + "long way.", "Is it 3.5 m?"]
     assert rewards.one_sentence([reply(text) for text in texts]) == [1, 0, 0, 0, 1]
     assert rewards.one_sentence([reply("Tea is warm.")], completion_stopped=[False]) == [0]
-    prompts = [
-        request(text) for text in ("Describe onions in a single sentence.", "Write one sentence about rust.", "Hi")
-    ]
+    asked = ("Describe onions in a single sentence.", "Write one sentence about rust.", "Hi")
     completions = [reply(text) for text in ("An Onion is round.", "Iron is old.", "Hello.")]
-    assert rewards.on_subject(prompts, completions) == [1, 0, None]
+    assert rewards.on_subject(list(map(request, asked)), completions) == [1, 0, None]
 
 
 def test_every_request_names_its_subject_and_no_held_out_subject_is_trained_on():
@@ -42,21 +40,20 @@ def test_every_request_names_its_subject_and_no_held_out_subject_is_trained_on()
     assert (len(train), len(held_out)) == (660, 120)
 
 
-def test_sft_learns_from_whole_sentences_on_the_subject_each_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_sft_learns_from_whole_sentences_on_the_subject_each_once(empty_folder):
     best_replies = load_recipe_module(NAME, "best_replies")
     good, cut, other = "Salt is white.", "Salt is not yet", "Iron is old."
     rows = [
         {"chosen": good, "rejected": other, "chosen_stopped": True, "rejected_stopped": True},
         {"chosen": cut, "rejected": good, "chosen_stopped": False, "rejected_stopped": True},
     ]
-    pairs = tmp_path / "runs" / NAME / "prefs/data/preferences.jsonl"
+    pairs = empty_folder / "runs" / NAME / "prefs/data/preferences.jsonl"
     pairs.parent.mkdir(parents=True)
     prompt = request("Write one sentence about salt.")
     made = [{**row, "prompt": prompt, **{side: reply(row[side]) for side in ("chosen", "rejected")}} for row in rows]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in made))
     assert best_replies.main() == 0
-    (kept,) = map(json.loads, (tmp_path / "runs" / NAME / "sft.jsonl").read_text().splitlines())
+    (kept,) = map(json.loads, (empty_folder / "runs" / NAME / "sft.jsonl").read_text().splitlines())
     assert kept == {"prompt": prompt, "completion": reply(good)}
 
 

@@ -57,11 +57,6 @@ def test_the_template_only_marks_what_the_assistant_says():
     assert all(template.count(mark) == 1 for mark in marks)
 
 
-def test_the_readme_shows_the_glue():
-    folder = ROOT / "recipes" / NAME
-    assert (folder / "game.py").read_text() in (folder / "README.md").read_text()
-
-
 # Of each stage: enough to run through all of it.
 SIZES = {
     "sft": "--max_steps 1 --per_device_train_batch_size 2",

@@ -18,6 +18,13 @@ def material(tmp_path_factory):
 
 
 @pytest.fixture
+def own_material(empty_folder):
+    """Work in a folder with material of its own, to change."""
+    make_material(empty_folder)
+    return empty_folder
+
+
+@pytest.fixture
 def in_folder(material, monkeypatch, tmp_path):
     monkeypatch.chdir(material)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 from onetrunk.verbs import VERBS
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 # recipes/launch holds files for schedulers (tests/test_launch_files.py).
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "launch")
 DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {"runs", ".venv", "venv"} & set(path.parts))
@@ -22,9 +22,12 @@ COMMANDS = ("onetrunk ", "accelerate ", "python ", "make ")
 
 
 def load_recipe_module(recipe: str, name: str) -> ModuleType:
-    """Import a Python file of a recipe."""
-    path = ROOT / "recipes" / recipe / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"recipe_{recipe}_{name}".replace("-", "_"), path)
+    return load_module(ROOT / "recipes" / recipe / f"{name}.py")
+
+
+def load_module(path: Path) -> ModuleType:
+    """Import a Python file of no package."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}".replace("-", "_"), path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Dataclasses look their module up.
     spec.loader.exec_module(module)
     return module

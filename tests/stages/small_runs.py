@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onetrunk import cli
 from onetrunk.utils.files import load_tensors
-from tests.processes import python
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.models.reward_adapters import saved_base
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 NOUNS = "cat dog bird fish tree house river stone".split()
 TRAINING = ("sft", "reward", "distill", "ppo")
 TRAIN = "--use_cpu true --report_to none --disable_tqdm true --save_strategy no --lora_r 2".split()
@@ -59,8 +59,7 @@ def judged_pairs(number: int) -> list[dict[str, Any]]:
 
 def make_material(folder: Path) -> None:
     """Write a base, a reward function, a constitution and rows of every kind into a folder."""
-    tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
+    saved_base(folder / "base", num_hidden_layers=2)
     rows = [{"prompt": f"the {noun}", "completion": " runs fast"} for noun in NOUNS]
     write_rows(folder / "sft.jsonl", rows)
     write_rows(folder / "prompts.jsonl", [{"prompt": row["prompt"]} for row in rows])
@@ -99,6 +98,15 @@ def metrics(folder: str | Path) -> dict[str, Any]:
 
 def adapter(folder: Path) -> dict[str, Tensor]:
     return load_tensors(folder / "adapter_model.safetensors")
+
+
+def require_same_adapter(folder: Path, other: Path, atol: float = 0.0, rtol: float = 0.0) -> None:
+    """Require that two runs have trained the same adapter, in all its parts."""
+    found, expected = adapter(folder), adapter(other)
+    assert found.keys() == expected.keys()
+    assert all(found[name].any() for name in found if "lora_B" in name), "nothing was trained"
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], atol=atol, rtol=rtol)
 
 
 def on_two_processes(verb: str, *words: object) -> str:

@@ -38,7 +38,6 @@ def run(words: list[str]) -> dict[str, Any]:
             is_wrapped=type(trainer.model_wrapped).__name__,
             kinds=sorted({(type(p).__name__, p.requires_grad) for p in parameters}),
             local_bytes=local_bytes(trainer.model),
-            trained_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
             whole_bytes=sum(p.nbytes for p in parameters if not isinstance(p, DTensor)),
             collectives=dict(traffic),
         )

@@ -6,13 +6,8 @@ import pytest
 import yaml
 
 from onetrunk.plan.hardware import Rates, load_catalog
-from onetrunk.stages.calibrate import Observation, calibrate, descend, fit_rates, hardware_text, predicted
+from onetrunk.stages.calibrate import Observation, calibrate, fit_rates, hardware_text, predicted
 from tests.plan.support import LENGTHS, device, job
-
-
-def test_a_search_by_factors_finds_the_least_error():
-    found = descend(lambda values: abs(values[0] * values[1] - 6) + abs(values[0] - 2), [1.0, 1.0], 4.0, 0.001)
-    assert found == pytest.approx([2, 3], rel=0.02)
 
 
 def observations(own):

@@ -7,28 +7,26 @@ import torch
 
 from onetrunk import cli
 from onetrunk.models.build import build_trunk
-from tests.ppo.support import base_model, lora
+from tests.models.reward_adapters import saved_base
+from tests.ppo.support import lora
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 
 @pytest.fixture
-def there(tmp_path, monkeypatch):
+def there(empty_folder):
     """Return a working folder with a base, and a trunk's adapter on it that always says "yes" twice and stops."""
-    monkeypatch.chdir(tmp_path)
-    base_model().save_pretrained("base")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained("base")
+    saved_base("base", num_hidden_layers=2)
     trunk = build_trunk("base", lora())
     torch.nn.init.constant_(trunk.value_head.linear.bias, 0.25)
     trunk.save_pretrained("adapter")
-    (tmp_path / "rewards.py").write_text(
+    (empty_folder / "rewards.py").write_text(
         "def words(prompts, completions, **kwargs):\n    return [float(len(text.split())) for text in completions]\n"
     )
-    return tmp_path
+    return empty_folder
 
 
 def chat(monkeypatch, capsys, text, *words):
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    monkeypatch.setattr("sys.stdin", text and io.StringIO(text))
     code = cli.main(["chat", *words])
     captured = capsys.readouterr()
     return code, captured.out.splitlines(), captured.err
@@ -71,22 +69,17 @@ def test_a_line_that_fails_is_one_message_and_the_next_one_is_answered(there, mo
     assert sum("(picky 1, value" in line for line in lines) == 1
 
 
-def test_without_a_standard_input_chat_says_so(there, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", None)
-    assert cli.main(["chat", "adapter"]) == 1
-    assert "there is no standard input" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("text", "words", "message"),
     [
-        ([], "no model is named; write onetrunk chat FOLDER"),
-        (["base", "--compare"], "compare is set and base is no adapter"),
-        (["absent"], "absent"),
-        (["adapter", "--temperature", "-1"], "temperature must be 0 or more"),
-        (["adapter", "--reward_funcs", "nothing.py:f"], "nothing.py"),
+        (None, ["adapter"], "there is no standard input"),
+        ("a\n", [], "no model is named; write onetrunk chat FOLDER"),
+        ("a\n", ["base", "--compare"], "compare is set and base is no adapter"),
+        ("a\n", ["absent"], "absent"),
+        ("a\n", ["adapter", "--temperature", "-1"], "temperature must be 0 or more"),
+        ("a\n", ["adapter", "--reward_funcs", "nothing.py:f"], "nothing.py"),
     ],
 )
-def test_what_cannot_be_talked_to_says_why(there, monkeypatch, capsys, words, message):
-    code, _, err = chat(monkeypatch, capsys, "a\n", *words)
+def test_what_cannot_be_talked_to_says_why(there, monkeypatch, capsys, text, words, message):
+    code, _, err = chat(monkeypatch, capsys, text, *words)
     assert code in (1, 2) and message in err and "Traceback" not in err

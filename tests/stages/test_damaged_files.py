@@ -18,6 +18,7 @@ from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 def truncated(name):
@@ -66,17 +67,9 @@ def material(tmp_path_factory):
         peft = get_peft_model(model, lora)
         peft.peft_config["default"].base_model_name_or_path = "base"
         peft.save_pretrained(folder / name)
-    turn = {"role": "user", "content": "the cat"}
-    write_rows(
-        folder / "turns.jsonl", [{"prompt": [turn], "completion": [{"role": "assistant", "content": "runs"}]}] * 8
-    )
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "runs"}]
+    write_rows(folder / "turns.jsonl", [{"messages": turns}] * 8)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def in_folder(material, monkeypatch, tmp_path):
-    monkeypatch.chdir(material)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def damaged(tmp_path, source, damage):
@@ -97,12 +90,10 @@ def refused(capsys, verb, *options, names):
     """Run a stage; return its error message, which is one line and names a file."""
     code = cli.main(words(verb, *map(str, options)))
     err = capsys.readouterr().err
-    assert code == 1, err
-    assert "Traceback" not in err
-    messages = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(messages) == 1 and str(names) in messages[0], err
-    assert len(messages[0]) < 1500
-    return messages[0]
+    assert code == 1 and "Traceback" not in err, err
+    (message,) = (line for line in err.splitlines() if line.startswith("error: "))
+    assert str(names) in message and len(message) < 1500, err
+    return message
 
 
 def poisoned(tensors):

@@ -1,12 +1,16 @@
-"""What can fail late is refused before a model loads: no model lies where these commands name one."""
+"""What can fail late is refused before a model loads: no model lies where these commands name one.
+
+The output folder of every stage: odd ones are one sentence, and two processes never share one.
+"""
 
 import pytest
+from filelock import FileLock
 
+from onetrunk import cli
 from tests.stages.small_runs import OWN, error_of, run, write_rows
 from tests.tiny import tiny_model, tiny_tokenizer
 
 NOWHERE = ["--model_name_or_path", "./nowhere"]
-STAGES = tuple(OWN)
 pytestmark = pytest.mark.usefixtures("in_folder")
 USER, SAID = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "runs"}
 
@@ -33,7 +37,7 @@ def good_row(verb, conversational=False):
     return {"prompt": prompt}
 
 
-@pytest.mark.parametrize("verb", STAGES)
+@pytest.mark.parametrize("verb", OWN)
 def test_a_bad_row_is_named_before_anything_is_loaded(tmp_path, capsys, verb):
     change = dict(BAD[verb])
     reason, good = change.pop("reason"), good_row(verb)
@@ -95,3 +99,53 @@ def test_a_judge_that_does_not_answer_is_said_before_the_weights_are_read(tmp_pa
     judge = ["--monitor_judge", "http://127.0.0.1:9/v1#model=x", "--monitor_constitution", "principles.yaml"]
     said = refused_tokens("ppo", capsys, tmp_path, *judge)
     assert "127.0.0.1:9" in said and "the connection failed" in said and "or correct its address" in said
+
+
+# What is odd -> the name below a folder with a file and a dangling link, or a path; what is said.
+ODD = {
+    "a file": ("file", "is a file; name a folder, or move the file away"),
+    "below a file": ("file/out", "cannot be written (Not a directory)"),
+    "a mount that takes no files": ("/proc/onetrunk", "cannot be written ("),
+    "a link to nothing": ("dangling", "cannot be written ("),
+    "very long": ("x" * 5000, "cannot be written (File name too long)"),
+    "the root": ("/../", "name a folder of the run's own"),
+}
+
+
+@pytest.mark.parametrize(("kind", "verb"), zip(ODD, OWN, strict=True))
+def test_an_odd_output_folder_is_refused_before_anything_else(tmp_path, capsys, kind, verb):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "further")
+    name, said = ODD[kind]
+    assert run(verb, *NOWHERE, "--output_dir", tmp_path / name) == 1
+    line = error_of(capsys)
+    assert said in line and len(line) < 800
+
+
+def test_a_folder_may_have_any_name_that_the_file_system_takes(tmp_path):
+    name = "-Füße\n日本 a'quote\" %s{}"
+    assert run("sft", f"--output_dir={tmp_path / name}") == 0
+    assert any((tmp_path / name).iterdir())
+
+
+def pipeline(folder, output_dir):
+    """Return the command of a pipeline of one evaluation."""
+    rows = "model_name_or_path: base\ndataset_name: prompts.jsonl\nreward_funcs: [len]\n"
+    (folder / "eval.yaml").write_text(f"output_dir: {folder}/out\n{rows}")
+    stages = f"stages: {{eval: {{config: {folder}/eval.yaml}}}}\n"
+    (folder / "pipeline.yaml").write_text(f"output_dir: {output_dir}\n{stages}")
+    return ["run", str(folder / "pipeline.yaml")]
+
+
+def test_a_pipeline_does_not_write_to_the_root(tmp_path, capsys):
+    assert cli.main(pipeline(tmp_path, "/")) in (1, 2)
+    error_of(capsys)
+
+
+def test_a_folder_that_another_process_writes_is_refused_by_every_verb(tmp_path, capsys):
+    with FileLock(tmp_path / "_run.lock"), FileLock(tmp_path / "pipeline.json.lock"):
+        for verb in OWN:
+            assert run(verb, *NOWHERE, "--output_dir", tmp_path) == 1
+            assert "_run is being written by another process" in error_of(capsys)
+        assert cli.main(pipeline(tmp_path, tmp_path)) == 1
+    assert "pipeline.json is being written by another process" in error_of(capsys)

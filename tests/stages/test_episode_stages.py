@@ -1,13 +1,14 @@
 """`onetrunk ppo` and `onetrunk eval` with tools and environments from a file."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
 from onetrunk import cli
 from tests.chat import CHAT_VOCAB, END, chat_tokenizer
-from tests.stages.small_runs import error_of, make_material, metrics, run, words_of, write_rows
+from tests.stages.small_runs import error_of, metrics, run, words_of, write_rows
 from tests.tiny import tiny_model
 
 GAME = '''
@@ -58,11 +59,9 @@ class Silent:
 
 
 @pytest.fixture
-def material(tmp_path, monkeypatch):
-    make_material(tmp_path)
-    (tmp_path / "game.py").write_text(GAME)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def material(own_material):
+    (own_material / "game.py").write_text(GAME)
+    return own_material
 
 
 def command(verb, **settings):
@@ -70,8 +69,7 @@ def command(verb, **settings):
     words = words_of(verb)
     at = words.index("--reward_funcs")
     del words[at : at + 2]
-    with open(f"{verb}.yaml", "w") as file:
-        yaml.safe_dump(settings, file)
+    Path(f"{verb}.yaml").write_text(yaml.safe_dump(settings))
     return [*words, "--config", f"{verb}.yaml", "--max_completion_length", "16"]
 
 

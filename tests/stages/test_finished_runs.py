@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
-from tests.stages.small_runs import make_material, run
+from tests.stages.small_runs import metrics, run
 
 SAVES = "--save_strategy steps --save_steps 1 --eval_strategy steps --eval_steps 1 --eval_size 2".split()
 # The first evaluation is the best one.
@@ -32,11 +32,9 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_material(tmp_path)
-    (tmp_path / "brief.py").write_text(BRIEF)
-    return tmp_path
+def there(own_material):
+    (own_material / "brief.py").write_text(BRIEF)
+    return own_material
 
 
 @pytest.mark.parametrize("verb", ["ppo", pytest.param("distill", marks=pytest.mark.slow)])
@@ -109,7 +107,7 @@ def test_a_resumed_run_is_checked_first_and_does_not_evaluate_the_untrained_mode
     calls, options = there / "calls.txt", [*SAVES, "--num_rollouts", "2", "--num_ppo_epochs", "1"]
     assert run("ppo", *options) == 0
     assert calls.read_text() == "2 4 2 4 2 "  # Before, then a rollout and an evaluation each.
-    before = json.loads((there / "out-ppo/metrics.json").read_text())["reference"]
+    before = metrics("out-ppo")["reference"]
     calls.unlink()
     longer = [*options, "--resume", "auto", "--num_rollouts", "3"]
     assert run("ppo", *longer, "--epsilon", "0.1") == 1
@@ -117,7 +115,7 @@ def test_a_resumed_run_is_checked_first_and_does_not_evaluate_the_untrained_mode
     assert not calls.exists()
     assert run("ppo", *longer) == 0
     assert calls.read_text() == "4 2 "
-    assert json.loads((there / "out-ppo/metrics.json").read_text())["reference"] == before
+    assert metrics("out-ppo")["reference"] == before
     # Other sampling gives another evaluation.
     calls.unlink()
     longer[-1] = "4"

@@ -71,7 +71,6 @@ def test_every_stage_has_a_dry_run_that_writes_nothing(in_folder, capsys, verb, 
     ("verb", "options", "message"),
     [
         ("prefs", ["--constitution", "bad.yaml"], "the constitution bad.yaml has no principles"),
-        ("sft", ["--dataset_columns", '{"prompt": "question"}'], "must name distinct columns of the dataset"),
         ("sft", ["--dataset_name", "prompts.jsonl"], "has the columns prompt; expected prompt and completion"),
         ("ppo", ["--dataset_name", "q.csv"], "has the columns answer, question; expected prompt"),
         ("reward", ["--dataset_name", "sft.jsonl"], "expected chosen and rejected"),

@@ -1,6 +1,7 @@
-"""The gsm8k-tiny recipe: annotations judged by hand, rows made from a file, and both on the real text where it is."""
+"""The gsm8k-tiny recipe: annotations and answers by hand, rows and preferences made from files, the calculator."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from onetrunk import cli
 from tests.stages.recipes import load_recipe_module
 from tests.stages.small_runs import write_rows
 
-rewards = load_recipe_module("gsm8k-tiny", "rewards")
 prepare = load_recipe_module("gsm8k-tiny", "prepare")
+preferences = load_recipe_module("gsm8k-tiny", "prepare_preferences")
+rewards = load_recipe_module("gsm8k-tiny", "rewards")
+MODELS = ("a", "b", "c")
 
 
 @pytest.mark.parametrize(
@@ -54,11 +57,8 @@ def test_rows_become_prompts_and_the_last_ones_are_held_out(tmp_path, monkeypatc
     assert prepare.main() == 0
     assert "100 training rows, 500 held out" in capsys.readouterr().out
     held_out = [json.loads(line) for line in (tmp_path / "out/held_out.jsonl").read_text().splitlines()]
-    assert held_out[0] == {
-        "prompt": "What is 100 + 100?\n",
-        "completion": "<<100+100=200>>\n#### 200",
-        "answer": "<<100+100=200>>\n#### 200",
-    }
+    answer = "<<100+100=200>>\n#### 200"
+    assert held_out[0] == {"prompt": "What is 100 + 100?\n", "completion": answer, "answer": answer}
     assert (tmp_path / "out/base/model.safetensors").is_file()
 
 
@@ -114,3 +114,51 @@ def test_the_chain_runs_with_the_calculator(workplace, monkeypatch):
     metrics = json.loads((runs / "eval-calculator/metrics.json").read_text())["reference"]
     # The tokens of "4>>", where the policy asks.
     assert metrics["score/annotation_score"] > 0.5 and metrics["episode/observation_tokens"] > 1
+
+
+def test_a_copy_has_a_wrong_result_in_every_calculation_and_betrays_itself_nowhere_else():
+    answer = "By hand 6/2 = <<6/2=3>>3 each.\nIn all 3*7 = $<<3*7=21>>21.\n#### 21"
+    for seed in range(20):
+        wrong = preferences.corrupted(answer, random.Random(seed))
+        assert rewards.annotation_score(None, [wrong]) == [0.0]
+        first, second = (match[2] for match in preferences.STEP.finditer(wrong))
+        assert wrong == (
+            f"By hand 6/2 = <<6/2={first}>>{first} each.\nIn all 3*7 = $<<3*7={second}>>{second}.\n#### {second}"
+        )
+        assert len(second) == 2 and sum(a != b for a, b in zip(second, "21", strict=True)) == 1
+
+
+def test_what_follows_a_result_or_ends_an_answer_stays_where_it_is_another_number():
+    wrong = preferences.corrupted("<<1/4=.25>>25 percent\n#### 75", random.Random(0))
+    assert wrong.endswith(">>25 percent\n#### 75") and wrong != "<<1/4=.25>>25 percent\n#### 75"
+    assert preferences.corrupted("no calculation\n#### 5", random.Random(0)) == "no calculation\n#### 5"
+
+
+def solutions(path, n):
+    def said(i, model):
+        return {"is_correct": (i + MODELS.index(model)) % 3 != 0, "solution": f"by {model} {i}"}
+
+    rows = [{"question": f"how many {i} ?", "ground_truth": "x", **{m: said(i, m) for m in MODELS}} for i in range(n)]
+    write_rows(path, rows)
+
+
+def test_both_tasks_are_split_by_question(tmp_path, monkeypatch, capsys):
+    given = [str(tmp_path / name) for name in ("s.jsonl", "t.jsonl")]
+    solutions(tmp_path / "s.jsonl", 160)
+    write_problems(tmp_path / "t.jsonl", 520)
+    monkeypatch.setattr("sys.argv", ["prepare_preferences.py", *given, "--output_dir", str(tmp_path / "out")])
+    assert preferences.main() == 0
+
+    def read(name):
+        return [json.loads(line) for line in (tmp_path / f"out/{name}.jsonl").read_text().splitlines()]
+
+    # Two right and one wrong solution a question: two pairs; and two copies of every answer
+    assert [len(read(f"solutions_{part}")) for part in ("train", "held_out")] == [20, 300]
+    assert [len(read(f"arithmetic_{part}")) for part in ("train", "held_out")] == [40, 1000]
+    assert len(read("arithmetic_unlabelled")) == 20
+    for task in ("solutions", "arithmetic"):
+        train, held_out = ({row["prompt"] for row in read(f"{task}_{part}")} for part in ("train", "held_out"))
+        assert not train & held_out
+    assert not {row["prompt"] for row in read("arithmetic_unlabelled")} & held_out
+    assert (tmp_path / "out/base-reward/model.safetensors").is_file()
+    assert "20 rows in solutions_train.jsonl" in capsys.readouterr().out

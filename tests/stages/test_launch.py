@@ -13,7 +13,7 @@ from onetrunk import cli
 from onetrunk.stages.launch import SIGNALS, config_file, split_words
 from onetrunk.stages.options.reading import UsageError
 from tests.places import CPU, launch_environment
-from tests.stages.small_runs import ROOT, make_material, words_of
+from tests.stages.small_runs import ROOT, words_of
 
 
 def test_the_words_of_the_launch_are_taken_out_and_the_others_keep_their_order():
@@ -25,8 +25,7 @@ def test_the_words_of_the_launch_are_taken_out_and_the_others_keep_their_order()
     assert split_words("prefs", words) == ({}, words)
 
 
-def test_a_config_is_a_path_or_a_name_of_ours_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_config_is_a_path_or_a_name_of_ours_from_any_folder(empty_folder):
     ours = str(ROOT / "accelerate_configs/fsdp2.yaml")
     assert config_file("fsdp2") == config_file("accelerate_configs/fsdp2.yaml") == ours
     Path("fsdp2").touch()
@@ -111,25 +110,23 @@ def started(folder: Path, *options: str) -> subprocess.Popen:
 
 @pytest.mark.slow
 @pytest.mark.multi_process
-def test_the_exit_code_is_that_of_the_first_process_that_failed_and_no_second_trace_follows(tmp_path):
-    make_material(tmp_path)
-    assert started(tmp_path, "--adapter_layers", "top-9").wait() == 1
-    log = (tmp_path / "log").read_text()
+def test_the_exit_code_is_that_of_the_first_process_that_failed_and_no_second_trace_follows(own_material):
+    assert started(own_material, "--adapter_layers", "top-9").wait() == 1
+    log = (own_material / "log").read_text()
     assert "adapter_layers is 'top-9'; it must be" in log and "Traceback" not in log
 
 
 @pytest.mark.slow
 @pytest.mark.multi_process
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_one_signal_stops_all_processes_with_a_checkpoint(tmp_path, number, code):
-    make_material(tmp_path)
-    process = started(tmp_path, "--num_rollouts", "5000", "--logging_steps", "1")
-    while "score/mean" not in (tmp_path / "log").read_text():
-        assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+def test_one_signal_stops_all_processes_with_a_checkpoint(own_material, number, code):
+    process, log = started(own_material, "--num_rollouts", "5000", "--logging_steps", "1"), own_material / "log"
+    while "score/mean" not in log.read_text():
+        assert process.poll() is None, log.read_text()[-3000:]
         time.sleep(0.2)
     # A terminal sends Ctrl-C to the whole group; a scheduler signals what it has started.
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     assert process.wait() == code
-    log = (tmp_path / "log").read_text()
-    assert log.count("everything is saved in out-ppo/checkpoint-") == 2 and "Traceback" not in log
-    assert list((tmp_path / "out-ppo").glob("checkpoint-*/manifest.json"))
+    text = log.read_text()
+    assert text.count("everything is saved in out-ppo/checkpoint-") == 2 and "Traceback" not in text
+    assert list((own_material / "out-ppo").glob("checkpoint-*/manifest.json"))

@@ -43,18 +43,14 @@ CHAIN = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def folder(empty_folder):
     Path("step.py").write_text(STEP)
     write()
-    return tmp_path
 
 
 def write(output_dir="state", **changes):
     """Write pipeline.yaml: the chain with some options changed (a stage -> options), as JSON, which is YAML."""
-    stages = {
-        name: {**stage, "options": {**stage["options"], **changes.get(name, {})}} for name, stage in CHAIN.items()
-    }
+    stages = {name: {**stage, "options": stage["options"] | changes.get(name, {})} for name, stage in CHAIN.items()}
     Path("pipeline.yaml").write_text(json.dumps({"output_dir": output_dir, "stages": stages}))
 
 
@@ -146,14 +142,8 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
         ("output_dir: x\nstages: {sft: {config: sft.yaml}}", "sft.yaml line 2: unknown key 'learning_rat'"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml, gpu: 1}}", "unknown key 'gpu'; the keys are verb, config"),
         ("output_dir: x\nstages: {a/b: {config: sft.yaml}}", "a name has 1 to 96 of the characters"),
-        (
-            "output_dir: x\nstages: {a: {script: step.py, outputs: [y]}, b: {script: step.py, outputs: [y]}}",
-            "stages a and b both write y; give each its own",
-        ),
-        (
-            "output_dir: x\nstages: {a: {script: step.py, outputs: [y], verb: sft}}",
-            "script and its outputs, and no verb",
-        ),
+        ("output_dir: x\nstages: {a: &a {script: step.py, outputs: [y]}, b: *a}", "stages a and b both write y; give"),
+        ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], verb: sft}}", "its outputs, and no verb"),
     ],
 )
 def test_a_wrong_pipeline_is_one_sentence_before_anything_runs(folder, capsys, text, sentence):
@@ -164,9 +154,13 @@ def test_a_wrong_pipeline_is_one_sentence_before_anything_runs(folder, capsys, t
     assert calls() == []
 
 
-def test_a_process_reward_model_is_a_path_too():
+def test_a_process_reward_model_is_a_path_and_a_pattern_all_its_files(folder):
     assert Path("runs/prm") in paths_in({"reward_funcs": ["prm:runs/prm#separator=%0A", "rewards.py:score"]})
     assert Path("runs/prm") in paths_in("prm:runs/prm")
+    for name in "ab":
+        Path(f"{name}.jsonl").touch()
+    found = [path for path in paths_in({"dataset_name": "*.jsonl"}) if path.exists()]
+    assert found == [Path("a.jsonl"), Path("b.jsonl")]
 
 
 def test_a_stage_rests_on_the_paths_in_its_config_and_not_on_what_runs_leave_beside(folder):
@@ -203,9 +197,8 @@ def make_base():
 
 
 @pytest.fixture
-def real(tmp_path, monkeypatch):
+def real(empty_folder):
     """A chain of real verbs on a tiny model: supervised fine-tuning, preferences, a reward model."""
-    monkeypatch.chdir(tmp_path)
     make_base()
     rules = {"name": "rules", "principles": [{"text": "Which is longer?", "tags": ["long"]}]}
     Path("rules.yaml").write_text(json.dumps(rules))
@@ -224,7 +217,6 @@ def real(tmp_path, monkeypatch):
         Path(f"{verb}.yaml").write_text(json.dumps({**config, "output_dir": f"out/{verb}"}))
     stages = {verb: {"config": f"{verb}.yaml"} for verb in configs}
     Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": stages}))
-    return tmp_path
 
 
 SFT = {
@@ -258,21 +250,24 @@ def change(**settings):
     Path("sft.yaml").write_text(json.dumps({**SFT, **settings}))
 
 
-def bytes_of(folder="out"):
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+def bytes_of_results():
+    return {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
 
 
-def dry_run(capfd, *words):
-    capfd.readouterr()
-    assert run("--dry-run", *words) == 0
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"save_total_limit": 3, "run_name": "again"}, "done nothing that it depends on has changed"),
+        ({"max_steps": 3}, "resume another length: max_steps: 2 -> 3"),
+        ({"learning_rate": 0.5, "allow_config_change": True}, "resume changed: learning_rate: not set -> 0.5"),
+    ],
+)
+def test_a_free_setting_changes_nothing_and_one_that_is_meant_resumes(training, capfd, settings, shown):
+    change(**settings)
+    assert run("--dry-run") == 0
     # The lines of a cell stand below each other.
     rows = [line.split("│")[1:-1] for line in capfd.readouterr().out.splitlines() if line.startswith("│")]
-    return "".join("".join(row[1].strip() + row[2].strip() for row in rows)).replace(" ", "")
-
-
-def test_a_changed_free_setting_leaves_a_finished_training_done(training, capfd):
-    change(logging_steps=1, save_total_limit=3, run_name="again")
-    assert "donenothingthatitdependsonhaschanged" in dry_run(capfd)
+    assert shown.replace(" ", "") in "".join(row[1].strip() + row[2].strip() for row in rows).replace(" ", "")
 
 
 @pytest.mark.parametrize(
@@ -285,20 +280,13 @@ def test_a_changed_free_setting_leaves_a_finished_training_done(training, capfd)
 )
 def test_nothing_is_deleted_for_another_change_before_overwrite_says_so(training, capfd, edit, reason):
     edit()
-    before = bytes_of()
+    before = bytes_of_results()
     assert run() == 1
     told = capfd.readouterr().err
     assert f"stage sft would start over ({reason}" in told
     assert "delete checkpoint-1, checkpoint-2, adapter_config.json" in told
     assert "add --overwrite to delete it" in told
-    assert bytes_of() == before
-
-
-def test_a_longer_training_and_a_change_that_is_meant_go_on_from_the_checkpoint(training, capfd):
-    change(max_steps=3)
-    assert "resumeanotherlength:max_steps:2->3" in dry_run(capfd)
-    change(learning_rate=0.5, allow_config_change=True)
-    assert "resumechanged:learning_rate:notset->0.5(allow_config_changeisset)" in dry_run(capfd)
+    assert bytes_of_results() == before
 
 
 def test_a_training_stopped_before_it_has_deleted_its_old_checkpoints_does_not_resume_from_them(training, capfd):
@@ -313,11 +301,6 @@ def test_a_training_stopped_before_it_has_deleted_its_old_checkpoints_does_not_r
     state.note(state.plan(stage), "interrupted")
     assert run("--dry-run") == 0
     assert "$ onetrunk sft --config sft.yaml --resume_from_checkpoint auto" in capfd.readouterr().out
-
-
-def statuses():
-    record = json.loads(Path("state/pipeline.json").read_text())["stages"]
-    return {name: stage["status"] for name, stage in record.items()}
 
 
 @pytest.mark.slow
@@ -338,7 +321,8 @@ def test_real_stages_resume_skip_and_start_anew(real, capfd):
     said = capfd.readouterr()
     assert "sft: was running" in said.out and Path("out/sft/model.safetensors").read_bytes() == whole
     assert not Path("out/sft/checkpoint-1").stat().st_mtime_ns > Path("out/sft/checkpoint-3").stat().st_mtime_ns
-    assert statuses() == {"sft": "done", "prefs": "done", "reward": "done"}
+    stages = json.loads(Path("state/pipeline.json").read_text())["stages"]
+    assert {name: stage["status"] for name, stage in stages.items()} == dict.fromkeys(stages, "done")
     # Another rule: the preferences are made anew, from completions that are kept, and the reward model after them.
     Path("rules.py").write_text(GRAMMAR.replace("len(text)", "-len(text)"))
     kept = answers_in("out/prefs/ledger/ledger.db")

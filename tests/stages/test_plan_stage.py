@@ -17,16 +17,12 @@ from tests.processes import python
 from tests.report.made_runs import write_lines
 from tests.stages.recipes import ROOT
 
+pytestmark = pytest.mark.usefixtures("at_the_root")
 MODEL = ["--model", "Qwen/Qwen2.5-7B"]
 TINY = {
     "model_type": "llama", "vocab_size": 400, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 128, "torch_dtype": "float32", "tie_word_embeddings": True,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture
@@ -265,10 +261,8 @@ def run_dir(small, tmp_path):
     """Return the folder of a run of 3 rollouts, with record and log as onetrunk ppo writes them."""
     log = [{"event": "begin", "num_processes": 1, "num_gpus": 0}]
     for step in range(1, 7):
-        entry = {"step": step, "time/update_s": 0.2, "memory/peak_gib": 1.0}
-        log.append(
-            entry | ({"time/generate_s": 1.0, "time/score_s": 0.5, "completion/length": 24} if step % 2 else {})
-        )
+        rollout = {"time/generate_s": 1.0, "time/score_s": 0.5, "completion/length": 24} if step % 2 else {}
+        log.append({"step": step, "time/update_s": 0.2, "memory/peak_gib": 1.0, **rollout})
     write_lines(tmp_path / "run" / "_report" / "log.jsonl", log)
     settings = {"rollout_batch_size": 16, "num_ppo_epochs": 2, "max_completion_length": 48, "max_prompt_length": 40,
                 "model_name_or_path": str(small), "reward_funcs": ["runs/rm"], "lora_r": 8}  # fmt: skip

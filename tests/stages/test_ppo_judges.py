@@ -1,21 +1,17 @@
 """Judges in `onetrunk ppo`: as a rating and as a monitor; on a tiny model."""
 
-import shutil
-from pathlib import Path
-
 import pytest
-import torch
 
 from onetrunk import cli
 from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.judges.judge import Principle
 from onetrunk.rewards.judge import JudgeReward
-from onetrunk.utils.files import load_tensors
 from tests.feedback.runs import answers_in
+from tests.models.reward_adapters import saved_base
 from tests.ppo.support import make_trainer, prompts
-from tests.stages.small_runs import metrics, on_two_processes, write_rows
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.stages.small_runs import TRAIN, metrics, on_two_processes, write_rows
+from tests.tiny import WORDS
 
 CHECKS = """
 import json
@@ -32,10 +28,8 @@ def even(completion_ids, **kwargs):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 """
 CONSTITUTION = "name: {0}\nprinciples:\n  - text: Which reply is {0}?\n    tags: [{0}]\n"
-PPO = "--model_name_or_path base --dataset_name rows.jsonl --eval_size 6 --max_completion_length 8 --lora_r 2".split()
-PPO += "--num_rollouts 2 --rollout_batch_size 4 --per_device_train_batch_size 4 --num_ppo_epochs 2".split()
-PPO += "--use_cpu true --save_strategy no --eval_strategy no --report_to none --disable_tqdm true".split()
-PPO += ["--write_report", "false"]
+PPO = "--model_name_or_path base --dataset_name rows.jsonl --eval_size 6 --max_completion_length 8".split()
+PPO += "--num_rollouts 2 --rollout_batch_size 4 --num_ppo_epochs 2 --eval_strategy no".split() + TRAIN
 JUDGE = ["--judge", "rubric", "--constitution", "long.yaml", "--rubric", '{"long": "checks.py:long"}']
 MONITOR = ["--monitor_judge", "rubric", "--monitor_constitution", "brief.yaml"]
 MONITOR += ["--monitor_rubric", '{"brief": "checks.py:brief"}']
@@ -44,8 +38,7 @@ MONITOR += ["--monitor_rubric", '{"brief": "checks.py:brief"}']
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judged")
-    tiny_model("llama", num_hidden_layers=2, initializer_range=0.1).save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
+    saved_base(folder / "base", num_hidden_layers=2, initializer_range=0.1)
     write_rows(folder / "rows.jsonl", [{"prompt": f"{WORDS[i]} {WORDS[i + 1]}"} for i in range(20)])
     (folder / "checks.py").write_text(CHECKS)
     for name in ("long", "brief"):
@@ -73,19 +66,6 @@ def test_a_judge_rates_and_another_watches(there, capsys):
     assert figures["monitor"]["judge"] == "rubric" and figures["monitor"]["left_out"] == 0
     assert figures["monitor"]["best"]["step"] in (0, 2, 4)
     assert "'judge/gap'" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_ends_where_the_uninterrupted_one_does(there):
-    saving = ["--save_strategy", "steps", "--save_steps", "3", "--reward_funcs", "judge", *JUDGE, *MONITOR]
-    assert ppo("whole", *saving) == 0
-    # As after a kill in the middle of the second rollout, with nothing else left.
-    shutil.copytree("whole/checkpoint-3", "resumed/checkpoint-3")
-    assert ppo("resumed", *saving, "--resume_from_checkpoint", "true") == 0
-    for name in ("adapter_model.safetensors", "value_head.safetensors"):
-        whole, resumed = (load_tensors(Path(folder, name)) for folder in ("whole", "resumed"))
-        assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-    assert metrics("resumed") == metrics("whole")
 
 
 @pytest.mark.multi_process

@@ -1,12 +1,22 @@
-"""`onetrunk prefs` with completions that exist: every shape becomes rows that trainers take, without a model."""
+"""`onetrunk prefs` with completions that exist: every shape becomes rows that trainers take, without a model.
+
+TRL's own trainers take them too, and they hold nothing that these would use unasked.
+"""
 
 import json
+import math
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from onetrunk import cli
+from onetrunk.data.files import load_rows
 from onetrunk.feedback.shards import read_rows
 from tests.judges.stub_server import StubServer
+from tests.stages.small_runs import NOUNS, error_of, write_rows
+from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 CHECKS = """
 def longer(prompts, completions, **columns):
@@ -19,14 +29,13 @@ USER = {"role": "user", "content": "Name a bird."}
 
 
 @pytest.fixture
-def prefs(tmp_path, monkeypatch):
+def prefs(empty_folder):
     """Return a function that runs the verb on given rows in an empty folder; it returns the exit code."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "checks.py").write_text(CHECKS)
-    (tmp_path / "c.yaml").write_text(CONSTITUTION)
+    (empty_folder / "checks.py").write_text(CHECKS)
+    (empty_folder / "c.yaml").write_text(CONSTITUTION)
 
     def call(rows, *options, out="out", judge=("rubric",)):
-        (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(empty_folder / "given.jsonl", rows)
         words = ["--completions", "given", "--dataset_name", "given.jsonl", "--constitution", "c.yaml"]
         words += ["--judge", *judge, "--output_dir", out]
         words += ["--rubric", '{"longer": "checks.py:longer"}'] if judge == ("rubric",) else []
@@ -52,9 +61,8 @@ def test_pairs_are_labelled_by_the_judge_whatever_their_order(prefs, tmp_path):
     assert prefs(PAIRS) == 0
     rows = rows_of(tmp_path / "out")
     assert len(rows) == 12 and all(row["chosen"].startswith("much longer") for row in rows)
-    assert set(rows[0]) == {
-        *("prompt", "chosen", "rejected", "chosen_stopped", "rejected_stopped", "probability", "votes", "consistent")
-    }
+    expected = "prompt chosen rejected chosen_stopped rejected_stopped probability votes consistent"
+    assert set(rows[0]) == set(expected.split())
     found = statistics(tmp_path / "out")
     assert found["counts"]["prompts"] == found["counts"]["labelled"] == 12
     card = (tmp_path / "out/README.md").read_text()
@@ -102,11 +110,50 @@ def test_a_trial_of_a_few_prompts_buys_nothing_twice(prefs, tmp_path):
         (PAIRS, ["--mode", "revise"], 2, "completions are given; leave mode revise and use_vllm out"),
         (PAIRS, ["--model_name_or_path", "m"], 2, "which would sample; leave one of them out"),
         (PAIRS, ["--limit", "0"], 2, "limit is 0; set it to 1 or more"),
-        ([{"question": "q"}], [], 1, "expected chosen and rejected"),
         ([{"prompt": "p", "completion": "a"}] * 2, ["--streaming", "true"], 1, "stand in several rows"),
     ],
 )
 def test_a_mistake_is_one_sentence(prefs, capsys, rows, options, code, message):
     assert prefs(rows, *options) == code
-    said = capsys.readouterr().err
-    assert message in said and "Traceback" not in said
+    assert message in error_of(capsys)
+
+
+SETTINGS = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 1, "save_strategy": "no"}
+SETTINGS |= {"per_device_train_batch_size": 4, "max_length": 48, "gradient_checkpointing": False}
+
+
+@pytest.fixture
+def conversations(prefs, tmp_path):
+    """Return the rows that the verb makes of conversations with two completions each, next to a base."""
+    rows = []
+    for number, noun in enumerate(NOUNS):
+        texts = ["runs fast", "runs" + " fast" * (1 + number % 3) + " the tree"]
+        rows.append({"prompt": [{"role": "user", "content": f"the {noun}"}], "completions": texts})
+    assert prefs(rows) == 0
+    tiny_model("llama", num_hidden_layers=2).save_pretrained("base")
+    return load_rows(tmp_path / "out/data")
+
+
+def test_a_reward_trainer_of_trl_finds_no_margin(conversations, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained("base", num_labels=1)
+    tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    args = RewardConfig(output_dir=str(tmp_path / "rm"), **SETTINGS)
+    trainer = RewardTrainer(model, args, train_dataset=conversations, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert "margin" not in batch and len(batch["input_ids"]) == 2 * 4
+    with torch.no_grad():
+        loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+        chosen, rejected = outputs.logits.squeeze(-1).chunk(2)
+    # Their plain loss: -log sigmoid of the lead.
+    torch.testing.assert_close(loss, -torch.nn.functional.logsigmoid(chosen - rejected).mean())
+
+
+@pytest.mark.slow
+def test_a_dpo_trainer_of_trl_trains_on_the_rows(conversations, tmp_path):
+    tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
+    args = DPOConfig(output_dir=str(tmp_path / "dpo"), **SETTINGS)
+    model = AutoModelForCausalLM.from_pretrained("base")
+    trainer = DPOTrainer(model, args=args, train_dataset=conversations, processing_class=tokenizer)
+    # Policy and reference are equal before the first step: -log sigmoid(0).
+    assert trainer.train().training_loss == pytest.approx(math.log(2), abs=1e-4)

@@ -16,9 +16,8 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture
-def prefs(inputs, tmp_path, monkeypatch):
+def prefs(inputs, empty_folder):
     """Return a function that runs the verb in an empty folder, with a server as its judge."""
-    monkeypatch.chdir(tmp_path)
     return lambda stub, *options, out="out": runs.prefs(inputs, "--judge", stub.url, *options, out=out)
 
 

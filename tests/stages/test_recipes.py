@@ -10,6 +10,7 @@ from onetrunk.verbs import VERBS
 from tests.stages.recipes import DOCUMENTS, PARSERS, RECIPES, ROOT, SCRIPTS, commands_of
 
 VERB_OF_SCRIPT = {{"eval": "evaluate"}.get(name, name): name for name, verb in VERBS.items() if verb.launches}
+pytestmark = pytest.mark.usefixtures("at_the_root")
 # Files that are no recipe of one verb.
 OTHERS = ("constitution", "pipeline")
 STAGES = [path for path in RECIPES if path.stem.split("_")[0] not in OTHERS]
@@ -17,11 +18,6 @@ STAGES = [path for path in RECIPES if path.stem.split("_")[0] not in OTHERS]
 
 def relative(path):
     return str(path.relative_to(ROOT))
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 def test_every_script_is_of_a_verb_that_launches():

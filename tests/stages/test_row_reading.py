@@ -85,10 +85,10 @@ def test_prompts_and_reward_models_read_the_tools_of_a_row(tools):
 
 
 @pytest.mark.parametrize("verb", ["judge", "prefs"])
-def test_a_stage_that_does_not_read_tools_rejects_them(verb, base, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER], "tools": TOOLS}])
-    (tmp_path / "rule.py").write_text("def rule(**columns):\n    return [0.5]\n")
+def test_a_stage_that_does_not_read_tools_rejects_them(verb, base, empty_folder, capsys):
+    row = {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER], "tools": TOOLS}
+    write_rows(empty_folder / "rows.jsonl", [row])
+    (empty_folder / "rule.py").write_text("def rule(**columns):\n    return [0.5]\n")
     options = ["--judge", "rule", "--rubric", '{"general": "rule.py:rule"}', "--output_dir", "out"]
     options += ["--model_name_or_path", str(base)] if verb == "prefs" else []
     assert cli.main([verb, "--dataset_name", "rows.jsonl", *options]) == 1

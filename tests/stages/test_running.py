@@ -13,7 +13,7 @@ from onetrunk.checkpoints.signals import Stopped
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.stages.run_context import explain, run_stage
 from tests.processes import environment
-from tests.stages.small_runs import make_material, run
+from tests.stages.small_runs import run
 
 
 def ending_with(error, folder=None):
@@ -53,9 +53,7 @@ def test_a_training_without_a_terminal_says_in_lines_how_far_it_is(in_folder, tm
 
 
 def test_lines_arrive_at_once_through_a_pipe():
-    code = (
-        "import sys; from onetrunk.utils.redaction import print_any_text as p; p(); print('done 1'); sys.stdin.read()"
-    )
+    code = "from onetrunk.utils.redaction import print_any_text as p; p(); print('done 1'); open(0).read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], env=environment(), **pipes) as process:
         assert process.stdout.readline() == "done 1\n"
@@ -74,10 +72,8 @@ def test_ctrl_c_names_a_checkpoint_only_where_one_was_written_to_its_end(tmp_pat
     assert ending_with(KeyboardInterrupt()) == 130  # An evaluation has none.
     assert capsys.readouterr().err == "\ninterrupted\n"
     assert ending_with(KeyboardInterrupt(), tmp_path) == 130
-    assert (
-        capsys.readouterr().err
-        == f"\ninterrupted; {tmp_path} holds no checkpoint yet, so the next run starts from the beginning\n"
-    )
+    said = f"{tmp_path} holds no checkpoint yet, so the next run starts from the beginning"
+    assert capsys.readouterr().err == f"\ninterrupted; {said}\n"
     whole_checkpoint(tmp_path, 9)
     whole_checkpoint(tmp_path, 10)
     ending_with(KeyboardInterrupt(), tmp_path)
@@ -118,11 +114,9 @@ def test_a_signal_ends_a_stage_with_a_sentence_and_its_exit_code(number, code, w
     assert word in err and "Traceback" not in err
 
 
-def test_a_folder_that_holds_a_run_is_not_begun_anew_unless_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_material(tmp_path)
+def test_a_folder_that_holds_a_run_is_not_begun_anew_unless_told(own_material, capsys):
     words = "--save_strategy steps --save_steps 2 --save_total_limit 1 --output_dir out".split()
-    out = tmp_path / "out"
+    out = own_material / "out"
     assert run("sft", *words, "--max_steps", 4) == 0
     before = (out / "checkpoint-4/trainer_state.json").read_bytes()
     capsys.readouterr()

@@ -142,10 +142,9 @@ def test_a_secret_in_a_recipe_is_refused_with_its_line_and_not_repeated(tmp_path
         f"{{script: s.py, outputs: [o], launcher: env HF_TOKEN={CANARY} accelerate launch}}",
     ],
 )
-def test_a_secret_in_a_pipeline_is_refused_and_not_repeated(tmp_path, monkeypatch, entry):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "s.py").write_text("")
-    (tmp_path / "p.yaml").write_text(f"output_dir: out\nstages:\n  one: {entry}\n")
+def test_a_secret_in_a_pipeline_is_refused_and_not_repeated(empty_folder, entry):
+    (empty_folder / "s.py").write_text("")
+    (empty_folder / "p.yaml").write_text(f"output_dir: out\nstages:\n  one: {entry}\n")
     with pytest.raises(UsageError, match="visible to all users") as caught:
         load_pipeline("p.yaml")
     assert CANARY not in str(caught.value)

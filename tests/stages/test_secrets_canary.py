@@ -11,9 +11,10 @@ from datasets import Dataset
 
 from onetrunk import PPOConfig, PPOTrainer, cli
 from tests.judges.stub_server import StubServer
+from tests.models.reward_adapters import saved_base
+from tests.ppo.support import even_share
 from tests.processes import python
-from tests.stages.small_runs import write_rows
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.stages.small_runs import NOUNS, write_rows
 
 # No shape of a known key: only their names and places make them secrets.
 CANARIES = {
@@ -80,30 +81,25 @@ def leaks(folder):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "base")
-    tiny_model("llama", num_hidden_layers=1, seed=1).save_pretrained(folder / "rival")
-    for name in ("base", "rival"):
-        tiny_tokenizer().save_pretrained(folder / name)
-    nouns = ("cat", "dog", "bird", "fish")
-    write_rows(folder / "rows.jsonl", [{"prompt": f"the {w}", "completion": " runs fast"} for w in nouns])
-    write_rows(folder / "prompts.jsonl", [{"prompt": f"the {w}"} for w in nouns])
+    saved_base(folder / "base", num_hidden_layers=2)
+    saved_base(folder / "rival", num_hidden_layers=1, seed=1)
+    write_rows(folder / "rows.jsonl", [{"prompt": f"the {noun}"} for noun in NOUNS[:4]])
     (folder / "reward.py").write_text(REWARD)
     (folder / "constitution.yaml").write_text("name: c\nprinciples:\n  - text: Which answer is better?\n")
     return folder
 
 
 @pytest.fixture
-def place(base, tmp_path, monkeypatch):
+def place(base, empty_folder, monkeypatch):
     """An empty working folder, and the canaries in the environment."""
     for name in ("HF_TOKEN", "OPENAI_API_KEY", "JUDGE_ACCESS"):
         monkeypatch.setenv(name, CANARIES[name])
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return empty_folder
 
 
-def call(base, verb, rows, *options):
-    words = ["--model_name_or_path", base / "base", "--dataset_name", base / rows, "--output_dir", "out"]
-    return cli.main([verb, *map(str, [*words, *options])])
+def words_of(base, verb, *options):
+    words = ["--model_name_or_path", base / "base", "--dataset_name", base / "rows.jsonl", "--output_dir", "out"]
+    return [verb, *map(str, [*words, *options])]
 
 
 def nothing_leaked(folder, *texts):
@@ -116,7 +112,7 @@ def nothing_leaked(folder, *texts):
 def test_ppo_with_a_reward_that_logs_secrets_leaves_none(base, place, capfd, caplog):
     options = [*TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:leaky", "--eval_dataset_name", base / "rows.jsonl"]
     with caplog.at_level(logging.WARNING):
-        assert call(base, "ppo", "rows.jsonl", *options) == 0
+        assert cli.main(words_of(base, "ppo", *options)) == 0
     said = capfd.readouterr()
     assert "asked with <redacted HF_TOKEN>" in caplog.text and "not asked" in caplog.text
     assert "asked with <redacted OPENAI_API_KEY>" in caplog.text + said.err
@@ -129,7 +125,7 @@ def test_an_evaluation_by_a_judge_behind_a_key_leaves_none(base, place, capfd, c
     options += ["--max_completion_length", "4", "--constitution", base / "constitution.yaml"]
     with StubServer(key=CANARIES["JUDGE_ACCESS"]) as stub:
         options += ["--judge", stub.url, "--judge_model", "judge-1", "--judge_api_key_env", "JUDGE_ACCESS"]
-        assert call(base, "eval", "prompts.jsonl", *options) == 0
+        assert cli.main(words_of(base, "eval", *options)) == 0
         assert any(CANARIES["JUDGE_ACCESS"] in str(headers) for headers in stub.headers)
     assert (place / "out/_report/report.md").is_file() and (place / "out/metrics.json").is_file()
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
@@ -137,9 +133,8 @@ def test_an_evaluation_by_a_judge_behind_a_key_leaves_none(base, place, capfd, c
 
 @pytest.mark.slow
 def test_a_step_that_fails_with_a_secret_in_its_message_leaves_none(base, place):
-    words = ["--model_name_or_path", base / "base", "--dataset_name", base / "rows.jsonl", "--output_dir", "out"]
-    words += [*TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:failing"]
-    run = python("-m", "onetrunk.cli", "ppo", *words, code=1, ONETRUNK_TRACEBACK="1")
+    words = words_of(base, "ppo", *TRAIN, *PPO, "--reward_funcs", f"{base}/reward.py:failing")
+    run = python("-m", "onetrunk.cli", *words, code=1, ONETRUNK_TRACEBACK="1")
     assert "401 for <redacted HF_TOKEN> at https://<redacted password>@host/v1" in run.stderr
     assert "old address https://<redacted password>@host/<redacted HF_TOKEN>" in run.stderr
     assert "asked with <redacted HF_TOKEN>" in run.stderr and "asked with <redacted OPENAI_API_KEY>" in run.stderr
@@ -152,32 +147,27 @@ def test_a_server_that_repeats_its_headers_puts_the_key_into_no_file(base, place
         words = ["--judge", stub.url, "--judge_model", "judge-1", "--judge_api_key_env", "JUDGE_ACCESS"]
         words += ["--constitution", base / "constitution.yaml", "--judge_verdict_tokens", "200"]
         words += ["--num_generations", "2", "--max_completion_length", "6", "--use_cpu", "true"]
-        assert call(base, "prefs", "prompts.jsonl", *words) == 0
+        assert cli.main(words_of(base, "prefs", *words)) == 0
     assert cli.main(["report", "out"]) == 0
     kept = b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
     assert b"Bearer <redacted JUDGE_ACCESS>" in kept
     nothing_leaked(place, *capfd.readouterr(), caplog.text)
 
 
-def test_a_token_given_in_python_is_in_no_checkpoint_event_file_or_card(base, place, capfd, caplog):
+def test_a_token_given_in_python_is_in_no_checkpoint_event_file_or_card(base, place, capfd, caplog, monkeypatch):
     names = {"run_name": f"run-{CANARIES['url']}-https://anna:{CANARIES['url']}@host/"}
     names |= {"project": f"https://anna:{CANARIES['url']}@host/project", "hub_token": CANARIES["hub_token"]}
     sizes = {"rollout_batch_size": 4, "num_rollouts": 1, "num_minibatches": 2, "max_completion_length": 4}
     logs = {"report_to": "tensorboard", "save_steps": 1, "log_completions": True, "disable_tqdm": True}
     args = PPOConfig(output_dir="out", use_cpu=True, **names, **sizes, **logs)
-    os.environ["RUN_PASSWORD"] = CANARIES["url"]
-    try:
-        rows = Dataset.from_list([{"prompt": f"the {w}"} for w in ("cat", "dog", "bird", "fish")])
-        trainer = PPOTrainer(
-            str(base / "base"), lambda completions, **_: [float(len(c)) for c in completions], args, rows
-        )
-        trainer.train()
-        trainer.save_model()
-        trainer.create_model_card(model_name=f"trained with {CANARIES['hub_token']}")
-        print(trainer.args, repr(trainer.args))
-        assert trainer.args.hub_token == CANARIES["hub_token"]
-        files = {path.name for path in place.rglob("*")}
-        assert {"training_args.bin", "README.md", "trainer_state.json"} <= files
-        nothing_leaked(place, *capfd.readouterr(), caplog.text)
-    finally:
-        del os.environ["RUN_PASSWORD"]
+    monkeypatch.setenv("RUN_PASSWORD", CANARIES["url"])
+    rows = Dataset.from_list([{"prompt": f"the {noun}"} for noun in NOUNS[:4]])
+    trainer = PPOTrainer(str(base / "base"), even_share, args, rows)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(model_name=f"trained with {CANARIES['hub_token']}")
+    print(trainer.args, repr(trainer.args))
+    assert trainer.args.hub_token == CANARIES["hub_token"]
+    files = {path.name for path in place.rglob("*")}
+    assert {"training_args.bin", "README.md", "trainer_state.json"} <= files
+    nothing_leaked(place, *capfd.readouterr(), caplog.text)

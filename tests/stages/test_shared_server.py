@@ -1,4 +1,4 @@
-"""`onetrunk eval` and `onetrunk prefs` on a vLLM server, which also judges: a fake one with a real model."""
+"""`onetrunk ppo`, `eval` and `prefs` on a vLLM server: a fake one with a real model."""
 
 import json
 
@@ -10,7 +10,7 @@ from onetrunk.rollouts.vllm_requests import PROBE_PROMPTS
 from tests.feedback import runs
 from tests.ppo.support import base_model
 from tests.rollouts.stub_vllm import BASE, StubVLLM
-from tests.stages.small_runs import metrics
+from tests.stages.small_runs import error_of, metrics, run
 from tests.stages.test_eval_judge import CHECKS, lines, save_adapter
 
 NUM_PROMPTS = 6
@@ -30,10 +30,13 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture
-def stub(inputs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with StubVLLM(AutoModelForCausalLM.from_pretrained(inputs / "model")) as server:
+def stub(inputs, empty_folder):
+    with served(inputs / "model") as server:
         yield server
+
+
+def served(model, **settings):
+    return StubVLLM(AutoModelForCausalLM.from_pretrained(model), **settings)
 
 
 def evaluate(inputs, *options, out):
@@ -134,3 +137,31 @@ def test_a_signal_to_prefs_unloads_its_adapter_and_says_how_to_go_on(stub, input
     assert runs.prefs(inputs, "--model_name_or_path", inputs / "adapter", *on(stub), *rubric) == 130
     assert published(stub)[1] == ["policy-v1"] and stub.adapters == {}
     assert "run the same command again to resume" in capsys.readouterr().err
+
+
+def test_a_run_on_a_server_with_a_key_trains_and_writes_the_key_nowhere(in_folder, tmp_path, monkeypatch):
+    key = "abc123def456ghi789"
+    monkeypatch.setenv("SERVER_KEY", key)
+    with served("base", key=key) as server:
+        assert run("ppo", "--output_dir", tmp_path, *on(server), "--vllm_api_key_env", "SERVER_KEY") == 0
+        assert any("-policy-v0" in name for _, name in server.events) and not server.missing
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    assert not any(key.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"loads_adapters": False}, (), "start it with --enable-lora and the environment variable"),
+        ({"max_length": 5}, (), "start it with --max-model-len 6 or more, or lower max_completion_length"),
+        ({}, ("--use_dora", "true"), "the adapter 'default' is DoRA (use_dora)"),
+    ],
+    ids=["no adapters", "positions", "dora"],
+)
+def test_a_server_or_an_adapter_that_cannot_be_used_is_told(in_folder, tmp_path, capsys, settings, options, message):
+    with served("base", **settings) as server:
+        assert run("ppo", "--output_dir", tmp_path, *on(server), *options) == 1
+        assert message in " ".join(error_of(capsys).split())
+        assert not any("-policy-" in name for _, name in server.events)
+    # What was published to see whether the server takes it is deleted when the process ends.
+    assert not [path for path in tmp_path.rglob("*.safetensors") if "_adapters" not in path.parts]

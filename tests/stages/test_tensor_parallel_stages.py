@@ -10,11 +10,10 @@ from shutil import copytree
 from tempfile import mkdtemp
 
 import pytest
-import torch
 
 from tests.models.reward_adapters import saved_base
 from tests.places import CPU, REPEATED, launch, on_gpus, places
-from tests.stages.small_runs import LINEAR, adapter, judged_pairs, metrics, nouns, write_rows
+from tests.stages.small_runs import LINEAR, judged_pairs, metrics, nouns, require_same_adapter, write_rows
 
 WORKER = Path(__file__).with_name("stages_worker.py")
 # The norm of every gradient is above 1, so all are clipped.
@@ -80,11 +79,6 @@ def facts(place, processes, name, rank=0):
     return json.loads((launched(place, processes) / f"facts-{rank}.json").read_text())[name]
 
 
-def log_of(folder):
-    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    return json.loads((last / "trainer_state.json").read_text())["log_history"]
-
-
 @pytest.mark.parametrize(("place", "processes", "name"), PLACED)
 def test_every_process_holds_its_share_of_the_base(place, processes, name):
     alone = facts(place, 1, name)
@@ -103,12 +97,9 @@ def test_every_process_holds_its_share_of_the_base(place, processes, name):
 
 @pytest.mark.parametrize(("place", "processes", "name"), PLACED)
 def test_all_processes_together_train_the_adapter_of_one(place, processes, name):
-    found, alone = (adapter(launched(place, n) / name) for n in (processes, 1))
-    assert found.keys() == alone.keys()
-    for key, expected in alone.items():
-        # Gradients agree to 1e-4 of their largest entry (tests/models); the learning rate is 0.1.
-        torch.testing.assert_close(found[key], expected, atol=1e-4, rtol=1e-3)
-    assert all(found[key].any() for key in found if "lora_B" in key), "nothing was trained"
+    found, alone = (launched(place, n) / name for n in (processes, 1))
+    # Gradients agree to 1e-4 of their largest entry (tests/models); the learning rate is 0.1.
+    require_same_adapter(found, alone, atol=1e-4, rtol=1e-3)
     assert (launched(place, processes) / "stdout").read_text().count(f"saved an adapter in {name}") <= 1
 
 
@@ -145,9 +136,7 @@ def resumed(place):
 @pytest.mark.parametrize("name", ["sft", "reward"])
 def test_a_training_resumes_in_the_middle(place, name):
     folder, _ = resumed(place)
-    whole = adapter(folder / name)
-    for key, found in adapter(folder / f"{name}-resumed").items():
-        torch.testing.assert_close(found, whole[key], **(REPEATED[place] or {"atol": 0, "rtol": 0}))
+    require_same_adapter(folder / f"{name}-resumed", folder / name, **REPEATED[place])
 
 
 @pytest.mark.parametrize(

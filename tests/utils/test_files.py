@@ -16,17 +16,14 @@ def names_in(folder):
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    files.atomic_write_text(tmp_path / "new" / "a.txt", "new")
-    (tmp_path / "new" / "a.txt").unlink()
-    (tmp_path / "new").rmdir()
-    files.atomic_write_text(tmp_path / "a.txt", "grün\r\nblau\n")
-    files.atomic_write_bytes(tmp_path / "a.bin", b"\x00\r\n\xff")
-    files.atomic_write_json(tmp_path / "a.json", {"b": [1, 2.5, None], "a": "ü"})
-    assert (tmp_path / "a.txt").read_bytes() == "grün\r\nblau\n".encode()
-    assert (tmp_path / "a.bin").read_bytes() == b"\x00\r\n\xff"
-    assert files.read_json(tmp_path / "a.json") == {"b": [1, 2.5, None], "a": "ü"}
-    assert list(files.read_json(tmp_path / "a.json")) == ["b", "a"]
-    assert names_in(tmp_path) == ["a.bin", "a.json", "a.txt"]
+    folder, content = tmp_path / "new", {"b": [1, 2.5, None], "a": "ü"}
+    files.atomic_write_text(folder / "a.txt", "grün\r\nblau\n")
+    files.atomic_write_bytes(folder / "a.bin", b"\x00\r\n\xff")
+    files.atomic_write_json(folder / "a.json", content)
+    assert (folder / "a.txt").read_bytes() == "grün\r\nblau\n".encode()
+    assert (folder / "a.bin").read_bytes() == b"\x00\r\n\xff"
+    assert list(files.read_json(folder / "a.json").items()) == list(content.items())
+    assert names_in(folder) == ["a.bin", "a.json", "a.txt"]
 
 
 @pytest.mark.parametrize("point", ["fsync", "replace"])
@@ -111,11 +108,11 @@ def test_an_output_folder_is_made_and_left_empty(tmp_path):
 def test_only_temporary_files_of_killed_writers_are_deleted(tmp_path):
     names = [".a.json.0123456789abcdef.tmp", ".b[1].txt.fedcba9876543210.tmp", "a.json", ".a.json.tmp", ".b.tmp"]
     for name in names:
-        (tmp_path / name).write_text("")
+        (tmp_path / name).touch()
     files.delete_temporaries(tmp_path, "b[1].txt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(set(names) - {names[1]})
+    assert names_in(tmp_path) == sorted(set(names) - {names[1]})
     files.delete_temporaries(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
+    assert names_in(tmp_path) == sorted(names[2:])
 
 
 def test_json_of_others_that_nests_too_deeply_or_has_a_giant_number_is_a_value_error_or_infinite():
