@@ -225,8 +225,7 @@ def test_the_operations_of_a_token_and_of_a_pack_are_those_by_which_plan_bounds_
     ],
     ids=["stop tokens", "top_p", "greedy"],
 )
-def test_a_step_over_buffers_in_place_samples_the_tokens_of_the_sampler(monkeypatch, params):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+def test_a_step_over_buffers_in_place_samples_the_tokens_of_the_sampler(params):
     from decode_graph import StaticStep
 
     model, prompts = base_model().eval(), [[4, 5, 6], [7], [8, 9, 4, 5, 6]]
