@@ -51,10 +51,9 @@ def test_every_answer_is_told_once_until_a_member_breaks():
         return 0.5
 
     told.clear()
+    judge = EnsembleJudge([fixed(0.7), ToldJudge(breaking, "breaking")])
     with pytest.raises(RuntimeError, match="given up"):
-        EnsembleJudge([fixed(0.7), ToldJudge(breaking, "breaking")]).compare(
-            pairs, PRINCIPLE, lambda i, v: told.append((i, v))
-        )
+        judge.compare(pairs, PRINCIPLE, lambda i, v: told.append((i, v)))
     assert [i for i, _ in told] == [0, 1, 2] and all(v.probability == pytest.approx(0.6) for _, v in told)
 
 

@@ -2,15 +2,8 @@
 
 import pytest
 
-from onetrunk.judges.replies import (
-    Vote,
-    checked_reply,
-    label_probabilities,
-    opinion_of_probabilities,
-    opinion_of_votes,
-    read_label,
-    read_vote,
-)
+from onetrunk.judges import replies
+from onetrunk.judges.replies import Vote, checked_reply, label_probabilities, read_label, read_vote
 from onetrunk.servers.client import is_same_model
 from onetrunk.servers.errors import CallError
 from tests.judges.stub_server import candidates, completion
@@ -128,16 +121,16 @@ def test_a_model_is_the_same_with_owner_date_or_revision_and_no_other(asked, rep
 
 
 def test_opinions_add_up_to_one_or_abstain():
-    told = opinion_of_probabilities(Vote("A", {"A": 0.6, "B": 0.2}, "because"))
+    told = replies.opinion_of_probabilities(Vote("A", {"A": 0.6, "B": 0.2}, "because"))
     assert told.shares == pytest.approx({"A": 0.75, "B": 0.25}) and told.reason == "because"
     assert told.details == {"method": "logprobs", "label_mass": 0.8}
-    assert opinion_of_probabilities(Vote(None, {"A": 0.2, "B": 0.1})).shares is None
+    assert replies.opinion_of_probabilities(Vote(None, {"A": 0.2, "B": 0.1})).shares is None
 
     votes = [Vote(label) for label in ("A", "A", None, "B")]
-    voted = opinion_of_votes(votes, LABELS)
+    voted = replies.opinion_of_votes(votes, LABELS)
     assert voted.shares == pytest.approx({"A": 2 / 3, "B": 1 / 3})
     assert voted.details == {"method": "votes", "votes": {"A": 2, "B": 1, "unread": 1}}
-    unread = opinion_of_votes([Vote(None, problem="it is empty"), Vote(None, problem="x"), Vote("A")], LABELS)
+    unread = replies.opinion_of_votes([Vote(None, problem="it is empty"), Vote(None, problem="x"), Vote("A")], LABELS)
     assert unread.shares is None and unread.reason == "2 of 3 replies are no label (one: it is empty)"
 
 

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import (
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.reward_model import ScoreAdapter, read_score_adapter
@@ -50,7 +45,7 @@ def saved_reward_adapter(
     *,
     layers: list[int] | None = None,
     num_labels: int = 1,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Any = None,
     seed: int = 5,
     **settings: Any,
 ) -> Path:

@@ -16,18 +16,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from onetrunk.judges.local import load_causal_judge
+from onetrunk.models import loading
 from onetrunk.models.base_model import load_base, verify_head
 from onetrunk.models.build import attach_score_adapter, build_trunk
-from onetrunk.models.loading import (
-    BASE_FILE,
-    LoadError,
-    base_fingerprint,
-    check_base_marks,
-    check_finite,
-    is_finite,
-    reading,
-    write_base_marks,
-)
+from onetrunk.models.loading import LoadError, base_fingerprint, check_base_marks, write_base_marks
 from onetrunk.models.reward_model import load_adapter_scorer, load_scorer, read_score_adapter
 from onetrunk.rewards import ProcessReward
 from tests.models.branches import FEW, lora
@@ -59,9 +51,9 @@ def test_a_missing_name_without_a_network_is_asked_for_once(monkeypatch, load):
 def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype, value):
     for place in (0, 500, 999):
         tensor = torch.linspace(-1, 1, 1000).to(dtype)
-        assert is_finite(tensor)
+        assert loading.is_finite(tensor)
         tensor[place] = value
-        assert not is_finite(tensor)
+        assert not loading.is_finite(tensor)
 
 
 def test_a_model_made_in_memory_with_nan_is_not_said_to_have_another_head():
@@ -74,7 +66,7 @@ def test_a_model_made_in_memory_with_nan_is_not_said_to_have_another_head():
         verify_head(model)
     with pytest.raises(RuntimeError, match="'Linear' has weights that are NaN or infinite: 4 of 4 values of weight"):
         layer = nn.Linear(2, 2)
-        check_finite(layer.requires_grad_(False).apply(lambda m: m.weight.fill_(float("nan"))))
+        loading.check_finite(layer.requires_grad_(False).apply(lambda m: m.weight.fill_(float("nan"))))
 
 
 def test_weights_that_a_smaller_dtype_cannot_hold_are_named_with_it(tmp_path):
@@ -90,11 +82,11 @@ def test_weights_that_a_smaller_dtype_cannot_hold_are_named_with_it(tmp_path):
 def test_a_damaged_file_is_blamed_before_the_one_that_was_read(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(LoadError, match=r"model\.safetensors cannot be used"), reading("model", str(tmp_path)):
+    with pytest.raises(LoadError, match=r"model\.safetensors cannot be used"), loading.reading("model", str(tmp_path)):
         raise OSError("somewhere in the folder")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(LoadError, match=rf"{tmp_path}' cannot be loaded: KeyError: 'layers'\. Give a folder that"):
-        with reading("model", str(tmp_path)):
+        with loading.reading("model", str(tmp_path)):
             raise KeyError("layers")
 
 
@@ -132,7 +124,7 @@ def places(tmp_path_factory):
 
 
 def test_every_way_in_refuses_an_adapter_on_another_base(places):
-    assert json.loads((places / "policy" / BASE_FILE).read_text())["name"] == str(places / "base")
+    assert json.loads((places / "policy" / loading.BASE_FILE).read_text())["name"] == str(places / "base")
     build_trunk(str(places / "policy"))
     load_adapter_scorer(str(places / "reward"))
     trunk, adapter = build_trunk(str(places / "other")), read_score_adapter(str(places / "reward"))

@@ -5,48 +5,24 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from peft import AdaLoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
 from onetrunk.data.prompts import prepare_prompts
+from onetrunk.models import reward_model
 from onetrunk.models.adapters import REWARD, adapter_parameters, role
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.build import attach_score_adapter
 from onetrunk.models.loading import base_fingerprint
-from onetrunk.models.reward_model import (
-    SCALE_FILE,
-    ScoreScale,
-    _batches,
-    encode_rows,
-    encode_texts,
-    load_scorer,
-    read_score_adapter,
-    read_score_scale,
-    score_token_ids,
-    turn_end,
-)
+from onetrunk.models.reward_model import ScoreScale, encode_rows, encode_texts, load_scorer, read_score_adapter
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
 from tests.chat import chat_tokenizer
-from tests.models import reward_adapters
-from tests.models.branches import (
-    ALL_ROLES,
-    a_pack,
-    a_trunk,
-    an_sft_model,
-    counted,
-    move,
-    same,
-    step_gradients,
-    weights_of,
-)
+from tests.models import branches, reward_adapters
+from tests.models.branches import ALL_ROLES, a_pack, a_trunk, counted, move, same, step_gradients
 from tests.models.reward_adapters import a_reward_trunk, a_scorer, scorer_config, scores_of_a_separate_model
 from tests.tiny import tiny_tokenizer
 
@@ -62,7 +38,7 @@ def one_by_one(model):
 @pytest.mark.parametrize("pad_token_id", [0, 1, None], ids=["own pad", "pad is eos", "no pad"])
 def test_padding_and_batches_do_not_change_a_score(pad_token_id):
     model, tokenizer = a_scorer(pad_token_id=pad_token_id), tiny_tokenizer()
-    scores = score_token_ids(model, encode_texts(tokenizer, TEXTS, None)[0], 2)
+    scores = reward_model.score_token_ids(model, encode_texts(tokenizer, TEXTS, None)[0], 2)
     # float32: another padded width sums in another order.
     torch.testing.assert_close(scores, one_by_one(model), atol=5e-5, rtol=0)
     assert len(set(scores.tolist())) >= 4
@@ -73,9 +49,11 @@ def test_an_encoder_scores_the_same_padded():
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        settings = BertConfig(vocab_size=64, num_labels=1, pad_token_id=0, initializer_range=0.25, **fields)
-        model = BertForSequenceClassification(settings).eval()
-    scores = score_token_ids(model, tiny_tokenizer()(TEXTS)["input_ids"], batch_size=3)
+        settings = transformers.BertConfig(
+            vocab_size=64, num_labels=1, pad_token_id=0, initializer_range=0.25, **fields
+        )
+        model = transformers.BertForSequenceClassification(settings).eval()
+    scores = reward_model.score_token_ids(model, tiny_tokenizer()(TEXTS)["input_ids"], batch_size=3)
     torch.testing.assert_close(scores, one_by_one(model), atol=5e-5, rtol=0)
 
 
@@ -114,9 +92,9 @@ def test_a_batch_is_full_or_ends_where_padding_would_begin_to_cost():
     lengths = [5, 20, 19, 15, 14, 4]
     order = sorted(range(6), key=lambda row: -lengths[row])
     # 15 is 3/4 of 20 and stays with it, 14 is not; 5 and 4 go together.
-    assert list(_batches(order, lengths, 16)) == [[1, 2, 3], [4], [0, 5]]
-    assert list(_batches(order, lengths, 2)) == [[1, 2], [3, 4], [0, 5]]
-    assert list(_batches([], [], 2)) == []
+    assert list(reward_model._batches(order, lengths, 16)) == [[1, 2, 3], [4], [0, 5]]
+    assert list(reward_model._batches(order, lengths, 2)) == [[1, 2], [3, 4], [0, 5]]
+    assert list(reward_model._batches([], [], 2)) == []
 
 
 WITH_REWARD = (*ALL_ROLES, "reward")
@@ -184,7 +162,7 @@ def test_an_adapter_below_the_cut_runs_whole_whatever_the_states(places):
 
 
 def test_under_a_continued_policy_it_runs_whole_with_its_own_adapter_alone(places):
-    trunk = TrunkModel.from_adapter(an_sft_model(), adapter_layers="top-2")
+    trunk = TrunkModel.from_adapter(branches.an_sft_model(), adapter_layers="top-2")
     attach_score_adapter(trunk, read_score_adapter(str(places("llama", 2))))
     assert "the policy continues an adapter" in trunk.reward_branch.obstacle
     expected = scores_of_a_separate_model(places("llama", 2), places(), a_pack())
@@ -231,7 +209,7 @@ def test_attaching_and_scoring_leave_flags_branches_and_gradients_as_they_were(p
             scores(trunk)
     with unchanged(trunk), pytest.raises(ZeroDivisionError), trunk.as_role("reward"):
         raise ZeroDivisionError
-    assert same(weights_of(plain), weights_of(trunk))
+    assert same(branches.weights_of(plain), branches.weights_of(trunk))
     trunk.train()
     expected, expected_gradients = step_gradients(plain.train(), a_pack(), roles=ALL_ROLES)
     output, gradients = step_gradients(trunk, a_pack(), roles=WITH_REWARD)
@@ -306,10 +284,10 @@ def test_a_scale_reads_back_and_a_damaged_or_flat_one_is_refused(tmp_path):
     assert (scale.mean, scale.std) == (2.0, pytest.approx(2**0.5))
     torch.testing.assert_close(scale.restore(torch.tensor([0.0, -1.0])), torch.tensor([2.0, 2 - 2**0.5]))
     scale.save(tmp_path)
-    assert read_score_scale(str(tmp_path)) == scale
-    (tmp_path / SCALE_FILE).write_text('{"mean": 1}')
+    assert reward_model.read_score_scale(str(tmp_path)) == scale
+    (tmp_path / reward_model.SCALE_FILE).write_text('{"mean": 1}')
     with pytest.raises(RuntimeError, match="does not hold the mean and std"):
-        read_score_scale(str(tmp_path))
+        reward_model.read_score_scale(str(tmp_path))
     for flat in ([1.0, 1.0], [1.0], [float("nan"), 1.0]):
         with pytest.raises(ValueError, match="tell nothing apart"):
             ScoreScale.of(torch.tensor(flat))
@@ -347,9 +325,9 @@ def test_a_row_has_the_tokens_that_the_policy_samples_up_to_the_end_of_its_turn(
 
 def test_without_a_token_after_the_turn_a_row_ends_with_the_end_token():
     tokenizer = tokenizer_of("plain")
-    assert turn_end(tokenizer) == tokenizer.eos_token_id
+    assert reward_model.turn_end(tokenizer) == tokenizer.eos_token_id
     tokenizer.chat_template = "{{ raise_exception('only system messages') }}"
-    assert turn_end(tokenizer) == tokenizer.eos_token_id
+    assert reward_model.turn_end(tokenizer) == tokenizer.eos_token_id
 
 
 def test_plain_texts_end_with_the_end_token_whatever_the_template():

@@ -34,11 +34,9 @@ class Scripted:
         self.rows, self.asked, self.lock = rows, [], threading.Lock()
 
     def __call__(self, prompt_ids, params, keys):
-        with self.lock:
-            self.asked += [
-                (list(ids), params.max_completion_length, key) for ids, key in zip(prompt_ids, keys, strict=True)
-            ]
         most = params.max_completion_length
+        with self.lock:
+            self.asked += [(list(ids), most, key) for ids, key in zip(prompt_ids, keys, strict=True)]
         turns = [self.rows[key[2] % len(self.rows)][key[3] if len(key) > 3 else 0][:most] for key in keys]
         stopped = [ids[-1] in params.stop_token_ids for ids in turns]
         logprobs = [torch.full((len(ids),), -1.0) for ids in turns]

@@ -7,17 +7,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from onetrunk.rollouts import LocalBackend, SamplingParams, decoding
 from onetrunk.utils.versions import checkpointing_enabler
-from tests.rollouts.small import (
-    KEYS,
-    MANY_KEYS,
-    PROMPTS,
-    assert_same,
-    generate,
-    logprobs_of,
-    mixed_params,
-    shapes_of,
-    tiny,
-)
+from tests.rollouts import small
+from tests.rollouts.small import KEYS, MANY_KEYS, PROMPTS, assert_same, generate, mixed_params, tiny
 
 
 def huggingface_greedy(model, params, prompts=PROMPTS):
@@ -69,7 +60,7 @@ def test_a_completion_is_the_same_whatever_the_batch(family):
 
 def test_rows_that_finished_are_not_carried():
     model = tiny()
-    shapes = shapes_of(model)
+    shapes = small.shapes_of(model)
     lengths = [len(ids) for ids in generate(model, mixed_params()).completion_ids]
     assert [rows for rows, _, _ in shapes] == [sum(length > t for length in lengths) for t in range(max(lengths))]
     assert shapes[0][0] == len(PROMPTS) > shapes[-1][0]
@@ -79,7 +70,8 @@ def test_rows_that_finished_are_not_carried():
 def test_sampler_logprobs_equal_a_rescore_of_the_unpadded_row(family):
     model, temperature = tiny(family), 0.7
     rollout = generate(model, mixed_params(temperature=temperature))
-    for expected, logprobs in zip(logprobs_of(model, rollout, temperature), rollout.sampler_logprobs, strict=True):
+    rows = zip(small.logprobs_of(model, rollout, temperature), rollout.sampler_logprobs, strict=True)
+    for expected, logprobs in rows:
         assert logprobs.dtype == torch.float32 and logprobs.device.type == "cpu"
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)  # cache against full forward, float32
 
@@ -150,7 +142,7 @@ def test_a_row_that_joins_others_in_mid_batch_has_the_same_completion(family):
     model = tiny(family)
     params = mixed_params(temperature=1.3)
     together = generate(model, params, MANY, MANY_KEYS)
-    shapes = shapes_of(model)
+    shapes = small.shapes_of(model)
     joined = generate(model, params, MANY, MANY_KEYS, max_rows=4)
     assert_same(joined, together)
     # Some forwards over prompts come between forwards over single tokens of several rows.
@@ -161,7 +153,7 @@ def test_a_row_that_joins_others_in_mid_batch_has_the_same_completion(family):
 
 def test_columns_that_are_padding_in_every_row_are_dropped():
     model, params = tiny(), mixed_params(temperature=1.3)
-    shapes = shapes_of(model)
+    shapes = small.shapes_of(model)
     generate(model, params, MANY, MANY_KEYS, max_rows=2)
     # Each step adds a column. A row that joins has at most as many before it as one that was there has tokens.
     bound = max(map(len, MANY)) + 2 * params.max_completion_length
@@ -173,7 +165,7 @@ def test_a_cache_whose_rows_cannot_be_put_together_decodes_one_batch_after_anoth
     params = mixed_params(temperature=1.3)
     together = generate(model, params, MANY, MANY_KEYS)
     monkeypatch.setattr(decoding, "JOINABLE_LAYERS", ())
-    shapes = shapes_of(model)
+    shapes = small.shapes_of(model)
     assert_same(generate(model, params, MANY, MANY_KEYS, max_rows=4), together)
     starts = [i for i, (_, columns, _) in enumerate(shapes) if columns > 1]
     assert all(shapes[i - 1][0] <= 4 for i in starts) and len(starts) >= 3
@@ -184,7 +176,7 @@ def test_a_prompt_that_comes_several_times_runs_once():
     prompts = [prompt for prompt in PROMPTS for _ in range(3)]
     params = mixed_params()
     alone = [LocalBackend(model).generate([p], params, [key]) for p, key in zip(prompts, MANY_KEYS, strict=True)]
-    shapes = shapes_of(model)
+    shapes = small.shapes_of(model)
     rollout = generate(model, params, prompts, MANY_KEYS)
     for row, other in enumerate(alone):
         assert rollout.completion_ids[row] == other.completion_ids[0]
