@@ -94,7 +94,7 @@ def test_the_chain_runs_on_the_pretrained_model(workplace, monkeypatch, capsys):
 def test_ppo_samples_the_pretrained_model_from_a_real_vllm(workplace, monkeypatch, capsys):
     make_base_of_wheel(monkeypatch, capsys)
     runs = workplace / "runs" / NAME
-    server = Serving(runs / "base", workplace / "serve.log")
+    server = Serving(runs / "base", workplace / "serve.log", 256)
     model, reward = runs / "base", f"recipes/{NAME}/rewards.py:on_subject"
     options = f"""--model_name_or_path {model} --dtype float32 --reward_funcs {reward} --reward_weights 1
         --num_rollouts 2 --rollout_batch_size 8 --max_completion_length 16 --logging_steps 1 --eval_strategy no

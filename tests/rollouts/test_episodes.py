@@ -514,7 +514,7 @@ FAILS = ("reset", "pair", "hang", "form", "nan", "reward")
 
 
 def fragile_rollouts(number, driver=play_in_waves, rows=50):
-    episodes = episodes_of(Fragile, tool_timeout=0.05, observation_characters=20, failed_fraction=1.0, max_turns=3)
+    episodes = episodes_of(Fragile, tool_timeout=0.5, observation_characters=20, failed_fraction=1.0, max_turns=3)
     script, chosen = Scripted([[*words("runs"), END]] * 3), random.Random(0)
     for _ in range(number // rows):
         faults = [chosen.choice(FAULTS) for _ in range(rows)]
@@ -539,7 +539,7 @@ class Closing(Fragile):
 
 def test_every_environment_is_closed_once_and_one_that_broke_when_its_rollout_is_scored(caplog):
     made = []
-    episodes = episodes_of(partial(Closing, made), tool_timeout=0.05, failed_fraction=1.0)
+    episodes = episodes_of(partial(Closing, made), tool_timeout=0.5, failed_fraction=1.0)
     script = Scripted([[*words("runs"), END]] * 3)
     rollout = play(episodes, script, ["a"] * 3, columns={"fault": ["", "", "hang"]})
     [broken] = [episode.environment for episode in rollout.episodes if episode.failure is not None]
