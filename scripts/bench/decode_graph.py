@@ -30,10 +30,12 @@ from torch import Tensor, nn
 from transformers import StaticCache
 from workload import LORA, Workload
 
+from onetrunk.models.base_model import backbone
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.decoding import STOPPED, draw, row_uniforms, status_of, truncation
+from onetrunk.utils.versions import cache_keyword
 
 # Steps between two looks at the rows.
 LOOK = 8
@@ -104,8 +106,8 @@ class StaticStep:
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=mask,
-                past_key_values=self.cache,
                 logits_to_keep=1,
+                **{cache_keyword(backbone(self.model)): self.cache},
             )
         return output.logits[:, -1].float()
 

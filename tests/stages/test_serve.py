@@ -48,7 +48,8 @@ def test_the_printed_command_is_the_one_that_vllm_needs(model, capsys):
 def test_on_a_cpu_it_neither_compiles_nor_names_gpus(model, capsys):
     environment, line = printed(capsys, model, "--device", "cpu")
     assert environment["TORCH_COMPILE_DISABLE"] == "1" and environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert line[-1] == "--enforce-eager" and not any("gpu" in word or "tensor" in word for word in line)
+    assert line[-2:] == ["--enforce-eager", "--no-enable-chunked-prefill"]
+    assert not any("gpu" in word or "tensor" in word for word in line)
     # Without a GPU that is what auto means.
     if not torch.cuda.is_available():
         assert printed(capsys, model) == (environment, line)

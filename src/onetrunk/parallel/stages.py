@@ -29,6 +29,7 @@ from onetrunk.models.base_model import backbone, computes, decoder_layers, probe
 from onetrunk.models.frozen_layers import StageRun, only_between
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.sharding import world_size
+from onetrunk.utils.versions import cache_keyword
 
 T = TypeVar("T")
 
@@ -119,17 +120,18 @@ class StageModel:
         """Return an empty cache for the layers of this stage."""
         return StageCache(self.model.config, self.layers)
 
-    def __call__(self, tokens: Tensor, received: Tensor | None, **inputs: Any) -> Tensor:
+    def __call__(self, tokens: Tensor, received: Tensor | None, cache: StageCache, **inputs: Any) -> Tensor:
         """Return the states [b, t, H] after the stage; of the last stage the float32 logits [b, V] of the next token.
 
         Args:
             tokens: [b, t] int64, which the first stage reads.
             received: [b, t, H] states of the stage before; None for the first one.
-            inputs: attention_mask, position_ids and past_key_values of the model.
+            inputs: attention_mask and position_ids of the model.
         """
         self._run.received = received
         # Embeddings of later stages are never read: the stand-in for the layer before hands in the states.
         own = {"input_ids": tokens} if self.is_first else {"inputs_embeds": received}
+        own |= {cache_keyword(backbone(self.model)): cache}
         if self.is_last:
             return self.model(**own, **inputs, use_cache=True, **self.last_only).logits[:, -1].float()
         # Through the forward of the trunk, which accelerate wraps in autocast.
@@ -167,9 +169,9 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
     inputs = [(ids[:, p], {"attention_mask": mask[:, : p.stop], "position_ids": positions[:, p]}) for p in parts]
 
     def whole() -> Tensor:
-        cache = DynamicCache(config=model.config)
+        cache, keyword = DynamicCache(config=model.config), cache_keyword(backbone(model))
         for tokens, others in inputs:
-            logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, **others).logits
+            logits = model(input_ids=tokens, use_cache=True, **{keyword: cache}, **others).logits
         return logits[:, -1]
 
     def in_stages() -> Tensor:
@@ -179,7 +181,7 @@ def verify_split(model: nn.Module, split: LayerSplit) -> None:
             cache = run.new_cache()
             with run.running():
                 states = [
-                    run(tokens, received, past_key_values=cache, **others)
+                    run(tokens, received, cache, **others)
                     for (tokens, others), received in zip(inputs, states, strict=True)
                 ]
         return states[-1]

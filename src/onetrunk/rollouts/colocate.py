@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 # On a CPU: torch.compile of the sampler alone takes minutes on a busy machine.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+# vLLM 0.32 on a CPU ends when it splits the prompt of a request with a seed over two steps.
+CPU_SETTINGS = {"enforce_eager": True, "enable_chunked_prefill": False}
 # The engine runs in this process, and without telemetry.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 # vLLM plans its memory for this many tokens in a step; its default for offline use is far more than rollouts need.
@@ -160,7 +162,7 @@ class ColocatedBackend:
         if has_gpu():
             memory = self.gpu_memory_utilization
             return settings | {"gpu_memory_utilization": memory, "enable_sleep_mode": self.sleeps}
-        return settings | {"enforce_eager": True}
+        return settings | CPU_SETTINGS
 
     def _start(self, settings: dict[str, Any]) -> None:
         os.environ.update(ENVIRONMENT)

@@ -28,14 +28,14 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from onetrunk.models.base_model import decoder_layers
+from onetrunk.models.base_model import backbone, decoder_layers
 from onetrunk.models.speedups.token_grid import Positions, known_masks
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.episodes.rows import EpisodeTokens, rows_of
 from onetrunk.types import Rollout, RowKey
 from onetrunk.utils.randomness import generator_of
-from onetrunk.utils.versions import empty_cache_layers
+from onetrunk.utils.versions import cache_keyword, empty_cache_layers
 
 # Layers that keep nothing.
 EMPTY_LAYERS = empty_cache_layers()
@@ -156,6 +156,10 @@ class SamplingCall:
     def keeps_last(self) -> bool:
         """Whether a row that ended stays for one more forward, which computes the state of its last token."""
         return self.capture is not None and self.capture.keeps_last
+
+    @cached_property
+    def cache_keyword(self) -> str:
+        return cache_keyword(backbone(self.model))
 
     @cached_property
     def episodes(self) -> list[EpisodeTokens]:
@@ -504,8 +508,8 @@ def next_logits(call: SamplingCall, state: DecodeState) -> Tensor:
             input_ids=state.token_ids[:, new],
             attention_mask=state.attention_mask[:, : state.width],
             position_ids=state.position_ids[:, new],
-            past_key_values=state.cache,
             use_cache=True,  # Trainer sets config.use_cache to False
+            **{call.cache_keyword: state.cache},
             **call.last_only,
         )
     state.seen, state.given = state.width, None

@@ -357,9 +357,9 @@ class _StageRun:
             output = self.stage(
                 state.token_ids[:, new],
                 received,
+                state.cache,
                 attention_mask=state.attention_mask[:, : state.width],
                 position_ids=state.position_ids[:, new],
-                past_key_values=state.cache,
             )
         state.seen, state.given = state.width, None
         return output

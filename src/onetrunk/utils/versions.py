@@ -59,3 +59,9 @@ def takes_key_value_cache(model: Any) -> bool:
         return "past_key_values" in parameters
     has_attention = "position_ids" in parameters or hasattr(model.config.get_text_config(), "num_attention_heads")
     return "cache" in parameters and has_attention
+
+
+def cache_keyword(model: Any) -> str:
+    """Return the name under which the forward of a decoder takes its cache."""
+    is_renamed = not is_older("5.24") and "cache" in inspect.signature(type(model).forward).parameters
+    return "cache" if is_renamed else "past_key_values"

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from onetrunk.models.loading import adapter_base, load_config
-from onetrunk.rollouts.colocate import CPU_ENVIRONMENT
+from onetrunk.rollouts.colocate import CPU_ENVIRONMENT, CPU_SETTINGS
 from onetrunk.rollouts.publishing import served_rank
 from onetrunk.servers.client import checked_variable, read_secret
 from onetrunk.stages.arguments import DTYPES, parse
@@ -33,6 +33,7 @@ from onetrunk.utils.options import VLLM_RANKS, option
 MODULE = "vllm.entrypoints.openai.api_server"
 # Without the first, adapters cannot be loaded while the server runs; the second turns telemetry off.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+CPU_WORDS = [f"--{'' if value else 'no-'}{name.replace('_', '-')}" for name, value in CPU_SETTINGS.items()]
 # How long the server may take to end.
 STOP_S = 30.0
 
@@ -87,7 +88,7 @@ def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> l
     if args.max_model_len is not None:
         words += ["--max-model-len", str(args.max_model_len)]
     if on_cpu:
-        return [*words, "--enforce-eager"]
+        return [*words, *CPU_WORDS]
     words += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
     return [*words, "--gpu-memory-utilization", str(args.gpu_memory_utilization)]
 
