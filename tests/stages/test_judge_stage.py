@@ -10,8 +10,8 @@ from onetrunk.data.pairs import Group
 from onetrunk.judges.labels import PairLabel
 from onetrunk.stages.judge import Judged, agreement, findings, judge_metrics, wilson_interval
 from tests.judges.stub_server import StubServer
-from tests.stages.small_runs import error_of, write_rows
 from tests.stages.small_runs import metrics as read_metrics
+from tests.stages.small_runs import write_rows
 
 LENGTHS = """
 def longer(prompts, completions, **columns):
@@ -178,12 +178,3 @@ def test_several_judges_are_measured_alone_and_together_and_compared(judge, tmp_
     assert values["agreement"]["rubric / people"]["agreement"] == 1
     assert set(values["agreement"]) > {"rubric / judge-1", "judge-1 / people"}
     assert "| rubric / judge-1 | 24 |" in (tmp_path / "out/_report/report.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [([], "judge is not set; name who"), ([*rubric("longer"), "--judge_budget_usd", "3"], "judge_prices is not")],
-)
-def test_a_mistake_is_one_sentence(judge, capsys, options, message):
-    assert judge(WRITTEN[:2], *options) == 2
-    assert message in error_of(capsys)

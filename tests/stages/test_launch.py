@@ -34,20 +34,6 @@ def test_a_config_is_a_path_or_a_name_of_ours_from_any_folder(empty_folder):
         config_file("zero3")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("ppo --num_processes 2 --accelerate_config zero3 --reward_funcs a:b", "accelerate_config is 'zero3'"),
-        ("ppo --num_processes 2 --learning_rat 1", "did you mean 'learning_rate'?"),
-        ("prefs --num_processes 2", "num_processes: the launch decides, on the command line of sft, reward"),
-        ("ppo --num_processes two", "argument --num_processes/--num-processes: invalid int value: 'two'"),
-    ],
-)
-def test_mistakes_are_answered_before_any_process_starts(words, message, capsys):
-    assert cli.main(words.split()) == 2
-    assert message in capsys.readouterr().err
-
-
 CONFIGS = {
     "empty": ("", "holds no settings, such as num_processes: 2"),
     "list": ("- 2", "holds no settings"),

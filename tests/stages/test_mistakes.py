@@ -17,6 +17,8 @@ output_dir: out
 """
 REWARDS = "def score(prompts, completions, **columns):\n    return [0.0 for _ in completions]\n"
 OK = "ppo --config good.yaml"
+JUDGE = "judge --dataset_name rows.jsonl --output_dir out"
+GIVEN = "prefs --completions given --dataset_name rows.jsonl --judge rubric --output_dir out"
 # What is typed, lines added to good.yaml, what the message says, and the exit code.
 MISTAKES = [
     ("pppo --config good.yaml", "", "did you mean 'ppo'?", 2),
@@ -75,6 +77,21 @@ MISTAKES = [
     ("eval --config good.yaml", "kl_coef: 0.1\n", "kl_coef: beta of other commands, which this", 2),
     ("eval --config good.yaml --top_k -1", "", "top_k is -1; set a whole number of tokens", 2),
     (OK, "vllm_server_base_url: localhost:8000\nuse_vllm: true\n", "write it with its scheme", 2),
+    ("serve", "", "no model is named; write onetrunk serve MODEL --port 8000", 2),
+    ("serve org/m --max_lora_rank 513", "", "max_lora_rank is 513; set it from 1 to 512", 2),
+    ("serve org/m --dtype int8", "", "argument --dtype: invalid choice", 2),
+    (JUDGE, "", "judge is not set; name who is measured", 2),
+    (f"{JUDGE} --judge rubric --judge_budget_usd 3", "", "judge_prices is not", 2),
+    (f"{GIVEN} --mode revise", "", "completions are given; leave mode revise and use_vllm out", 2),
+    (f"{GIVEN} --model_name_or_path m", "", "which would sample; leave one of them out", 2),
+    (f"{GIVEN} --limit 0", "", "limit is 0; set it to 1 or more", 2),
+    ("recipes copy tinny", "", "no recipe is called 'tinny'; there are constitutional-1.5b, ", 1),
+    ("recipes copy tiny/ppo", "", "no recipe is called 'tiny/ppo'", 1),
+    ("recipes", "", "list|copy", 2),
+    (f"{OK} --num_processes 2 --accelerate_config zero3", "", "accelerate_config is 'zero3'", 2),
+    (f"{OK} --num_processes 2 --learning_rat 1", "", "did you mean 'learning_rate'?", 2),
+    (f"{OK} --num_processes two", "", "argument --num_processes/--num-processes: invalid int value: 'two'", 2),
+    ("prefs --num_processes 2", "", "num_processes: the launch decides, on the command line of sft, reward", 2),
     ("run absent.yaml", "", "absent.yaml does not exist (working folder", 2),
 ]
 

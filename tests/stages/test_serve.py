@@ -78,19 +78,6 @@ def test_a_key_is_passed_in_the_environment_and_never_printed(model, capsys, mon
     assert 'VLLM_API_KEY="$SERVER_KEY"' in out and "abc123" not in out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no model is named; write onetrunk serve MODEL --port 8000"),
-        (["org/m", "--max_lora_rank", "513"], "max_lora_rank is 513; set it from 1 to 512"),
-        (["org/m", "--dtype", "int8"], "argument --dtype: invalid choice"),
-    ],
-)
-def test_wrong_usage_is_rejected_with_exit_code_2(words, message, capsys):
-    assert cli.main(["serve", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["A$(touch pwned)", 'A"; touch pwned; "', "A`id`", "", "sk-abc123"])
 def test_a_printed_line_runs_nothing_that_the_name_of_a_variable_holds(model, capsys, name):
     assert cli.main(["serve", str(model), "--api_key_env", name, "--print"]) == 1

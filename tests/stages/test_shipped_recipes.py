@@ -63,16 +63,3 @@ def test_a_copied_folder_is_the_recipe_and_nothing_is_overwritten_silently(empty
     assert {p.name: p.read_bytes() for p in Path("recipes/tiny").iterdir()} == source
     assert cli.main(["recipes", "copy", "recipes/tiny"]) == 1
     assert "recipes/tiny exists; delete it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["copy", "tinny"], 1, "no recipe is called 'tinny'; there are constitutional-1.5b, "),
-        (["copy", "tiny/ppo"], 1, "no recipe is called 'tiny/ppo'"),
-        ([], 2, "list|copy"),
-    ],
-)
-def test_a_mistake_is_answered_with_what_there_is(empty_folder, capsys, words, code, message):
-    assert cli.main(["recipes", *words]) == code
-    assert message in capsys.readouterr().err
