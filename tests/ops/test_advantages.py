@@ -80,6 +80,16 @@ def test_garbage_outside_the_mask_reaches_neither_rewards_nor_advantages():
     assert advantages.tolist() == returns.tolist() == [[2, 0, 1], [0, 0, 0]]
 
 
+def test_advantages_of_three_tokens_by_hand_with_a_gap_and_a_bootstrap_value():
+    # gamma .5, lam .5; the second column is cut out. delta_2 = 1 + .5 * 8 - 2 = 3, delta_1 = 0 + .5 * 2 - 4 = -3,
+    # delta_0 = 1 + .5 * 4 - 1 = 2; A_2 = 3, A_1 = -3 + .25 * 3 = -2.25, A_0 = 2 + .25 * -2.25 = 1.4375.
+    rewards, values = torch.tensor([[1.0, 9.0, 0.0, 1.0]]), torch.tensor([[1.0, 9.0, 4.0, 2.0]])
+    mask = torch.tensor([[True, False, True, True]])
+    advantages, returns = gae(rewards, values, mask, 0.5, 0.5, bootstrap_values=torch.tensor([8.0]))
+    assert advantages.tolist() == [[1.4375, 0, -2.25, 3]]
+    assert returns.tolist() == [[2.4375, 0, 1.75, 5]]  # A + V
+
+
 @pytest.mark.parametrize("function", [gae, gae_reference])
 @many
 @given(episode=episodes(), gamma=GAMMAS, data=st.data())
