@@ -65,6 +65,8 @@ ARMS = [
     Arm("1-epoch", {"num_ppo_epochs": 1}, TWICE),
     Arm("2-epochs", {"num_ppo_epochs": 2}, ONE_RATE),
     Arm("2-minibatches", {"num_minibatches": 2}, ONE_RATE),
+    # A head that has seen 128 completions before the policy trains.
+    Arm("pretrained-head", {"value_pretraining_rollouts": 4}, ONE_RATE),
     # As many completions with twice, or half as many rollouts.
     Arm("64-completions", {"rollout_batch_size": 64}, ONE_RATE),
     Arm("256-completions", {"rollout_batch_size": 256}, ONE_RATE),
