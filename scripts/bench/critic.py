@@ -36,6 +36,7 @@ LAM = 1.0
 NEW_WEIGHT = 0.1
 # Rollouts that a head predicts after its pretraining, or as its first ones.
 FIRST_ROLLOUTS = 5
+CELL = "{:+.3f}; {:.2f}; {:.2f}".format
 # What a head reads: the last hidden state of the policy or of the frozen trunk, or that of the frozen middle layer.
 STATES = ("policy", "frozen", "middle")
 
@@ -273,28 +274,36 @@ def load(file: Path) -> list[dict[str, Tensor]]:
     return [packs[number] for number in sorted(packs, key=int)]
 
 
-def replay(folders: list[Path], names: list[str], logged: int) -> int:
-    """Print a Markdown table: explained variance, its share above 0 and the variance ratio, for each folder.
-
-    With `logged` the same rollouts are predicted twice by the first head, which begins with them or with the rollouts
-    before, as after a pretraining on logged rows.
-    """
+def read_recorded(folders: list[Path]) -> dict[str, list[list[dict[str, Tensor]]]]:
+    """Return the rollouts of each folder by its name, and print the head of a Markdown table."""
     torch.set_num_threads(1)
     recorded = {folder.name: [load(file) for file in sorted(folder.glob("*.safetensors"))] for folder in folders}
     print("| head | " + " | ".join(recorded) + " |")
     print("|---" * (1 + len(recorded)) + "|")
-    cell = "{:+.3f}; {:.2f}; {:.2f}".format
-    for seen in (0, logged) if logged else ():
+    return recorded
+
+
+def compare_starts(folders: list[Path], logged: int) -> int:
+    """Print what the default head explains after `logged` rollouts, if it has seen none of them and if it has seen all.
+
+    The second is like a pretraining on logged rows.
+    """
+    recorded = read_recorded(folders)
+    for seen in (0, logged):
         part = slice(seen, seen + FIRST_ROLLOUTS)
-        found = [fitted(rows[logged - seen :], HEADS[names[0]], part) for rows in recorded.values()]
-        print(f"| {names[0]}, after {seen} rollouts | " + " | ".join(cell(*numbers) for numbers in found) + " |")
-    for name in () if logged else names:
+        found = [fitted(rows[logged - seen :], HEADS["default"], part) for rows in recorded.values()]
+        print(f"| default, after {seen} rollouts | " + " | ".join(CELL(*numbers) for numbers in found) + " |")
+    return 0
+
+
+def replay(folders: list[Path], names: list[str]) -> int:
+    """Print a Markdown table: explained variance, its share above 0 and the variance ratio, for each folder."""
+    recorded, cell = read_recorded(folders), CELL
+    for name in names:
         print(
             f"| {name} | " + " | ".join(cell(*fitted(rows, HEADS[name])) for rows in recorded.values()) + " |",
             flush=True,
         )
-    if logged:
-        return 0
     for bound, of_row in (("least squares, same rows", False), ("least squares, other rows", True)):
         cells = [f"{least_squares(rows, of_row):+.3f}" for rows in recorded.values()]
         print(f"| {bound} | " + " | ".join(cells) + " |")
@@ -318,11 +327,18 @@ def main(arguments: list[str] | None = None) -> int:
     replaying = commands.add_parser("replay", help="fit heads to recorded rollouts")
     replaying.add_argument("folders", type=Path, nargs="+")
     replaying.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
-    replaying.add_argument("--logged", type=int, default=0, help="rollouts that a head is fitted to beforehand")
+    replaying.add_argument(
+        "--logged",
+        type=int,
+        default=0,
+        help="compare two starts of the default head instead: cold, and after so many rollouts",
+    )
     given = parser.parse_args(arguments)
     if given.command == "record":
         return record(given.folder, given.rest)
-    return replay(given.folders, given.heads, given.logged)
+    if given.logged:
+        return compare_starts(given.folders, given.logged)
+    return replay(given.folders, given.heads)
 
 
 if __name__ == "__main__":

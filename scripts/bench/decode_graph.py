@@ -34,7 +34,7 @@ from onetrunk.models.base_model import backbone
 from onetrunk.models.speedups.merged import merged_policy, packed_weights
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.rollouts import LocalBackend, SamplingParams
-from onetrunk.rollouts.decoding import STOPPED, draw, row_uniforms, status_of, truncation
+from onetrunk.rollouts.decoding import FAULTS, STOPPED, draw, row_uniforms, status_of, truncation
 from onetrunk.utils.versions import cache_keyword
 
 # Steps between two looks at the rows.
@@ -65,6 +65,7 @@ class StaticStep:
         width, device = self.prompt + self.completion, model.device
         self.model, self.params, self.autocast = model, params, autocast
         self.cache = StaticCache(config=model.config, max_cache_len=width)
+        self.cached = {cache_keyword(backbone(model)): self.cache}
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -103,11 +104,7 @@ class StaticStep:
         """Return the logits of the last column, [b, V] float32."""
         with self.autocast():
             output = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=mask,
-                logits_to_keep=1,
-                **{cache_keyword(backbone(self.model)): self.cache},
+                input_ids=tokens, position_ids=positions, attention_mask=mask, logits_to_keep=1, **self.cached
             )
         return output.logits[:, -1].float()
 
@@ -137,6 +134,8 @@ class StaticStep:
             if number % LOOK == 0 and not self.running.any():
                 break
             self.run()
+        if not FAULTS.keys().isdisjoint(self.status.tolist()):
+            raise RuntimeError("the logits of a row are not finite")
         # What is drawn after the first stop token is ignored.
         stops = torch.isin(self.drawn, self.stops)
         ends = torch.where(stops.any(1), stops.byte().argmax(1) + 1, self.completion).tolist()

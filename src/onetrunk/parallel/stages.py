@@ -105,6 +105,7 @@ class StageModel:
         self.model = model
         self.layers = layers
         self.last_only = last_only or {}
+        self.cache_keyword = cache_keyword(backbone(model))
         self.is_first = layers.start == 0
         self.is_last = layers.stop == len(decoder_layers(model))
         self._run: StageRun | None = None
@@ -131,7 +132,7 @@ class StageModel:
         self._run.received = received
         # Embeddings of later stages are never read: the stand-in for the layer before hands in the states.
         own = {"input_ids": tokens} if self.is_first else {"inputs_embeds": received}
-        own |= {cache_keyword(backbone(self.model)): cache}
+        own |= {self.cache_keyword: cache}
         if self.is_last:
             return self.model(**own, **inputs, use_cache=True, **self.last_only).logits[:, -1].float()
         # Through the forward of the trunk, which accelerate wraps in autocast.
