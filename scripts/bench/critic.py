@@ -284,7 +284,7 @@ def read_recorded(folders: list[Path]) -> dict[str, list[list[dict[str, Tensor]]
 
 
 def compare_starts(folders: list[Path], logged: int) -> int:
-    """Print what the default head explains after `logged` rollouts, if it has seen none of them and if it has seen all.
+    """Print what the default head explains after `logged` rollouts, of which it has seen none, and all.
 
     The second is like a pretraining on logged rows.
     """
