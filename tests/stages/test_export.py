@@ -180,10 +180,13 @@ def test_the_command_for_vllm_names_base_adapter_rank_and_template(there, capsys
 
 
 def test_a_converter_that_fails_is_quoted_and_leaves_nothing(there, capsys):
-    Path("broken.py").write_text("raise SystemExit('this tokenizer is unknown')\n")
-    assert export("adapter", "--to", "gguf", "--output_dir", "out", "--converter", "broken.py") == 1
-    assert "llama.cpp's converter failed: this tokenizer is unknown (" in capsys.readouterr().err
-    assert not list(Path("out").iterdir())
+    words = ["adapter", "--to", "gguf", "--output_dir", "out", "--converter", "broken.py"]
+    for when, is_made in (("True", False), ("'--outfile' in sys.argv", True)):
+        Path("broken.py").write_text(f"import sys\nif {when}: raise SystemExit('gguf is missing')\n")
+        assert export(*words) == 1
+        assert "llama.cpp's converter failed: gguf is missing (" in capsys.readouterr().err
+        # One that cannot start is found before the folder is made and a model is merged.
+        assert Path("out").exists() == is_made and not list(Path("out").glob("*"))
 
 
 def test_a_modelfile_has_weights_template_stops_and_the_sampling_of_training(there):
@@ -213,8 +216,8 @@ def test_stop_words_are_quoted_as_ollama_reads_them_and_an_odd_folder_adds_no_li
     lines = modelfile(".", tokenizer, stops).split("repeat_penalty 1\n")[1]
     quoted = ['"""<"q">"""', '"<\\n>"', '"""a\nb"""', '"<é>"']
     assert lines == "".join(f"PARAMETER stop {word}\n" for word in quoted)
-    converter = "import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write('gguf')"
-    Path("converter.py").write_text(converter)
+    writes = "open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write('gguf')"
+    Path("converter.py").write_text(f"import sys\nif '--help' not in sys.argv: {writes}")
     folder = Path("one\nPARAMETER num_ctx 1")
     assert export("adapter", "--to", "gguf", "--output_dir", folder, "--converter", "converter.py") == 0
     assert (folder / "one_PARAMETER_num_ctx_1.gguf").read_text() == "gguf"

@@ -133,7 +133,7 @@ def check(args: ExportArguments) -> str | None:
             " adapter; set base_model_name_or_path in adapter_config.json to the model that it was quantised from"
         )
     if args.to == GGUF:
-        converter_words(args.converter)
+        run_converter(args.converter, "--help")  # A converter that cannot start is found before a model is merged.
     for source in (args.model, base):
         if source and is_same_source(source, args.output_dir):
             raise ValueError(f"output_dir is {source}, which is read from; name another output_dir")
@@ -213,11 +213,11 @@ def write_card(folder: Path, args: ExportArguments, base: str | None) -> None:
     atomic_write_text(folder / "README.md", redact(text))
 
 
-def convert(merged: Path, file: Path, dtype: str, converter: str | None) -> None:
-    """Let llama.cpp's converter write a model into one file; RuntimeError with its last line if it fails."""
-    words = [*converter_words(converter), str(merged), "--outfile", str(file), "--outtype", OUTTYPES[dtype]]
+def run_converter(path: str | None, *options: str) -> None:
+    """Run llama.cpp's converter; RuntimeError with its last line if it fails."""
+    words = [*converter_words(path), *options]
     done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode or not file.is_file():
+    if done.returncode:
         last = ([line for line in done.stderr.splitlines() if line.strip()] or ["no message"])[-1]
         raise RuntimeError(f"llama.cpp's converter failed: {last} ({shlex.join(words)})")
 
@@ -241,7 +241,10 @@ def write(args: ExportArguments, base: str | None, staging: Path) -> tuple[Path,
         source = f"./{name}.gguf"
         staged = staging / "gguf"
         staged.mkdir()
-        convert(staging / "model", staged / source, dtype, args.converter)
+        file = staged / source
+        run_converter(args.converter, str(staging / "model"), "--outfile", str(file), "--outtype", OUTTYPES[dtype])
+        if not file.is_file():
+            raise RuntimeError(f"llama.cpp's converter ended without an error, and wrote no {source}")
     else:
         write_card(staged, args, base)
     if args.to != MERGED:
