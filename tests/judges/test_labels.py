@@ -88,7 +88,7 @@ def test_a_principle_that_ties_does_not_count():
     # Where all tie the label is a tie, and no abstention.
     nothing = {(0, False): 0.5, (0, True): 0.5}
     label = told_label(SEVEN, nothing | idle)
-    assert (label.probability, label.consistent, label.abstentions) == (0.5, True, 0)
+    assert (label.probability, label.consistent, label.abstentions) == (0.5, True, ())
 
 
 def test_an_order_without_answer_leaves_its_principle_out():
@@ -96,8 +96,8 @@ def test_an_order_without_answer_leaves_its_principle_out():
     silent = {"b": Verdict(None, "cannot say"), "c": Verdict(None, error="server down")}
     judge = ToldJudge(lambda pair, principle: silent.get(pair.first, 0.5))
     abstained, failed = judge_pairs(judge, [Pair("p", "a", "b"), Pair("p", "a", "c")], ONE)
-    assert (abstained.probability, abstained.abstentions, abstained.errors) == (None, 1, ())
-    assert (failed.probability, failed.abstentions, failed.errors) == (None, 0, ("server",))
+    assert (abstained.probability, abstained.abstentions, abstained.errors) == (None, ("cannot say",), ())
+    assert (failed.probability, failed.abstentions, failed.errors) == (None, (), ("server",))
     assert not failed.consistent and failed.votes[0][1] == (0.5, None)
 
 
@@ -147,7 +147,7 @@ def test_a_verdict_is_kept_under_all_that_it_depends_on():
     assert len({key, *(answer_key(*other) for other in others)}) == 4
 
 
-def counted(*votes, abstentions=0):
+def counted(*votes, abstentions=()):
     statistics = JudgeStatistics()
     for vote in votes:
         statistics.add(PairLabel(None, False, (("p", vote),), abstentions=abstentions))
@@ -165,8 +165,8 @@ def test_warnings_say_when_a_judge_abstains_contradicts_itself_or_likes_a_slot()
     assert "prefers the completion shown first in 0% of its answers" in counted(*[(0.4, 0.6)] * 10)[1]
     # Few answers say nothing about a slot.
     assert len(counted(*[(0.9, 0.2)] * 9)) == 1
-    (abstained,) = counted(*[(None, None)] * 4, abstentions=2)
-    assert "abstains from 100% of its questions" in abstained
+    (abstained,) = counted(*[(None, None)] * 4, abstentions=("no\nlabel", "no mass"))
+    assert "abstains from 100% of its questions, for instance because: no label; use" in abstained
 
 
 KEY = "ab" * 32

@@ -66,7 +66,7 @@ def test_the_best_of_four_is_right_only_above_all_others_and_shares_a_tie():
 
 def test_a_row_without_an_answer_is_not_counted_as_wrong():
     missing = Judged(Group("p", ("a", "b"), 1), (PairLabel(None, False, (("p", (0.9, None)),), errors=("server",)),))
-    silent = Judged(Group("p", ("a", "b"), 1), (PairLabel(None, False, (("p", (None, None)),), abstentions=2),))
+    silent = Judged(Group("p", ("a", "b"), 1), (PairLabel(None, False, (("p", (None, None)),), abstentions=("", "")),))
     metrics = judge_metrics([row((0.9, 0.9)), missing, silent])
     assert (metrics["accuracy"], metrics["decided"]) == (1.0, 1)
     assert (metrics["unjudged"], metrics["abstained"]) == (1, 1)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
 from datasets import load_dataset
@@ -178,3 +179,11 @@ def test_several_processes_are_told_about_shards(prefs, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert prefs() == 1
     assert "--shard 0/2" in capsys.readouterr().err
+
+
+def test_a_judge_that_abstains_from_everything_ends_the_run_with_a_reason(prefs, capsys):
+    Path("mute.py").write_text("def mute(completions, **columns):\n    return [None for _ in completions]\n")
+    assert prefs("--rubric", json.dumps(dict.fromkeys(("warm", "concise"), "mute.py:mute"))) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "no row came out (" in error
+    assert "the judge abstains from 100% of its questions, for instance because: no check" in error

@@ -23,7 +23,14 @@ from onetrunk.feedback.costs import BudgetReached, Costs
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict
 from onetrunk.judges.judge_config import EnsembleJudge, JudgeConfig, load_judge
-from onetrunk.judges.labels import JudgeStatistics, PairLabel, answers_by_principle, judge_pairs, weighted_rating
+from onetrunk.judges.labels import (
+    JudgeStatistics,
+    PairLabel,
+    answers_by_principle,
+    for_instance,
+    judge_pairs,
+    weighted_rating,
+)
 from onetrunk.ops.win_rate import pair_outcomes, win_rate
 from onetrunk.types import Completion, Prompt, SampledText, as_text
 from onetrunk.utils.files import digest
@@ -289,10 +296,10 @@ def contest_of(
     judge, constitution = asker.judge, asker.constitution
     decided = [i for i, label in enumerate(labels) if label.probability is not None]
     if not decided:
-        unanswered = asker.statistics.sums["errors"]
+        unanswered, example = asker.statistics.sums["errors"], for_instance(asker.statistics.abstention)
         raise RuntimeError(
             f"the judge {judge.name} decided none of {len(pairs)} pairs ({unanswered} questions without an answer,"
-            " the others abstentions); look at the judge and its constitution"
+            f" the others abstentions{example}); look at the judge and its constitution"
         )
     probabilities = torch.tensor([labels[i].probability for i in decided], dtype=torch.float64)
     how = {"consistent": torch.tensor([labels[i].consistent for i in decided]), "tie_margin": tie_margin}

@@ -25,6 +25,8 @@ TIE = 0.5
 # Limits of `judge_warnings`. Below FEWEST_ANSWERS a share is noise.
 LEAST_CONSISTENCY, MOST_SLOT_BIAS, SLOT_RATE_NEAR, MANY_ABSTENTIONS = 0.5, 0.15, 0.1, 0.1
 FEWEST_ANSWERS = 20
+# Characters of a reason in a message.
+LONGEST_REASON = 200
 # Where one length is chosen in this share of the pairs, a reward model may learn length alone.
 ONE_LENGTH = 0.65
 
@@ -39,14 +41,14 @@ class PairLabel:
             there are none, or if a question has no answer yet, with which the label would change.
         consistent: True if neither order contradicts the other; a tie contradicts nothing.
         votes: the text of each principle, and the probability of `first` as given and flipped (None: no answer).
-        abstentions: questions that the judge did not decide.
+        abstentions: why the judge did not decide questions, in its words.
         errors: the kinds of the errors of questions without an answer yet.
     """
 
     probability: float | None
     consistent: bool
     votes: tuple[tuple[str, tuple[float | None, ...]], ...]
-    abstentions: int = 0
+    abstentions: tuple[str, ...] = ()
     errors: tuple[ErrorKind, ...] = ()
 
 
@@ -144,7 +146,8 @@ def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle
     """Return the label of a pair from its verdicts per principle, each as given and flipped."""
     everything = [verdict for in_orders in verdicts for verdict in in_orders]
     errors = tuple(verdict.error_kind for verdict in everything if verdict.error is not None)
-    abstentions = sum(verdict.probability is None for verdict in everything) - len(errors)
+    undecided = [verdict for verdict in everything if verdict.probability is None and verdict.error is None]
+    abstentions = tuple(verdict.reason or "no reason given" for verdict in undecided)
     votes = tuple(
         (principle.text, (given.probability, None if flipped.probability is None else 1 - flipped.probability))
         for principle, (given, flipped) in zip(principles, verdicts, strict=True)
@@ -198,10 +201,12 @@ class JudgeStatistics:
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()
+        self.abstention: str | None = None
 
     def add(self, label: PairLabel) -> None:
         """Count one label."""
-        self.sums.update(pairs=1, abstained=label.abstentions, errors=len(label.errors))
+        self.abstention = next(iter(label.abstentions), self.abstention)
+        self.sums.update(pairs=1, abstained=len(label.abstentions), errors=len(label.errors))
         self.sums.update(label.errors)
         for _, orders in label.votes:
             self.sums["questions"] += len(orders)
@@ -217,12 +222,15 @@ class JudgeStatistics:
         """Count the rating of one completion as a question without slots."""
         if rating.error is not None:
             self.sums.update(["questions", "errors", rating.error_kind])
-        else:
-            self.sums.update(questions=1, abstained=rating.score is None)
+            return
+        self.sums.update(questions=1, abstained=rating.score is None)
+        if rating.score is None:
+            self.abstention = rating.reason
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics; a share of zero is None.
 
+        abstention: the reason of one abstention; None without any, and of several shards.
         answers, compared: verdicts, and (pair, principle) that were answered in both orders.
         position_consistency: share of (pair, principle) whose two orders do not contradict each other.
         first_slot_rate: share of answers for the completion shown first, a tie counting half; .5 for a fair judge.
@@ -234,7 +242,7 @@ class JudgeStatistics:
             "first_slot_rate": ("first_slot_wins", "answers"),
             "first_slot_probability": ("first_slot_sum", "answers"),
         }
-        values = {name: self.sums[name] for name in counts}
+        values = {"abstention": self.abstention, **{name: self.sums[name] for name in counts}}
         return values | {name: _share(self.sums[part], self.sums[whole]) for name, (part, whole) in shares.items()}
 
 
@@ -244,10 +252,8 @@ def judge_warnings(statistics: dict[str, Any]) -> list[str]:
     abstained, agreed = statistics["abstained_fraction"], statistics["position_consistency"]
     slot_rate, slot = statistics["first_slot_rate"], statistics["first_slot_probability"]
     if abstained is not None and abstained >= MANY_ABSTENTIONS:
-        warnings.append(
-            f"the judge abstains from {abstained:.0%} of its questions; the ledger holds a reason for each: look at"
-            " them, or use another judge"
-        )
+        example = for_instance(statistics.get("abstention"))
+        warnings.append(f"the judge abstains from {abstained:.0%} of its questions{example}; use another one")
     if agreed is not None and agreed < LEAST_CONSISTENCY:
         warnings.append(
             f"the judge contradicts itself in {1 - agreed:.0%} of the questions asked in both orders; use another one"
@@ -264,6 +270,11 @@ def judge_warnings(statistics: dict[str, Any]) -> list[str]:
             " verdict"
         )
     return warnings
+
+
+def for_instance(reason: str | None) -> str:
+    """Return the end of a clause that gives the reason of one abstention; "" without one."""
+    return "" if reason is None else f", for instance because: {' '.join(reason.split())[:LONGEST_REASON]}"
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -27,6 +27,7 @@ from onetrunk.feedback.shards import Shard, read_rows, rows_file, shard_files
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.judge import Judge
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
+from onetrunk.judges.labels import statistics_warnings
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
 from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
 from onetrunk.stages.prefs.output import (
@@ -195,7 +196,7 @@ class PairFlow(Flow):
 
     def statistics(self) -> dict[str, Any]:
         sums = {"judge_sums": dict(self.asker.statistics.sums)}
-        judge = merged_judge_statistics(sums.values())
+        judge = merged_judge_statistics(sums.values()) | {"abstention": self.asker.statistics.abstention}
         statistics = super().statistics() | {"judge": judge, "rows": self.maker.statistics.as_dict()}
         return statistics if self.args.part.count == 1 else statistics | sums
 
@@ -243,6 +244,7 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
             bar.update(len(items))
 
         overlapped(flow.produced(islice(source, args.limit)), consume, max_waiting=MAX_WAITING, stop=stop)
+        statistics = flow.statistics()
         # A shard may be empty.
         if not num_rows and args.part.count == 1:
             counts = ", ".join(f"{name} {count}" for name, count in counts_of(flow.counts).items() if count)
@@ -252,8 +254,8 @@ def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about:
                 else "look at the completions: a higher temperature or num_generations makes them differ, another"
                 " judge or constitution tells them apart"
             )
-            raise RuntimeError(f"no row came out ({counts or 'the input holds no prompts'}); {advice}")
-    statistics = flow.statistics()
+            reasons = "; ".join([counts or "the input holds no prompts", *statistics_warnings(statistics)])
+            raise RuntimeError(f"no row came out ({reasons}); {advice}")
     return Result(path, num_rows, statistics, write_report(folder, args.part, statistics, path, about))
 
 
