@@ -42,16 +42,19 @@ def test_a_limit_of_one_keeps_two_also_beside_the_best(tmp_path):
 
 
 def test_a_folder_has_one_writer_and_a_dead_one_leaves_it(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
     ready = FORKED.Event()
     process = started(crash_runs.hold, tmp_path, ready)
     assert ready.wait(60)
-    with pytest.raises(RuntimeError, match="is being written by another process"):
-        make_trainer(tmp_path).train()
+    for how in ({"overwrite_output_dir": True}, {}):
+        with pytest.raises(RuntimeError, match="is being written by another process"):
+            make_trainer(tmp_path, **how).train()
+    assert (tmp_path / "checkpoint-1").is_dir()
     process.kill()
     process.join()
     with held_folder(tmp_path), held_folder(tmp_path):
         pass
-    make_trainer(tmp_path).train()
+    make_trainer(tmp_path, overwrite_output_dir=True).train()
 
 
 @pytest.mark.slow

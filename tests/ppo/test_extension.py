@@ -90,18 +90,24 @@ def test_the_example_of_the_docstring_runs_and_gives_reward_to_go(tmp_path):
     assert differ(trained_weights(trainer.model), before)
 
 
-class ReadsNextValues(ExperienceStream):
-    def advantages(self, pack, output, rewards, stopped):
+def reads_next_values(name):
+    """Return a stream whose method `name` keeps the values after the last tokens."""
+
+    def read(self, pack, output, *args, **kwargs):
         self.seen = [*getattr(self, "seen", []), output.next_values]
-        return super().advantages(pack, output, rewards, stopped)
+        return getattr(super(own, self), name)(pack, output, *args, **kwargs)
+
+    own = type("ReadsNextValues", (ExperienceStream,), {name: read})
+    return own
 
 
-def test_advantages_of_ones_own_read_real_next_values_also_where_states_are_captured(tmp_path):
+@pytest.mark.parametrize("name", ["advantages", "estimate"])
+def test_advantages_of_ones_own_read_real_next_values_also_where_states_are_captured(tmp_path, name):
     seen = []
     for captures in (True, False):
         settings = {"adapter_layers": "top-1", "capture_trunk_states": captures}
         trainer = make_trainer(tmp_path / str(captures), **settings)
-        trainer.stream_class = ReadsNextValues
+        trainer.stream_class = reads_next_values(name)
         with torch.no_grad():
             weight = trainer.model.value_head.linear.weight
             weight.copy_(torch.linspace(-1, 1, weight.numel()).reshape(weight.shape))

@@ -226,8 +226,8 @@ class ResumableTrainer(Trainer):
             LostRanks: another process of the run ended; the message names it.
             ValueError, RuntimeError: there is nothing to resume from, or another process writes to output_dir.
         """
-        self._begin_run(resume_from_checkpoint)
         with self._output_dir_held():
+            self._begin_run(resume_from_checkpoint)
             if self._resume_from is not None and self._is_over():
                 self.heartbeat.delete()
                 return TrainOutput(self.state.global_step, 0.0, {})

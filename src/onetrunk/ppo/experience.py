@@ -161,7 +161,7 @@ class ExperienceStream:
         return self.trainer.model
 
     def make_source(self) -> RolloutSource:
-        """Return where the rollouts come from. Override it to sample in another way, such as in episodes."""
+        """Return where the rollouts come from. Override it to sample in another way."""
         if self.config.schedule == "sync":
             return SyncSource(self)
         from onetrunk.ppo.async_rollouts import AsyncSource
@@ -372,7 +372,7 @@ class ExperienceStream:
     @property
     def reads_next_values(self) -> bool:
         """Whether an override may read `next_values` (the value after a row's last token), which GAE does not need."""
-        names = ("advantages", "add_advantages")
+        names = ("advantages", "estimate", "add_advantages")
         return any(getattr(type(self), name) is not getattr(ExperienceStream, name) for name in names)
 
     def take_scored(self) -> ScoredRollout | None:

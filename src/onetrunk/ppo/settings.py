@@ -2,7 +2,7 @@
 
 It imports neither torch nor transformers, so that `onetrunk plan` can check settings without them. Names follow TRL's
 GRPOConfig where the concept is the same, TRL 1.12's PPOConfig otherwise. A new setting is a field here, a line in
-RANGES, and a kind in checkpoints/resume_settings.py, which says whether it may change when a run is resumed.
+RANGES, and a kind: whether it may change when a run is resumed (checkpoints/resume_settings.py, ppo/stream_state.py).
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class VersionedBackend(RolloutBackend, Protocol):
     """A RolloutBackend with weights of its own, which samples from any version that it still holds.
 
     `sync` publishes a version and keeps the earlier ones that `generate_as` may still be asked for: those of calls
-    that run, and the `max_staleness` + 2 latest. `generate` samples from the latest version.
+    that run, and the `PPOConfig.versions_in_use` latest. `generate` samples from the latest version.
 
     The trainer calls `sync` in the main thread of every process, always with the policy active. It may call
     `generate_as` in several threads at once, also while `sync` runs. So an evaluation never samples from another

@@ -100,7 +100,7 @@ class VLLMBackend:
             address: an adapter would reach only one of them.
         folder: where adapters are published; no other process publishes there, and the servers must be able to read it
             under the same path.
-        keep_versions: policies that stay loaded, the newest included; at least 2, and staleness + 2.
+        keep_versions: policies that stay loaded, the newest included; at least 2, and `PPOConfig.versions_in_use`.
         roles: what is published and may be asked for; a stage that samples from one role publishes no other.
         policy: deadlines and repeated calls.
         wait_s: how long to wait until a server is up, at the start.
@@ -420,7 +420,7 @@ class VLLMBackend:
         if adapter is None and role == "policy":
             raise RuntimeError(
                 f"version {version} of the policy is not on the servers, which have {versions or 'none'}; call"
-                " sync(model, version) first, and set keep_versions to staleness + 2"
+                " sync(model, version) first, and set keep_versions to PPOConfig.versions_in_use"
             )
         return adapter
 

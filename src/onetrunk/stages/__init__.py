@@ -1,4 +1,4 @@
-"""The stages of the command line: sft, prefs, reward, distill, ppo, eval, and run, which chains them."""
+"""The stages of the command line: sft, judge, prefs, reward, distill, ppo, eval, and run, which chains them."""
 
 import os
 
