@@ -1,6 +1,20 @@
-"""Checkpoint folders that are links, of which only the link is deleted, and those of an abandoned course."""
+"""Folders of runs: checkpoints that are links or of an abandoned course, and results that take the place of others."""
 
-from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, publish, rotate, set_aside_later
+import json
+
+from onetrunk.checkpoints.folders import (
+    begin_staging,
+    checkpoint_folders,
+    checkpoint_problems,
+    delete_old_run,
+    install,
+    publish,
+    rotate,
+    set_aside_later,
+)
+from onetrunk.models.loading import is_adapter
+from onetrunk.report.runs import read_run
+from onetrunk.report.verdict import verdict_of
 from tests.checkpoints.hooked_store import make_checkpoint
 
 
@@ -34,3 +48,25 @@ def test_checkpoints_of_an_abandoned_course_are_renamed_each_to_a_name_of_its_ow
         assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["checkpoint-1"]
         assert len(aside) == 2 and all(path.is_dir() for path in aside)
     assert len(list(tmp_path.iterdir())) == 5
+
+
+def install_file(out, name):
+    staged = begin_staging(out) / "result"
+    staged.mkdir()
+    (staged / name).write_text("{}")
+    install(staged, out)
+
+
+def test_a_model_over_an_adapter_is_read_as_the_model_and_the_other_way_round(tmp_path):
+    for name, is_one in (("adapter_config.json", True), ("config.json", False), ("adapter_config.json", True)):
+        install_file(tmp_path, name)
+        assert is_adapter(str(tmp_path)) == is_one and (tmp_path / name).is_file()
+        assert (tmp_path / "config.json").is_file() != is_one
+
+
+def test_what_was_measured_of_an_old_run_is_not_the_verdict_on_the_next(tmp_path):
+    measured = {"held_out": {"accuracy": 0.95, "accuracy_interval": [0.9, 1.0]}}
+    (tmp_path / "metrics.json").write_text(json.dumps(measured))
+    assert "95.0%" in str(verdict_of(read_run(tmp_path)))
+    delete_old_run(tmp_path)
+    assert not list(tmp_path.iterdir())

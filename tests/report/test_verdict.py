@@ -8,7 +8,7 @@ from statistics import NormalDist
 import pytest
 
 from onetrunk.report.report import write_report
-from onetrunk.report.runs import read_run
+from onetrunk.report.runs import read_lines, read_run
 from onetrunk.report.verdict import Change, quantile, verdict_of
 from tests.report.made_runs import write_lines, write_pipeline, write_ppo_run
 
@@ -152,7 +152,9 @@ REVISED = {"about": {"mode": "revise"}, "counts": MADE}
         ({"fidelity": STUDENT | {"agreement": 0.8}}, "mixed", "orders 80.0%", "train longer"),
         ({"counts": COUNTS}, "good", "9 of 10 pairs are labelled", "onetrunk reward --dataset_name"),
         ({"counts": COUNTS | {"unjudged": 1}}, "mixed", "1 pairs have no verdict yet", "the same command asks"),
-        ({"counts": COUNTS | {"labelled": 0}}, "bad", "0 of 10 pairs", "read in the ledger"),
+        ({"counts": COUNTS | {"labelled": 0}}, "bad", "0 of 10 pairs", "take another judge"),
+        ({"held_out": {"accuracy": None, "accuracy_interval": [None, None]}}, "mixed", "too few", "hold out more"),
+        ({"fidelity": {"agreement": 1.0, "agreement_interval": [None, None]}}, "mixed", "too few", "hold out more"),
         (REVISED, "good", "7 of 7 completions are revised", "read some, then onetrunk sft"),
         (REVISED | {"counts": MADE | {"blank_completions": 2}}, "mixed", "5 of 7 completions", "read some"),
     ],
@@ -162,6 +164,21 @@ def test_what_ppo_builds_on_has_a_verdict_too(tmp_path, results, level, finding,
     verdict = verdict_of(read_run(tmp_path))
     assert verdict.level == level and verdict.advice.startswith(advice)
     assert any(finding in clause for clause in verdict.findings)
+
+
+def test_a_win_rate_of_one_prompt_has_no_interval_and_no_verdict_beyond_it(tmp_path):
+    rate = {"discrete_win_rate": 1.0, "discrete_win_rate_interval": [None, None], "opponent": "o", "judge": "j"}
+    (tmp_path / "metrics.json").write_text(json.dumps({"policy": {"kl/ref": 1.0}, "win_rate": rate}))
+    write_lines(tmp_path / "samples-policy.jsonl", [{"prompt": "p", "completion": "c", "score": None}])
+    verdict = verdict_of(read_run(tmp_path))
+    assert verdict.level == "mixed" and "it wins 100.0% (0.0% to 100.0%)" in " ".join(verdict.findings)
+
+
+def test_lines_of_a_record_end_at_line_feeds_alone(tmp_path):
+    texts = ["one\u2028two", "a\u0085b", "c\u2029d"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"completion": text}, ensure_ascii=False) + "\n" for text in texts))
+    assert [row["completion"] for row in read_lines(path)] == texts and len(read_lines(path, 2)) == 2
 
 
 STEEP = [2.0, 0.8, 0.6, 0.55, 0.52, 0.5]

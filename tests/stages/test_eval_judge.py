@@ -112,6 +112,16 @@ def test_a_judge_alone_is_enough_and_leaves_no_scores(evaluate, tmp_path):
     assert row["score"] is None and "score/unscored" not in row
 
 
+def test_an_evaluation_in_the_same_folder_leaves_no_side_of_the_one_before(evaluate, inputs, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("samples-opponent.jsonl", "pairs.jsonl"):
+        (out / name).write_text("{}\n")
+    words = ["--model_name_or_path", inputs / "model", "--reward_funcs", f"{inputs}/checks.py:warm"]
+    assert evaluate(*words, config="eval") == 0
+    assert sorted(path.name for path in out.glob("*.jsonl")) == ["samples-policy.jsonl"]
+
+
 @pytest.mark.slow
 def test_another_adapter_is_an_opponent_and_the_sides_can_be_exchanged(evaluate, inputs, tmp_path):
     assert evaluate("--opponent", inputs / "adapter-2") == 0

@@ -144,6 +144,7 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
         ("output_dir: x\nstages: {a/b: {config: sft.yaml}}", "a name has 1 to 96 of the characters"),
         ("output_dir: x\nstages: {a: &a {script: step.py, outputs: [y]}, b: *a}", "stages a and b both write y; give"),
         ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], verb: sft}}", "its outputs, and no verb"),
+        ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], options: {word: null}}}", "word has no value"),
     ],
 )
 def test_a_wrong_pipeline_is_one_sentence_before_anything_runs(folder, capsys, text, sentence):
@@ -296,7 +297,10 @@ def test_a_training_stopped_before_it_has_deleted_its_old_checkpoints_does_not_r
     state.note(state.plan(stage), "running")  # As a run does that may delete them.
     assert not state.resumable(stage)
     assert run("--dry-run") == 0
-    assert "$ onetrunk sft --config sft.yaml --overwrite_output_dir true" in capfd.readouterr().out
+    assert "$ onetrunk sft --config sft.yaml --overwrite_output_dir true\n" in capfd.readouterr().out
+    change(learning_rate=0.5, resume_from_checkpoint="auto")  # Which would continue what is to start over.
+    assert run("--dry-run") == 0
+    assert "--overwrite_output_dir true --resume_from_checkpoint false\n" in capfd.readouterr().out
     os.utime("out/checkpoint-2")  # Its own first checkpoint.
     state.note(state.plan(stage), "interrupted")
     assert run("--dry-run") == 0

@@ -11,10 +11,16 @@ from onetrunk.models.reward_model import encode_rows
 from onetrunk.reward_models.distill import RewardDistillationConfig
 from onetrunk.reward_models.training import PairEncoder
 from onetrunk.rewards.model import ModelReward
-from onetrunk.stages.arguments import ModelArguments, PPOArguments, SFTArguments, TrainingDataArguments
+from onetrunk.stages.arguments import (
+    ModelArguments,
+    PPOArguments,
+    PPODataArguments,
+    SFTArguments,
+    TrainingDataArguments,
+)
 from onetrunk.stages.distill import DistillArguments
 from onetrunk.stages.reward import RewardArguments
-from onetrunk.stages.rows import load_training_rows, preference_rows
+from onetrunk.stages.rows import load_prompt_rows, load_training_rows, preference_rows
 from onetrunk.stages.sft import as_messages, make_trainer
 from tests.chat import CHAT_VOCAB, chat_tokenizer
 from tests.models.reward_adapters import a_scorer
@@ -130,3 +136,14 @@ def test_a_class_and_its_command_have_the_same_defaults(of_class, of_command, tm
     ours, theirs = of_class(**settings).to_dict(), of_command(**settings).to_dict()
     assert {name: theirs[name] for name in ours} == ours
     assert ours["bf16"] is False and SFTArguments(**settings).bf16 is False
+
+
+def test_no_prompt_of_ppo_is_trained_on_and_held_out(tmp_path):
+    name = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"p{i % 10}", "answer": i} for i in range(40)])
+    settings = {"dataset_name": str(tmp_path / name), "eval_size": 2}
+    train, held_out = load_prompt_rows(PPODataArguments(**settings, reward_funcs=["a.py:b"]), seed=0)
+    assert (len(train), len(held_out)) == (32, 8)
+    assert not set(train["prompt"]) & set(held_out["prompt"])
+    # Rows that an environment makes prompts of may be equal.
+    train, held_out = load_prompt_rows(PPODataArguments(**settings, environment="a.py:b"), seed=0)
+    assert (len(train), len(held_out)) == (38, 2)

@@ -28,6 +28,9 @@ STAGING = ".saving"
 FINISHED = "_finished.json"
 # What a finished run leaves next to its checkpoints: an adapter, or a whole model.
 RESULTS = ("adapter_config.json", "config.json")
+# What was measured of it, which a run without held-out rows does not write anew.
+MEASURED = ("metrics.json", "all_results.json", "eval_results.json", "reliability.png")
+MEASURED += ("_report/completions-before.jsonl", "_report/completions-after.jsonl")
 # Branches that only some runs save: an old run's would be taken for the new run's.
 BRANCHES = ("reference",)
 # This many checkpoints are always kept: whatever ends the run may also damage the last one.
@@ -197,7 +200,7 @@ def require_free(output_dir: str | os.PathLike[str], overwrites: bool) -> None:
 
 def delete_old_run(output_dir: str | os.PathLike[str]) -> None:
     """Delete the checkpoints that a run has left in a folder, and what would pass for the next one's result."""
-    for name in (FINISHED, MANIFEST):
+    for name in (FINISHED, MANIFEST, *MEASURED):
         (Path(output_dir) / name).unlink(missing_ok=True)
     for folder in (*checkpoint_folders(output_dir), *(Path(output_dir) / name for name in BRANCHES)):
         if folder.is_dir():
@@ -240,6 +243,9 @@ def install(staged: Path, target: Path, **about: Any) -> None:
     The manifest comes last and marks the result as complete; `about` are more entries of it.
     """
     (target / MANIFEST).unlink(missing_ok=True)
+    kinds = [name for name in RESULTS if (staged / name).is_file()]
+    for name in set(RESULTS) - set(kinds) if kinds else ():  # A model next to an old adapter would be read as that.
+        (target / name).unlink(missing_ok=True)
     write_manifest(staged, **about)
     paths = [path for path in staged.rglob("*") if path.is_file()]
     for path in sorted(paths, key=lambda path: path.name == MANIFEST):

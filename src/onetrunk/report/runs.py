@@ -140,7 +140,7 @@ def stage_runs(pipeline: Run) -> dict[str, Run]:
 def read_lines(path: Path, most: int | None = None) -> list[dict[str, Any]]:
     """Return the first mappings in a file of JSON lines, none without the file; a line that a kill cut is left out."""
     values = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[:most] if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:most] if path.is_file() else ():
         with contextlib.suppress(ValueError):
             values.append(parse_json(line))
     return [value for value in values if isinstance(value, dict)]

@@ -209,6 +209,8 @@ def verdict_of(run: Run) -> Verdict | None:
 def groundwork_verdict(run: Run) -> Verdict | None:
     """Return the verdict on what PPO builds on: preference rows, a reward model, its student, a fine-tuned model."""
     match run.results:
+        case {"fidelity": {"agreement_interval": [None, *_]}} | {"held_out": {"accuracy_interval": [None, *_]}}:
+            return Verdict(MIXED, ["too few held-out pairs are decided to say more"], "hold out more pairs")
         case {"about": {"mode": "revise"}, "counts": {"completions": made, "blank_completions": blank}}:
             found = [f"{made - blank:,} of {made:,} completions are revised"]
             advice = f"read some, then onetrunk sft --dataset_name {run.folder}"
@@ -220,7 +222,7 @@ def groundwork_verdict(run: Run) -> Verdict | None:
             if run.results["counts"].get("unjudged"):
                 advice = "the same command asks the judge for the missing pairs again"
             elif not labelled:
-                advice = "read in the ledger why the judge does not answer"
+                advice = "take another judge, or another constitution"
             return Verdict(level, [f"{labelled:,} of {pairs:,} pairs are labelled", *doubts], advice)
         case {"fidelity": {"agreement": agreement, "agreement_interval": interval}}:
             level = BAD if interval[0] <= 0.5 else GOOD if agreement >= FAITHFUL else MIXED
@@ -353,7 +355,7 @@ def _scored_pairs(run: Run, key: str) -> tuple[list[float], list[float]] | None:
 def _win_interval(run: Run) -> tuple[float, float]:
     rate = run.results.get("win_rate")
     known = rate.get("discrete_win_rate_interval") if isinstance(rate, dict) else None
-    return tuple(known or (0.0, 1.0))
+    return tuple(known) if known and None not in known else (0.0, 1.0)
 
 
 def _percent(value: float, interval: Sequence[float]) -> str:

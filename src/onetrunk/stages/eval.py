@@ -44,7 +44,7 @@ from onetrunk.rollouts.base import longest_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelArguments, SamplingArguments, parse
-from onetrunk.stages.results import compared, show_columns, write_values
+from onetrunk.stages.results import METRICS_FILE, compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, say, say_how
 from onetrunk.utils.bars import WorkBar
@@ -133,6 +133,11 @@ def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArgum
     sides, num_prompts = sample_sides(args, config, model_args, rows, accelerator, opponent)
     answers = {role: gather_answers(side.samples, num_prompts, accelerator) for role, side in sides.items()}
     if accelerator.is_main_process:
+        # Sides of an earlier evaluation would be taken for those of this one.
+        for old in Path(args.output_dir).glob("samples-*.jsonl"):
+            old.unlink()
+        for name in (PAIRS, METRICS_FILE):
+            (Path(args.output_dir) / name).unlink(missing_ok=True)
         for role, side in sides.items():
             write_samples(args.output_dir, f"samples-{role}", side.samples, {})
         other = next((role for role in ("opponent", "reference") if role in answers), None)

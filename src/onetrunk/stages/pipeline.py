@@ -190,6 +190,9 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
     others = {"config", "verb"} if "script" in entry else {"outputs"}
     if not all(entry.get(key) for key in keys) or others & entry.keys():
         raise UsageError(f"{place}: give config, the YAML file of a verb; or script and its outputs, and no verb")
+    empty = [option for option, value in options.items() if value is None]
+    if empty:
+        raise UsageError(f"{place}: {empty[0]} has no value, which would not unset the config's; change the config")
     path = Path(entry["script"]) if "script" in entry else find_config(entry["config"])
     if not path.is_file():
         raise UsageError(f"{place}: {path} does not exist (working folder {Path.cwd()})")
@@ -377,7 +380,9 @@ class PipelineState:
         # A training without a checkpoint has left parts of a result at most, or what it was allowed to delete when it
         # began. `prefs` makes its rows from its ledger again, so no answer is paid for twice.
         replaces = resumes and (stage.trains or stage.remakes)
-        return ["--overwrite_output_dir", "true"] if plan.deletes or replaces else []
+        over = ["--overwrite_output_dir", "true"] if plan.deletes or replaces else []
+        resets = stage.trains and stage.settings.get("resume_from_checkpoint")
+        return over + (["--resume_from_checkpoint", "false"] if resets else [])
 
     def note(self, plan: Plan, status: str, **more: Any) -> None:
         """Record the status of a stage: "running", "failed", "interrupted", "terminated" or "done"."""

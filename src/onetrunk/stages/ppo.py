@@ -28,7 +28,7 @@ from onetrunk.rewards.reward import RewardFunction
 from onetrunk.rewards.specs import JUDGE, read_spec
 from onetrunk.stages.arguments import ModelArguments, PPOArguments, PPODataArguments, parse
 from onetrunk.stages.results import compared, show_columns, without_prefix, write_values
-from onetrunk.stages.rows import load_training_rows, prompt_rows
+from onetrunk.stages.rows import load_prompt_rows
 from onetrunk.stages.run_context import begin, finish, recorded
 from onetrunk.utils.ledger import Ledger
 from onetrunk.utils.options import option
@@ -117,7 +117,7 @@ def run(
     reward_funcs = data.reward_funcs or []
     require_functions(reward_funcs)
     episodes = data.episode_parts()
-    rows, held_out = load_training_rows(data, args.seed, partial(prompt_rows, is_open=bool(data.environment)))
+    rows, held_out = load_prompt_rows(data, args.seed)
     require_push(args)
     with run_judges(reward_funcs, args, judge_settings, judge_args) as (rewards, monitor):
         trainer = make_trainer(rewards, args, model_args, rows, held_out, **episodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
@@ -14,7 +15,7 @@ from onetrunk.data.pairs import how_read, read_pairs
 from onetrunk.data.prompts import check_completions, check_prompts, completion_columns
 from onetrunk.data.rows import check_preferences, refuse_variables, split_by_prompt, split_rows
 from onetrunk.data.sharded import ShardedRows, known_rows, load_sharded_rows
-from onetrunk.stages.arguments import DatasetArguments, TrainingDataArguments
+from onetrunk.stages.arguments import DatasetArguments, PPODataArguments, TrainingDataArguments
 from onetrunk.types import message_text
 
 TrainingRows = Dataset | ShardedRows
@@ -87,6 +88,13 @@ def prompt_rows(rows: TrainingRows, is_open: bool = False) -> TrainingRows:
     """
     check_prompts(rows, is_open)
     return rows
+
+
+def load_prompt_rows(data: PPODataArguments, seed: int) -> tuple[TrainingRows, Dataset | None]:
+    """Return rows of prompts as `load_training_rows` does; no prompt is in both, unless an environment says it."""
+    is_open = bool(data.environment)
+    split = split_rows if is_open else split_by_prompt
+    return load_training_rows(data, seed, partial(prompt_rows, is_open=is_open), split)
 
 
 def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[TrainingRows, Dataset | None]:

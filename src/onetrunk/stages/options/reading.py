@@ -359,7 +359,7 @@ def column_names(path: Path) -> list[str] | None:
             with path.open(encoding="utf-8-sig", newline="") as file:
                 return next(csv.reader(file), None)
         if path.suffix == ".jsonl":
-            rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            rows = [parse_json(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
             return list(dict.fromkeys(name for row in rows for name in row.keys()))
     except (OSError, ValueError, AttributeError, csv.Error):
         return None

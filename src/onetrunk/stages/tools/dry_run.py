@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +55,7 @@ from onetrunk.stages.rows import (
     check_tokenizer,
     load_dataset_rows,
     load_preference_rows,
+    load_prompt_rows,
     load_training_rows,
     prompt_rows,
 )
@@ -115,7 +115,7 @@ def ppo(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, 
     model = without_weights(AutoModelForCausalLM, config)
     parse_adapter_layers(args.adapter_layers, len(decoder_layers(model)))
     check_targets(model_args.peft_config(), model)
-    rows, held_out = load_training_rows(data, args.seed, partial(prompt_rows, is_open=bool(data.environment)))
+    rows, held_out = load_prompt_rows(data, args.seed)
     tokenizer = policy_tokenizer(name, None, kwargs)
     check_tokenizer(tokenizer, name, (rows, held_out), config.vocab_size)
     tokens_of(args.stop_tokens or [], tokenizer)
