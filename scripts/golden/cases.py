@@ -113,7 +113,6 @@ CASES = {
     "sft-whole": Case("sft", TEXTS | ALONE | {"use_peft": False}),
     "sft-tensor": Case("sft", TEXTS | TOGETHER, layout="tensor_parallel"),
     "reward": Case("reward", PAIRS | ALONE | {"eval_size": 4}),
-    "reward-stages": Case("reward", PAIRS | TOGETHER | STAGES, layout="pipelined"),
     "distill": Case(
         "distill",
         PAIRS | ALONE | {"model_name_or_path": None, "use_peft": None, "teacher": "inputs/reward-model"}
