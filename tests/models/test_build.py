@@ -51,6 +51,25 @@ def test_a_trunk_goes_on_from_a_folder_with_an_adapter_as_from_its_model(tmp_pat
     assert same(step_gradients(trunks[0], a_pack()), step_gradients(trunks[2], a_pack()))
 
 
+def test_a_base_of_another_trunk_is_rejected_and_that_trunk_unchanged():
+    base = tiny_model("llama")
+    first = build_trunk(base, lora())
+    move(first)
+    before = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    with pytest.raises(ValueError, match="the model has adapters already"):
+        build_trunk(base, lora())
+    after = first.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_wrong_setting_leaves_the_adapter_of_a_model_that_is_handed_over():
+    model = an_sft_model(tiny_model("llama"))
+    expected = logits(model)
+    with pytest.raises(ValueError, match="top-99"):
+        build_trunk(model, adapter_layers="top-99")
+    assert same(logits(model), expected) and same(logits(build_trunk(model)), expected)
+
+
 def test_the_value_goes_on_from_a_folder_that_has_it(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "base")
     first = build_trunk(tmp_path / "base", lora())

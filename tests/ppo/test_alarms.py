@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
+from onetrunk import PPOConfig
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
-from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, find_breach, patience_of
+from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, Alarms, find_breach, patience_of
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
 from tests.ppo import support
@@ -127,6 +128,17 @@ def test_a_run_that_an_alarm_ended_stays_ended_when_it_is_resumed(tmp_path, capl
     assert_same(trained_weights(again.model), trained_weights(first.model))
     sentence = "checkpoint-12 is at step 12, where the run was ended (alarm repeated_ngrams at step 12); set "
     assert sentence + "continue_ended_run to true to train on" in caplog.text
+
+
+@pytest.mark.parametrize(("schedule", "good"), [({}, 4), ({"schedule": "one_step"}, 2)])
+def test_the_good_checkpoint_is_from_before_the_first_bad_sample(tmp_path, schedule, good):
+    for step in range(1, 11):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    config = PPOConfig(output_dir=str(tmp_path), num_ppo_epochs=1, num_minibatches=2, use_cpu=True, **schedule)
+    alarms = Alarms(dict, lambda metrics: None, lambda: True)
+    alarms.load_state_dict({"in_a_row": {"kl": 1}, "first_sums": {}, "num_first": 0}, config)
+    # Rollout 3, which ends at step 8, is the first bad one. It was sampled at step 6, by one_step at step 4.
+    assert [path.name for path in alarms.needed_checkpoints(8, config)] == [f"checkpoint-{good}"]
 
 
 @pytest.mark.slow

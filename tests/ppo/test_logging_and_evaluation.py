@@ -7,12 +7,14 @@ import re
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from transformers import TrainerState
 
 from onetrunk.ppo.config import HOLD_OUT
 from onetrunk.ppo.monitoring.alarms import RULES
 from onetrunk.ppo.monitoring.metrics import MetricLog
 from onetrunk.ppo.monitoring.progress import RolloutProgress
+from tests.fakes import CannedBackend
 from tests.ppo import support
 from tests.ppo.support import BEST, differ, even_share, logged, make_trainer, prompts, trained, trained_weights
 
@@ -216,3 +218,39 @@ def test_of_several_evaluation_sets_one_decides_which_checkpoint_is_best(tmp_pat
         make_trainer(tmp_path / "a", **settings)
     trainer = trained(tmp_path / "b", metric_for_best_model="long_score/mean", greater_is_better=True, **settings)
     assert trainer.state.best_metric == max(logged(trainer, "eval_long_score/mean"))
+
+
+class Served(CannedBackend):
+    """A backend with checks before and after the model is loaded, which keeps the longest row that it may get."""
+
+    progress = poll = None
+
+    def check(self):
+        pass
+
+    def check_policy(self, model, longest_row=0):
+        self.longest_row = longest_row
+
+
+def test_a_server_is_checked_for_the_longest_prompt_also_if_it_is_held_out(tmp_path):
+    backend = Served()
+    trainer = make_trainer(
+        tmp_path, eval_dataset=Dataset.from_dict({"prompt": ["a b " * 10]}), rollout_backend=backend
+    )
+    (longest,) = map(len, trainer.eval_dataset["prompt_ids"])
+    assert longest > max(map(len, trainer.train_dataset["prompt_ids"]))
+    assert backend.longest_row == longest + trainer.args.max_completion_length
+
+
+@pytest.mark.parametrize(("settings", "in_waves"), [({}, False), ({"policy_objective": "dis"}, True)])
+def test_what_trains_from_the_sampler_s_logprobs_does_not_depend_on_when_tools_answer(tmp_path, settings, in_waves):
+    trainer = make_trainer(tmp_path, capture_trunk_states=False, **settings)
+    assert trainer.sampler.backend.in_waves == in_waves
+
+
+def test_a_share_of_unscored_rows_at_its_limit_is_not_above_it(tmp_path):
+    def seven_of_ten(completions, **columns):
+        return [None if i < 3 else 1.0 for i in range(len(completions))]
+
+    settings = {"dataset": prompts(10), "rollout_batch_size": 10, "max_unscored_fraction": 0.3}
+    assert logged(trained(tmp_path, reward=seven_of_ten, **settings), "reward/unscored_fraction") == [0.3]

@@ -75,3 +75,10 @@ def test_dealt_packs_have_every_row_once_and_equal_counts(num_processes):
     assert rows == sorted(row.tolist() for e in packs for row in e.advantages)
     widths = {e.pack.input_ids.shape[1] for share in shares for e in share}
     assert widths <= {e.pack.input_ids.shape[1] for e in packs}
+
+
+def test_single_rows_that_cannot_be_cut_are_dealt_with_work_that_trains_nothing():
+    packs = [experience(1, 0) for _ in range(3)]
+    shares = [deal_packs(packs, rank, 2) for rank in range(2)]
+    assert [[e.pack.num_rows for e in share] for share in shares] == [[1, 1], [1, 1]]
+    assert sum(int(e.loss_mask.sum()) for share in shares for e in share) == sum(int(e.loss_mask.sum()) for e in packs)

@@ -237,6 +237,17 @@ def test_a_resumed_sampler_keeps_completions_and_starts_the_rest_with_their_vers
     assert sampler.take(3).policy_versions == [6, 6, 9, 9]
 
 
+def test_rows_of_other_processes_are_forgotten_when_their_rollout_begins():
+    bench = Bench()
+    sampler = AsyncSampler(bench, 4, 0, rows_per_part=4)
+    sampler.remember({key: StartedRow(0, [9], torch.zeros(1), True) for key in [*keys(0, 8), *keys(1, 8)]})
+    sampler.publish(0, 0)
+    offer(sampler, 0)
+    sampler.take(0)
+    sampler.finish(0)
+    assert list(sampler.started()) == keys(1, 8)
+
+
 def test_known_versions_repeat_a_run_whatever_the_order_of_its_threads():
     bench = Bench()
     sampler = AsyncSampler(bench, 4, 2, rows_per_part=2)

@@ -179,6 +179,7 @@ def test_a_function_of_the_user_says_the_new_context_without_a_summary():
         (lambda messages: "short", "return a list of messages"),
         (lambda messages: messages[5], "IndexError"),
         (lambda messages: [], "return a list of messages"),
+        (lambda messages: [{"role": "user", "content": ""}], "without a token"),
     ],
 )
 def test_a_function_that_breaks_fails_its_episode_alone(compact, message):

@@ -207,6 +207,17 @@ def test_the_reference_is(continues, stub, tmp_path):
     assert sum(name.endswith("reference-v0") for _, name in stub.events) == continues
 
 
+def test_a_second_model_has_its_own_reference_and_its_base_is_proved_too(stub, tmp_path):
+    backend = backend_of([stub], tmp_path)
+    backend.sync(TrunkModel.from_adapter(sft_model()), 0)
+    second = TrunkModel.from_adapter(shaken(sft_model(), 7))
+    backend.sync(second, 0)
+    with second.as_role("reference"):
+        assert_sampled_from(second, backend.generate_as("reference", 0, PROMPTS, PARAMS, KEYS))
+    with pytest.raises(RuntimeError, match="serves another base model"):
+        backend.sync(TrunkModel(base_model(seed=1), lora()), 0)
+
+
 def test_only_the_roles_that_a_backend_names_are_published(stub, tmp_path):
     model = shaken(TrunkModel.from_adapter(sft_model()), 5)
     backend = backend_of([stub], tmp_path, roles=("policy",))
@@ -332,15 +343,15 @@ LOST = "vLLM server {}: it no longer has the adapter onetrunk-.*, so it was star
 
 
 def test_nothing_is_sampled_from_or_published_on_a_server_that_came_back_with_another_base(stub, tmp_path):
-    backend = backend_of([stub], tmp_path)
-    backend.sync(policy(), 1)
+    backend, model = backend_of([stub], tmp_path), policy()
+    backend.sync(model, 1)
     stub.kill()
     stub.base = base_model(seed=1).eval()
     stub.restart()
     with pytest.raises(RuntimeError, match=LOST.format(stub.url)):
         backend.generate(PROMPTS, PARAMS, KEYS)
     with pytest.raises(RuntimeError, match=LOST.format(stub.url)):
-        backend.sync(policy(), 7)
+        backend.sync(model, 7)
     assert not any(json.loads(question)["model"] != "base" for question in stub.sold)
     # A new start proves the base again.
     backend.close()

@@ -32,6 +32,7 @@ from onetrunk.models.adapters import (
     check_adapter_config,
     check_adapter_fits,
     check_targets,
+    find_tuner_layers,
     layer_index,
     list_name,
     match_modules,
@@ -115,6 +116,11 @@ def build_trunk(
         if isinstance(source, str):
             _restore_value(trunk, source, (model_init_kwargs or {}).get("revision"))
         return trunk
+    if find_tuner_layers(model):
+        raise ValueError(
+            "the model has adapters already, such as those of another trainer, which a new one would change; load it"
+            " again, or give the trainer's own model (trainer.model) to continue its adapter"
+        )
     peft_config = peft_config or default_peft_config()
     check_targets(peft_config, model)
     return TrunkModel(model, peft_config, adapter_layers=adapter_layers)

@@ -85,6 +85,13 @@ class StageInput:
     is_last: bool
 
 
+def checked_first_layer(base: PreTrainedModel, adapter_layers: str) -> int:
+    """Return the first layer with adapters; ValueError for a base that cannot be a trunk, or lacks these layers."""
+    check_supported(base.config)
+    check_cache(base)
+    return parse_adapter_layers(adapter_layers, len(decoder_layers(base)))
+
+
 class TrunkModel(PeftModelForCausalLM):
     """A PEFT model whose forward over a pack computes the policy, the value, the reference and a reward adapter.
 
@@ -110,10 +117,8 @@ class TrunkModel(PeftModelForCausalLM):
         adapter_layers: str = "all",
         initial_adapter: dict[str, Tensor] | None = None,
     ):
-        check_supported(base.config)
-        check_cache(base)
+        first_layer = checked_first_layer(base, adapter_layers)
         num_layers = len(decoder_layers(base))
-        first_layer = parse_adapter_layers(adapter_layers, num_layers)
         keep_train_kernels(base)
         verify_head(base)
         disable_dropout(base)
@@ -155,6 +160,7 @@ class TrunkModel(PeftModelForCausalLM):
     def from_adapter(cls, model: PeftModel, *, adapter_layers: str = "all") -> TrunkModel:
         """Return a trunk whose policy continues the active adapter of `model`, which is removed from `model`."""
         config, weights = initial_weights(model)
+        checked_first_layer(model.get_base_model(), adapter_layers)  # Before the adapter is removed.
         return cls(model.unload(), config, adapter_layers=adapter_layers, initial_adapter=weights)
 
     def _attach_branches(self, initial_adapter: dict[str, Tensor] | None, first_layer: int) -> None:

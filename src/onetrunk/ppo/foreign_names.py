@@ -198,7 +198,7 @@ _TRL_NAMES = by_name(
         " vllm_tensor_parallel_size",
         "log_completions shows and keeps a fixed table": "num_completions_to_print log_unique_prompts log_multimodal"
         " log_completions_hub_repo",
-        "an evaluation samples num_generations completions": "num_generations_eval",
+        "an evaluation samples one completion of a prompt": "num_generations_eval",
         "with kl_in_loss a token always counts by its ratio": "use_bias_correction_kl",
         "it changes no setting": "generation_kwargs",
     }

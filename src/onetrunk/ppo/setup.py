@@ -139,7 +139,8 @@ def prepare_run(
         # `reset` may lengthen prompts.
         longest_prompt = max(longest_prompt, args.max_prompt_length or 0)
     if isinstance(backend, ServedBackend):
-        backend.check_policy(parts.model, longest_row(longest_prompt, args))
+        longest_served = max(longest_prompt, *(longest_prompt_of(rows, args) for rows in parts.datasets))
+        backend.check_policy(parts.model, longest_row(longest_served, args))
         backend.progress, backend.poll = backend.progress or hooks["progress"], backend.poll or hooks["poll"]
     # A pipeline has the states at the cut on one of its stages only.
     samples_here = rollout_backend is None and isinstance(backend, LocalBackend)
@@ -205,8 +206,9 @@ def load_backend(config: PPOConfig, **hooks: Callable[..., None]) -> RolloutBack
         )
     if not config.use_vllm:
         # What is read of sampling besides the tokens must not depend on when tools answer.
-        reads = config.truncates or config.vllm_importance_sampling_correction or config.capture_trunk_states
-        return LocalBackend(max_rows=config.max_rollout_rows, in_waves=bool(reads), **hooks)
+        reads = config.truncates or config.vllm_importance_sampling_correction or config.policy_objective == "dis"
+        in_waves = bool(reads or config.capture_trunk_states)
+        return LocalBackend(max_rows=config.max_rollout_rows, in_waves=in_waves, **hooks)
     if config.is_colocated:
         from onetrunk.rollouts.colocate import ColocatedBackend
         from onetrunk.rollouts.publishing import ADAPTERS_FOLDER

@@ -169,9 +169,11 @@ def deal_packs(experiences: Sequence[Experience], rank: int, num_processes: int)
     share = []
     for minibatch in sorted({experience.pack.minibatch for experience in experiences}):
         packs = [experience for experience in experiences if experience.pack.minibatch == minibatch]
-        while len(packs) % num_processes:
+        while len(packs) % num_processes and any(experience.pack.num_rows > 1 for experience in packs):
             largest = max(range(len(packs)), key=lambda i: packs[i].pack.num_rows)
             packs[largest : largest + 1] = halve(packs[largest])
+        while len(packs) % num_processes:  # Single rows of a compacted episode: one more trains nothing.
+            packs.append(replace(packs[0], loss_mask=torch.zeros_like(packs[0].loss_mask)))
         share += packs[rank::num_processes]
     return share
 

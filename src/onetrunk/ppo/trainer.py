@@ -41,7 +41,7 @@ from onetrunk.ppo.monitoring.metrics import MetricLog, without_steps
 from onetrunk.ppo.monitoring.profiling import PhaseTimer
 from onetrunk.ppo.monitoring.progress import RolloutProgress
 from onetrunk.ppo.rollout import ScoredRollout
-from onetrunk.ppo.setup import ModelInputs, Reward, check_lengths, map_style, prepare_dataset, prepare_run
+from onetrunk.ppo.setup import ModelInputs, Reward, check_rows, map_style, prepare_dataset, prepare_run
 from onetrunk.ppo.stream_state import STATE_FILE, check_state, processes_per_row, run_settings, written_settings
 from onetrunk.rollouts.base import RolloutBackend, samples_ahead
 from onetrunk.types import Experience, LossCoefficients, Minibatch, PackOutput, Prompt, to_device
@@ -423,6 +423,7 @@ class PPOTrainer(ResumableTrainer):
         return {
             "metrics": self.metric_log.state_dict(),
             "alarms": self.alarms.state_dict(),
+            "gradient_norm": self._gradient_norm,
             "last_evaluation": self._last_evaluation,
             "before": self._evaluation_before,
         }
@@ -439,6 +440,7 @@ class PPOTrainer(ResumableTrainer):
         """Restore what `extra_loop_state` returned."""
         self.metric_log.load_state_dict(state["metrics"])
         self.alarms.load_state_dict(state["alarms"], self.args)
+        self._gradient_norm = state.get("gradient_norm", -1.0)
         self._last_evaluation = state["last_evaluation"]
         self._evaluation_before = self._evaluation_before or state.get("before")
 
@@ -514,7 +516,7 @@ class PPOTrainer(ResumableTrainer):
         dataset = map_style(dataset, "eval_dataset")
         if "prompt_ids" not in dataset.column_names:
             dataset = prepare_dataset(dataset, self.processing_class, self.args, self.sampler.episodes)
-            check_lengths(self.model, self.args, [dataset])
+            check_rows(self.model, self.args, [dataset], self.sampler.episodes)
         start = time.perf_counter()
         values, scored = self.sample_and_score(dataset, "policy", metric_key_prefix.replace("_", " "))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}

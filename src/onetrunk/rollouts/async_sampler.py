@@ -207,6 +207,8 @@ class AsyncSampler:
     def _split(self, iteration: int, prompt_ids: Sequence[list[int]], keys: Sequence[RowKey]) -> list[Part]:
         """Return the parts of a rollout in the order of their first rows; known rows of one state stay together."""
         known = [self._known.pop(key, None) for key in keys]
+        # A checkpoint holds the rows of every process; those of others are theirs.
+        self._known = {key: row for key, row in self._known.items() if key[1] != iteration}
 
         def kind(row: int) -> tuple[int, bool, int | None]:
             state = known[row]

@@ -13,6 +13,7 @@ import logging
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -147,6 +148,7 @@ class VLLMBackend:
         self._unloaded: list[Published] = []
         self._role = "policy"
         self._is_checked = self._is_proved = False
+        self._proved_base: Callable[[], nn.Module | None] = lambda: None
         self._vllm_version = ""
         # Whether the reference of the model of the last sync is the servers' base.
         self._reference_is_base = True
@@ -258,15 +260,16 @@ class VLLMBackend:
     def check_policy(self, model: nn.Module, longest_row: int = 0) -> None:
         """Check that the servers can sample from `model`: its adapter, its base by its logprobs, its lengths.
 
-        Called by every process together. Runs once, before the first rollout at the latest.
+        Called by every process together. Runs once for a base, before its first rollout at the latest.
         """
         self.check()
         self._check_length(longest_row)
-        if self._is_proved:
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        if self._is_proved and self._proved_base() is base:
             return
         servable_adapters(model, self.roles)
         self._prove_base(model)
-        self._is_proved = True
+        self._is_proved, self._proved_base = True, weakref.ref(base)
 
     def _check_length(self, longest_row: int) -> None:
         for server, base in self._bases.items():
@@ -314,7 +317,7 @@ class VLLMBackend:
     def _publish(self, model: PeftModel, role: str, version: int, adapter: str) -> None:
         """Write the adapter, load it on every server and unload old ones, unless the same is published already."""
         before = self._published.get((role, version))
-        if before is not None and (role == "reference" or is_same_adapter(before, model, adapter)):
+        if before is not None and is_same_adapter(before, model, adapter):
             return
         published = self._files.write(model, adapter, role, version)
         rank = model.peft_config[adapter].r

@@ -114,8 +114,9 @@ class Alarms(EndingCallback):
         """Return the last checkpoint from before each condition that holds at a step, whether or not it is raised."""
         slots, output_dir = config.steps_per_rollout, Path(config.output_dir)
         end = step - step % slots
-        # The weights that sampled the first bad rollout are bad; those that sampled the one before were not.
-        steps = {end - (count + 1) * slots for count in self._in_a_row.values() if count}
+        # The weights that sampled the first bad rollout are bad; those that sampled the one before were not. They may
+        # be `max_staleness` rollouts older than its updates.
+        steps = {end - (count + 1 + config.max_staleness) * slots for count in self._in_a_row.values() if count}
         return {output_dir / name for name in (last_checkpoint(output_dir, good) for good in steps) if name}
 
     # --- events of the training loop --------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Alarms(EndingCallback):
     def _raise_alarm(self, name: str, breach: tuple[float, float], args: PPOConfig, state: TrainerState) -> None:
         rule, num_rollouts = RULES[name], patience_of(name, args)
         # The first bad rollout was sampled by the weights at this step, the one before it by good ones.
-        begin = state.global_step - num_rollouts * args.steps_per_rollout
+        begin = state.global_step - (num_rollouts + args.max_staleness) * args.steps_per_rollout
         good = last_checkpoint(args.output_dir, begin - args.steps_per_rollout)
         remedy = "No checkpoint is left from before it: start a new run, with another output_dir"
         if good is not None:

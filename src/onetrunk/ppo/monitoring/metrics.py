@@ -251,7 +251,7 @@ def rollout_metrics(
     metrics = {
         "score/mean": _finite_mean(total),
         "score/std": finite.std().item() if len(finite) > 1 else 0.0,
-        "reward/unscored_fraction": 1 - len(finite) / len(total),
+        "reward/unscored_fraction": (len(total) - len(finite)) / len(total),
         "completion/length": lengths.mean().item(),
         "completion/stopped_fraction": stopped.mean().item(),
         "completion/repeated_ngrams": (repeated.sum() / windows.sum().clamp(min=1)).item(),

@@ -76,7 +76,10 @@ class Compaction:
         if not isinstance(new, list) or not new or not all(isinstance(m, dict) and "role" in m for m in new):
             raise ValueError(f"compact returned {str(new)[:200]}; return a list of messages, such as it was given")
         if not row.is_chat:
-            return NewContext(self.turns.text_ids("".join(message["content"] for message in new)))
+            ids = self.turns.text_ids("".join(message["content"] for message in new))
+            if not ids:
+                raise ValueError("compact returned messages without a token; leave at least the task")
+            return NewContext(ids)
         if new[-1]["role"] == "assistant":
             raise ValueError("compact returned messages that end with the assistant's; end with what it answers")
         return NewContext(self.turns.prompt_ids(self.turns.foreign_messages(new), row.tools))
