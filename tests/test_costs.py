@@ -1,8 +1,11 @@
 """Bytes and FLOPs against hand-worked numbers and against the modules that they describe."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from onetrunk.costs import ModelShape, reuse_saving, trunk_states_bytes
 from onetrunk.models.base_model import decoder_layers
@@ -19,6 +22,7 @@ from onetrunk.plan.costs import (
     stage_streams,
     stage_weights,
 )
+from onetrunk.plan.job import shape_of_config
 from tests.tiny import FAMILIES, tiny_model
 
 # 10 x 4 embedding, 2 query heads and 1 key head of size 2, three 4 x 6 matrices.
@@ -34,6 +38,59 @@ def test_the_parameters_of_a_layer_are_those_of_its_matrices(family):
     assert shape.layer_parameters == counted
     assert shape.num_layers == len(decoder_layers(model))
     assert shape.head_parameters == model.get_output_embeddings().weight.numel()
+
+
+SIZES = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 500}
+# Learned positions are not counted, so there are few of them.
+SIZES |= {"max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {"num_key_value_heads": 2, "intermediate_size": 1536}
+MIXTURE = {**GROUPED, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+# Whether the feed-forward block is gated, how many key-value heads there are, and where a mixture has its experts.
+KINDS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "phi3", "stablelm", "granite", "starcoder2"), GROUPED),
+    **dict.fromkeys(
+        ("qwen3", "gemma", "gemma2", "gemma3_text", "nemotron", "arcee", "apertus"), {**GROUPED, "head_dim": 64}
+    ),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "codegen", "bloom", "mpt", "persimmon", "gpt_neox", "biogpt"), {}),
+    **dict.fromkeys(("opt", "xglm"), {"ffn_dim": 1536}),
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "phi": {"intermediate_size": 1536},
+    "falcon": {},
+    "falcon of one key-value head per head": {"multi_query": False},
+    "falcon of the new architecture": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "qwen2_moe": {**MIXTURE, "shared_expert_intermediate_size": 1024},
+    "qwen3_moe": {**MIXTURE, "head_dim": 64},
+    "mixtral": {**GROUPED, "num_local_experts": 4},
+    "gpt_oss": {**GROUPED, "num_local_experts": 4, "head_dim": 64},
+    "glm4_moe": {**MIXTURE, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 64},
+    "llama4_text": {**GROUPED, "num_local_experts": 4, "interleave_moe_layer_step": 1, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parameters_are_those_that_transformers_makes(kind, tmp_path):
+    config = AutoConfig.for_model(kind.split()[0], **SIZES, **KINDS[kind])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = ModelShape.from_config(config)
+    # Norms, biases and learned positions are not counted: up to 0.41% of models of this width, less of wider ones.
+    assert shape.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.005)
+    config.save_pretrained(tmp_path)
+    assert shape_of_config(json.loads((tmp_path / "config.json").read_text()), "here") == shape
+
+
+def test_published_sizes():
+    falcon = {"model_type": "falcon", "hidden_size": 4544, "n_layer": 32, "n_head": 71, "vocab_size": 65024}
+    falcon |= {"multi_query": True, "new_decoder_architecture": False}
+    pythia = {"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    pythia |= {"intermediate_size": 16384, "vocab_size": 50432, "tie_word_embeddings": False}
+    qwen = {"model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+    qwen |= {"num_key_value_heads": 4, "vocab_size": 151936, "tie_word_embeddings": False, "intermediate_size": 18944}
+    qwen |= {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
+    qwen |= {"shared_expert_intermediate_size": 20480}
+    # Falcon's 7.2 counts the embedding twice, which is also its head.
+    for config, billions in ((falcon, 7.2 - 0.3), (pythia, 6.9), (qwen, 57.4)):
+        assert shape_of_config(config, "here").parameters == pytest.approx(billions * 1e9, rel=0.01)
 
 
 def test_hand_worked_numbers():

@@ -9,6 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Model types whose feed-forward block has two matrices.
+UNGATED = frozenset(
+    "apertus arcee biogpt bloom codegen falcon gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj jais2 mpt"
+    " nanochat nemotron opt persimmon phi starcoder2 xglm".split()
+)
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -24,6 +30,7 @@ class ModelShape:
         num_shared_experts: experts that every token runs through in addition.
         expert_size: width of one expert.
         num_dense_layers: layers of a mixture whose feed-forward block is dense, of `intermediate_size`.
+        shared_size: width of one shared expert of a mixture that has a width of its own for it; 0: `expert_size`.
     """
 
     vocab_size: int
@@ -40,23 +47,25 @@ class ModelShape:
     num_shared_experts: int = 0
     expert_size: int = 0
     num_dense_layers: int = 0
+    shared_size: int = 0
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
         """Return the shape in a transformers config, with the usual defaults for fields that a family lacks."""
         hidden, heads = config.hidden_size, config.num_attention_heads
-        intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+        widths = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+        intermediate = next((size for name in widths if (size := getattr(config, name, None))), 4 * hidden)
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=hidden,
             num_layers=config.num_hidden_layers,
-            intermediate_size=intermediate or 4 * hidden,
+            intermediate_size=intermediate,
             num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            num_kv_heads=_kv_heads(config) or heads,
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
-            is_gated=config.model_type != "gpt2",
+            is_gated=config.model_type not in UNGATED,
             is_tied=bool(getattr(config, "tie_word_embeddings", True)),
-            **_mixture_of(config, intermediate or 4 * hidden),
+            **_mixture_of(config, intermediate),
         )
 
     @property
@@ -79,11 +88,15 @@ class ModelShape:
         """Width of the feed-forward block that one token runs through."""
         if not self.num_experts:
             return self.intermediate_size
-        return (self.experts_per_token + self.num_shared_experts) * self.expert_size
+        return self.experts_per_token * self.expert_size + self._shared_width
+
+    @property
+    def _shared_width(self) -> int:
+        return self.num_shared_experts * (self.shared_size or self.expert_size)
 
     def _feed_forward(self, experts: int) -> int:
         matrices = 3 if self.is_gated else 2
-        width = (experts + self.num_shared_experts) * self.expert_size if self.num_experts else self.intermediate_size
+        width = experts * self.expert_size + self._shared_width if self.num_experts else self.intermediate_size
         return matrices * self.hidden_size * width
 
     @property
@@ -108,9 +121,18 @@ class ModelShape:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
         width = self.expert_size if self.num_experts else self.intermediate_size
-        blocks = self.num_experts + self.num_shared_experts if self.num_experts else 1
-        feed_forward = blocks * (3 if self.is_gated else 2) * (self.hidden_size + width)
+        # Inputs plus outputs of one matrix of every block.
+        sizes = max(self.num_experts, 1) * (self.hidden_size + width)
+        sizes += self.num_shared_experts * self.hidden_size + self._shared_width
+        feed_forward = (3 if self.is_gated else 2) * sizes
         return rank * (self.num_layers if layers is None else layers) * (attention + feed_forward)
+
+
+def _kv_heads(config: Any) -> int | None:
+    """Return the number of key and value heads in a config; None if each query head has its own."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
 
 
 def _mixture_of(config: Any, intermediate: int) -> dict[str, int]:
@@ -122,10 +144,13 @@ def _mixture_of(config: Any, intermediate: int) -> dict[str, int]:
     experts = first("num_experts", "num_local_experts", "n_routed_experts")
     if not experts:
         return {}
+    shared_size = first("shared_expert_intermediate_size")
+    has_one = shared_size > 0 or config.model_type == "llama4_text"
     return {
         "num_experts": experts,
         "experts_per_token": first("num_experts_per_tok", "num_experts_per_token") or 1,
-        "num_shared_experts": first("n_shared_experts", "num_shared_experts"),
+        "num_shared_experts": 1 if has_one else first("n_shared_experts", "num_shared_experts"),
+        "shared_size": shared_size,
         "expert_size": first("moe_intermediate_size") or intermediate,
         "num_dense_layers": first("first_k_dense_replace"),
     }

@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
+from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems, last_whole
 from onetrunk.utils.files import held_folder
 from tests.checkpoints import crash_runs
 from tests.checkpoints.killing import digest_of, exit_code, resumed_equals_uninterrupted, started, uninterrupted
 from tests.places import FORKED
-from tests.ppo.support import make_trainer, prompts
+from tests.ppo.support import StopAt, make_trainer, prompts
 from tests.stages.small_runs import make_material, words_of
 
 
@@ -96,6 +96,17 @@ def test_a_mirror_of_another_run_is_not_written_over(tmp_path):
     (tmp_path / "one" / "checkpoint-1").rename(tmp_path / "mirror" / "checkpoint-9")
     train_and_upload("two", overwrite_output_dir=True)
     assert names_in(tmp_path / "mirror") == names_in(tmp_path / "two")
+
+
+def test_a_run_that_resumes_earlier_no_longer_offers_what_it_gave_up(tmp_path):
+    mirror = tmp_path / "mirror"
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_rollouts": 4, "checkpoint_mirror": str(mirror)}
+    make_trainer(tmp_path / "out", **settings).train()
+    crash_runs.wait_for_mirror(tmp_path / "out", mirror)
+    trainer = make_trainer(tmp_path / "out", callbacks=[StopAt(2)], save_total_limit=2, **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    crash_runs.wait_for_mirror(tmp_path / "out", mirror)
+    assert last_whole(mirror, tell=print).name == "checkpoint-2"
 
 
 def test_a_mirror_that_dies_in_the_middle_does_not_stop_the_run(tmp_path, caplog):

@@ -87,6 +87,36 @@ def test_the_newest_stay_and_the_best_one(url, tmp_path):
     assert told == []
 
 
+def test_a_run_that_resumes_earlier_sets_the_later_ones_aside_and_keeps_its_own(url, tmp_path):
+    push(mirror_at(url, keep=4)[0], *(make_checkpoint(tmp_path / "old", step) for step in (2, 4, 6, 8)))
+    mirror, told = mirror_at(url, keep=2)
+    mirror.set_aside_later(2)
+    assert len(told) == 1 and "checkpoint-4, checkpoint-6, checkpoint-8 are set aside" in told[0]
+    assert mirror_at(url)[0].pull_last(tmp_path / "pulled").name == "checkpoint-2"
+    mirror.set_aside_later(2)
+    assert len(told) == 1
+
+    folders = [make_checkpoint(tmp_path / "out", step) for step in (3, 4)]
+    push(mirror, *folders)
+    assert len(told) == 1 and {"checkpoint-3", "checkpoint-4"} <= set(names_in(url))
+    pulled = mirror_at(url)[0].pull_last(tmp_path / "new")
+    assert pulled.name == "checkpoint-4" and read_manifest(pulled) == read_manifest(folders[1])
+    # Rotation counts the new ones only.
+    assert "checkpoint-2" not in names_in(url)
+
+
+def test_a_later_one_that_cannot_be_set_aside_is_a_warning(hooked, tmp_path):
+    push(mirror_at(hooked[1])[0], *(make_checkpoint(tmp_path / "out", step) for step in (2, 4)))
+    mirror, told = mirror_at(hooked[1])
+
+    def refuse(operation, path):
+        raise PermissionError("Forbidden")
+
+    HookedFileSystem.hook = staticmethod(refuse)
+    mirror.set_aside_later(2)
+    assert len(told) == 1 and "after step 2 still count" in told[0] and "Forbidden" in told[0]
+
+
 def test_the_manifest_is_written_last_and_only_then_an_older_one_is_deleted_its_manifest_first(hooked, tmp_path):
     mirror, _ = mirror_at(hooked[1], keep=2)
     push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))

@@ -47,6 +47,20 @@ def test_a_bad_row_is_named_before_anything_is_loaded(tmp_path, capsys, verb):
     assert f"row 1: {reason}" in error_of(capsys)
 
 
+@pytest.mark.parametrize(
+    ("labels", "given"), [(["bad", "good"], "'bad'"), ([None, 1], "missing (null)"), ([2, 0], "2")]
+)
+@pytest.mark.parametrize("kind", ["training", "held-out"])
+def test_a_label_that_is_no_probability_is_named_before_anything_is_loaded(tmp_path, capsys, labels, given, kind):
+    good = good_row("distill")
+    write_rows(tmp_path / "bad.jsonl", [{**good, "label": value} for value in labels])
+    write_rows(tmp_path / "good.jsonl", [{**good, "label": value} for value in (True, False)])
+    names = ["bad", "good"] if kind == "training" else ["good", "bad"]
+    options = ["--dataset_name", tmp_path / f"{names[0]}.jsonl", "--eval_dataset_name", tmp_path / f"{names[1]}.jsonl"]
+    assert run("distill", *NOWHERE, "--teacher", "./nowhere", *options, "--output_dir", tmp_path / "out") == 1
+    assert f"{kind} rows: row 0: label is {given}, expected true, false or the prob" in error_of(capsys)
+
+
 def test_the_number_of_a_row_is_that_of_the_file_where_a_part_is_held_out(tmp_path, capsys):
     rows = [{**good_row("reward"), "prompt": f"the cat {i}"} for i in range(10)]
     rows[7]["prompt"] = ""

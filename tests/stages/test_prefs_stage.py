@@ -121,6 +121,18 @@ def test_a_stream_and_another_order_give_the_same_rows(prefs, inputs, tmp_path):
     assert content(read_rows(tmp_path / "c/data/preferences.jsonl")) == content(map(json.loads, rows.splitlines()))
 
 
+def test_a_window_of_a_stream_whose_prompts_are_all_too_long_is_dropped(prefs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("onetrunk.stages.prefs.sampling.WINDOW", 2)
+    options = ["--streaming", "true", "--max_prompt_length", 4, "--overlong_prompts", "drop"]
+    runs.write_prompts(tmp_path / "last.jsonl", ["the cat", "the dog", "the bird " * 4])
+    assert prefs("--dataset_name", "last.jsonl", *options) == 0
+    rows = list(read_rows(tmp_path / "out/data/preferences.jsonl"))
+    assert {row["prompt"] for row in rows} <= {"the cat", "the dog"} and rows
+    runs.write_prompts(tmp_path / "all.jsonl", ["the cat " * 4, "the dog " * 4, "the bird " * 4])
+    assert prefs("--dataset_name", "all.jsonl", *options, out="none") == 1
+    assert "all 3 prompts are longer than max_prompt_length 4" in error_of(capsys)
+
+
 def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path):
     options = ["--mode", "revise", "--num_generations", 1, "--max_critique_length", 6]
     assert prefs(*options, "--dataset_name", inputs / "turns.jsonl", "--num_revisions", 2) == 0

@@ -149,6 +149,15 @@ def test_a_judges_probabilities_teach_and_are_split_by_prompt(there):
     assert "cost" not in figures and "labels" not in figures
 
 
+def test_labels_may_be_true_and_false(there):
+    write_rows(there / "flags.jsonl", pairs(8, label=[True, True, True, False]))
+    options = ["--eval_dataset_name", "flags.jsonl", "--max_steps", "1", "--output_dir"]
+    assert distill(*options, "flags") == 0
+    write_rows(there / "flags.jsonl", pairs(8, label=[1, 1, 1, 0]))
+    assert distill(*options, "ones") == 0
+    assert metrics(there / "flags")["labels"] == metrics(there / "ones")["labels"]
+
+
 def test_a_student_from_a_config(there):
     config = '{"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}'
     options = ["--student_config", config, "--student_tokenizer", "small", "--output_dir", "bert", "--max_steps", "2"]

@@ -35,6 +35,8 @@ from onetrunk.utils.files import atomic_write_json, parse_json
 from onetrunk.utils.redaction import redact
 
 RESULT = "the result"
+# A manifest under this name does not count: its checkpoint is of a part of the run that was given up.
+ASIDE = f"{MANIFEST}.aside"
 # No other schemes: fsspec also has file systems that are built of others, or that run code.
 SCHEMES = {"file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
 
@@ -91,7 +93,7 @@ class Mirror:
         """
         with self._in_store():
             whole = [] if self._manifest("") is None else [""]
-            whole += [name for name, manifest in self._checkpoints().items() if manifest is not None]
+            whole += self._complete()
             for name in whole if overwrite else ():
                 self._delete(name)
         if whole and not overwrite:
@@ -149,6 +151,30 @@ class Mirror:
         self._uploads = [*(other for other in self._uploads if not other.done()), upload]
         # A daemon, because a store that does not answer must not keep the process alive.
         threading.Thread(target=self._work, args=(upload,), name="checkpoint-mirror", daemon=True).start()
+
+    def set_aside_later(self, step: int) -> None:
+        """Let the complete checkpoints after a step from which a run is resumed no longer count: their manifests move.
+
+        The reason is that of `folders.set_aside_later`. A failure is a warning, as in `push`.
+        """
+        moved = []
+        try:
+            with self._one_at_a_time, self._in_store():
+                later = [name for name in self._complete() if step_of(name) > step]
+                for name in later:
+                    self._files.pipe_file(self._path(name, ASIDE), self._files.cat_file(self._path(name, MANIFEST)))
+                    self._delete_manifest(name)
+                    moved.append(name)
+        except RuntimeError as error:
+            self._warn(
+                f"the checkpoints after step {step} still count as the newest ones, and training continues: {error};"
+                " else delete them by hand"
+            )
+        if moved:
+            self._warn(
+                f"in {self._place}, {', '.join(moved)} are set aside: each has its manifest as {ASIDE} until this run"
+                " replaces or deletes it"
+            )
 
     def busy(self) -> set[Path]:
         """Return the local checkpoint folders that are being uploaded or wait for it, and must not be deleted."""
@@ -230,6 +256,10 @@ class Mirror:
         names = {path.rstrip("/").rsplit("/", 1)[-1] for path in paths}
         names = sorted((name for name in names if step_of(name) is not None), key=step_of)
         return {name: self._manifest(name) for name in names}
+
+    def _complete(self) -> list[str]:
+        """Return the names of the checkpoints that have a manifest, in the order of their steps."""
+        return [name for name, manifest in self._checkpoints().items() if manifest is not None]
 
     def _delete_manifest(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -369,6 +369,8 @@ class ResumableTrainer(Trainer):
                     f"this run resumes at step {self.state.global_step}; the checkpoints after it are set aside as"
                     f" {', '.join(path.name for path in later)}: delete them if you do not need them"
                 )
+            if self._mirror is not None:
+                self._mirror.set_aside_later(self.state.global_step)
         state = read_loop_state(self, self._resume_from)
         self._tr_loss.fill_(state["tr_loss"])
         # The mean loss that training returns is over the steps of this call.

@@ -45,6 +45,15 @@ OVERLONG = ("error", "drop", "truncate")
 COMPLETION_KINDS = (("prompt", "completion"), ("messages",), ("text",))
 
 
+class AllOverlong(ValueError):
+    """No prompt is left where overlong ones are dropped."""
+
+    def __init__(self, what: str, longest: int | None):
+        super().__init__(
+            f"{what} are longer than max_prompt_length {longest}; raise it, or set overlong_prompts to 'truncate'"
+        )
+
+
 def prepare_prompts(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
@@ -127,7 +136,7 @@ def _add_ids(
             " 'drop' or 'truncate'"
         )
     if overlong == len(rows):
-        raise _all_overlong(f"all {len(rows)} prompts", longest)
+        raise AllOverlong(f"all {len(rows)} prompts", longest)
     logger.warning("dropped %d of %d prompts longer than %d tokens", overlong, len(rows), longest)
     return rows.filter(lambda row: len(row["prompt_ids"]) <= longest, load_from_cache_file=False)
 
@@ -144,14 +153,8 @@ def _add_streamed_ids(
 
     rows = rows.then(with_ids, added=["prompt_ids"])
     if not len(rows.sample()):
-        raise _all_overlong("all prompts of a sample of the rows", longest)
+        raise AllOverlong("all prompts of a sample of the rows", longest)
     return rows
-
-
-def _all_overlong(what: str, longest: int | None) -> ValueError:
-    return ValueError(
-        f"{what} are longer than max_prompt_length {longest}; raise it, or set overlong_prompts to 'truncate'"
-    )
 
 
 def encode_prompt(

@@ -3,7 +3,8 @@
 A row is a dict; prompts are texts or conversations (lists of {"role", "content"} messages), and all prompts of a
 dataset have the same form. A preference row has the columns `prompt`, `chosen` and `rejected`; optional columns are
 `chosen_stopped` and `rejected_stopped` (False for a completion that was cut off at a length limit, which is read
-without an end token), `probability` (that `chosen` is better, from 0 to 1) and `margin` (a finite number).
+without an end token), `probability` (that `chosen` is better, from 0 to 1), `margin` (a finite number) and for
+distillation `label` (true or false, or a probability that does not come from the teacher).
 Each `*_fault` function returns what is wrong as a phrase that follows the column's name, or None.
 """
 
@@ -140,6 +141,17 @@ def probability_fault(value: object) -> str | None:
     return None if 0 <= value <= 1 else f"is {value}, expected a number from 0 to 1"
 
 
+def label_fault(value: object) -> str | None:
+    """Check a label of a pair: true, false, or the probability that `chosen` is better."""
+    if isinstance(value, bool) or probability_fault(value) is None:
+        return None
+    given = "missing (null)" if value is None else f"{value!r:.60}"
+    return (
+        f"is {given}, expected true, false or the probability from 0 to 1 that chosen is better (rename a column that"
+        " says something else)"
+    )
+
+
 def conversation_fault(messages: object, is_open: bool = False) -> str | None:
     """Check a conversation, which must be a list of messages, each with a known role and a text as content.
 
@@ -273,6 +285,17 @@ def check_preferences(rows: Rows) -> Rows:
         return "chosen and rejected are identical: there is nothing to prefer" if is_same else None
 
     return check_rows(rows, fault)
+
+
+def check_labels(rows: Rows) -> Rows:
+    """Return rows whose column `label`, if they have one, is checked; see `check_rows`."""
+    if "label" not in rows.column_names:
+        return rows
+    fault = partial(row_fault, {"label": label_fault})
+    if isinstance(rows, ShardedRows):
+        return check_rows(rows, fault)
+    check_rows(rows.select_columns(["label"]), fault)
+    return rows
 
 
 def stopped_column(dataset: Dataset, name: str) -> list[bool]:

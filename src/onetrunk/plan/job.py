@@ -117,13 +117,20 @@ def known_shapes() -> Mapping[str, ModelShape]:
     }
 
 
+# Names of GPT-2 and its relatives in a config.json.
+OTHER_NAMES = {
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+}
+
+
 def shape_of_config(config: Mapping[str, Any], place: str) -> ModelShape:
     """Return the shape in the content of a config.json; of a multimodal model, that of its text model."""
     values = {"model_type": "", **config, **(config.get("text_config") or {})}
-    # Names of GPT-2 and its relatives.
-    for old, new in (("n_embd", "hidden_size"), ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads")):
-        if old in values:
-            values.setdefault(new, values[old])
+    for new, names in OTHER_NAMES.items():
+        found = [values[name] for name in (new, *names) if name in values]
+        values |= {new: found[0]} if found else {}
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     wrong = [key for key in needed if not isinstance(values.get(key), int) or values[key] < 1]
     if wrong:

@@ -146,7 +146,7 @@ def run(data: DistillDataArguments, args: DistillArguments, student: StudentArgu
 
 def load_labels(data: DistillDataArguments, seed: int) -> tuple[TrainingRows, Dataset | None, Dataset | None]:
     """Return training pairs, held-out pairs and rows with one completion; without a teacher they have its labels."""
-    pairs, held_out = load_preference_rows(data, seed)
+    pairs, held_out = load_preference_rows(data, seed, has_labels=True)
     singles = load_unlabelled_rows(data.unlabelled_dataset_name, data.unlabelled_dataset_split)
     if not data.teacher and "probability" not in pairs.column_names:
         raise ValueError(

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.data.files import load_rows
 from onetrunk.data.pairs import how_read, read_pairs
 from onetrunk.data.prompts import check_completions, check_prompts, completion_columns
-from onetrunk.data.rows import check_preferences, refuse_variables, split_by_prompt, split_rows
+from onetrunk.data.rows import check_labels, check_preferences, refuse_variables, split_by_prompt, split_rows
 from onetrunk.data.sharded import ShardedRows, known_rows, load_sharded_rows
 from onetrunk.stages.arguments import DatasetArguments, PPODataArguments, TrainingDataArguments
 from onetrunk.types import message_text
@@ -97,9 +97,16 @@ def load_prompt_rows(data: PPODataArguments, seed: int) -> tuple[TrainingRows, D
     return load_training_rows(data, seed, partial(prompt_rows, is_open=is_open), split)
 
 
-def load_preference_rows(data: TrainingDataArguments, seed: int) -> tuple[TrainingRows, Dataset | None]:
-    """Return training rows and held-out rows as `load_training_rows` does; no prompt is in both."""
-    return load_training_rows(data, seed, preference_rows, split_by_prompt)
+def load_preference_rows(
+    data: TrainingDataArguments, seed: int, has_labels: bool = False
+) -> tuple[TrainingRows, Dataset | None]:
+    """Return training rows and held-out rows as `load_training_rows` does; no prompt is in both.
+
+    Args:
+        has_labels: whether the column `label` is read, and so checked.
+    """
+    check = labelled_rows if has_labels else preference_rows
+    return load_training_rows(data, seed, check, split_by_prompt)
 
 
 def preference_rows(rows: TrainingRows) -> TrainingRows:
@@ -108,6 +115,11 @@ def preference_rows(rows: TrainingRows) -> TrainingRows:
     if line is not None and PartialState().is_main_process:
         print(line)
     return check_preferences(read_pairs(rows))
+
+
+def labelled_rows(rows: TrainingRows) -> TrainingRows:
+    """Return `preference_rows` whose column `label` is checked too."""
+    return check_labels(preference_rows(rows))
 
 
 def load_unlabelled_rows(name: str | None, split: str) -> Dataset | None:

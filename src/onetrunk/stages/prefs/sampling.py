@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from torch import nn
 from trl import get_quantization_config
 
 from onetrunk.data.pairs import Group, read_groups, shape_of
+from onetrunk.data.prompts import AllOverlong
 from onetrunk.data.rows import refuse_variables
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.feedback.asking import StopFlag
@@ -38,6 +40,8 @@ from onetrunk.stages.rows import load_dataset_rows, prompt_rows, stream_dataset_
 from onetrunk.types import Prompt, SampledText
 from onetrunk.utils.files import digest
 from onetrunk.utils.ledger import Ledger
+
+logger = logging.getLogger(__name__)
 
 # Rows of a stream that are checked and tokenized together.
 WINDOW = 256
@@ -196,15 +200,22 @@ class PromptSource(Source):
                 yield PromptItem(row["prompt"], key, row["prompt_ids"])
 
     def _streamed(self) -> Iterator[tuple[Dataset, Iterable[tuple[int, str]]]]:
-        """Yield windows of rows, each with index and key of its new prompts."""
+        """Yield windows of rows, each with index and key of its new prompts; one without a short prompt is dropped."""
         seen: set[bytes] = set()
+        is_empty = True
         for start in range(0, len(self._rows), WINDOW):
             stop = min(start + WINDOW, len(self._rows))
             try:
                 rows = self._encoded(Dataset.from_dict(self._rows[start:stop]))
+            except AllOverlong as error:
+                logger.warning("dropped rows %d to %d of the stream: %s", start, stop - 1, error)
+                continue
             except ValueError as error:
                 raise ValueError(f"rows {start} to {stop - 1} of the stream: {error}") from error
+            is_empty = False
             yield rows, self._selected(rows["prompt"], seen)
+        if is_empty:
+            raise AllOverlong(f"all {len(self._rows)} prompts", self.args.max_prompt_length)
 
     def _encoded(self, rows: Dataset) -> Dataset:
         args = self.args
