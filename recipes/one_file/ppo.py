@@ -11,6 +11,7 @@ belongs to the t-th token after the first of a row, and a mask is True where a t
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 EPSILON = 0.2  # Ratios of probabilities are clipped to 1 - EPSILON .. 1 + EPSILON.
-VALUE_STEPS, VALUE_TOKENS = 40, 512  # Steps of the value's fit after a rollout, and tokens of a step.
+# Steps of the value's fit after a rollout, of fewer rows or tokens in proportion; and tokens of a step.
+VALUE_STEPS, VALUE_ROWS, VALUE_TOKENS = 40, 128, 512
 
 
 @dataclass
@@ -88,12 +90,13 @@ class Ppo:
             self.optimizer.step()
             self.step += 1
         explained = 1 - (returns - values)[mask].var() / returns[mask].var().clamp(min=1e-8)
-        self.fit_value(states[mask], returns[mask])
+        self.fit_value(states[mask], returns[mask], len(mask))
         return {"score": scores.mean().item(), "kl": kl.sum(1).mean().item(), "explained": explained.item()}
 
-    def fit_value(self, states: Tensor, returns: Tensor) -> None:
+    def fit_value(self, states: Tensor, returns: Tensor, rows: int) -> None:
         """Fit the head to the returns [N] of the tokens whose states [N, H] these are; no forward of the model."""
-        for drawn in torch.randint(len(states), (VALUE_STEPS, VALUE_TOKENS), device=states.device):
+        steps = math.ceil(VALUE_STEPS * min(1.0, len(states) / VALUE_TOKENS, rows / VALUE_ROWS))
+        for drawn in torch.randint(len(states), (steps, VALUE_TOKENS), device=states.device):
             error = self.head(states[drawn]).squeeze(1) - returns[drawn]
             self.head_optimizer.zero_grad()
             error.square().mean().backward()

@@ -161,6 +161,7 @@ REFUSED = [
     ({"truncated_completions": "mask", "missing_eos_penalty": 1.0}, "contradict each other"),
     ({"kl_estimator": "k3"}, "use k1, or set kl_in_loss"),
     ({"kl_in_loss": True}, "kl_in_loss with kl_estimator k1 has no useful gradient"),
+    ({"num_rollouts": 3, "value_pretraining_rollouts": 3}, "value_pretraining_rollouts 3 takes all rollouts"),
     ({"kl_in_loss": True, "kl_estimator": "k2", "beta": 0.0}, "kl_in_loss needs beta above 0"),
     ({"kl_target": 1.0, "beta": 0.0}, "kl_target adapts beta by factors"),
     ({"num_rollouts": 3, "max_steps": 5}, "num_rollouts 3 makes 12 optimizer steps, but max_steps is 5"),

@@ -254,3 +254,15 @@ def test_a_share_of_unscored_rows_at_its_limit_is_not_above_it(tmp_path):
 
     settings = {"dataset": prompts(10), "rollout_batch_size": 10, "max_unscored_fraction": 0.3}
     assert logged(trained(tmp_path, reward=seven_of_ten, **settings), "reward/unscored_fraction") == [0.3]
+
+
+def test_the_evaluation_before_training_is_logged_once_and_takes_one_set(tmp_path):
+    trainer = make_trainer(tmp_path / "one", eval_dataset=prompts(2), overwrite_output_dir=True, num_rollouts=1)
+    trainer.evaluate_reference()
+    for expected in (1, 0):
+        trainer.train()
+        before = [entry for entry in trainer.state.log_history if entry["step"] == 0 and "eval_kl/ref" in entry]
+        assert len(before) == expected
+    several = make_trainer(tmp_path / "two", eval_dataset={"a": prompts(2), "b": prompts(2)})
+    with pytest.raises(ValueError, match="takes one set of held-out prompts, and eval_dataset has a, b"):
+        several.evaluate_reference()

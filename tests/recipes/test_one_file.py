@@ -1,5 +1,7 @@
 """recipes/one_file/ppo.py: its numbers are those of PPOTrainer, and what it trains gets better."""
 
+import math
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -41,6 +43,9 @@ def test_a_rollout_moves_the_adapter_as_the_trainer_does(tmp_path):
     prompts = tiny_tokenizer()(seen["prompts"])["input_ids"]
     told = ppo.update(*one_file.batch(prompts, seen["completions"], 0), torch.tensor(seen["scores"]))
 
+    # As many steps of the value's fit as the trainer takes after 8 completions.
+    steps = math.ceil(40 * min(8 / 128, sum(map(len, seen["completions"])) / 512))
+    assert next(iter(ppo.head_optimizer.state.values()))["step"] == steps < 40
     moved = trained_weights(trainer.model)
     adapters = {name for name in moved if "lora" in name}
     assert adapters == set(trained_weights(policy)) and len(adapters) > 10

@@ -364,7 +364,9 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     target_kl: float | None = option(
         None, "Skip the remaining steps of a rollout once KL(old, new) per token exceeds it; None: off."
     )
-    value_pretraining_rollouts: int = option(0, "Rollouts at the start that train only the value.")
+    value_pretraining_rollouts: int = option(
+        0, "Rollouts at the start that train only the value; the learning rate's schedule, warmup included, runs on."
+    )
     value_learning_rate: float = option(1e-3, "Learning rate of the value head, which is fitted after each rollout.")
     value_steps: int = option(
         40,
@@ -566,6 +568,12 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         yield (
             self.epsilon_high is not None and self.epsilon_high < self.epsilon,
             f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; raise it or leave it out",
+        )
+        pretraining = self.value_pretraining_rollouts
+        yield (
+            pretraining and 0 < self.max_steps <= pretraining * self.steps_per_rollout,
+            f"value_pretraining_rollouts {pretraining} takes all rollouts, so the policy would not train; lower it, or"
+            " raise num_rollouts",
         )
         yield (
             self.kl_in_loss and self.kl_estimator == "k1",

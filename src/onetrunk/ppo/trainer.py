@@ -111,6 +111,7 @@ class PPOTrainer(ResumableTrainer):
     # Whether the best checkpoint was loaded at the end of training.
     _has_best_weights = False
     _stream: ExperienceStream | None = None
+    _has_begun_loop = False
     _step_start = 0.0
     # The largest of the rollout; below 0 if no step of it had anything to train.
     _gradient_norm = -1.0
@@ -558,6 +559,11 @@ class PPOTrainer(ResumableTrainer):
             resume: the checkpoint that training will resume from, which is checked first. If it holds these metrics,
                 for the same settings and rows, nothing is sampled.
         """
+        if isinstance(self.eval_dataset, dict):
+            raise ValueError(
+                f"evaluate_reference takes one set of held-out prompts, and eval_dataset has"
+                f" {', '.join(self.eval_dataset)}; give one, or call evaluate before train"
+            )
         of, kept = digest([self.settings_of_run(), rows_digest(self.eval_dataset)]), None
         if resume is not None:
             with reading_content(resume):
@@ -572,8 +578,9 @@ class PPOTrainer(ResumableTrainer):
     def begin_loop(self) -> None:
         """Log the evaluation before training at step 0, unless the run resumes."""
         super().begin_loop()
-        if self._evaluation_before is not None and self.state.global_step == 0:
-            # The policy is the reference, so their KL is exactly 0.
+        is_first, self._has_begun_loop = not self._has_begun_loop, True
+        if self._evaluation_before is not None and self.state.global_step == 0 and is_first:
+            # The policy is the reference, so their KL is exactly 0; not where the same object trains once more.
             metrics = {f"eval_{name}": value for name, value in self._evaluation_before["metrics"].items()}
             self.log({**metrics, "eval_kl/ref": 0.0})
 
