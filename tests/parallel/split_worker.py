@@ -23,7 +23,7 @@ from onetrunk.models.build import attach_score_adapter, build_trunk
 from onetrunk.models.loading import base_fingerprint, base_marks
 from onetrunk.models.reward_model import read_score_adapter
 from onetrunk.models.trunk import TrunkModel
-from onetrunk.parallel.groups import limit_waits, process_mesh
+from onetrunk.parallel.groups import limit_waits, process_mesh, wait_for_first_process
 from onetrunk.parallel.layout import Layout, train_in_stages
 from onetrunk.parallel.sharding import gathered, is_divided, is_sharded, local_bytes, replicas_of_what_trains
 from onetrunk.parallel.tensor import distribute_frozen
@@ -246,4 +246,7 @@ def work_on_limits(rank: int, folder: str) -> list[float]:
     process_mesh(2)
     limit_waits(77.0, trunk)
     groups = dist.distributed_c10d._world.pg_map
-    return [group._get_backend(device).options._timeout.total_seconds() for group in groups]
+    limited = [group._get_backend(device).options._timeout.total_seconds() for group in groups]
+    wait_for_first_process()
+    longest = dist.group.WORLD._get_backend(device).options._timeout.total_seconds()
+    return limited if longest > 86400 else [longest]

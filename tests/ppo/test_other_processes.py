@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onetrunk.ppo.stream_state import deal_packs
+from onetrunk.ppo.stream_state import STATE_FILE, deal_packs, load_buffer, save_buffer
 from onetrunk.types import Experience
 from tests.models.branches import a_pack
 from tests.places import CPU, launch
@@ -82,3 +82,13 @@ def test_single_rows_that_cannot_be_cut_are_dealt_with_work_that_trains_nothing(
     shares = [deal_packs(packs, rank, 2) for rank in range(2)]
     assert [[e.pack.num_rows for e in share] for share in shares] == [[1, 1], [1, 1]]
     assert sum(int(e.loss_mask.sum()) for share in shares for e in share) == sum(int(e.loss_mask.sum()) for e in packs)
+
+
+def test_a_sharded_base_gets_equal_counts_of_packs_that_were_written_unequal(tmp_path):
+    (tmp_path / STATE_FILE).write_text(json.dumps({"settings": {"num_processes": 2}}))
+    written = [[experience(4, 0)], [experience(1, 0), experience(1, 0), experience(2, 0)]]
+    for rank, packs in enumerate(written):
+        save_buffer(tmp_path, packs, rank)
+    assert [len(load_buffer(tmp_path, rank, 2)) for rank in range(2)] == [1, 3]
+    shares = [load_buffer(tmp_path, rank, 2, needs_equal_counts=True) for rank in range(2)]
+    assert [len(share) for share in shares] == [2, 2] and sum(e.pack.num_rows for s in shares for e in s) == 8

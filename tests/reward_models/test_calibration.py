@@ -70,6 +70,10 @@ def test_the_interval_counts_prompts_and_not_pairs():
     # The same pairs as 4 prompts that are all right or all wrong: four coins, not 400.
     few = metrics.accuracy_interval(leads, (torch.arange(400) < 200).double(), [i // 100 for i in range(400)])
     assert few == (0.0, 1.0)
+    # Five of five right: Clopper and Pearson's lower bound is .025 ** (1 / 5). One prompt says nothing of others.
+    right = metrics.accuracy_interval(leads[:5], torch.ones(5), list(range(5)))
+    assert right == (pytest.approx(0.025 ** (1 / 5)), 1.0)
+    assert all(math.isnan(x) for x in metrics.accuracy_interval(leads[:4], tensor([1.0, 1.0, 1.0, 0.0]), ["a"] * 4))
     assert all(math.isnan(x) for x in metrics.accuracy_interval(leads[:1], tensor([0.5]), ["a"]))
 
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from onetrunk.models.loading import read_tokenizer
-from onetrunk.models.reward_model import load_adapter_scorer, load_with_new_head, reads_end_token
+from onetrunk.models.reward_model import load_adapter_scorer, load_with_new_head, reads_end_token, score_layer
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, Teacher, label_rows
 from onetrunk.reward_models.training import PairCollator, RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards import ModelReward
@@ -357,3 +357,26 @@ def test_settings_and_rows_that_teach_nothing_are_rejected(base, tmp_path, setti
     labelled = label_rows(a_teacher(tmp_path), rows(), SINGLES)
     with pytest.raises(ValueError, match=message):
         a_student(base, tmp_path, labelled, **settings)
+
+
+def test_the_head_of_an_adapter_on_a_base_in_bfloat16_learns_by_small_steps(base, tmp_path):
+    model = load_with_new_head(str(base), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    trainer = a_trainer(tmp_path / "base", tmp_path, peft_config=lora(), learning_rate=1e-5, max_steps=1)
+    head = score_layer(trainer.model)
+    before = head.weight.detach().clone()
+    trainer.train()
+    assert trainer.model.dtype == torch.bfloat16 and head.weight.dtype == torch.float32
+    assert (head.weight != before).all()
+    trainer.save_model()
+    loaded, _ = load_adapter_scorer(str(tmp_path))
+    batch = first_batch(trainer)
+    with torch.no_grad():
+        scores = loaded(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+    assert torch.equal(score_layer(loaded).weight, head.weight) and torch.equal(scores, scores_of(trainer, batch))
+
+
+def test_a_margin_that_is_to_be_used_and_missing_is_an_error(base, tmp_path):
+    with pytest.raises(ValueError, match="use_margin is true and the rows have no column margin"):
+        a_trainer(base, tmp_path, use_margin=True)

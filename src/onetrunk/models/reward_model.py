@@ -115,6 +115,14 @@ def score_layer(model: nn.Module) -> nn.Linear:
     return layers[-1]
 
 
+def keep_head_float32(model: nn.Module) -> None:
+    """Give the score head float32 weights also on a base of half precision, where rounding would lose small steps."""
+    layer = score_layer(model)
+    if layer.weight.dtype in (torch.bfloat16, torch.float16):
+        layer.float()
+        layer.register_forward_pre_hook(lambda head, args: (args[0].to(head.weight.dtype), *args[1:]))
+
+
 def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
     """Load a model to train as a reward model; a language model gets a new score head, a reward model keeps its head.
 
@@ -226,6 +234,7 @@ def load_adapter_scorer(
     """
     adapter, source = read_score_adapter(name), expand(name)
     base = load_with_new_head(adapter.base)
+    keep_head_float32(base)
     # The model that PEFT wraps: its layers carry the adapter, and its head is that of the adapter.
     model = put_adapter_on(base, source).get_base_model()
     model.config.update({READS_END: True, "name_or_path": source})

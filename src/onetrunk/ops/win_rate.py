@@ -144,7 +144,7 @@ def win_rate(
     # Of the labels, or the outcomes: 0 or 1 if they all agree.
     means = (values[0], values[1], values[0])
     columns = zip(values, zip(*resamples, strict=True), means, strict=True)
-    estimates = [_estimate(*column, len(numbers)) for column in columns]
+    estimates = [estimate(*column, len(numbers)) for column in columns]
     return WinRate(
         pairs=len(labels),
         prompts=len(numbers),
@@ -232,8 +232,15 @@ def resampled(clusters: Tensor, num_resamples: int, seed: int) -> Iterator[Tenso
         yield times[:, clusters]
 
 
-def _estimate(value: float, resamples: Sequence[Tensor], mean: float, num_prompts: int) -> Estimate:
-    """Return a metric with the percentiles of its resamples."""
+def estimate(value: float, resamples: Sequence[Tensor], mean: float, num_prompts: int) -> Estimate:
+    """Return a metric with its interval: the percentiles of its resamples.
+
+    Args:
+        value: the metric.
+        resamples: its values over resampled prompts, in parts.
+        mean: share of right or won pairs; at 0 and 1 the resamples would say that nothing is uncertain.
+        num_prompts: different ones; below 2 the interval is NaN.
+    """
     if num_prompts < 2 or math.isnan(value):
         return Estimate(value, NAN, NAN)
     tail = (1 - CONFIDENCE) / 2

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 # The attribute of a base under which `parallel.staged` keeps the stage of this process.
 STAGED = "onetrunk_stage"
+# How long processes wait for the first one while it works alone.
+DAYS_ALONE = 30
 
 
 def process_mesh(group_size: int) -> DeviceMesh:
@@ -56,6 +58,15 @@ def limit_waits(timeout_s: float, model: nn.Module) -> None:
         meshes.add(process_mesh(group_size()))
     for group in {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}:
         group.set_timeout(timedelta(seconds=timeout_s))
+
+
+def wait_for_first_process() -> None:
+    """Let the other processes wait as long as it takes for the first one, which works alone; it may do so for hours.
+
+    Training sets its own limit again (`limit_waits`). A first process that ends still ends the others.
+    """
+    if dist.is_initialized():
+        dist.group.WORLD.set_timeout(timedelta(days=DAYS_ALONE))
 
 
 def num_data_processes(world_size: int) -> int:

@@ -136,17 +136,23 @@ def save_buffer(folder: str | Path, experiences: list[Experience], rank: int) ->
         save_tensors(Path(folder) / BUFFER_FILE.format(rank=rank), tensors)
 
 
-def load_buffer(folder: str | Path, rank: int, num_processes: int) -> list[Experience]:
+def load_buffer(
+    folder: str | Path, rank: int, num_processes: int, needs_equal_counts: bool = False
+) -> list[Experience]:
     """Return this process's share of the rollout in use, on the CPU.
 
-    Another number of processes than the one that wrote the checkpoint deals the packs again. The rows of a minibatch
-    stay together and keep their width, so that its gradient changes only in the order of sums.
+    Another number of processes than the one that wrote the checkpoint deals the packs again, and so does a sharded
+    base (`needs_equal_counts`) if the processes wrote different numbers of packs. The rows of a minibatch stay
+    together and keep their width, so that its gradient changes only in the order of sums.
     """
     written = num_writers(folder)
-    if written == num_processes:
+    if written == num_processes and not needs_equal_counts:
         return _read_buffer(folder, rank)
-    everything = [experience for writer in range(written) for experience in _read_buffer(folder, writer)]
-    return deal_packs(everything, rank, num_processes)
+    shares = [_read_buffer(folder, writer) for writer in range(written)]
+    counts = {tuple(sorted(experience.pack.minibatch for experience in share)) for share in shares}
+    if written == num_processes and len(counts) == 1:
+        return shares[rank]
+    return deal_packs([experience for share in shares for experience in share], rank, num_processes)
 
 
 def num_writers(folder: str | Path) -> int:

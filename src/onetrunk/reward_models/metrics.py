@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from onetrunk.data.rows import SIDES, TEMPLATE_COLUMNS, stopped_column
-from onetrunk.ops.win_rate import resampled
+from onetrunk.ops.win_rate import estimate, resampled
 from onetrunk.parallel.sharding import whole_size
 from onetrunk.reward_models.distill import Teacher
 from onetrunk.rewards.model import ModelReward
@@ -157,6 +157,7 @@ def fidelity_metrics(student: ScoredPairs, probabilities: Tensor, teacher: Score
     if teacher is not None:
         metrics |= {
             "agreement": agreement(student.leads, teacher.leads),
+            "agreement_interval": list(accuracy_interval(student.leads, order_of(teacher.leads), student.prompts)),
             "spearman": spearman(student.scores, teacher.scores),
             "pearson": pearson(student.scores, teacher.scores),
         }
@@ -214,7 +215,12 @@ def accuracy(leads: Tensor, labels: Tensor) -> float:
 
 def agreement(leads: Tensor, other_leads: Tensor) -> float:
     """Return the share of pairs that two scorers put in the same order; ties in `other_leads` are left out."""
-    return accuracy(leads, torch.where(other_leads == 0, 0.5, (other_leads > 0).double()))
+    return accuracy(leads, order_of(other_leads))
+
+
+def order_of(leads: Tensor) -> Tensor:
+    """Return the labels [n] that say which completion leads: 1, 0, or 1/2 for a tie."""
+    return torch.where(leads == 0, 0.5, (leads > 0).double())
 
 
 def preference_loss(leads: Tensor, labels: Tensor) -> float:
@@ -258,7 +264,8 @@ def accuracy_interval(leads: Tensor, labels: Tensor, groups: Sequence[Hashable])
     """Return the 95% interval of the accuracy, bootstrapped over groups: pairs of one prompt are not independent.
 
     Returns:
-        The 2.5th and the 97.5th percentile; NaN without decided pairs.
+        The 2.5th and the 97.5th percentile; if every pair is right, or none, the bound of Clopper and Pearson for as
+        many prompts. NaN with decided pairs of fewer than two prompts.
 
     Source: Efron 1979; over clusters: Cameron, Gelbach and Miller 2008.
     """
@@ -269,9 +276,9 @@ def accuracy_interval(leads: Tensor, labels: Tensor, groups: Sequence[Hashable])
     clusters = torch.tensor([places[name] for name in groups])
     counts = torch.stack([_is_right(leads, labels) * decided, decided.double()], dim=1)
     totals = torch.cat([times @ counts for times in resampled(clusters, RESAMPLES, seed=0)])
-    shares = (totals[:, 0] / totals[:, 1])[totals[:, 1] > 0]
-    low, high = torch.quantile(shares, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
+    shares, value = (totals[:, 0] / totals[:, 1])[totals[:, 1] > 0], accuracy(leads, labels)
+    found = estimate(value, [shares], value, len(clusters[decided].unique()))
+    return found.low, found.high
 
 
 def ranks(x: Tensor) -> Tensor:

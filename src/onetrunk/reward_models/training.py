@@ -30,7 +30,7 @@ from onetrunk.data.pairs import read_pairs
 from onetrunk.data.rows import SIDES, check_preferences, variables_of
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.adapters import require_lora
-from onetrunk.models.reward_model import READS_END, length_limit
+from onetrunk.models.reward_model import READS_END, keep_head_float32, length_limit, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
@@ -213,6 +213,8 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             processing_class=processing_class,
             **trl,
         )
+        if score_layer(self.model).weight.requires_grad:
+            keep_head_float32(self.model)
 
     def extra_loop_state(self) -> dict[str, Any]:
         """Return the loop state, with the metrics since the last log."""
@@ -253,6 +255,11 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     def check_rows(self, dataset: Dataset, args: RewardModelConfig) -> None:
         """Raise ValueError for rows that cannot be learned from."""
         check_preferences(dataset)
+        if args.use_margin and "margin" not in dataset.column_names:
+            raise ValueError(
+                "use_margin is true and the rows have no column margin; name it in dataset_columns, or leave"
+                " use_margin out"
+            )
 
     def encoder(
         self, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: RewardModelConfig
@@ -315,12 +322,25 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     def note_pairs(self, scores: Tensor, chosen: Tensor, rejected: Tensor, probability: Tensor | None) -> None:
         """Add the metrics of a batch to the next log: all its scores, and the scores of its pairs."""
         labels = torch.ones_like(chosen) if probability is None else probability
+        if not self.model.training and len(scores) == 2 * len(chosen):
+            kept = slice(self._num_own(len(chosen)))
+            chosen, rejected, labels = chosen[kept], rejected[kept], labels[kept]
+            scores = torch.cat([chosen, rejected])
         prefers = torch.sign(labels - 0.5)
         signs = torch.sign(chosen - rejected) * prefers
         pair_sums = self.pair_sums["train" if self.model.training else "eval"]
         pair_sums["pairs/accuracy"].append(torch.stack([((signs + 1) / 2 * prefers.abs()).sum(), prefers.abs().sum()]))
         for name, values in (("pairs/lead", chosen - rejected), ("score/mean", scores)):
             pair_sums[name].append(torch.stack([values.sum(), values.new_full((), len(values))]))
+
+    def _num_own(self, count: int) -> int:
+        """Return how many of `count` rows of an evaluation's batch no process has had before: accelerate fills the
+        last batches with the first rows.
+        """
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return count
+        return min(count, max(0, state.remainder - self.accelerator.process_index * count))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics of all processes since the last log; a metric without rows is left out."""

@@ -20,7 +20,7 @@ from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.build import scorer_from_config
 from onetrunk.models.loading import load_config
 from onetrunk.models.reward_model import ScoreScale, load_reward_tokenizer, load_with_new_head
-from onetrunk.parallel.groups import forwards_of_first
+from onetrunk.parallel.groups import forwards_of_first, wait_for_first_process
 from onetrunk.parallel.sharding import cast_when_sharded, gathered
 from onetrunk.reward_models.distill import (
     SCORES_FILE,
@@ -192,6 +192,7 @@ def label(
     members = [load_reward(name, device=args.device, batch_size=data.teacher_batch_size) for name in data.teacher]
     is_shown = state.is_main_process and not args.disable_tqdm
     teacher = Teacher(members, Path(args.output_dir) / SCORES_FILE, data.teacher_temperature, is_shown)
+    wait_for_first_process()
     for process in range(state.num_processes):
         if process == state.process_index:
             is_streamed = isinstance(train, ShardedRows)

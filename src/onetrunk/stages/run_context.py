@@ -336,6 +336,9 @@ def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
 
     `what` is the result, in words; `card` are keywords of the trainer's `create_model_card`.
     """
+    from onetrunk.parallel.groups import wait_for_first_process  # A check of a folder does not need it.
+
+    wait_for_first_process()  # It measures the result.
     trainer.accelerator.wait_for_everyone()
     if trainer.args.push_to_hub:
         trainer.push_to_hub(**card)
