@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import IntervalStrategy, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, TrainOutput
 from trl import SFTTrainer
 
 from onetrunk.checkpoints.folders import (
@@ -76,7 +76,7 @@ from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_m
 from onetrunk.parallel.groups import GroupAccelerator, limit_waits
 from onetrunk.parallel.heartbeat import SAVE, Heartbeat
 from onetrunk.parallel.layout import group_size, launch_layout, train_in_stages, training_stages
-from onetrunk.parallel.sharding import is_divided, is_sharded, replicas_of_what_trains
+from onetrunk.parallel.sharding import is_divided, is_sharded, replicas_of_what_trains, reshard
 from onetrunk.utils.files import atomic_write_json, atomic_write_text, held_folder, reading_content
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
 from onetrunk.utils.redaction import redact, without_secrets
@@ -269,6 +269,16 @@ class ResumableTrainer(Trainer):
                 self._mirror.require_free(self.args.overwrite_output_dir)
         # Training once more with the same object continues its own run.
         self._has_begun = True
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate, and free what forwards without a backward left gathered.
+
+        Saving frees it too, but on the first process alone, and the next forward is then collective there and not
+        elsewhere.
+        """
+        output = super().evaluation_loop(*args, **kwargs)
+        reshard(self.model)
+        return output
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with replicas_of_what_trains(self.model):
