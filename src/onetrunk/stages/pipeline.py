@@ -380,9 +380,10 @@ class PipelineState:
         # A training without a checkpoint has left parts of a result at most, or what it was allowed to delete when it
         # began. `prefs` makes its rows from its ledger again, so no answer is paid for twice.
         replaces = resumes and (stage.trains or stage.remakes)
-        over = ["--overwrite_output_dir", "true"] if plan.deletes or replaces else []
-        resets = stage.trains and stage.settings.get("resume_from_checkpoint")
-        return over + (["--resume_from_checkpoint", "false"] if resets else [])
+        if not plan.deletes and not replaces:
+            return []
+        continues = stage.trains and stage.settings.get("resume_from_checkpoint")
+        return ["--overwrite_output_dir", "true", *(["--resume_from_checkpoint", "false"] if continues else [])]
 
     def note(self, plan: Plan, status: str, **more: Any) -> None:
         """Record the status of a stage: "running", "failed", "interrupted", "terminated" or "done"."""
