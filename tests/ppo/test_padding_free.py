@@ -56,7 +56,7 @@ def test_a_run_resumes_to_the_bit_in_the_middle_of_a_rollout(tmp_path, settings)
 
 def test_a_model_that_mixes_rows_is_rejected_before_training_starts(tmp_path):
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", word_embed_proj_dim=32, **sizes))
-    make_trainer(tmp_path, model=model)
+    config = AutoConfig.for_model("opt", word_embed_proj_dim=32, **sizes)
+    make_trainer(tmp_path, model=AutoModelForCausalLM.from_config(config))
     with pytest.raises(ValueError, match="padding_free is not possible with OPTForCausalLM .* a row sees the rows"):
-        make_trainer(tmp_path, model=model, padding_free=True)
+        make_trainer(tmp_path, model=AutoModelForCausalLM.from_config(config), padding_free=True)

@@ -28,7 +28,7 @@ STAGING = ".saving"
 FINISHED = "_finished.json"
 # What a finished run leaves next to its checkpoints: an adapter, or a whole model.
 RESULTS = ("adapter_config.json", "config.json")
-# What was measured of it, which a run without held-out rows does not write anew.
+# What was measured of it: a run without held-out rows writes none of these.
 MEASURED = ("metrics.json", "all_results.json", "eval_results.json", "reliability.png")
 MEASURED += ("_report/completions-before.jsonl", "_report/completions-after.jsonl")
 # Branches that only some runs save: an old run's would be taken for the new run's.

@@ -41,7 +41,7 @@ from onetrunk.ops.advantages import (
 from onetrunk.ops.masking import masked_whiten, turn_starts
 from onetrunk.ops.packing import PackLimits
 from onetrunk.parallel.groups import RowGroups
-from onetrunk.parallel.sharding import equal_counts, is_sharded
+from onetrunk.parallel.sharding import equal_counts
 from onetrunk.ppo.config import PPOConfig, plan_batches
 from onetrunk.ppo.forward import Forward
 from onetrunk.ppo.monitoring.metrics import (
@@ -536,7 +536,8 @@ class ExperienceStream:
         self._experiences = None
         if self.state.slot:
             processes = self.data_parallel.process_index, self.data_parallel.num_processes
-            buffer = load_buffer(folder, *processes, needs_equal_counts=is_sharded(self.model))
+            counts = equal_counts(self.model, self.accelerator)
+            buffer = load_buffer(folder, *processes, needs_equal_counts=counts is not None)
             self._experiences = [to_device(e, self.accelerator.device) for e in buffer]
         self.source.load(folder, self._next)
 
