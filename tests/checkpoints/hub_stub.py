@@ -1,4 +1,7 @@
-"""A Hugging Face Hub on 127.0.0.1 that takes uploads: as much of its HTTP interface as `push_to_hub` speaks."""
+"""A Hugging Face Hub on 127.0.0.1 that takes uploads: as much of its HTTP interface as `push_to_hub` speaks.
+
+It has one repository, someone/out.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ class HubStub(Stub):
             "/api/whoami*": lambda _body: (200, self.me),
             "/api/repos/create": lambda _body: (200, {"url": f"{self.url}/someone/out", "id": "someone/out"}),
             "/api/validate-yaml": lambda _body: (200, {"errors": [], "warnings": []}),
-            "*/preupload/*": self._preupload,
-            "*/info/lfs/objects/batch": self._batch,
-            "*/commit/*": self._commit,
+            "*/someone/out/preupload/*": self._preupload,
+            "*/someone/out.git/info/lfs/objects/batch": self._batch,
+            "*/someone/out/commit/*": self._commit,
             "/lfs/*": self._upload,
-            "/api/models/*": self._repository,
-            "/api/datasets/*": self._repository,
+            "/api/models/someone/out*": self._repository,
+            "/api/datasets/someone/out*": self._repository,
         }
         self.refusals: dict[str, int] = {}
         self.me: dict[str, Any] = {"name": "someone", "type": "user", "orgs": []}

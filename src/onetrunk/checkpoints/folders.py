@@ -31,6 +31,9 @@ RESULTS = ("adapter_config.json", "config.json")
 # What was measured of it: a run without held-out rows writes none of these.
 MEASURED = ("metrics.json", "all_results.json", "eval_results.json", "reliability.png")
 MEASURED += ("_report/completions-before.jsonl", "_report/completions-after.jsonl")
+# Files that not every result has: an old one's would be read with the new one.
+OPTIONAL = ("chat_template.jinja", "value_head.safetensors", "score_scale.json", "generation_config.json")
+OPTIONAL += ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
 # Branches that only some runs save: an old run's would be taken for the new run's.
 BRANCHES = ("reference",)
 # This many checkpoints are always kept: whatever ends the run may also damage the last one.
@@ -244,8 +247,9 @@ def install(staged: Path, target: Path, **about: Any) -> None:
     """
     (target / MANIFEST).unlink(missing_ok=True)
     kinds = [name for name in RESULTS if (staged / name).is_file()]
-    for name in set(RESULTS) - set(kinds) if kinds else ():  # A model next to an old adapter would be read as that.
-        (target / name).unlink(missing_ok=True)
+    for name in (*RESULTS, *OPTIONAL) if kinds else ():  # A model next to an old adapter would be read as that.
+        if not (staged / name).is_file():
+            (target / name).unlink(missing_ok=True)
     write_manifest(staged, **about)
     paths = [path for path in staged.rglob("*") if path.is_file()]
     for path in sorted(paths, key=lambda path: path.name == MANIFEST):

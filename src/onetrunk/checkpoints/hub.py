@@ -43,7 +43,7 @@ def require_push(args: TrainingArguments, repo_type: str = "model") -> None:
     if not args.push_to_hub or args.process_index:
         return
     try:
-        _create(repo_name(args), args.hub_token or True, args.hub_private_repo, args.hub_revision, repo_type)
+        repository(args, repo_type)
     except HUB_ERRORS as error:
         raise RuntimeError(
             f"push_to_hub is true and {repo_name(args)} cannot be pushed to: {hub_fault(error)}"
@@ -51,18 +51,24 @@ def require_push(args: TrainingArguments, repo_type: str = "model") -> None:
 
 
 def repo_name(args: TrainingArguments) -> str:
-    """Return the name of the repository of a run, as far as the settings say it."""
+    """Return the name of the repository of a run, as far as the settings say it; it may lack the owner."""
     return args.hub_model_id or Path(args.output_dir).absolute().name
 
 
+def repository(args: Any, repo_type: str = "model") -> str:
+    """Return the whole name, owner/name, of the repository of a run, which is created if it is not there yet."""
+    return _create(repo_name(args), args.hub_token or True, args.hub_private_repo, args.hub_revision, repo_type)
+
+
 @functools.cache
-def _create(name: str, token: str | bool, private: bool | None, revision: str | None, repo_type: str) -> None:
+def _create(name: str, token: str | bool, private: bool | None, revision: str | None, repo_type: str) -> str:
     api = HfApi(token=token)
     repo = api.create_repo(name, repo_type=repo_type, private=private, exist_ok=True).repo_id
     # An existing repository passes with a token that only reads.
     api.auth_check(repo, repo_type=repo_type, write=True)
     if revision is not None:
         api.repo_info(repo, repo_type=repo_type, revision=revision)
+    return repo
 
 
 def push_folder(
@@ -75,10 +81,11 @@ def push_folder(
     """
     options = {"repo_type": repo_type, "revision": args.hub_revision, "ignore_patterns": ["_*", ".*"]}
     try:
-        HfApi().upload_folder(repo_id=repo_name(args), folder_path=folder, allow_patterns=patterns, **options)
+        name = repository(args, repo_type)
+        HfApi().upload_folder(repo_id=name, folder_path=folder, allow_patterns=patterns, **options)
     except HUB_ERRORS as error:
         raise push_failed(f"{what} in {folder}", repo_name(args), error) from error
-    return f"https://huggingface.co/{'' if repo_type == 'model' else f'{repo_type}s/'}{repo_name(args)}"
+    return f"https://huggingface.co/{'' if repo_type == 'model' else f'{repo_type}s/'}{name}"
 
 
 def push_failed(saved: str, repository: str, error: BaseException) -> PushFailed:

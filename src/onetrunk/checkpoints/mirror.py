@@ -77,6 +77,8 @@ class Mirror:
         # The newest checkpoint (True) and the newest result (False), and all that have not ended.
         self._latest: dict[bool, Upload] = {}
         self._uploads: list[Upload] = []
+        # Size and time of change of every file that was copied: a result is pushed again with what was measured of it.
+        self._copied: dict[str, tuple[int, int]] = {}
 
     def check(self) -> None:
         """Raise RuntimeError if a file in the mirror cannot be written, read and deleted."""
@@ -211,7 +213,11 @@ class Mirror:
             names |= {path.name for path in paths if path.name[0] != "." and path.suffix != ".lock"}
         self._delete_manifest(upload.name)
         for name in (*sorted(names - {MANIFEST}), MANIFEST):
-            self._files.put_file(str(upload.folder / name), self._path(upload.name, name))
+            file, target = upload.folder / name, self._path(upload.name, name)
+            stamp = (file.stat().st_size, file.stat().st_mtime_ns)
+            if name == MANIFEST or self._copied.get(target) != stamp:
+                self._files.put_file(str(file), target)
+                self._copied[target] = stamp
 
     def _rotate(self, upload: Upload) -> None:
         """Delete what killed uploads left behind, and the oldest checkpoints beyond `keep`."""

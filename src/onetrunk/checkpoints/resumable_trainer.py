@@ -527,8 +527,12 @@ class ResumableTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 install(staged, target)
+        self.mirror_result()
+
+    def mirror_result(self) -> None:
+        """Copy the result, and all files next to it, into the mirror if there is one; what is there stays."""
         if self._mirror is not None:
-            self._mirror.push(target, "")
+            self._mirror.push(self.args.output_dir, "")
             self._mirror.wait(MIRROR_WAIT_S)
 
     # --- loading ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ row is checked by `rows.py`.
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from onetrunk.utils.files import looks_like_path
 logger = logging.getLogger(__name__)
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# Columns that hold messages; in others a `from` is the user's own.
+CONVERSATIONS = ("conversations", "messages", "prompt", "completion", "chosen", "rejected")
 # Suffix of a file -> the builder of `datasets` that reads it.
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -64,14 +67,16 @@ def load_rows(
 
 def _from_sharegpt(rows: Dataset) -> Dataset:
     """Return rows with ShareGPT's messages ({from, value}) as {role, content}, and `conversations` as `messages`."""
-    names = [n for n, v in rows[0].items() if isinstance(v, list) and v and isinstance(v[0], dict) and "from" in v[0]]
+    first = {name: (rows[0][name] or [None])[0] for name in CONVERSATIONS if isinstance(rows[0].get(name), list)}
+    names = [name for name, m in first.items() if isinstance(m, dict) and {"from", "value"} <= m.keys()]
     if not names:
         return rows
 
     def message(theirs: dict[str, str]) -> dict[str, str]:
         return {"role": SHAREGPT_ROLES.get(theirs["from"], theirs["from"]), "content": theirs["value"]}
 
-    rows = rows.map(lambda row: {n: [message(m) for m in row[n]] for n in names}, desc="ShareGPT")
+    # A row without a conversation is left as it is: what reads the rows says which one it is.
+    rows = rows.map(lambda row: {n: row[n] and [message(m) for m in row[n]] for n in names}, desc="ShareGPT")
     if "conversations" in names and "messages" not in rows.column_names:
         rows = rows.rename_column("conversations", "messages")
     logger.warning("%d rows in ShareGPT's form (%s): from, value read as role, content", len(rows), ", ".join(names))
@@ -97,7 +102,7 @@ def dataset_builder(name: str, config_name: str | None, **settings: Any) -> data
     is_path = names_files or path.is_dir() or looks_like_path(name, BUILDERS)
     try:
         if names_files:
-            files = {"train": name if "://" in name else str(path)}
+            files = {"train": name if "://" in name else glob.escape(str(path)) if path.is_file() else str(path)}
             builder = datasets.load_dataset_builder(BUILDERS[path.suffix], data_files=files, **settings)
             if not builder.config.data_files["train"]:
                 raise FileNotFoundError

@@ -127,7 +127,7 @@ def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: d
     require_name(name, "the name of the samples")
     path = Path(folder) / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = []
+    lines, extra = [], {name: spread(values, scored) for name, values in extra.items()}
     with path.open("w", encoding="utf-8") as file:
         for i, prompt in enumerate(scored.batch.prompts):
             row = {"prompt": prompt, "completion": scored.completions[i], "score": _number(scored.scores.total[i])}
@@ -135,10 +135,21 @@ def write_samples(folder: str | Path, name: str, scored: ScoredRollout, extra: d
             row["stopped"] = bool(scored.rollout.stopped[i])
             row |= where_rewarded(scored, i)
             row |= {} if scored.parts is None else {"transcript": transcript(scored, i)}
-            row |= {column: values[i] for column, values in extra.items() if len(values) == len(scored.completions)}
+            row |= {column: values[i] for column, values in extra.items() if values}
             lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         file.write(redact("".join(lines)))
     return path
+
+
+def spread(values: list[Any], scored: ScoredRollout) -> list[Any]:
+    """Return a value per row of a column that a reward function logged; it has none for episodes that failed, None."""
+    rows = range(len(scored.completions))
+    episodes = scored.rollout.episodes
+    played = [row for row in rows if episodes is None or episodes[row].failure is None]
+    if len(values) != len(played):
+        return []
+    by_row = dict(zip(played, values, strict=True))
+    return [by_row.get(row) for row in rows]
 
 
 def where_rewarded(scored: ScoredRollout, row: int) -> dict[str, list[Any]]:

@@ -316,13 +316,12 @@ class ExperienceStream:
             output = item.output
             row_stopped = stopped[item.rows].to(self.accelerator.device, non_blocking=True)
             advantages, returns = self.advantages(item.pack, output, item.rewards, row_stopped)
-            value_mask, ends, pack = None, None, item.pack
+            value_mask, ends = None, None
             if by_turn:  # Advantages of turns read no other value, but for that after a cut.
-                value_mask = item.loss_mask if bootstraps else turn_starts(item.loss_mask, pack.turns)
-            if bootstraps and (by_turn or pack.turn_ids is not None):
-                ends, turns = pack.turn_ends, pack.turns if by_turn else None
-                returns = with_cut_targets(returns, item.rewards, pack.completion_mask, ends, turns)
-                ends = ends & item.loss_mask.any(1, keepdim=True)
+                value_mask = item.loss_mask if bootstraps else turn_starts(item.loss_mask, item.pack.turns)
+            if self._bootstraps_turns(item.pack):
+                returns = self._cut_targets(item, returns)
+                ends = item.pack.turn_ends & item.loss_mask.any(1, keepdim=True)
             experience = Experience(
                 pack=item.pack,
                 loss_mask=item.loss_mask,
@@ -340,6 +339,14 @@ class ExperienceStream:
         require_finite(experiences, self.state.iteration)
         return experiences
 
+    def _bootstraps_turns(self, pack: Pack) -> bool:
+        has_turns = self.config.gae_unit == "turn" or pack.turn_ids is not None
+        return self.config.truncated_completions == "bootstrap" and has_turns
+
+    def _cut_targets(self, item: RolloutPack, returns: Tensor) -> Tensor:
+        turns = item.pack.turns if self.config.gae_unit == "turn" else None
+        return with_cut_targets(returns, item.rewards, item.pack.completion_mask, item.pack.turn_ends, turns)
+
     def without_critic(self, packs: Sequence[RolloutPack], sampled: Sampled) -> tuple[list[Tensor], list[Tensor]]:
         """Return the observed returns of each pack, and the advantages that a critic of zeros would give it.
 
@@ -350,7 +357,8 @@ class ExperienceStream:
             output, stopped = item.output, sampled.stopped[item.rows].to(self.accelerator.device, non_blocking=True)
             following = None if output.next_values is None else torch.zeros_like(output.next_values)
             zeros = output._replace(values=torch.zeros_like(output.values), next_values=following)
-            observed.append(self.estimate(item.pack, output, item.rewards, stopped, lam=1.0)[1])
+            returns = self.estimate(item.pack, output, item.rewards, stopped, lam=1.0)[1]
+            observed.append(self._cut_targets(item, returns) if self._bootstraps_turns(item.pack) else returns)
             plain.append(self.advantages(item.pack, zeros, item.rewards, stopped)[0])
         return observed, plain
 

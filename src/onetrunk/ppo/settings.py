@@ -589,6 +589,13 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         changed = ", ".join(_changed(self, names))
         yield changed, f"{changed} has no effect with policy_objective {self.policy_objective!r}; leave it out"
         yield self.kl_target is not None and not self.beta, "kl_target adapts beta by factors: start it above 0"
+        # Beta falls by at most a fifth per horizon (KL_ERROR_LIMIT of ops.advantages).
+        completions = self.rollout_batch_size * self.num_generations
+        yield (
+            self.kl_target is not None and completions >= 5 * self.kl_horizon,
+            f"kl_horizon is {self.kl_horizon}, and a rollout of {completions} completions could bring beta to 0; set"
+            f" it to several times {completions}",
+        )
         yield (
             (self.truncated_completions == "penalize") != (self.missing_eos_penalty is not None),
             f"truncated_completions {self.truncated_completions!r} and missing_eos_penalty {self.missing_eos_penalty}"

@@ -276,7 +276,7 @@ def load_sampled_model(
     params = SamplingParams(**given, stop_token_ids=tuple(sorted(stops)), pad_token_id=tokenizer.pad_token_id)
     sampler = RolloutMaker(backend, rewards, tokenizer, params, episodes=episodes)
     if episodes is not None:
-        episodes.limits = replace(episodes.limits, longest_prompt=longest_with_reset(trunk, args))
+        episodes.limits = replace(episodes.limits, longest_prompt=longest_with_reset(trunk, args, episodes))
     return SampledModel(trunk, tokenizer, datasets, sampler)
 
 
@@ -335,13 +335,12 @@ def compaction_limits(args: PPOConfig, compact: Compact | None) -> CompactionLim
     return CompactionLimits(*(getattr(args, name) for name in names), compact)
 
 
-def longest_with_reset(trunk: TrunkModel, args: PPOConfig) -> int | None:
+def longest_with_reset(trunk: TrunkModel, args: PPOConfig, episodes: Episodes) -> int | None:
     """Return the most tokens of a prompt with the observation of `reset`; None: no bound."""
     positions = getattr(trunk.get_base_model().config.get_text_config(), "max_position_embeddings", None)
-    limits, added = (positions, args.microbatch_tokens), args.max_completion_length
-    if args.max_context_length is not None:  # A summary and two turns come after a prompt, in each context.
-        limits, added = (args.max_context_length,), 3 * args.max_turn_length
-    rows = [most - added for most in limits if most is not None]
+    rows = [most - args.max_completion_length for most in (positions, args.microbatch_tokens) if most is not None]
+    if args.max_context_length is not None:
+        rows = [episodes.prompt_room(args.max_turn_length)]
     return min([*rows, args.max_prompt_length] if args.max_prompt_length is not None else rows, default=None)
 
 

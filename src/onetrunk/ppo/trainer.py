@@ -283,8 +283,8 @@ class PPOTrainer(ResumableTrainer):
         self.guard.begin_step(minibatch.is_empty_slot)
         if minibatch.is_empty_slot:
             self._give_scaler_gradients(model)
-        elif not model.training:  # `train` walks over all modules.
-            model.train()
+        elif not self.model.training:  # The flag of DDP's wrapper stays set after `eval` of what is in it.
+            model.train()  # Not always: it walks over all modules.
         return not minibatch.is_empty_slot
 
     def _inputs_of(self, experience: Experience, minibatch: Minibatch) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class RewardSet:
         if not as_list and not has_environment:
             raise ValueError("no reward function was given; give at least one")
         self.functions = [resolve_reward(function) for function in as_list]
-        self.names = unique_names([reward_name(function) for function in self.functions])
+        self.names = public_names([reward_name(function) for function in self.functions])
         self.weights = [1.0] * len(as_list) if weights is None else [float(weight) for weight in weights]
         if len(self.weights) != len(as_list):
             raise ValueError(
@@ -151,7 +151,7 @@ class RewardSet:
         if turn_rewards is not None:
             results.append([None if rewards is None else PerTurn(rewards) for rewards in turn_rewards])
             names, weights = [*names, f"environment {environment_name!r}"], [*weights, 1.0]
-            public = unique_names([*public, environment_name])
+            public = public_names([*public, environment_name])
         scores = [checked_scores(n, result, len(prompts)) for n, result in zip(names, results, strict=True)]
         dense = [dense_entries(n, result, turns) for n, result in zip(names, results, strict=True)]
         return weighted_scores(public, scores, weights, dense, turns)
@@ -223,6 +223,11 @@ def _at_tokens(returned: str, row: int, entry: DenseReward, turns: Sequence[int]
     return rewards
 
 
+def public_names(names: Sequence[str]) -> list[str]:
+    """Return different names for metrics, `score/<name>`; `score/mean` and `score/std` are those of the total."""
+    return unique_names(["mean", "std", *names])[2:]
+
+
 def weighted_scores(
     names: Sequence[str],
     rows: Sequence[Sequence[float | None]],
@@ -238,7 +243,9 @@ def weighted_scores(
     weighted = scores * torch.tensor(weights, dtype=torch.float64)[:, None]
     # One after the other, so that the sum does not depend on the kernel.
     total = sum(torch.where(applies, weighted, 0.0)).float()
-    total[~applies.any(dim=0) | ~total.isfinite()] = math.nan
+    # A row that only functions of weight 0 score has no reward: these are logged.
+    counts = torch.tensor([weight != 0 or not any(weights) for weight in weights])
+    total[~applies[counts].any(dim=0) | ~total.isfinite()] = math.nan
     by_function = dict(zip(names, scores.float(), strict=True))
     if not any(dense):
         return Scores(total, by_function)

@@ -37,7 +37,7 @@ class OpenEnv:
         columns = json.loads(json.dumps({"seed": seed, **(options or {})}, default=str))
         return _text(self._ask("reset", **columns).observation), {}
 
-    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _ask(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         before = self._socket
         try:
             result = getattr(self.client, method)(*args, **kwargs)
@@ -77,7 +77,7 @@ class OpenEnvTools(OpenEnv):
     def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the result of a tool; RuntimeError if it failed."""
         result = self._ask("step", {"type": "call_tool", "tool_name": name, "arguments": arguments})
-        self.reward, self.is_over = self.reward + float(result.reward or 0), bool(result.done)
+        self.reward, self.is_over = self.reward + float(result.reward or 0), self.is_over or bool(result.done)
         error, content = result.observation.get("error"), result.observation.get("result")
         try:
             if error:

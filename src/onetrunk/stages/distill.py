@@ -160,11 +160,8 @@ def make_student(
     args: DistillArguments, student: StudentArguments, datasets: Sequence[TrainingRows | None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, LoraConfig | None]:
     """Return the untrained student, its tokenizer, and its LoRA config if it is an adapter."""
-    kwargs = load_kwargs(args, student, "a student")
-    name = student.model_name_or_path
-    # The pinned commit is the model's; code of another repository is not run.
-    source = (None, False) if student.student_tokenizer else (kwargs["revision"], kwargs["trust_remote_code"])
-    tokenizer = load_reward_tokenizer(student.student_tokenizer or name, *source)
+    name, kwargs = student.model_name_or_path, load_kwargs(args, student, "a student")
+    tokenizer = load_student_tokenizer(student, kwargs)
     if name:
         config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
         check_tokenizer(tokenizer, name, datasets, config.vocab_size)
@@ -172,6 +169,13 @@ def make_student(
     with cast_when_sharded():
         model = load_with_new_head(name, **kwargs) if name else scorer_from_config(student.student_config, tokenizer)
     return model, tokenizer, score_peft_config(args, student, model)
+
+
+def load_student_tokenizer(student: StudentArguments, kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """Return the student's tokenizer; `kwargs` are those that load its model."""
+    # The pinned commit is the model's; code of another repository is not run.
+    source = (None, False) if student.student_tokenizer else (kwargs["revision"], kwargs["trust_remote_code"])
+    return load_reward_tokenizer(student.student_tokenizer or student.model_name_or_path, *source)
 
 
 def label(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from onetrunk.feedback.costs import CostConfig
 from onetrunk.ppo.stream_state import FREE_IN_PPO
 from onetrunk.rewards.specs import PROCESS_MODEL
 from onetrunk.stages.arguments import PushArguments
-from onetrunk.stages.options.reading import UsageError, read_mapping, run_words, secret_in_words
+from onetrunk.stages.options.reading import RESUME, UsageError, read_mapping, run_words, secret_in_words
 from onetrunk.stages.results import as_json, shortened
 from onetrunk.stages.run_context import (
     EXIT_INTERRUPTED,
@@ -58,6 +59,7 @@ from onetrunk.utils.files import (
     require_output_dir,
     write_lock,
 )
+from onetrunk.utils.import_path import is_dotted_path
 from onetrunk.utils.redaction import redact, redact_all, table_console
 from onetrunk.utils.shipped import find_config, with_shipped_files
 from onetrunk.verbs import VERBS
@@ -70,6 +72,10 @@ STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launc
 STATE_FILE = "pipeline.json"
 # The length of a training. If it grows, the training resumes.
 LENGTHS = ("num_rollouts", "max_steps", "num_train_epochs")
+# Settings whose texts are no paths, though a file may have that name.
+NO_PATHS = {
+    "stop_tokens", "dataset_split", "eval_dataset_split", "dataset_config", "dataset_columns", "compaction_prompt",
+}  # fmt: skip
 # Files of a run that no later stage reads.
 IGNORED = ("checkpoint-*", "runs", "__pycache__", ".*", "events.out.tfevents.*", "_report")
 
@@ -203,11 +209,18 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
     verbs = [known.name for known in VERBS.values() if known.dry_run]
     if verb not in verbs:
         raise UsageError(f"{place}: {verb!r} is no verb; set verb to one of {', '.join(verbs)}")
+    options = {_setting(verb, option): value for option, value in options.items()}
     settings = {**with_shipped_files(read_mapping(path)[0]), **options}
     if not settings.get("output_dir"):
         raise UsageError(f"{place}: {path} does not set output_dir; name the folder that the stage writes to")
     stage = Stage(name, verb, path, options, launcher, (Path(str(settings["output_dir"])),), settings)
     return replace(stage, free=free_settings(verb, _parse_as_the_stage_will(stage, place)))
+
+
+def _setting(verb: str, option: str) -> str:
+    """Return the name of the setting of an option, which may be written as on the command line."""
+    name = option.replace("-", "_")
+    return RESUME if name == "resume" and VERBS[verb].trains else name
 
 
 def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
@@ -242,7 +255,10 @@ def _words(value: Any) -> list[str]:
 
 
 def paths_in(value: Any) -> Iterator[Path]:
-    """Yield each text in nested settings that may be a path, such as "model", "rewards.py:score" or "reward:model"."""
+    """Yield each text in nested settings that may be a path, such as "model", "rewards.py:score" or "reward:model".
+
+    The name of a function ("rewards.score") stands for the file of its module.
+    """
     if isinstance(value, (dict, list)):
         for entry in value.values() if isinstance(value, dict) else value:
             yield from paths_in(entry)
@@ -253,9 +269,14 @@ def paths_in(value: Any) -> Iterator[Path]:
     for candidate in (text, before) if colon else (text,):
         if not candidate or len(candidate) >= 1000 or "\n" in candidate:
             continue
-        yield Path(candidate).expanduser()
+        yield Path(os.path.expanduser(candidate))
         if "*" in candidate and Path(candidate).suffix in BUILDERS:  # Rows that are streamed.
-            yield from map(Path, sorted(glob(str(Path(candidate).expanduser()), recursive=True)))
+            yield from map(Path, sorted(glob(os.path.expanduser(candidate), recursive=True)))
+    if is_dotted_path(text):
+        module = Path(*text.split(".")[:-1]).with_suffix(".py")
+        # Python finds it in the first of these; in the working folder it stays as short as the user knows it.
+        places = (module, *(Path(place) / module for place in sys.path))
+        yield next((path for path in places if path.is_file()), module)
 
 
 def is_within(path: Path, folder: Path) -> bool:
@@ -406,12 +427,14 @@ class PipelineState:
     def _inputs(self, stage: Stage, waits_for: Iterable[Stage]) -> dict[str, str | None]:
         pending = [output for other in waits_for for output in other.outputs]
         inputs = {str(stage.path): self.digests[stage.path]} if stage.verb is None else {}
-        for path in paths_in({name: value for name, value in stage.settings.items() if name not in stage.free}):
-            if any(is_within(path, output) for output in stage.outputs):
+        named = {name: value for name, value in stage.settings.items() if name not in stage.free | NO_PATHS}
+        for path in paths_in(named):
+            # A text such as "." or "/" is no input: it would be all that lies around.
+            if is_within(Path.cwd(), path) or any(is_within(path, output) for output in stage.outputs):
                 continue
             if any(is_within(path, output) or is_within(output, path) for output in pending):
                 inputs[str(path)] = None
-            elif path.exists():
+            elif os.path.exists(path):  # False also for a text that is too long for a name.
                 inputs[str(path)] = self.digests[path]
         return dict(sorted(inputs.items()))
 

@@ -351,6 +351,7 @@ def finish(verb: str, trainer: Trainer, what: str, **card: str | None) -> None:
         for alarm in alarms:  # The worst first.
             print(printable(f"  {alarm.text}"))
         say_how(folder, verb, trainer.args.write_report)
+    trainer.mirror_result()  # With what was measured after it was saved.
     trainer.accelerator.end_training()
 
 

@@ -62,8 +62,8 @@ def as_messages(rows: TrainingRows) -> TrainingRows:
 def make_trainer(
     args: SFTArguments, model_args: ModelArguments, train: TrainingRows, held_out: Dataset | None
 ) -> ResumableSFTTrainer:
-    name, revision = model_args.model_name_or_path, model_args.model_revision
-    kwargs = model_args.base_kwargs(args, "sft")
+    name, kwargs = model_args.model_name_or_path, model_args.base_kwargs(args, "sft")
+    source = kwargs["revision"], kwargs["trust_remote_code"]
     quantization = get_quantization_config(model_args)
     if quantization is not None and not model_args.use_peft:
         raise ValueError("a quantised model cannot be trained whole; set use_peft: true")
@@ -72,11 +72,10 @@ def make_trainer(
             "on a CPU a quantised base passes no gradient after an evaluation (models/base_model.py); leave"
             " eval_strategy out: the held-out rows are evaluated at the end"
         )
-    tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=kwargs["trust_remote_code"])
+    tokenizer = load_tokenizer(name, *source)
     train, held_out = (rows and without_written_bos(rows, tokenizer) for rows in (train, held_out))
     if args.chat_template_path is None:
-        vocab_size = load_config(name, revision, kwargs["trust_remote_code"]).vocab_size
-        check_tokenizer(tokenizer, name, (train, held_out), vocab_size)
+        check_tokenizer(tokenizer, name, (train, held_out), load_config(name, *source).vocab_size)
     with cast_when_sharded(quantization):
         model = load_base(name, quantization_config=quantization, **kwargs)
     lora = model_args.peft_config() if model_args.use_peft else None

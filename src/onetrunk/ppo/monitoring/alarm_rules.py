@@ -186,9 +186,10 @@ RULES = {
     "length_limit": Rule(
         0.5,
         "episode/length_limit",
-        "the share of episodes that max_completion_length ends",
+        "the share of episodes that a limit of tokens ends",
         "too small a limit for the task, long observations, or a policy that never comes to an end",
-        "raise max_completion_length, lower max_observation_characters, or reward an early end (gamma below 1)",
+        "raise max_completion_length (or max_turn_length or max_context_length, if one of these is what ends them),"
+        " lower max_observation_characters, or reward an early end (gamma below 1)",
         is_upper=True,
     ),
 }

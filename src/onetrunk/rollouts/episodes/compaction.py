@@ -43,14 +43,20 @@ class Compaction:
     def require_room(self, longest_prompt: int, is_chat: bool) -> None:
         """Raise ValueError if the longest prompt, a summary and the next turn may not fit into a context."""
         request = len(self.request(is_chat, (), stopped=True))
-        given = longest_prompt + self.turn_length * (self.limits.compact is None)
-        needed = given + self._room(0, request)
-        if needed > self.limits.max_context_length:
+        lacking = longest_prompt - self.prompt_room(is_chat)
+        if lacking > 0:
+            needed = self.limits.max_context_length + lacking
             raise ValueError(
                 f"max_context_length is {self.limits.max_context_length}, and a context may need {needed} tokens: the"
                 f" longest prompt ({longest_prompt}), a summary and a turn (max_turn_length {self.turn_length} each),"
                 f" and a request ({request}) and its summary; raise it, or lower max_turn_length or the prompt length"
             )
+
+    def prompt_room(self, is_chat: bool) -> int:
+        """Return the most tokens of a prompt that leave room for a summary and the next turn in a context."""
+        request = len(self.request(is_chat, (), stopped=True))
+        summary = self.turn_length * (self.limits.compact is None)
+        return self.limits.max_context_length - summary - self._room(0, request)
 
     def is_due(self, length: int, done: int, request: int) -> bool:
         """Return whether a context has to be compacted before the next turn.

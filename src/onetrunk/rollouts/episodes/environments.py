@@ -139,6 +139,10 @@ class Episodes:
         """Raise ValueError if a compacted context has no room for what it begins with and the next turns."""
         Compaction(self.limits.compaction, self.turns, turn_length).require_room(longest_prompt, self.is_chat)
 
+    def prompt_room(self, turn_length: int) -> int:
+        """Return the most tokens of a prompt in a compacted context."""
+        return Compaction(self.limits.compaction, self.turns, turn_length).prompt_room(self.is_chat)
+
     def with_prompts(self, rows: Rows | None, count: int) -> Rows:
         """Return rows (None: `count` of them) with a column `prompt`; where there is none, `reset` says the prompt."""
         if rows is not None and "prompt" in rows.column_names:

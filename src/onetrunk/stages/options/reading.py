@@ -193,7 +193,10 @@ def _unknown_words(unknown: Sequence[str], options: Mapping[str, Option], explai
 
 
 def with_variables(value: Any, place: str = "") -> Any:
-    """Return a value of a YAML file, or a word, with each ${NAME} replaced by the environment variable."""
+    """Return a value of a YAML file, or a word, with each ${NAME} replaced by the environment variable.
+
+    A `~/` at its start is the home folder, also in `--output_dir=~/runs`, where a shell leaves it.
+    """
     if isinstance(value, dict):
         return {key: with_variables(entry, place) for key, entry in value.items()}
     if isinstance(value, list):
@@ -205,7 +208,10 @@ def with_variables(value: Any, place: str = "") -> Any:
             raise UsageError(f"{place}{value!r} names {match[0]}, which {fault}; write the value itself")
         return os.environ[match[1]]
 
-    return re.sub(r"\$\{(\w+)\}", variable, value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    text = re.sub(r"\$\{(\w+)\}", variable, value)
+    return re.sub(r"^(--[\w-]+=)?~/", lambda match: f"{match[1] or ''}{os.path.expanduser('~')}/", text)
 
 
 def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

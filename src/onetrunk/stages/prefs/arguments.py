@@ -83,6 +83,8 @@ class PrefsArguments(SamplingArguments, PushArguments):
             raise ValueError(f"temperature is {self.temperature}; completions of a prompt differ only above 0")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; set it to 1 or more")
+        if self.merge_shards is not None and self.merge_shards < 2:
+            raise ValueError(f"merge_shards is {self.merge_shards}; give the number of shards, 2 or more")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -91,7 +93,7 @@ class PrefsArguments(SamplingArguments, PushArguments):
         samples = self.mode == "revise" or self.use_vllm
         faults = {
             "completions are given; leave mode revise and use_vllm out, which sample": is_given and samples,
-            "shard is set; run every shard first, then merge_shards alone": has_shard and bool(self.merge_shards),
+            "shard is set; run every shard first, then merge_shards alone": has_shard and self.merge_shards,
             "shard is set; leave push_to_hub to merge_shards": has_shard and self.push_to_hub,
         }
         for message, is_wrong in faults.items():

@@ -177,9 +177,7 @@ class PromptSource(Source):
     def __init__(self, args: PrefsArguments, model_args: ModelArguments):
         super().__init__(args)
         name, kwargs = model_args.model_name_or_path, model_args.init_kwargs()
-        rows = load_source_rows(args)
-        if isinstance(rows, Dataset):
-            prompt_rows(rows)
+        rows = prompt_rows(load_source_rows(args))
         limit = getattr(load_config(name, kwargs.get("revision")), "max_position_embeddings", None)
         self.tokenizer = policy_tokenizer(name, None, kwargs)
         self.limit = None if limit is None else limit - args.max_completion_length

@@ -44,7 +44,7 @@ from onetrunk.stages.arguments import (
     SFTArguments,
     TrainingDataArguments,
 )
-from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels
+from onetrunk.stages.distill import DistillDataArguments, StudentArguments, load_labels, load_student_tokenizer
 from onetrunk.stages.eval import EvalArguments, named_opponent
 from onetrunk.stages.ppo import require_functions
 from onetrunk.stages.prefs.arguments import PrefsArguments
@@ -59,12 +59,14 @@ from onetrunk.stages.rows import (
     load_training_rows,
     prompt_rows,
 )
+from onetrunk.stages.sft import as_messages
 from onetrunk.utils.options import parse_adapter_layers
 
 
 def sft(data: TrainingDataArguments, args: SFTArguments, model_args: ModelArguments) -> None:
     require_new(args)
-    rows, held_out = load_training_rows(data, args.seed, check_completions)
+    check = as_messages if args.text_as_messages else check_completions
+    rows, held_out = load_training_rows(data, args.seed, check)
     name, kwargs = model_args.model_name_or_path, model_args.base_kwargs(args, "sft")
     config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
     if model_args.use_peft:
@@ -94,9 +96,11 @@ def distill(data: DistillDataArguments, args: RewardTrainingArguments, student: 
 def show_scorer(args: RewardTrainingArguments, model_args: ModelArguments, rows: TrainingRows, held_out: Any) -> None:
     """Check the model of a reward model, and print what would be trained."""
     name, kwargs = model_args.model_name_or_path, load_kwargs(args, model_args, "a reward model")
+    source = kwargs["revision"], kwargs["trust_remote_code"]
+    is_student = isinstance(model_args, StudentArguments)
+    tokenizer = load_student_tokenizer(model_args, kwargs) if is_student else load_reward_tokenizer(name, *source)
     if name:
-        config = load_config(name, kwargs["revision"], kwargs["trust_remote_code"])
-        tokenizer = load_reward_tokenizer(name, kwargs["revision"], kwargs["trust_remote_code"])
+        config = load_config(name, *source)
         check_tokenizer(tokenizer, name, (rows, held_out), config.vocab_size)
         score_peft_config(args, model_args, without_weights(AutoModelForSequenceClassification, config))
     what = "a reward adapter on" if model_args.use_peft else "a reward model from"

@@ -21,7 +21,7 @@ from huggingface_hub import ModelCardData
 from transformers import PreTrainedTokenizerBase
 
 from onetrunk.checkpoints.folders import MANIFEST, STAGING, begin_staging, install, read_manifest
-from onetrunk.checkpoints.hub import push_folder, repo_name, require_push
+from onetrunk.checkpoints.hub import push_folder, repo_name, repository, require_push
 from onetrunk.models.base_model import check_decoder, load_base, stop_token_ids
 from onetrunk.models.build import load_adapted
 from onetrunk.models.loading import (
@@ -201,14 +201,13 @@ def write_card(folder: Path, args: ExportArguments, base: str | None) -> None:
         pipeline_tag="text-generation",
         tags=["onetrunk", "ppo"],
     )
-    name = repo_name(args)
     of = f"[{source}](https://huggingface.co/{source})" if on_hub else f"`{markdown_text(Path(source).name)}`"
     text = CARD.format(
         metadata=data.to_yaml(),
-        title=markdown_text(name.split("/")[-1]),
+        title=markdown_text(repo_name(args).split("/")[-1]),
         what=f"The base model {of}, merged with a LoRA adapter into one model" if base else f"{of}, copied",
         version=sys.modules["onetrunk"].__version__,
-        where=name if args.hub_model_id and args.push_to_hub else ".",
+        where=repository(args) if args.push_to_hub else ".",
     )
     atomic_write_text(folder / "README.md", redact(text))
 
