@@ -52,21 +52,20 @@ def taught_base(
     folder: Path, tools: list[Callable], conversations: list[list[dict]], template: str = "qwen2_5"
 ) -> None:
     """Write a tiny Llama that has learned conversations by heart, and calls tools as they do, with its tokenizer."""
-    names = ("<|im_start|>", "<|im_end|>")
-    chat_template = (Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text()
+    names, chat = ("<|im_start|>", "<|im_end|>"), chat_tokenizer(template)
     shape = BaseShape(vocab_size=900, hidden_size=64, max_positions=1024)
 
     def rendered(tokenizer, **settings):
         return [tokenizer.apply_chat_template(c, tools=tools, **settings) for c in conversations]
 
     # A tokenizer of whole phrases keeps the rows short.
-    texts = rendered(chat_tokenizer(template), tokenize=False)
-    make_base(texts * 3, folder, shape=shape, chat_template=chat_template, special_tokens=names)
+    texts = rendered(chat, tokenize=False)
+    make_base(texts * 3, folder, shape=shape, chat_template=chat.chat_template, special_tokens=names)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.eos_token = names[1]
     tokenizer.save_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder)
-    rows = [torch.tensor([row]) for row in rendered(tokenizer, return_dict=True) for row in [row["input_ids"]]]
+    rows = [torch.tensor([row["input_ids"]]) for row in rendered(tokenizer, return_dict=True)]
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(200):
         loss = sum(model(input_ids=row, labels=row).loss for row in rows) / len(rows)

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PrinterCallback, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-from tests.learning import EOS, HEAD_STD, KIND_SIZE, KIND_WEIGHT, LORA, make_config, task_config, word_tokenizer
+from tests.learning import EOS, HEAD_STD, KIND_SIZE, KIND_WEIGHT, make_config, new_trainer, task_config, word_tokenizer
 
 if TYPE_CHECKING:
     from onetrunk.ppo.trainer import PPOTrainer
@@ -61,7 +60,6 @@ class Courier:
         return self.compactions + 2
 
     def words(self) -> dict[str, int]:
-        """Return the words of the tokenizer."""
         given = {"start": START, "next": NEXT, "ask": ASK, "request": REQUEST}
         keys = {f"k{i}": FIRST_KEY + i for i in range(self.num)}
         return given | keys | {f"a{i}": self.first_word + i for i in range(self.num)}
@@ -155,20 +153,15 @@ def _random_model(courier: Courier, seed: int) -> PreTrainedModel:
 
 def make_courier_trainer(courier: Courier, seed: int, folder: str | Path, **settings: Any) -> PPOTrainer:
     """Return a trainer that plays the game; `settings` replace those of the learning tests and of the game."""
-    from onetrunk.ppo.trainer import PPOTrainer
-
     rows = {"prompt": ["start"] * NUM_ROWS, "key": [i % courier.num for i in range(NUM_ROWS)]}
-    trainer = PPOTrainer(
+    return new_trainer(
         courier_model(courier, seed),
         None,
         make_config(folder, seed, 64, {**courier.settings(), **settings}),
         Dataset.from_dict(rows),
         processing_class=word_tokenizer(courier.words()),
-        peft_config=LoraConfig(**LORA),
         environment_factory=lambda: CourierGame(courier),
     )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 # --- what is known ------------------------------------------------------------------------------------------------

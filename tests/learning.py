@@ -44,34 +44,19 @@ ROWS_AT_ONCE = 16_384
 # The one setting of both tasks and all seeds.
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 SETTINGS: dict[str, Any] = {
-    "rollout_batch_size": 128,
-    "num_rollouts": 80,
-    "num_ppo_epochs": 4,
-    "num_minibatches": 1,
-    "per_device_train_batch_size": 128,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "linear",
-    "epsilon": 0.2,
-    "gamma": 1.0,
-    "lam": 0.95,
-    "kl_estimator": "k1",
-    "whiten_advantages": True,
-    "max_grad_norm": 1.0,
+    "rollout_batch_size": 128, "num_rollouts": 80, "num_ppo_epochs": 4, "num_minibatches": 1,
+    "per_device_train_batch_size": 128, "learning_rate": 1e-3, "lr_scheduler_type": "linear", "epsilon": 0.2,
+    "gamma": 1.0, "lam": 0.95, "kl_estimator": "k1", "whiten_advantages": True, "max_grad_norm": 1.0,
     "weight_decay": 0.0,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Task:
     """Write `length` tokens; the score of a completion is its share of good tokens.
 
-    Ids 0 and 1 are PAD and EOS; the next `num_good` are the good tokens, and prompts consist of the tokens after them.
-
-    Args:
-        num_tokens: ordinary tokens of the vocabulary.
-        num_good: good ones among them.
-        length: tokens of a completion.
-        beta: coefficient of the KL.
+    Ids 0 and 1 are PAD and EOS; of the `num_tokens` others the first `num_good` are the good tokens, and prompts
+    consist of the rest.
     """
 
     num_tokens: int
@@ -84,7 +69,6 @@ class Task:
         return FIRST + self.num_tokens
 
     def score(self, completion_ids: list[int]) -> float:
-        """Return the share of good tokens."""
         return sum(FIRST <= i < FIRST + self.num_good for i in completion_ids) / len(completion_ids)
 
 
@@ -99,13 +83,6 @@ class Chain:
     Observations and the actions of each place in a turn have `num` tokens each. The first observation is the last
     token of the prompt. An action is good if its number added to that of the token before it is below `num_good`
     modulo `num`, and earns 1 / (turns * length), so the score is the share of good actions.
-
-    Args:
-        turns: of an episode.
-        length: actions of a turn.
-        num: observations, and actions of each place.
-        num_good: good actions after each token.
-        beta: coefficient of the KL.
     """
 
     turns: int
@@ -150,9 +127,7 @@ SIXTEEN_TURNS = Chain(turns=16, length=1, num=6, num_good=1, beta=0.025)
 class ChainGame:
     """A Gymnasium text environment that plays a Chain from the last token of the prompt.
 
-    Args:
-        chain: the rules.
-        pays: "turns", each turn's reward at once, or "end", their sum after the last one.
+    It pays each turn's reward at once, or, if `pays` is "end", their sum after the last one.
     """
 
     def __init__(self, chain: Chain, pays: str = "turns"):
@@ -176,20 +151,14 @@ class ChainGame:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The results of the best policy.
-
-    Args:
-        objective: J*.
-        score: its mean score.
-        kl: its KL to the reference, nats per completion.
-        kl_std: standard deviation of logprob - reference logprob over its completions and the prompts.
-        start: mean score of the reference, which is the reference's own J.
-    """
+    """The results of the best policy: J*, its score and its KL to the reference in nats per completion."""
 
     objective: float
     score: float
     kl: float
+    # Of logprob - reference logprob over its completions and the prompts.
     kl_std: float
+    # Mean score of the reference, which is the reference's own J.
     start: float
 
 
@@ -405,16 +374,19 @@ def make_config(folder: str | Path, seed: int, length: int, settings: dict[str, 
 
     chosen = {**SETTINGS, **settings}
     return PPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        seed=seed,
-        max_completion_length=length,
-        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"],
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        output_dir=str(folder), use_cpu=True, seed=seed, max_completion_length=length, save_strategy="no",
+        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"], report_to="none", disable_tqdm=True,
         **chosen,
-    )
+    )  # fmt: skip
+
+
+def new_trainer(*parts: Any, lora: dict[str, Any] = LORA, **more: Any) -> PPOTrainer:
+    """Return a trainer of these arguments with a LoRA adapter; it prints no logs."""
+    from onetrunk.ppo.trainer import PPOTrainer
+
+    trainer = PPOTrainer(*parts, peft_config=LoraConfig(**lora), **more)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def make_trainer(
@@ -430,40 +402,31 @@ def make_trainer(
 
     `rollout_backend` is a backend, or the setting of that name.
     """
-    from onetrunk.ppo.trainer import PPOTrainer
-
     if isinstance(rollout_backend, str):
         settings["rollout_backend"], rollout_backend = rollout_backend, None
-    trainer = PPOTrainer(
+    return new_trainer(
         reference_model(task, seed),
         reward or share_of_good_tokens(task),
         make_config(folder, seed, task.length, {"beta": task.beta, **settings}),
         prompt_dataset(task_prompts(task, seed)),
         processing_class=task_tokenizer(task),
-        peft_config=LoraConfig(**{**LORA, **(lora or {})}),
+        lora={**LORA, **(lora or {})},
         rollout_backend=rollout_backend,
     )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 def make_chain_trainer(
     chain: Chain, seed: int, folder: str | Path, pays: str = "turns", **settings: Any
 ) -> PPOTrainer:
     """Return a trainer that plays a chain in ChainGame, whose rewards are the only ones."""
-    from onetrunk.ppo.trainer import PPOTrainer
-
-    trainer = PPOTrainer(
+    return new_trainer(
         chain_model(chain, seed),
         None,
         make_config(folder, seed, chain.episode_length, {"beta": chain.beta, **settings}),
         prompt_dataset(chain_prompts(chain, seed), "o", FIRST),
         processing_class=task_tokenizer(chain),
-        peft_config=LoraConfig(**LORA),
         environment_factory=functools.partial(ChainGame, chain, pays),
     )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 def learn(trainer: PPOTrainer) -> Outcome:

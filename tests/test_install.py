@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.environments import ROOT, lend_packages
+from tests.environments import lend_packages
+from tests.processes import ROOT, finished
 
 # With them the chain of the tiny recipe takes seconds.
 SIZES = """
@@ -29,9 +29,16 @@ eval: {dataset_split: 'train[:8]', max_completion_length: 12}
 def run(*words, hides=("PYTHONPATH", "VIRTUAL_ENV"), **kwargs):
     """Return what a command printed; its environment has no trace of this checkout."""
     env = {name: value for name, value in os.environ.items() if name not in hides}
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env, **kwargs)
-    assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    return finished(words, env=env, **kwargs).stdout
+
+
+def make_environment(folder, *options):
+    """Make an environment that borrows the packages of the tests, and let pip install into it."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    lend_packages(python)
+    fixed = ("--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check", "-q")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *fixed, *options)
 
 
 def build(source, target, kind):
@@ -55,13 +62,9 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fresh(built, tmp_path_factory):
-    """Return the `bin` of an environment with the wheel; it reads the other packages where the tests have them."""
+    """Return the `bin` of an environment with the wheel."""
     folder = tmp_path_factory.mktemp("fresh") / "venv"
-    run(sys.executable, "-m", "venv", "--without-pip", folder)
-    python = folder / "bin" / "python"
-    lend_packages(python)
-    options = ("--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check", "-q")
-    run(sys.executable, "-m", "pip", "--python", python, "install", *options, built[0])
+    make_environment(folder, built[0])
     return folder / "bin"
 
 
@@ -139,11 +142,7 @@ def test_the_commands_of_the_readme_run_from_a_clone(tmp_path):
     shutil.copytree(ROOT, clone, ignore=lambda folder, names: hidden(folder, names) if Path(folder) == ROOT else [])
     make_small(clone / "recipes")
     # What `make setup` makes, with the packages that the tests have.
-    run(sys.executable, "-m", "venv", "--without-pip", clone / ".venv")
-    python = clone / ".venv/bin/python"
-    lend_packages(python)
-    options = ("--no-deps", "--no-index", "--ignore-installed", "--no-build-isolation", "-q")
-    run(sys.executable, "-m", "pip", "--python", python, "install", *options, "-e", clone)
+    make_environment(clone / ".venv", "--no-build-isolation", "-e", clone)
     (clone / ".venv/.installed-torch-2.13.0").touch()
     lines = [line.replace("make demo", "make demo || true") for line in commands()]
     assert len(lines) >= 7

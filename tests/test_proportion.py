@@ -1,6 +1,5 @@
 """The measures of the house: the step on one screen, no mode in it, few frames and few files around it."""
 
-import ast
 import inspect
 import re
 import traceback
@@ -13,6 +12,7 @@ from onetrunk.ppo.trainer import PPOTrainer
 from tests.processes import python
 from tests.stages.small_runs import make_material
 from tests.test_floors import WING_OF, room_of
+from tests.test_foreign_internals import PATCHES, identifiers
 
 PACKAGE = Path(__file__).parents[1] / "src/onetrunk"
 # Which layout, sampler or schedule runs is hidden by parallel/ and by a RolloutSource.
@@ -21,14 +21,6 @@ MODE_WORDS = {*LAYOUT_WORDS, "isinstance", "hasattr", "getattr", "schedule", "ro
 # cli.main, ppo.main, run_stage, ppo.run, ResumableTrainer.train, training_step, compute_loss, ppo_loss, policy_loss.
 MOST_FRAMES = 9
 MOST_IMPORTED_FILES = 84
-
-
-def identifiers(source: str) -> set[str]:
-    """Return the names, attributes, arguments and definitions of a source text; not its words and module paths."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        found |= {getattr(node, field) for field in ("id", "attr", "arg", "name", "asname") if hasattr(node, field)}
-    return found
 
 
 def code_of(function: object) -> str:
@@ -73,11 +65,22 @@ def test_few_frames_of_ours_lie_between_the_command_and_the_ratio(tmp_path, monk
     assert max(sum(str(PACKAGE) in filename for filename in stack) for stack in stacks) + 1 <= MOST_FRAMES
 
 
-def test_a_trainer_imports_few_files_and_all_of_them_are_of_the_core():
-    code = "import sys; from onetrunk import PPOTrainer; print(*[m for m in sys.modules if m.startswith('onetrunk')])"
-    modules = set(python("-c", code).stdout.split())
+def test_a_trainer_imports_few_files_all_of_the_core_and_replaces_nothing_in_another_library():
+    names = [internal.name for internal in PATCHES if internal.library != "vllm"]
+    code = f"""
+import sys
+from pkgutil import resolve_name
+import onetrunk
+assert "transformers" not in sys.modules
+from onetrunk import PPOTrainer
+print(*(name for name in sys.modules if name.startswith("onetrunk")))
+print(*(resolve_name(name).__module__ for name in {names}))
+"""
+    modules, holders = map(str.split, python("-c", code).stdout.splitlines())
     assert len(modules) <= MOST_IMPORTED_FILES
-    assert {WING_OF[room_of(module)] for module in modules - {"onetrunk"}} == {"core"}
+    assert {WING_OF[room_of(module)] for module in modules if module != "onetrunk"} == {"core"}
+    assert "onetrunk.models.speedups.token_grid" in modules and len(holders) == len(names)
+    assert not [holder for holder in holders if holder.startswith("onetrunk")]
 
 
 def test_the_readme_of_ppo_answers_questions_by_symbols_that_exist():

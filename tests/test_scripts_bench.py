@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import Qwen2Config
+from transformers import LogitsProcessorList, Qwen2Config
 
 from onetrunk.plan.costs import operations_of
 from onetrunk.rollouts import LocalBackend, SamplingParams
 from onetrunk.rollouts.decoding import row_uniforms
 from tests.ppo.support import base_model
 from tests.processes import ROOT, python
+from tests.tiny import tiny_model
 
 # A layer: 8*8*2 (queries, output) + 8*4*2 (keys, values) + 3*8*16 (feed-forward) = 576 weights; the head: 10*8.
 SMALL = Qwen2Config(
@@ -85,12 +86,7 @@ def test_completions_end_where_they_must_if_rows_that_waited_join_those_that_dec
     for name in ("bitsandbytes", "scipy", "triton"):
         monkeypatch.setitem(sys.modules, name, None)  # As the script does, for a process of its own.
     from onetrunk_ppo import ForceLengthOfRunningRows
-    from transformers import LogitsProcessorList
     from workload import Workload
-
-    from onetrunk.rollouts.base import SamplingParams
-    from onetrunk.rollouts.local import LocalBackend
-    from tests.tiny import tiny_model
 
     work = Workload(completion=6)
     prompts = [[4 + i, *range(10, 11 + i % 3)] for i in range(8)]

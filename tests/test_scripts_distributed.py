@@ -6,18 +6,11 @@ import subprocess
 
 import pytest
 
+from scripts.bench import distributed_report as report
 from tests.processes import ROOT, python
 
 # What the formulas leave out, norms and biases, is 1.4% of the tiny shape.
 LEFT_OUT = 0.02
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    from bench import distributed_report, distributed_runs
-
-    return distributed_report, distributed_runs
 
 
 def run(*options: str) -> subprocess.CompletedProcess:
@@ -67,8 +60,7 @@ def process(*totals: float, cpu: float = 4.0) -> dict:
     return {"result": {"wall": wall, "cpu": [{"generate": 1.0, "score": 1.0, "update": cpu - 2}] * len(totals)}}
 
 
-def test_the_efficiency_is_the_median_of_ratios_that_are_taken_within_a_round(bench):
-    report, _ = bench
+def test_the_efficiency_is_the_median_of_ratios_that_are_taken_within_a_round():
     two = [process(5.0), process(5.0)]
     # The second round is twice as slow for every process, the third one for one process alone.
     rounds = [
@@ -88,17 +80,17 @@ def test_the_efficiency_is_the_median_of_ratios_that_are_taken_within_a_round(be
     assert found["is_busy"] and "had 50% of its core" in report.busy_line(found)
 
 
-def test_a_quiet_machine_and_an_efficient_run_pass(bench):
-    report, _ = bench
+def test_a_quiet_machine_and_an_efficient_run_pass():
     rounds = [{name: [process(4.0)] for name in ("one", "two alone", "ddp", "fsdp2")}]
     found = report.scaling(rounds)
     assert found["meets_floor"] and not found["is_busy"] and report.busy_line(found) == ""
 
 
-def test_scaling_without_a_second_core_is_an_error_before_anything_is_measured(bench, monkeypatch):
-    _, runs = bench
+def test_scaling_without_a_second_core_is_an_error_before_anything_is_measured(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from bench.distributed_runs import usable_cores
+
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
-    with pytest.raises(
-        RuntimeError, match="scaling needs two cores, and this process may use one; leave the part out"
-    ):
-        runs.usable_cores()
+    message = "scaling needs two cores, and this process may use one; leave the part out"
+    with pytest.raises(RuntimeError, match=message):
+        usable_cores()

@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from scripts.golden.comparing import compare, verdict
 from tests.processes import ROOT, python
 
 LOG = {"loss": 0.5, "kl/ref": 2.0, "time/generate_s": 1.0, "train_runtime": 9.0, "step": 3}
 ROWS = [{"prompt": "the cat", "ids": [4, 1]}, {"prompt": "the dog", "ids": [5, 6, 1]}]
-
-
-@pytest.fixture
-def comparing(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    from golden import comparing
-
-    return comparing
 
 
 def written(folder: Path, weight: float = 0.25, rows: list = ROWS, names: tuple = ("adapter", "head"), **log) -> Path:
@@ -49,16 +42,15 @@ def written(folder: Path, weight: float = 0.25, rows: list = ROWS, names: tuple 
         ({"names": ("adapter",)}, 1e-6, False),
     ],
 )
-def test_only_what_a_case_computes_must_be_equal(comparing, tmp_path, changed, tolerance, is_equal):
-    found = comparing.compare(written(tmp_path / "base"), written(tmp_path / "new", **changed))
-    passes, text = comparing.verdict(found, tolerance)
+def test_only_what_a_case_computes_must_be_equal(tmp_path, changed, tolerance, is_equal):
+    passes, text = verdict(compare(written(tmp_path / "base"), written(tmp_path / "new", **changed)), tolerance)
     assert passes == is_equal and text.startswith(("equal", "max") if is_equal else "DIFFERS"), text
 
 
-def test_a_base_without_results_is_no_success(comparing, tmp_path):
+def test_a_base_without_results_is_no_success(tmp_path):
     (tmp_path / "base").mkdir()
     with pytest.raises(ValueError, match="has no results to compare"):
-        comparing.compare(tmp_path / "base", written(tmp_path / "new"))
+        compare(tmp_path / "base", written(tmp_path / "new"))
 
 
 @pytest.mark.slow

@@ -48,45 +48,30 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": False, "head_dim": 8, **_QWEN},
     "gemma2": {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0, **_GEMMA},
     "gemma3": {
-        "model_type": "gemma3_text",
-        "layer_types": ("sliding_attention", "full_attention"),
-        "final_logit_softcapping": None,
-        **_GEMMA,
+        "model_type": "gemma3_text", "layer_types": ("sliding_attention", "full_attention"),
+        "final_logit_softcapping": None, **_GEMMA,
     },
     "mistral": {"sliding_window": 8, "tie_word_embeddings": False, **_GROUPED},
     "phi3": {"sliding_window": 8, "tie_word_embeddings": False, **_GROUPED},
     "gpt2": {},
     "granite": {"logits_scaling": 4.0, "tie_word_embeddings": True, **_GROUPED},
     "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True, **_GROUPED},
-}
+}  # fmt: skip
 FAMILIES = tuple(_FAMILIES)
 """Every family that `tiny_model` builds, besides `moe` and `hybrid`."""
 _MAMBA = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "num_hidden_layers": 3}
 _FAMILIES |= {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, **_GROUPED},
     "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "moe"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "chunk_size": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "moe_shared_expert_intermediate_size": 16,
-        **_MAMBA,
+        "layers_block_type": ["mamba", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, **_MAMBA,
     },
     "falcon_h1": {
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_n_groups": 1,
-        "mamba_chunk_size": 8,
-        **_MAMBA,
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "mamba_chunk_size": 8, **_MAMBA,
     },
-}
+}  # fmt: skip
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:

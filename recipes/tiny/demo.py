@@ -79,7 +79,7 @@ def results() -> tuple[Table, list[str]]:
         ("policy", "win rate: mean probability of being better", f"{wins['win_rate']:.1%}"),
         ("policy", "win rate at equal length", f"{wins['length_controlled_win_rate']:.1%}"),
     ]
-    table = Table(title="what the chain reached, on requests that no stage has seen")
+    table = Table(title="what the chain reached, on requests that nothing was trained on")
     for column in ("model", "metric", "value"):
         table.add_column(column)
     for row in rows:

@@ -32,13 +32,14 @@ from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.hacking_monitor import HackingMonitor
-from onetrunk.judges.judge import Principle, Rating
+from onetrunk.judges.judge import Principle
 from onetrunk.models.build import scorer_from_config
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer
 from onetrunk.reward_models.training import RewardModelConfig, RewardModelTrainer
 from onetrunk.stages.arguments import SFTArguments
 from onetrunk.utils.files import held_folder
+from tests.judges.fakes import ToldJudge
 from tests.ppo.support import lora, make_config, make_trainer, prompts, without_wall_clock
 from tests.servers.stub import wait_until
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
@@ -53,10 +54,8 @@ PLAIN: dict[str, Any] = {
     "learning_rate": 1e-2, "seed": 3, "save_total_limit": 2, "bf16": False, "max_length": 32,
 }  # fmt: skip
 # 6 prompts in rollouts of 4, 4 steps a rollout, 12 in all.
-PPO = {
-    "num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1, "logging_steps": 3,
-    "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2,
-}  # fmt: skip
+SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
+PPO = {**SHAPE, "logging_steps": 3, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2}
 
 
 def words(i: int, count: int) -> str:
@@ -114,24 +113,15 @@ def ppo_nf4(folder: Path, **settings: Any) -> PPOTrainer:
     return PPOTrainer(str(base), drawing, make_config(folder, **{**PPO, **settings}), prompts(6), **parts)
 
 
-class Brevity:
-    """Rates a completion the higher, the shorter it is."""
-
-    name = "brevity"
-    identity = {"judge": "brevity"}
-
-    def rate(
-        self, prompts: Any, completions: Any, principle: Principle, done: Any = None, stopped: Any = None
-    ) -> list[Rating]:
-        return [Rating(1 / (1 + len(text))) for text in completions]
-
-
 def ppo_monitor(folder: Path, **settings: Any) -> Any:
     """Evaluate and measure; the monitor's best step is not the last."""
     settings = {"eval_strategy": "steps", "eval_steps": 4, "eval_dataset": prompts(4), **settings}
     trainer = ppo(folder, **settings)
     constitution = Constitution("brief", (Principle("Is the reply brief?", tags=("brief",)),))
-    HackingMonitor(Brevity(), constitution, window=2).attach(trainer)
+    trainer.monitor = HackingMonitor(
+        ToldJudge(lambda item, principle: 1 / (1 + len(item.text))), constitution, window=2
+    )
+    trainer.monitor.attach(trainer)
     return trainer
 
 

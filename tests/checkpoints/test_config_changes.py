@@ -20,10 +20,9 @@ from onetrunk.ppo import stream_state as rules
 from onetrunk.ppo.config import TRL_DEFAULTS, PPOConfig
 from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.ppo.stream_state import reward_path
-from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rewards.combine import RewardSet, resolve_reward
-from tests.ppo.support import StopAt, base_model, even_share, logged, lora, make_config, make_trainer, prompts
-from tests.tiny import tiny_tokenizer
+from tests.checkpoints.crash_runs import SHAPE
+from tests.ppo.support import StopAt, base_model, even_share, logged, make_config, make_trainer, prompts
 
 FIELDS = [f.name for f in dataclasses.fields(PPOConfig) if f.init and f.name not in TRL_DEFAULTS]
 BOUND = set(rules.SETTINGS["place"])
@@ -116,9 +115,6 @@ def test_in_the_middle_of_a_rollout_what_it_was_sampled_under_is_bound(name, val
     assert f"{name} " in said and "start a new run" in said
 
 
-SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A checkpoint between two rollouts; the base is the one that `base_model` makes."""
@@ -140,16 +136,6 @@ def test_another_base_of_the_same_shape_is_refused_by_its_name(tmp_path, checkpo
         resume(tmp_path, checkpoint, model=other)
 
 
-def test_the_same_base_under_another_name_is_taken(tmp_path, checkpoint):
-    base_model().save_pretrained(tmp_path / "base")
-    trainer = PPOTrainer(
-        str(tmp_path / "base"), even_share, make_config(tmp_path / "out", **SHAPE), prompts(6), None, tiny_tokenizer(),
-        peft_config=lora(),
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert trainer.state.global_step == 12
-
-
 def test_an_adapter_of_another_scale_is_refused(tmp_path, checkpoint):
     scaled = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match=r"lora_alpha 8 \(here 16\)"):
@@ -160,13 +146,18 @@ def odd_share(**columns):
     return [1 - share for share in even_share(**columns)]
 
 
-def test_a_changed_objective_is_said_in_one_warning_and_holds_from_the_next_rollout_on(tmp_path, checkpoint, caplog):
+def test_a_changed_objective_is_said_in_one_warning_and_holds_from_the_next_rollout_on_and_the_optimizer_s_own_stays(
+    tmp_path, checkpoint, caplog
+):
     changed = {"gamma": 0.9, "epsilon": 0.3, "value_steps": 50, "length_penalty": 0.1, "temperature": 0.7}
     changed |= {"reward": [odd_share, even_share], "reward_weights": [1.0, 2.0], "beta": 0.5}
     with pytest.raises(ValueError, match="gamma: 1.0 -> 0.9.*set allow_config_change to true to resume with"):
         resume(tmp_path, checkpoint, **changed)
-    trainer = resume(tmp_path, checkpoint, allow_config_change=True, **changed)
+    with pytest.raises(ValueError, match=r"weight_decay stays 0.0 \(here 0.1\).* allow_config_change"):
+        resume(tmp_path, checkpoint, weight_decay=0.1)
+    trainer = resume(tmp_path, checkpoint, allow_config_change=True, weight_decay=0.1, **changed)
     assert logged(trainer, "kl/beta") == [0.05, 0.5, 0.5]
+    assert "weight_decay stays 0.0 (here 0.1)" in caplog.text
     told = [r.getMessage() for r in caplog.records if "settings that have changed since" in r.getMessage()]
     assert len(told) == 1
     expected = ["gamma: 1.0 -> 0.9", "epsilon: 0.2 -> 0.3", "value_steps: 40 -> 50", "length_penalty: 0.0 -> 0.1"]
@@ -206,16 +197,12 @@ def test_a_changed_reward_file_or_column_is_refused_unless_it_is_meant(tmp_path,
     assert "reward_funcs.kind" in caplog.text and "reward_columns.answer" in caplog.text
 
 
-def test_the_optimizer_s_own_settings_are_said_to_stay(tmp_path, checkpoint, caplog):
-    with pytest.raises(ValueError, match=r"weight_decay stays 0.0 \(here 0.1\).* allow_config_change"):
-        resume(tmp_path, checkpoint, weight_decay=0.1)
-    resume(tmp_path, checkpoint, weight_decay=0.1, allow_config_change=True)
-    assert "weight_decay stays 0.0 (here 0.1)" in caplog.text and "changed since" not in caplog.text
-
-
-def test_resuming_elsewhere_and_for_longer_is_no_change(tmp_path, checkpoint, caplog):
+def test_resuming_elsewhere_for_longer_on_the_same_base_by_another_name_is_no_change(tmp_path, checkpoint, caplog):
+    base_model().save_pretrained(tmp_path / "base")
     free = {"num_rollouts": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 2, "report_to": ["none"]}
-    resume(tmp_path / "elsewhere", checkpoint, run_name="again", microbatch_tokens=64, max_rollout_rows=2, **free)
+    free |= {"model": str(tmp_path / "base"), "run_name": "again", "microbatch_tokens": 64, "max_rollout_rows": 2}
+    trainer = resume(tmp_path / "elsewhere", checkpoint, **free)
+    assert trainer.state.global_step == 16
     assert "changed since" not in caplog.text and "stays" not in caplog.text
 
 

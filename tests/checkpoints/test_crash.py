@@ -3,16 +3,13 @@ run, sha256 by sha256."""
 
 import json
 import signal
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.stages.run_context import has_result
 from tests.checkpoints import crash_runs
-from tests.checkpoints.killing import copied, exit_code, resumed_equals_uninterrupted, uninterrupted
+from tests.checkpoints.killing import copied, exit_code, interrupted, resumed_equals_uninterrupted, uninterrupted
 
 # Dozens of processes in a test: how long that takes is the machine's to say.
 pytestmark = pytest.mark.timeout(3600)
@@ -20,31 +17,16 @@ pytestmark = pytest.mark.timeout(3600)
 THIRD = 9
 
 
-@cache
-def before_the_third_save(kind: str) -> Path:
-    """Return a run's folder with two checkpoints, killed when its third is about to be written."""
-    folder = Path(mkdtemp())
-    assert exit_code(crash_runs.killed_while_saving, kind, folder, THIRD, 1) == -signal.SIGKILL
-    assert len(checkpoint_folders(folder)) == 2
-    return folder
-
-
-@cache
-def file_events(kind: str) -> list[str]:
-    """Return what a run does to its folder from its third checkpoint to its end."""
-    folder = copied(before_the_third_save(kind), Path(mkdtemp()))
-    assert exit_code(crash_runs.killed_while_saving, kind, folder, THIRD, 0) == 0
-    return json.loads((folder / "events.json").read_text())
-
-
 @pytest.mark.slow
 def test_a_run_killed_before_every_sixth_write_of_a_save_and_of_its_result_resumes_exactly(tmp_path):
-    events = file_events("ppo")
+    folder = copied(interrupted("ppo"), tmp_path / "counted")
+    assert exit_code(crash_runs.killed_while_saving, "ppo", folder, THIRD, 0) == 0
+    events = json.loads((folder / "events.json").read_text())
     kinds = "open fsync os.rename os.remove os.mkdir os.rmdir"
     assert {event.split()[0] for event in events} == set(kinds.split())
     weights = (uninterrupted("ppo") / "adapter_model.safetensors").read_bytes()
     for fatal in range(1, len(events) + 1, 6):
-        folder = copied(before_the_third_save("ppo"), tmp_path / str(fatal))
+        folder = copied(interrupted("ppo"), tmp_path / str(fatal))
         assert exit_code(crash_runs.killed_while_saving, "ppo", folder, THIRD, fatal) == -signal.SIGKILL
         whole = [path for path in checkpoint_folders(folder) if not checkpoint_problems(path)]
         assert len(whole) >= 2, f"killed before {events[fatal - 1]}"

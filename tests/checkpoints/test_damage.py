@@ -4,9 +4,7 @@ import json
 import os
 import pickle
 import re
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -14,22 +12,8 @@ import torch
 from onetrunk.checkpoints.folders import MANIFEST, checkpoint_folders, checkpoint_problems, last_whole
 from onetrunk.stages.run_context import explain
 from onetrunk.utils.files import load_tensors, save_tensors
-from tests.checkpoints import crash_runs
-from tests.checkpoints.checkpoints import change_json, with_new_manifest
 from tests.checkpoints.crash_runs import KINDS, digest
-from tests.checkpoints.killing import copied, digest_of, exit_code, uninterrupted
-
-KINDS_OF_DAMAGE = ("missing", "empty", "half", "one bit flipped", "of another step", "another JSON type")
-
-
-@cache
-def run_of(kind: str) -> Path:
-    """Return the folder of a run that was killed with two checkpoints; read it alone."""
-    folder = Path(mkdtemp())
-    step = {"ppo": 9, "sft": 6, "reward": 6, "distill": 6}[kind]
-    exit_code(crash_runs.killed_while_saving, kind, folder, step, 1)
-    assert len(checkpoint_folders(folder)) == 2
-    return folder
+from tests.checkpoints.killing import change_json, copied, digest_of, interrupted, uninterrupted, with_new_manifest
 
 
 def damage(path: Path, kind: str, other: Path) -> bool:
@@ -59,13 +43,13 @@ def files_of(folder: Path) -> list[str]:
 
 
 def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_taken(tmp_path):
-    first, last = checkpoint_folders(copied(run_of("ppo"), tmp_path / "run"))
+    first, last = checkpoint_folders(copied(interrupted("ppo"), tmp_path / "run"))
     files = files_of(last)
     assert len(files) >= 10 and {"optimizer.pt", "rng_state.pth", "scheduler.pt", MANIFEST} <= set(files)
     tried = 0
     for name in files:
         whole = (last / name).read_bytes()
-        for how in KINDS_OF_DAMAGE:
+        for how in ("missing", "empty", "half", "one bit flipped", "of another step", "another JSON type"):
             if damage(last / name, how, first / name):
                 tried += 1
                 said = []
@@ -76,7 +60,7 @@ def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_taken(tmp_
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_and_ends_the_same(tmp_path, caplog):
-    folder = copied(run_of("ppo"), tmp_path / "run")
+    folder = copied(interrupted("ppo"), tmp_path / "run")
     first, last = checkpoint_folders(folder)
     assert damage(last / "optimizer.pt", "half", first / "optimizer.pt")
     trainer = KINDS["ppo"](folder)
@@ -86,7 +70,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_ends_the_same(tmp_path, ca
 
 
 def test_where_all_are_damaged_the_run_does_not_begin_anew_in_silence(tmp_path):
-    folder = copied(run_of("ppo"), tmp_path / "run")
+    folder = copied(interrupted("ppo"), tmp_path / "run")
     for checkpoint in checkpoint_folders(folder):
         (checkpoint / "scheduler.pt").unlink()
     with pytest.raises(RuntimeError, match=r"none of the 2 checkpoints .* is whole .*scheduler.pt: missing"):
@@ -94,7 +78,7 @@ def test_where_all_are_damaged_the_run_does_not_begin_anew_in_silence(tmp_path):
 
 
 def test_a_damaged_checkpoint_that_is_named_is_rejected(tmp_path):
-    last = checkpoint_folders(copied(run_of("ppo"), tmp_path / "run"))[-1]
+    last = checkpoint_folders(copied(interrupted("ppo"), tmp_path / "run"))[-1]
     (last / "optimizer.pt").unlink()
     with pytest.raises(ValueError, match=f"{re.escape(str(last))} is damaged .optimizer.pt: missing.; pass another"):
         KINDS["ppo"](tmp_path / "out").train(resume_from_checkpoint=str(last))
@@ -102,7 +86,7 @@ def test_a_damaged_checkpoint_that_is_named_is_rejected(tmp_path):
 
 def test_a_checkpoint_of_weights_alone_is_refused(tmp_path):
     settings = {"save_only_model": True, "save_strategy": "steps", "save_steps": 2}
-    KINDS["sft"](tmp_path / "run", **settings).train()
+    KINDS["sft"](tmp_path / "run", max_steps=2, **settings).train()
     with pytest.raises(ValueError, match="was saved with save_only_model"):
         KINDS["sft"](tmp_path / "run", **settings).train(resume_from_checkpoint="auto")
     with pytest.raises(ValueError, match="save_only_model=True has no meaning here"):
@@ -110,7 +94,7 @@ def test_a_checkpoint_of_weights_alone_is_refused(tmp_path):
 
 
 def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path):
-    last = checkpoint_folders(copied(run_of("sft"), tmp_path / "run"))[-1]
+    last = checkpoint_folders(copied(interrupted("sft"), tmp_path / "run"))[-1]
     with pytest.raises(ValueError, match="lacks experience_stream.json, value_head.safetensors"):
         KINDS["ppo"](tmp_path / "out").train(resume_from_checkpoint=str(last))
 
@@ -131,9 +115,9 @@ def test_no_file_of_a_checkpoint_can_run_code(tmp_path, kind):
     pickle.loads(pickle.dumps(Bomb(exploded)))
     assert exploded.exists()
     exploded.unlink()
-    names = [name for name in files_of(checkpoint_folders(run_of(kind))[-1]) if name != MANIFEST]
+    names = [name for name in files_of(checkpoint_folders(interrupted(kind))[-1]) if name != MANIFEST]
     for name in names:
-        last = checkpoint_folders(copied(run_of(kind), tmp_path / name.replace("/", "_")))[-1]
+        last = checkpoint_folders(copied(interrupted(kind), tmp_path / name.replace("/", "_")))[-1]
         (last / name).write_bytes(pickle.dumps(Bomb(exploded)))
         with_new_manifest(last)
         try:
@@ -146,7 +130,7 @@ def test_no_file_of_a_checkpoint_can_run_code(tmp_path, kind):
 
 
 def test_a_link_in_a_checkpoint_is_not_followed(tmp_path):
-    first, last = checkpoint_folders(copied(run_of("ppo"), tmp_path / "run"))
+    first, last = checkpoint_folders(copied(interrupted("ppo"), tmp_path / "run"))
     os.rename(last / "optimizer.pt", tmp_path / "elsewhere.pt")
     (last / "optimizer.pt").symlink_to(tmp_path / "elsewhere.pt")
     assert checkpoint_problems(last) == ["optimizer.pt: a link"]
@@ -190,7 +174,7 @@ FORGED = {
 
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
 def test_a_checkpoint_with_forged_content_is_named_in_one_message(tmp_path, forge):
-    last = checkpoint_folders(copied(run_of("ppo"), tmp_path / "run"))[-1]
+    last = checkpoint_folders(copied(interrupted("ppo"), tmp_path / "run"))[-1]
     forge(last)
     with_new_manifest(last)
     with pytest.raises((RuntimeError, ValueError)) as failure:

@@ -11,7 +11,7 @@ from onetrunk.utils.files import held_folder
 from tests.checkpoints import crash_runs
 from tests.checkpoints.killing import digest_of, exit_code, resumed_equals_uninterrupted, started, uninterrupted
 from tests.places import FORKED
-from tests.ppo.support import StopAt, make_trainer, prompts
+from tests.ppo.support import BEST, StopAt, make_trainer, prompts
 from tests.stages.small_runs import make_material, words_of
 
 
@@ -35,9 +35,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path, kind, most)
 
 
 def test_a_limit_of_one_keeps_two_also_beside_the_best(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    settings |= {"save_total_limit": 1, "load_best_model_at_end": True, "num_rollouts": 4}
-    make_trainer(tmp_path, eval_dataset=prompts(3), **settings).train()
+    make_trainer(tmp_path, eval_dataset=prompts(3), save_total_limit=1, num_rollouts=4, **BEST).train()
     assert len(checkpoint_folders(tmp_path)) >= 2
 
 

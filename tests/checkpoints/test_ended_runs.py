@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback
 from onetrunk.checkpoints.folders import checkpoint_folders
 from tests.checkpoints import crash_runs
 from tests.checkpoints.killing import copied, digest_of, exit_code
-from tests.ppo.support import assert_same, make_trainer, prompts, trained_weights
+from tests.ppo.support import BEST, assert_same, make_trainer, prompts, trained_weights
 
 KIND, LAST = "ppo_best", 12
 pytestmark = pytest.mark.timeout(3600)
@@ -40,9 +40,6 @@ class Ending:
         copied(self.folder, self.root / "finished")
         self.result, self.digest = self.files(), digest_of(self.folder)
         self.checkpoints = checkpoint_folders(self.folder)
-        self.restore("before")
-        assert exit_code(crash_runs.killed_while_saving, KIND, self.folder, LAST, 0) == 0
-        self.events = json.loads((self.folder / "events.json").read_text())
 
     def files(self) -> dict[str, bytes]:
         """Return the files beside the checkpoints."""
@@ -80,12 +77,15 @@ def test_a_finished_run_that_is_repeated_stays_as_it_is():
 def test_a_run_killed_while_it_ends_ends_the_same():
     """Right after its last checkpoint has its name, and before the last file of its result."""
     run = ending()
-    published = [i for i, event in enumerate(run.events, 1) if event == f"os.rename checkpoint-{LAST}"]
-    installed = [i for i, event in enumerate(run.events, 1) if event.startswith("os.rename")]
+    run.restore("before")
+    assert exit_code(crash_runs.killed_while_saving, KIND, run.folder, LAST, 0) == 0
+    events = json.loads((run.folder / "events.json").read_text())
+    published = [i for i, event in enumerate(events, 1) if event == f"os.rename checkpoint-{LAST}"]
+    installed = [i for i, event in enumerate(events, 1) if event.startswith("os.rename")]
     for fatal in (published[0] + 2, installed[-1]):
         run.restore("before")
         assert exit_code(crash_runs.killed_while_saving, KIND, run.folder, LAST, fatal) == -signal.SIGKILL
-        run.finish_again(f"killed before {run.events[fatal - 1]}, {fatal} of {len(run.events)}")
+        run.finish_again(f"killed before {events[fatal - 1]}, {fatal} of {len(events)}")
 
 
 class Spoiled:
@@ -102,8 +102,7 @@ class Spoiled:
 
 
 def stopping_early(folder: Path, patience: int = 2, **settings):
-    settings = {"num_rollouts": 8, "save_steps": 1, "eval_steps": 1, "eval_dataset": prompts(2), **settings}
-    settings |= {"save_strategy": "steps", "eval_strategy": "steps", "load_best_model_at_end": True}
+    settings = {**BEST, "num_rollouts": 8, "eval_dataset": prompts(2), **settings}
     callbacks = [EarlyStoppingCallback(early_stopping_patience=patience)]
     return make_trainer(folder, reward=Spoiled(), callbacks=callbacks, **settings)
 

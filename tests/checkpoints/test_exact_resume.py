@@ -45,6 +45,14 @@ def test_killed_after_any_step_and_resumed_equals_never_killed(tmp_path, kind, s
     resumed_equals_uninterrupted(kind, tmp_path)
 
 
+@pytest.mark.slow
+def test_the_monitor_of_these_runs_measures(tmp_path):
+    trainer = crash_runs.ppo_monitor(tmp_path)
+    trainer.train()
+    assert trainer.monitor.best is not None and trainer.monitor.num_left_out == 0
+    assert trainer.monitor.best[0] < trainer.state.global_step
+
+
 def test_another_seed_is_another_run(tmp_path):
     """What is compared would show a difference."""
     crash_runs.finish("ppo", tmp_path, None, seed=4)
@@ -54,6 +62,6 @@ def test_another_seed_is_another_run(tmp_path):
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "distill"])
 def test_the_steps_after_the_last_interval_are_logged_at_the_end_of_every_training(tmp_path, kind):
-    trainer = crash_runs.KINDS[kind](tmp_path, logging_steps=100)
+    trainer = crash_runs.KINDS[kind](tmp_path, logging_steps=100, num_train_epochs=1)
     trainer.train()
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [9]
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [3]

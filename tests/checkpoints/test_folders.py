@@ -50,16 +50,12 @@ def test_checkpoints_of_an_abandoned_course_are_renamed_each_to_a_name_of_its_ow
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def install_file(out, name):
-    staged = begin_staging(out) / "result"
-    staged.mkdir()
-    (staged / name).write_text("{}")
-    install(staged, out)
-
-
 def test_a_model_over_an_adapter_is_read_as_the_model_and_the_other_way_round(tmp_path):
     for name, is_one in (("adapter_config.json", True), ("config.json", False), ("adapter_config.json", True)):
-        install_file(tmp_path, name)
+        staged = begin_staging(tmp_path) / "result"
+        staged.mkdir()
+        (staged / name).write_text("{}")
+        install(staged, tmp_path)
         assert is_adapter(str(tmp_path)) == is_one and (tmp_path / name).is_file()
         assert (tmp_path / "config.json").is_file() != is_one
 

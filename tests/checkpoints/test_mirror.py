@@ -36,6 +36,16 @@ def hooked(tmp_path):
     HookedFileSystem.hook = staticmethod(nothing)
 
 
+def refuse(*operations, at="", words="Forbidden"):
+    """Let operations on files whose path ends in `at` fail."""
+
+    def hook(operation, path):
+        if operation in operations and path.endswith(at):
+            raise PermissionError(words)
+
+    HookedFileSystem.hook = staticmethod(hook)
+
+
 def mirror_at(url, keep=None):
     told = []
     return Mirror(str(url), keep, told.append), told
@@ -51,15 +61,6 @@ def names_in(url):
     store, root = fsspec.core.url_to_fs(url)
     store.invalidate_cache()
     return sorted({path.removeprefix(root).lstrip("/").split("/")[0] for path in store.find(root)})
-
-
-def change(url, path, edit):
-    """Change a file of a mirror in a folder behind its back; edit(bytes) -> bytes, or None to delete it."""
-    edited = edit((url / path).read_bytes())
-    if edited is None:
-        (url / path).unlink()
-    else:
-        (url / path).write_bytes(edited)
 
 
 def test_what_was_pushed_comes_back_whole_when_the_disk_is_gone(url, tmp_path):
@@ -108,11 +109,7 @@ def test_a_run_that_resumes_earlier_sets_the_later_ones_aside_and_keeps_its_own(
 def test_a_later_one_that_cannot_be_set_aside_is_a_warning(hooked, tmp_path):
     push(mirror_at(hooked[1])[0], *(make_checkpoint(tmp_path / "out", step) for step in (2, 4)))
     mirror, told = mirror_at(hooked[1])
-
-    def refuse(operation, path):
-        raise PermissionError("Forbidden")
-
-    HookedFileSystem.hook = staticmethod(refuse)
+    refuse("read", "write", "delete")
     mirror.set_aside_later(2)
     assert len(told) == 1 and "after step 2 still count" in told[0] and "Forbidden" in told[0]
 
@@ -152,19 +149,22 @@ def test_a_result_goes_to_the_root_with_the_files_beside_it_and_without_folders_
 
 DAMAGE = {
     "a flipped byte": ("value/adapter.safetensors", lambda data: data[:-1] + b"x", "sha256 differs"),
-    "a missing file": ("adapter.safetensors", lambda data: None, "missing"),
     "half a manifest": ("manifest.json", lambda data: data[: len(data) // 2], None),
     "the manifest of another step": ("manifest.json", lambda data: data.replace(b'"step": 2', b'"step": 1'), "step 1"),
+    "a missing file": ("adapter.safetensors", None, "missing"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, kind):
     file, edit, sentence = DAMAGE[kind]
-    url = tmp_path / "mirror"
-    mirror, told = mirror_at(url)
+    mirror, told = mirror_at(tmp_path / "mirror")
     push(mirror, *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
-    change(url, f"checkpoint-2/{file}", edit)
+    path = tmp_path / "mirror/checkpoint-2" / file
+    content = path.read_bytes()
+    path.unlink()
+    if edit is not None:
+        path.write_bytes(edit(content))
     assert mirror.pull_last(tmp_path / "new") == tmp_path / "new" / "checkpoint-1"
     # Without a whole manifest an upload has not ended, which is no damage.
     assert told == [] if sentence is None else len(told) == 1 and "checkpoint-2" in told[0] and sentence in told[0]
@@ -187,12 +187,7 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_damage_and_all_damag
 def test_a_mirror_that_does_not_answer_is_an_error_and_not_damage(hooked, tmp_path):
     push(mirror_at(hooked[1])[0], *(make_checkpoint(tmp_path / "out", step) for step in (1, 2)))
     mirror, told = mirror_at(hooked[1])
-
-    def refuse(operation, path):
-        if path.endswith("checkpoint-2/adapter.safetensors"):
-            raise PermissionError("Forbidden")
-
-    HookedFileSystem.hook = staticmethod(refuse)
+    refuse("read", at="checkpoint-2/adapter.safetensors")
     with pytest.raises(RuntimeError, match=r"fails \(PermissionError: Forbidden\)"):
         mirror.pull_last(tmp_path / "new")
     assert told == [] and list((tmp_path / "new").iterdir()) == []
@@ -221,11 +216,7 @@ def test_a_bucket_that_does_not_exist_is_refused_and_not_made(s3):
 
 
 def test_a_missing_permission_is_found_early(hooked):
-    def refuse(found, path):
-        if found == "delete":
-            raise PermissionError("Forbidden")
-
-    HookedFileSystem.hook = staticmethod(refuse)
+    refuse("delete")
     with pytest.raises(RuntimeError, match="cannot be used .*Forbidden"):
         Mirror(hooked[1], 2, print).check()
 
@@ -270,11 +261,7 @@ def test_whichever_write_fails_training_continues_the_last_whole_one_stays_and_t
 def test_a_warning_holds_no_secret(hooked, tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "a-very-secret-value")
     mirror, told = mirror_at(hooked[1])
-
-    def refuse(operation, path):
-        raise PermissionError("a-very-secret-value is not allowed\nto do that")
-
-    HookedFileSystem.hook = staticmethod(refuse)
+    refuse("write", words="a-very-secret-value is not allowed\nto do that")
     push(mirror, make_checkpoint(tmp_path / "out", 1))
     assert "a-very-secret-value" not in " ".join(told) and "<redacted SOME_TOKEN> is not allowed" in told[0]
 

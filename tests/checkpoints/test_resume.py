@@ -12,16 +12,14 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
 
-from tests.checkpoints.checkpoints import change_json
+from tests.checkpoints.crash_runs import SHAPE
+from tests.checkpoints.killing import change_json
 from tests.fakes import CannedBackend
 from tests.ppo.support import StopAt, assert_same, logged, make_trainer, prompts, trained_weights
 
-# 6 prompts in rollouts of 4: two rollouts a pass, the second one filled up. 4 steps a rollout, 12 in all.
-SHAPE = {"num_rollouts": 3, "num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
 
-
-def run(folder, callbacks=(), resume=None):
-    trainer = make_trainer(folder, dataset=prompts(6), callbacks=callbacks, **SHAPE)
+def run(folder, resume=None, **settings):
+    trainer = make_trainer(folder, **{"dataset": prompts(6), **SHAPE, **settings})
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -29,7 +27,7 @@ def run(folder, callbacks=(), resume=None):
 @cache
 def checkpoint(step):
     folder = mkdtemp()
-    trainer = run(folder, [StopAt(step)])
+    trainer = run(folder, callbacks=[StopAt(step)])
     assert trainer.state.global_step == step
     return Path(folder) / f"checkpoint-{step}"
 
@@ -37,13 +35,6 @@ def checkpoint(step):
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint-"):
         run(tmp_path, resume=True)
-    with pytest.raises(ValueError, match="there is no folder .*checkpoint-7"):
-        run(tmp_path, resume=str(tmp_path / "checkpoint-7"))
-
-
-def test_a_resumed_run_says_where_it_goes_on(tmp_path, capsys):
-    run(tmp_path, resume=str(checkpoint(6)))
-    assert f"resuming from {checkpoint(6)}: step 6 of 12" in capsys.readouterr().err
 
 
 def test_a_damaged_stream_state_is_refused(tmp_path):
@@ -55,10 +46,8 @@ def test_a_damaged_stream_state_is_refused(tmp_path):
 
 
 def test_other_prompts_than_those_of_the_checkpoint_are_refused(tmp_path):
-    others = prompts(7).select(range(1, 7))
-    trainer = make_trainer(tmp_path, dataset=others, **SHAPE)
     with pytest.raises(ValueError, match=r"prompts 6 rows, sha256 \w+ \(here 6 rows, sha256 "):
-        trainer.train(resume_from_checkpoint=str(checkpoint(6)))
+        run(tmp_path, resume=str(checkpoint(6)), dataset=prompts(7).select(range(1, 7)))
 
 
 def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
@@ -73,20 +62,18 @@ def test_half_a_rollout_of_two_processes_is_not_taken_for_a_whole_one(tmp_path):
     ("step", "planned", "longer"), [(12, {"num_rollouts": 3}, "num_rollouts"), (6, {"max_steps": 5}, "max_steps")]
 )
 def test_a_run_at_its_planned_end_trains_no_step_and_says_so(tmp_path, caplog, step, planned, longer):
-    shape = {k: v for k, v in SHAPE.items() if k != "num_rollouts"}
-    trainer = make_trainer(tmp_path, dataset=prompts(6), **shape, **planned)
-    trainer.train(resume_from_checkpoint=str(checkpoint(step)))
+    trainer = run(tmp_path, resume=str(checkpoint(step)), **planned)
     assert trainer.state.global_step == step
-    held = make_trainer(tmp_path, dataset=prompts(6), **shape, **planned)
+    held = make_trainer(tmp_path)
     held.model.load_branches(checkpoint(step))
     assert_same(trained_weights(trainer.model), trained_weights(held.model))
     said = [r.getMessage() for r in caplog.records if "nothing is left to train" in r.getMessage()]
     assert len(said) == 1 and f"is at step {step} of" in said[0] and f"raise {longer} to train on" in said[0]
 
 
-def test_a_run_whose_plan_is_raised_trains_on(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, dataset=prompts(6), **{**SHAPE, "num_rollouts": 4})
-    trainer.train(resume_from_checkpoint=str(checkpoint(12)))
+def test_a_run_whose_plan_is_raised_says_where_it_goes_on_and_trains_on(tmp_path, caplog, capsys):
+    trainer = run(tmp_path, resume=str(checkpoint(12)), num_rollouts=4)
+    assert f"resuming from {checkpoint(12)}: step 12 of 16" in capsys.readouterr().err
     assert trainer.state.global_step == 16 and "nothing is left" not in caplog.text
 
 

@@ -69,10 +69,7 @@ def test_settings_are_whole_again_after_a_failed_save(tmp_path):
     assert args.hub_token == CANARY and args.model_init_kwargs["token"] == OTHER
 
 
-CONFIGS = [PPOConfig, SFTArguments, RewardModelConfig, RewardDistillationConfig]
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [PPOConfig, SFTArguments, RewardModelConfig, RewardDistillationConfig])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

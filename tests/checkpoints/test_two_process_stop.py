@@ -8,14 +8,12 @@ import pytest
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from tests.processes import ON_CPUS, python
 
-SCRIPT = str(Path(__file__).with_name("two_process_stop.py"))
-
 
 def launched(folder: Path, how: str, name: str) -> list:
     """Run the script on two processes; return what both wrote into the files of a name."""
     folder.mkdir(exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    python(*launcher, SCRIPT, folder, how, **ON_CPUS)
+    python(*launcher, Path(__file__).with_name("two_process_stop.py"), folder, how, **ON_CPUS)
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
 
 

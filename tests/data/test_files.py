@@ -4,17 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict, disable_progress_bars
+from datasets import Dataset, DatasetDict
 
 from onetrunk.data.files import load_rows
 from onetrunk.data.sharded import load_sharded_rows
-
-disable_progress_bars()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def written(tmp_path, name, text):

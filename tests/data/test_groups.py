@@ -65,34 +65,24 @@ def test_logged_conversations_are_joined_by_their_prompt():
     assert pair.texts == ("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
-        ({"prompt": "p", "chosen": "a", "rejected": " "}, "rejected is empty"),
-        ({"prompt": "p", "chosen": "a", "rejected": "a "}, "chosen and rejected are identical"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "probability": 2}, "probability is 2, expected"),
-    ],
-)
-def test_a_bad_row_is_named_with_what_is_wrong(row, fault):
-    good = {"prompt": "p", "chosen": "a", "rejected": "b", "probability": 1.0}
-    with pytest.raises(ValueError, match="row 1: ") as raised:
-        groups([good, row, good])
-    assert fault in str(raised.value)
+PAIR = {"prompt": "p", "chosen": "a", "rejected": "b", "probability": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("row", "fault"),
+    ("rows", "fault"),
     [
-        ({"prompt": "p", "chosen": ["a"], "rejected": [3]}, "rejected is of type int"),
-        ({"prompt": "p", "completions": ["a", None]}, "completion 1 is missing"),
-        ({"messages": [USER]}, "does not end with an answer"),
-        ({"chosen": [ROBIN], "rejected": [STONE]}, "share no message"),
+        ([PAIR, {**PAIR, "rejected": " "}, PAIR], "row 1: rejected is empty"),
+        ([PAIR, {**PAIR, "rejected": "a "}, PAIR], "row 1: chosen and rejected are identical"),
+        ([PAIR, {**PAIR, "probability": 2}, PAIR], "row 1: probability is 2, expected"),
+        ([{"prompt": "p", "chosen": ["a"], "rejected": [3]}], "row 0: rejected is of type int"),
+        ([{"prompt": "p", "completions": ["a", None]}], "row 0: completion 1 is missing"),
+        ([{"messages": [USER]}], "row 0: messages does not end with an answer"),
+        ([{"chosen": [ROBIN], "rejected": [STONE]}], "row 0: .* share no message"),
     ],
 )
-def test_each_shape_names_its_own_faults(row, fault):
-    with pytest.raises(ValueError, match="row 0: ") as raised:
-        groups([row])
-    assert fault in str(raised.value)
+def test_a_bad_row_of_each_shape_is_named_with_what_is_wrong(rows, fault):
+    with pytest.raises(ValueError, match=fault):
+        groups(rows)
 
 
 def test_other_columns_are_answered_with_the_shapes_that_there_are():

@@ -3,23 +3,16 @@
 import json
 
 import pytest
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data.files import load_rows
 from onetrunk.data.prompts import check_completions, decode_completion, prepare_prompts, without_written_bos
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
-disable_progress_bars()
-
 USER = {"role": "user", "content": "how runs the cat"}
 TURN = [USER, {"role": "assistant", "content": "yes"}]
 TEXTS, MESSAGES = {"prompt": "a", "completion": "b"}, {"prompt": [USER], "completion": TURN[1:]}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def json_rows(tmp_path, *rows):
@@ -119,33 +112,26 @@ def test_a_bad_prompt_is_named_with_its_row_and_reason(tmp_path, kind):
         prepare_prompts(rows, chat_tokenizer())
 
 
-def test_what_the_template_refuses_and_what_has_no_tokens_are_bad_rows_too():
-    refusing = "{{ raise_exception('no system role here') if messages[0]['role'] == 'system' else 'cat' }}"
-    system = [{"role": "system", "content": "be good"}, USER]
-    rows = Dataset.from_list([{"prompt": [USER]}, {"prompt": system}])
-    with pytest.raises(ValueError, match="row 1: prompt is rejected by .* no system role here"):
-        prepare_prompts(rows, tiny_tokenizer(chat_template=refusing))
-    with pytest.raises(ValueError, match="row 0: prompt becomes zero tokens"):
-        prepare_prompts(rows.select([0]), tiny_tokenizer(chat_template="{{ '' }}"))
+CONVERSATIONS = {"prompt": [[USER], [{"role": "system", "content": "be good"}, USER]]}
+REFUSING = "{{ raise_exception('no system role here') if messages[0]['role'] == 'system' else 'cat' }}"
 
 
-def test_a_dataset_without_the_column_or_with_our_names_is_refused():
-    with pytest.raises(ValueError, match="no column 'prompt', only question"):
-        prepare_prompts(Dataset.from_list([{"question": "a"}]), tiny_tokenizer())
-    with pytest.raises(ValueError, match="holds no rows"):
-        prepare_prompts(Dataset.from_dict({"prompt": []}), tiny_tokenizer())
-    with pytest.raises(ValueError, match="the columns completions have names"):
-        prepare_prompts(Dataset.from_list([{"prompt": "a", "completions": 1}]), tiny_tokenizer())
-
-
-def test_settings_that_cannot_work_are_refused():
-    rows = Dataset.from_list([{"prompt": [USER]}])
-    with pytest.raises(ValueError, match="no chat template; set tokenizer.chat_template"):
-        prepare_prompts(rows, tiny_tokenizer())
-    with pytest.raises(ValueError, match="max_prompt_length must be at least 1"):
-        prepare_prompts(rows, chat_tokenizer(), max_prompt_length=0)
-    with pytest.raises(ValueError, match="overlong_prompts must be"):
-        prepare_prompts(rows, chat_tokenizer(), overlong_prompts="cut")
+@pytest.mark.parametrize(
+    ("columns", "template", "settings", "message"),
+    [
+        (CONVERSATIONS, REFUSING, {}, "row 1: prompt is rejected by .* no system role here"),
+        (CONVERSATIONS, "{{ '' }}", {}, "row 0: prompt becomes zero tokens"),
+        (CONVERSATIONS, None, {}, "no chat template; set tokenizer.chat_template"),
+        (CONVERSATIONS, CHAT_TEMPLATE, {"max_prompt_length": 0}, "max_prompt_length must be at least 1"),
+        (CONVERSATIONS, CHAT_TEMPLATE, {"overlong_prompts": "cut"}, "overlong_prompts must be"),
+        ({"question": ["a"]}, None, {}, "no column 'prompt', only question"),
+        ({"prompt": []}, None, {}, "holds no rows"),
+        ({"prompt": ["a"], "completions": [1]}, None, {}, "the columns completions have names"),
+    ],
+)
+def test_what_cannot_become_prompts_is_refused(columns, template, settings, message):
+    with pytest.raises(ValueError, match=message):
+        prepare_prompts(Dataset.from_dict(columns), tiny_tokenizer(chat_template=template), **settings)
 
 
 def test_rows_for_fine_tuning_of_each_kind_pass():

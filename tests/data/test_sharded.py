@@ -22,8 +22,7 @@ from onetrunk.data.sharded import BlockOrder, BlockSampler, load_sharded_rows
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def small_blocks(monkeypatch):
     monkeypatch.setattr(sharded, "CONVERTED_GROUP_ROWS", 64)
 
 

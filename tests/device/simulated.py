@@ -1,7 +1,7 @@
 """A pretended GPU on a machine without one. Its tensors say `sim:0`, hold CPU memory, and must not meet CPU tensors.
 
 `install()` registers it as the accelerator of this process, once and for good, so tests run it in a process of their
-own (`launch.py`). It knows two things that a first run on a GPU would tell:
+own (`runs.py`). It knows two things that a first run on a GPU would tell:
 
 - An operation on tensors of both devices raises `MixedDevices`, which names the line, under the rules of CUDA: CPU
   tensors without dimensions may take part, and CPU indices may index.
@@ -38,16 +38,7 @@ WAITS: collections.Counter[str] = collections.Counter()
 OPERATIONS: collections.Counter[str] = collections.Counter()
 
 # Operations that read values of the device, or whose shape depends on them.
-_READS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "is_nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "equal",
-    "bincount",
-}
+_READS = set("_local_scalar_dense nonzero is_nonzero masked_select _unique2 unique_dim equal bincount".split())
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _COPIES = {"copy_", "_copy_from", "_copy_from_and_resize"}
 # Factories that resize what they are given, and those that make a CPU tensor first.

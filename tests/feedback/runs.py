@@ -32,8 +32,6 @@ principles:
   - text: Which reply is shorter?
     tags: [concise]
 """
-
-
 # Runs of a few seconds.
 SMALL = {"num_generations": 3, "max_completion_length": 8, "prompts_per_chunk": 4, "use_cpu": True}
 
@@ -53,11 +51,6 @@ def write_prompts(path: Path, prompts: Sequence[object]) -> None:
     path.write_text("".join(json.dumps({"prompt": prompt, "other": i}) + "\n" for i, prompt in enumerate(prompts)))
 
 
-def arguments(inputs: Path, output: Path, **settings: object) -> PrefsArguments:
-    paths = {"dataset_name": str(inputs / "prompts.jsonl"), "output_dir": str(output)}
-    return PrefsArguments(**{**paths, **SMALL, **settings})
-
-
 def write_recipe(inputs: Path, **settings: object) -> None:
     """Write `prefs.yaml` for the command line, with these settings of the judge."""
     paths = {
@@ -75,10 +68,11 @@ def prefs(inputs: Path, *options: object, out: str | Path = "out") -> int:
 
 def run(inputs: Path, output: Path, judge: CountingJudge | None, **settings: object) -> Result:
     """Make the rows of a run in this process."""
+    paths = {"dataset_name": str(inputs / "prompts.jsonl"), "output_dir": str(output)}
+    args = PrefsArguments(**{**paths, **SMALL, **settings})
     model_args = ModelArguments(model_name_or_path=str(inputs / "model"))
     output.mkdir(parents=True, exist_ok=True)
-    constitution = load_constitution(str(inputs / "constitution.yaml"))
-    return make_rows(arguments(inputs, output, **settings), model_args, constitution, judge, output)
+    return make_rows(args, model_args, load_constitution(str(inputs / "constitution.yaml")), judge, output)
 
 
 class CountingJudge(Judge):
@@ -137,13 +131,10 @@ def questions_asked(log: Path) -> Counter[str]:
     return Counter(log.read_text().splitlines()) if log.exists() else Counter()
 
 
-def in_a_process(
-    work: Callable[[], object], number: int = signal.SIGKILL, when: Callable[[], bool] | None = None
-) -> int:
+def in_a_process(work: Callable[[], object], when: Callable[[], bool] | None = None) -> int:
     """Run `work` in a fork of this process (whose imports are warm); return its exit code, negative for a signal.
 
-    Args:
-        number: a signal that it gets as soon as `when` is true.
+    The fork is killed as soon as `when` is true.
     """
     child = os.fork()
     if child == 0:
@@ -155,10 +146,10 @@ def in_a_process(
             os._exit(1)
     while when is not None and not when():
         if os.waitpid(child, os.WNOHANG)[0]:
-            raise AssertionError("the process ended before the signal was due")
+            raise AssertionError("the process ended before it was to be killed")
         time.sleep(0.01)
     if when is not None:
-        os.kill(child, number)
+        os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

@@ -54,9 +54,9 @@ def billed(stub):
     return sum(t["prompt_tokens"] * PRICE[0] + t["completion_tokens"] * PRICE[1] for t in tokens) / 1e6
 
 
-def label(stub, folder, budget=BUDGET, concurrency=8, shard="", pairs=PAIRS, policy=POLICY):
+def label(stub, folder, budget=BUDGET, concurrency=8, shard="", pairs=PAIRS):
     """Label the pairs in a folder as a run does."""
-    judge = ServerJudge(stub.url, stub.model, max_concurrency=concurrency, policy=policy)
+    judge = ServerJudge(stub.url, stub.model, max_concurrency=concurrency, policy=POLICY)
     costs = Costs(folder, [judge], CostConfig({stub.model: list(PRICE)}, budget))
     with Ledger(folder / f"ledger{shard}.db") as ledger:
         try:

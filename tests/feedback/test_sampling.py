@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from datasets import Dataset
 
-from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler, encoded
+from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
@@ -29,28 +28,24 @@ def sampler(ledger, seed=0, **settings):
     return TextSampler(LocalBackend(model), tokenizer, params, {"model": "tiny"}, seed, ledger, **settings)
 
 
-def items(sampler, prompts=PROMPTS):
-    rows = encoded(Dataset.from_list([{"prompt": p} for p in prompts]), sampler.tokenizer)
-    return [PromptItem(p, prompt_key(p), ids) for p, ids in zip(prompts, rows["prompt_ids"], strict=True)]
-
-
 def test_completions_do_not_depend_on_order_or_on_the_prompts_beside(tmp_path, ledger):
     one = sampler(ledger)
-    together = one.sample(items(one), 3)
+    together = one.sample(one.items(PROMPTS), 3)
     with Ledger(tmp_path / "other.db") as other:
         alone = sampler(other)
-        assert [alone.sample([item], 3)[0] for item in reversed(items(alone))] == together[::-1]
+        assert [alone.sample([item], 3)[0] for item in reversed(alone.items(PROMPTS))] == together[::-1]
     assert len({text for row in together for text in row}) > 10
 
 
 def test_what_the_ledger_holds_is_not_sampled_again(ledger):
     first, again = sampler(ledger), sampler(ledger)
-    texts = first.sample(items(first), 2)
-    assert again.sample(items(again), 2) == texts
+    items = first.items(PROMPTS)
+    texts = first.sample(items, 2)
+    assert again.sample(items, 2) == texts
     assert (first.num_sampled, again.num_sampled) == (10, 0)
     # A further completion of each, and then another seed
-    assert [row[:2] for row in again.sample(items(again), 3)] == texts
-    assert sampler(ledger, seed=1).sample(items(again), 2) != texts
+    assert [row[:2] for row in again.sample(items, 3)] == texts
+    assert sampler(ledger, seed=1).sample(items, 2) != texts
 
 
 @pytest.mark.parametrize("conversational", [False, True])
@@ -58,7 +53,7 @@ def test_revisions_keep_their_trail_and_are_written_once(ledger, conversational)
     policy = sampler(ledger)
     prompts = [[{"role": "user", "content": p}] for p in PROMPTS] if conversational else PROMPTS
     reviser = Reviser(policy, policy, PRINCIPLES, num_revisions=2, max_prompt_length=200)
-    given = items(policy, prompts)
+    given = policy.items(prompts)
     completions = policy.sample(given, 2)
     rows = reviser.rows(given, completions)
     assert len(rows) == 10
@@ -82,4 +77,4 @@ def test_principles_are_drawn_by_weight_and_each_once_while_there_are_any(ledger
     first = [plan[0] for plan in plans]
     # Weights 1, 3, 2 of 6: 50, 150, 100 of 300; standard deviations 6, 9, 8
     assert abs(first.count(0) - 50) < 30 and abs(first.count(1) - 150) < 40
-    assert len(Reviser(policy, policy, PRINCIPLES, num_revisions=5).plan(items(policy)[0], 0)) == 5
+    assert len(Reviser(policy, policy, PRINCIPLES, num_revisions=5).plan(policy.items(PROMPTS)[0], 0)) == 5

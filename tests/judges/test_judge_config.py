@@ -16,16 +16,12 @@ from tests.models.reward_adapters import a_scorer
 from tests.processes import python
 from tests.tiny import tiny_model, tiny_tokenizer
 
-CHECKS = "def short(completions, **columns):\n    return [1 / (1 + len(text)) for text in completions]\n"
-CONSTITUTION = "name: c\nprinciples:\n  - text: Which is shorter?\n    tags: [short]\n"
 URL = "http://127.0.0.1:9/v1"
 
 
 @pytest.fixture(autouse=True)
-def in_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "checks.py").write_text(CHECKS)
-    (tmp_path / "constitution.yaml").write_text(CONSTITUTION)
+def in_folder(empty_folder):
+    (empty_folder / "checks.py").write_text("def short(completions, **columns): ...\n")
 
 
 def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line(tmp_path):
@@ -43,12 +39,15 @@ def test_limits_and_bodies_of_calls_come_out_of_yaml_and_out_of_the_command_line
         assert judge.extra_body == judge.identity["extra_body"] == body
 
 
-def test_an_answer_is_known_by_what_it_depends_on_and_limits_are_no_part_of_that():
-    def identity(**settings):
-        return load_judge(JudgeConfig(judge=[URL], judge_model="m", **settings)).identity
+def test_an_answer_is_known_by_what_it_depends_on_and_limits_and_addresses_are_no_part_of_that():
+    def loaded(url=URL, **settings):
+        return load_judge(JudgeConfig(judge=[url], judge_model="owner/judge 7b", **settings))
 
-    assert identity(judge_timeout_s=5, judge_verdict_tokens=512) == identity()
-    assert identity(judge_extra_body={"reasoning_effort": "low"}) != identity()
+    judge = loaded()
+    for same in (loaded(judge_timeout_s=5, judge_verdict_tokens=512), loaded("https://example.com/v1")):
+        assert same.identity == judge.identity and same.name == "judge-7b"
+    for other in (loaded(judge_extra_body={"reasoning_effort": "low"}), loaded(judge_samples=3)):
+        assert other.identity != judge.identity
 
 
 def test_a_reward_model_and_an_ensemble_in_which_servers_are_asked_last():
@@ -78,11 +77,6 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
     tiny_tokenizer().save_pretrained("causal")
     with pytest.raises(ValueError, match="the labels A, B are not single tokens"):
         load_judge(JudgeConfig(judge=["causal"], judge_device="cpu"))
-
-
-def test_a_name_that_is_no_model_is_answered_by_how_a_server_is_named():
-    with pytest.raises(RuntimeError, match=r"One on a server is written http://HOST:PORT/v1#model=./gpt"):
-        load_judge(JudgeConfig(judge=["./gpt"]))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +143,7 @@ def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
     (tmp_path / "own_judges.py").write_text(OWN_JUDGE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_judges", raising=False)
-    (tmp_path / "c.yaml").write_text(f"judge: ['{spec}']\nconstitution: constitution.yaml\n")
+    (tmp_path / "c.yaml").write_text(f"judge: ['{spec}']\n")
     (settings,) = parse(["--config", "c.yaml"], "prefs", (JudgeConfig,))
     judge = load_judge(settings)
     verdicts = judge.compare([Pair("p", "a", "bb"), Pair("p", "ccc", "bb")], SHORT)
@@ -168,9 +162,10 @@ def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
         ("own_judges.py:Nameless", ValueError, "needs a name of letters"),
         ("own_judges.py:Unknown", ValueError, "an identity: a dict of JSON values"),
         ("no_such_package.Judge", ValueError, "judge 'no_such_package.Judge': there is no module 'no_such_package'"),
+        ("./no_model", RuntimeError, "One on a server is written http://HOST:PORT/v1#model=./no_model"),
     ],
 )
-def test_a_judge_of_the_user_s_that_cannot_be_used_says_the_mend(tmp_path, spec, error, message):
+def test_a_judge_of_the_user_s_or_a_model_that_cannot_be_used_says_the_mend(tmp_path, spec, error, message):
     (tmp_path / "own_judges.py").write_text(OWN_JUDGE)
     with pytest.raises(error, match=message):
         load_judge(JudgeConfig(judge=[spec]))

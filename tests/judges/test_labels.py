@@ -1,12 +1,13 @@
 """Labels are means over orders and principles; a biased judge is found and its bias cancelled."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onetrunk.judges.constitution import parse_constitution
+from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Pair, Principle, Rating, Verdict
 from onetrunk.judges.labels import (
     JudgeStatistics,
@@ -21,10 +22,8 @@ from onetrunk.utils.files import digest
 from onetrunk.utils.ledger import Ledger
 from tests.judges.fakes import ToldJudge
 
-ONE = parse_constitution({"name": "one", "principles": ["Which is longer?"]})
-TWO = parse_constitution(
-    {"name": "two", "principles": [{"text": "Which is longer?", "weight": 3}, "Which is earlier?"]}
-)
+ONE = Constitution("one", (Principle("Which is longer?"),))
+TWO = Constitution("two", (Principle("Which is longer?", 3.0), Principle("Which is earlier?")))
 
 
 def slot_judge(bias=0.0):
@@ -66,9 +65,7 @@ def test_a_label_by_hand():
     assert [list(orders) for _, orders in label.votes] == [pytest.approx([0.8, 0.6]), pytest.approx([0.5, 0.7])]
 
 
-SEVEN = parse_constitution(
-    {"name": "seven", "principles": [{"text": "Which is longer?", "weight": 3}, *(f"Idle {i}?" for i in range(6))]}
-)
+SEVEN = Constitution("seven", (Principle("Which is longer?", 3.0), *(Principle(f"Idle {i}?") for i in range(6))))
 
 
 def test_a_principle_that_ties_does_not_count():
@@ -139,12 +136,13 @@ def test_what_is_known_is_not_asked_and_what_is_new_is_told_at_once():
     assert 0 < len(again.asked) == len(told) == 8 - num_known < 8 and known == book
 
 
-def test_a_verdict_is_kept_under_all_that_it_depends_on():
+def test_a_verdict_is_kept_under_all_that_it_depends_on_and_a_new_weight_buys_nothing_anew():
     judge, principle = slot_judge(), TWO.principles[0]
     key = answer_key(judge, principle, PAIR)
-    assert key == answer_key(slot_judge(), principle, Pair("p", "a", "b"))
+    assert key == answer_key(slot_judge(), replace(principle, weight=9.0), Pair("p", "a", "b"))
     others = [(judge, principle, PAIR.flipped()), (judge, TWO.principles[1], PAIR), (slot_judge(1.0), principle, PAIR)]
-    assert len({key, *(answer_key(*other) for other in others)}) == 4
+    others.append((judge, replace(principle, tags=("kind",)), PAIR))
+    assert len({key, *(answer_key(*other) for other in others)}) == 5
 
 
 def counted(*votes, abstentions=()):
@@ -187,8 +185,3 @@ def test_a_digest_does_not_depend_on_the_order_of_keys_and_what_is_no_json_value
     assert digest({"a": 1}) != digest({"a": "1"})
     with pytest.raises(ValueError):
         digest({"a": float("nan")})
-
-
-def test_the_weight_of_a_principle_buys_nothing_anew():
-    assert Principle("Be kind.", weight=2.0).key == Principle("Be kind.").key
-    assert Principle("Be kind.", tags=("kind",)).key != Principle("Be kind.").key

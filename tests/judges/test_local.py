@@ -38,10 +38,10 @@ def make_judge(tokenizer, family="llama", template=CHAT_TEMPLATE, positions=2048
     return CausalJudge(model, tokenizer, name="tiny", **settings)
 
 
-def by_hand(judge, messages, labels):
-    """Return shares and mass from the full logits of one unpadded row, in the words of the definition."""
-    ids = judge.reader.ids(messages)
-    logits = judge.model(torch.tensor([ids])).logits[0, -1].double()
+def by_hand(judge, item, labels, model=None):
+    """Return shares and mass from a model's full logits of one unpadded row, in the words of the definition."""
+    ids = judge.reader.ids(question_messages(item, PRINCIPLE, nonce_of(item, PRINCIPLE), judge.control_words))
+    logits = (model or judge.model)(torch.tensor([ids])).logits[0, -1].double()
     full = logits.exp() / logits.exp().sum()
     tokenize = judge.tokenizer
     forms = [[tokenize(form + label, add_special_tokens=False)["input_ids"] for form in ("", " ")] for label in labels]
@@ -57,8 +57,7 @@ def test_probabilities_are_the_softmax_of_full_logits_alone_or_in_a_batch(tokeni
     assert isinstance(judge, Judge)
     together = judge.compare(PAIRS, PRINCIPLE)
     for pair, verdict in zip(PAIRS, together, strict=True):
-        messages = question_messages(pair, PRINCIPLE, nonce_of(pair, PRINCIPLE), judge.control_words)
-        shares, mass = by_hand(judge, messages, LABELS)
+        shares, mass = by_hand(judge, pair, LABELS)
         # Float32 forwards of other widths round differently.
         assert verdict.probability == pytest.approx(shares[0], abs=2e-4)
         assert verdict.details["label_mass"] == pytest.approx(mass, rel=2e-3)
@@ -70,8 +69,7 @@ def test_a_rating_is_the_mean_of_the_marks(tokenizer):
     judge = make_judge(tokenizer)
     asked = Single("Say hello.", "Hello!")
     (rating,) = judge.rate([asked], PRINCIPLE)
-    messages = question_messages(asked, PRINCIPLE, nonce_of(asked, PRINCIPLE), judge.control_words)
-    shares, _ = by_hand(judge, messages, RATINGS)
+    shares, _ = by_hand(judge, asked, RATINGS)
     assert rating.score == pytest.approx(sum(i * share for i, share in enumerate(shares)) / 4, abs=2e-4)
 
 
@@ -121,12 +119,9 @@ def test_a_judge_is_loaded_by_name_and_an_adapter_counts(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "adapter")
     other = load_causal_judge(str(tmp_path / "adapter"), min_label_mass=0.0)
     assert other.identity["model"] != plain.identity["model"]
-    with torch.no_grad():
-        messages = question_messages(PAIRS[0], PRINCIPLE, nonce_of(PAIRS[0], PRINCIPLE), other.control_words)
-        logits = adapted(torch.tensor([other.reader.ids(messages)])).logits[:, -1].float()
-    shares, _ = label_shares(logits, other.reader.label_ids(messages, LABELS))
+    shares, _ = by_hand(other, PAIRS[0], LABELS, adapted)
     # Merged weights round differently from base and adapter in turn.
-    assert other.compare(PAIRS[:1], PRINCIPLE)[0].probability == pytest.approx(shares[0, 0].item(), abs=2e-4)
+    assert other.compare(PAIRS[:1], PRINCIPLE)[0].probability == pytest.approx(shares[0], abs=2e-4)
 
 
 def test_no_attack_brings_a_control_token_along(tokenizer):

@@ -58,25 +58,25 @@ def test_log_probabilities_that_are_none_are_not_taken_for_some(positions):
     assert label_probabilities(reply("A", positions), LABELS) is None
 
 
-SURE = {"A": 0.99, "B": 0.005}
-PAST_THE_END = [
-    # What vLLM answers where the server knows no stop token: the text without control tokens, the tokens with them.
-    (["A", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "Why", "?"], "A\nuser\nWhy?"),
-    (["A", "</s>", "\n", "B"], "A\nB"),
-    # A server that shows them.
-    (["A", "<|im_end|>", "B"], "A<|im_end|>B"),
-    # An end mark without brackets, the last token of all.
-    (["A", "EndOfText"], "A"),
-    # Log probabilities of the beginning alone.
-    (["\u2581A"], "A is better."),
-]
-
-
-@pytest.mark.parametrize(("tokens", "text"), PAST_THE_END)
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        # What vLLM answers where it knows no stop token: the text without control tokens, the tokens with them.
+        (["A", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "Why", "?"], "A\nuser\nWhy?"),
+        (["A", "</s>", "\n", "B"], "A\nB"),
+        # A server that shows them.
+        (["A", "<|im_end|>", "B"], "A<|im_end|>B"),
+        # An end mark without brackets, the last token of all.
+        (["A", "EndOfText"], "A"),
+        # Log probabilities of the beginning alone.
+        (["\u2581A"], "A is better."),
+    ],
+)
 def test_log_probabilities_are_found_by_tokens_also_where_a_reply_runs_past_its_end_mark(tokens, text):
-    positions = [candidates(token, {token: 0.9, "B": 0.01} if "A" not in token else SURE) for token in tokens[1:]]
-    first = candidates(tokens[0], {tokens[0]: 0.99, "B": 0.005})
-    found = label_probabilities(reply(text, [first, *positions]), LABELS)
+    first, *later = tokens
+    positions = [candidates(first, {first: 0.99, "B": 0.005})]
+    positions += [candidates(token, {token: 0.9, "B": 0.01}) for token in later]
+    found = label_probabilities(reply(text, positions), LABELS)
     assert found == pytest.approx({"A": 0.99, "B": 0.005})
 
 

@@ -1,4 +1,4 @@
-"""A reward model as a judge: sigmoid of the difference of its scores in either order; its scale; an adapter."""
+"""A reward model as a judge: sigmoid of the difference of its scores in either order, and its scale."""
 
 import math
 
@@ -11,7 +11,7 @@ from onetrunk.judges.judge import Judge, Pair, Principle, Single
 from onetrunk.judges.local import RewardModelJudge, load_reward_judge
 from onetrunk.models.reward_model import ScoreScale
 from onetrunk.rewards.model import ModelReward
-from tests.models.reward_adapters import a_scorer, saved_base, saved_reward_adapter
+from tests.models.reward_adapters import a_scorer
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 PRINCIPLE = Principle("Which is better?")
@@ -21,10 +21,8 @@ TEXTS = ["the cat sings .", "a dog runs", "no", "the old house sees the red rive
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
-    base = saved_base(folder / "base")
     a_scorer(pad_token_id=0).save_pretrained(folder / "model")
     tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(folder / "model")
-    saved_reward_adapter(folder / "adapter", base, tokenizer=tiny_tokenizer())
     return folder
 
 
@@ -57,17 +55,7 @@ def test_a_rating_is_the_score_on_the_models_own_scale(folder, judge):
     scaled = RewardModelJudge(judge.model, judge.tokenizer, scale=ScoreScale(score, 2.0))
     for rater, expected in ((judge, 1 / (1 + math.exp(-score))), (scaled, 0.5)):
         assert rater.rate([Single("the bird ", "no")], PRINCIPLE)[0].score == pytest.approx(expected, abs=1e-6)
-    assert scaled.identity != judge.identity
-
-
-def test_an_adapter_is_a_judge_of_its_own_and_known_by_its_weights(folder):
-    one = load_reward_judge(str(folder / "adapter"))
-    other_path = saved_reward_adapter(folder / "other", folder / "base", tokenizer=tiny_tokenizer(), seed=6)
-    other = load_reward_judge(str(other_path))
-    pair = [Pair("the bird ", TEXTS[0], TEXTS[3])]
-    assert one.compare(pair, PRINCIPLE)[0].probability != other.compare(pair, PRINCIPLE)[0].probability
-    assert one.identity != other.identity
-    assert one.identity == load_reward_judge(str(folder / "adapter")).identity
+    assert scaled.identity != judge.identity == load_reward_judge(str(folder / "model")).identity
 
 
 def test_a_score_that_is_not_finite_is_an_abstention(folder):

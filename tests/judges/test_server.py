@@ -21,22 +21,27 @@ from onetrunk.servers.fleet import RetryPolicy
 from onetrunk.utils.ledger import Ledger
 from tests.judges.stub_server import THOUGHT_TOKENS, StubServer, candidates, completion, first_probability
 
-KIND = Principle("Which completion is kinder?")
-QUICK = RetryPolicy(first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=60.0)
+KIND, BRIEF = Principle("Which completion is kinder?"), Principle("Which completion is briefer?")
+# A deadline that only a server that hangs can miss: a busy machine answers late.
+PATIENT = RetryPolicy(
+    max_calls=20, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=60.0, patience_s=300.0, max_timeouts=20
+)
 
 
 def pairs(count):
     return [Pair(f"prompt {i}", f"first {i}", f"second {i}") for i in range(count)]
 
 
-def judge_of(stub, **settings):
-    return ServerJudge(stub.url, stub.model, policy=QUICK, **settings)
+def judge_of(stub, policy=PATIENT, **settings):
+    return ServerJudge(stub.url, stub.model, policy=policy, **settings)
 
 
-def checked_judge(stub, **settings):
-    """Return a judge that has been checked; what that has asked is not counted."""
-    judge = judge_of(stub, **settings)
+def checked_judge(stub, policy=PATIENT, **settings):
+    """Return a judge that has been checked while the server was well; what that has asked is not counted."""
+    judge = judge_of(stub, policy, **settings)
+    stub.faulty = False
     judge.check()
+    stub.faulty = True
     stub.bodies.clear()
     return judge
 
@@ -84,15 +89,9 @@ def test_a_rating_is_the_mean_mark_from_0_to_1():
     assert [rating.score for rating in ratings] == pytest.approx([0.75, 0.75]) and len(told) == 2
 
 
-def test_who_a_judge_is_does_not_depend_on_where_it_is():
-    here, there = (ServerJudge(url, "owner/judge 7b") for url in ("http://127.0.0.1:1/v1", "https://example.com/v1"))
-    assert here.identity == there.identity and here.name == "judge-7b"
-    assert ServerJudge("http://127.0.0.1:1", "owner/judge 7b", samples=3).identity != here.identity
-
-
-def message_of_check(url, model="judge-1", **settings):
+def message_of_check(url, model="judge-1"):
     with pytest.raises(RuntimeError) as error:
-        ServerJudge(url, model, policy=QUICK, **settings).check()
+        ServerJudge(url, model, policy=PATIENT).check()
     text = str(error.value)
     assert text.startswith("judge server http://127.0.0.1:") and "\n" not in text and len(text) < 500
     return text
@@ -105,7 +104,7 @@ def test_what_is_wrong_with_an_address_or_a_model_is_said_by_the_check():
         assert "HTTP 404: The model `judge-2` does not exist.; check" in message_of_check(stub.url, "judge-2")
         # The root and the whole path are as good as the path that ends in /v1.
         for url in (stub.root, f"{stub.root}/", f"{stub.url}/chat/completions"):
-            ServerJudge(url, "judge-1", policy=QUICK).check()
+            ServerJudge(url, "judge-1", policy=PATIENT).check()
     with StubServer(fault="other_model") as stub:
         assert "a reply of model 'another-model', where 'judge-1' was asked" in message_of_check(stub.url)
     with pytest.raises(ValueError, match="judge_model is not set"):
@@ -152,33 +151,16 @@ def test_a_question_without_room_for_its_verdict_is_an_error_that_names_the_sett
     assert said in verdicts[1].error and "raise judge_verdict_tokens" in verdicts[1].error
 
 
-BRIEF = Principle("Which completion is briefer?")
-# A deadline that only a server that hangs can miss: a busy machine answers late.
-PATIENT = RetryPolicy(
-    max_calls=20, first_delay_s=0.004, max_delay_s=0.02, call_timeout_s=60.0, patience_s=300.0, max_timeouts=20
-)
-HANGS = replace(PATIENT, call_timeout_s=0.5)
-
-
 def questions(stub):
     """Return the questions that a server has sold, without those of the check at startup."""
     return [q for q, n in stub.sold.items() for _ in range(n) if "> prompt" in json.loads(q)["messages"][0]["content"]]
-
-
-def ready_judge(stub, policy=PATIENT, **settings):
-    """Return a judge that has been checked while the server was well."""
-    stub.faulty = False
-    judge = ServerJudge(stub.url, "judge-1", policy=policy, **settings)
-    judge.check()
-    stub.faulty = True
-    return judge
 
 
 @pytest.mark.parametrize("fault", ["500", "hang", "other_model", "no_logprobs"])
 def test_nothing_is_lost_and_nothing_is_bought_twice(fault):
     asked, told = pairs(4 if fault == "hang" else 40), []
     with StubServer(fault=fault, rate=0.5) as stub:
-        judge = ready_judge(stub, HANGS if fault == "hang" else PATIENT)
+        judge = checked_judge(stub, replace(PATIENT, call_timeout_s=0.5) if fault == "hang" else PATIENT)
         verdicts = judge.compare(asked, KIND, lambda i, verdict: told.append((i, verdict)))
         sold = questions(stub)
         stub.faulty = False
@@ -192,11 +174,10 @@ def test_nothing_is_lost_and_nothing_is_bought_twice(fault):
         assert len(sold) > len(asked) and any(v.details["method"] == "votes" for v in verdicts)
 
 
-@pytest.mark.parametrize("fault", ["500", "html_in_200"])
-def test_a_server_that_fails_every_call_is_given_up_in_time_and_the_rest_is_bought_later(fault):
+def test_a_server_that_fails_every_call_is_given_up_in_time_and_the_rest_is_bought_later():
     asked, told = pairs(20), {}
-    with StubServer(fault=fault, latency_s=0.01) as stub:
-        judge = ready_judge(stub, replace(PATIENT, max_calls=1000, patience_s=0.3))
+    with StubServer(fault="500", latency_s=0.01) as stub:
+        judge = checked_judge(stub, replace(PATIENT, max_calls=1000, patience_s=0.3))
         stub.faulty = False
 
         def breaks_after_six(index, verdict):
@@ -212,7 +193,7 @@ def test_a_server_that_fails_every_call_is_given_up_in_time_and_the_rest_is_boug
         # What a ledger kept is not asked again; another process would have another judge.
         stub.faulty = False
         left = [asked[i] for i in range(20) if i not in told]
-        verdicts = ServerJudge(stub.url, "judge-1", policy=PATIENT).compare(left, KIND)
+        verdicts = judge_of(stub).compare(left, KIND)
     assert all(verdict.probability is not None for verdict in verdicts)
     assert len(questions(stub)) == len(set(questions(stub))) == 20
 
@@ -222,14 +203,14 @@ def test_a_server_that_fails_from_the_start_is_found_by_the_check(fault):
     policy = RetryPolicy(first_delay_s=0.004, call_timeout_s=0.1 if fault == "trickle" else 60.0)
     with StubServer(fault=fault) as stub:
         with pytest.raises(RuntimeError, match=f"judge server {stub.url} cannot be used: ") as error:
-            ServerJudge(stub.url, "judge-1", policy=policy).compare(pairs(3), KIND)
+            judge_of(stub, policy).compare(pairs(3), KIND)
         assert "\n" not in str(error.value) and sum(stub.asked.values()) <= 3 and not stub.sold
 
 
 def test_ctrl_c_ends_a_run_at_once_and_keeps_what_was_answered():
     told = {}
     with StubServer(fault="hang") as stub:
-        judge = ready_judge(stub, RetryPolicy(call_timeout_s=600.0), max_concurrency=2)
+        judge = checked_judge(stub, RetryPolicy(call_timeout_s=600.0), max_concurrency=2)
         stub.faulty = False
 
         def hangs_after_three(index, verdict):
@@ -273,7 +254,7 @@ def test_the_load_is_shared_and_a_server_that_dies_in_the_middle_loses_and_repea
 
 def test_all_principles_are_asked_at_once():
     with StubServer(latency_s=0.05) as stub:
-        judge = ServerJudge(stub.url, "judge-1", max_concurrency=8, policy=PATIENT)
+        judge = judge_of(stub, max_concurrency=8)
         # Four questions by each principle: eight are open only if none waits for the other principle.
         judge_pairs(judge, pairs(2), Constitution("both", (KIND, BRIEF)))
         assert stub.most_open == 8
@@ -283,7 +264,7 @@ def test_an_ensemble_keeps_the_answers_of_each_member_and_asks_only_who_failed(t
     with StubServer("a") as one, StubServer("b", fault="500") as other, Ledger(tmp_path / "ledger.db") as ledger:
         other.fails_on = lambda body: "> prompt 3\n" in body["messages"][0]["content"]
         policy = replace(PATIENT, max_calls=2)
-        judge = EnsembleJudge([ServerJudge(stub.url, stub.model, policy=policy) for stub in (one, other)])
+        judge = EnsembleJudge([judge_of(stub, policy) for stub in (one, other)])
         asker = Asker(judge, Constitution("kind", (KIND,)), ledger, 1.0)
         assert [len(label.errors) for label in asker.labels(pairs(6))] == [0, 0, 0, 2, 0, 0]
         sold = len(questions(one))

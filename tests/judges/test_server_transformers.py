@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from onetrunk.judges.judge import Pair, Principle
 from onetrunk.judges.server import ServerJudge
-from onetrunk.servers.fleet import RetryPolicy
 from tests.processes import environment, served
 
 pytestmark = pytest.mark.slow
@@ -23,11 +22,12 @@ pytestmark = pytest.mark.slow
 WORDS = ("<pad>", "<eos>", "<bos>", "<unk>", "A", "B")
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}<bos>"
 PROBABILITY = 0.6
-PATIENT = RetryPolicy(call_timeout_s=60.0)
 
 
-def two_word_model(folder: Path) -> Path:
+@pytest.fixture
+def model(tmp_path):
     """Save a Llama whose layers add nothing: the next token depends on the last one alone, by its head."""
+    folder = tmp_path / "judge"
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = dict(zip(("pad_token", "eos_token", "bos_token", "unk_token"), WORDS, strict=False))
@@ -56,11 +56,6 @@ def two_word_model(folder: Path) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path):
-    return two_word_model(tmp_path / "judge")
-
-
-@pytest.fixture
 def url(model, tmp_path):
     """Return the address of `transformers serve` for the model."""
     words = [Path(sys.executable).with_name("transformers"), "serve", model, "--host", "127.0.0.1"]
@@ -79,7 +74,7 @@ def test_what_it_leaves_out_is_noticed_and_votes_estimate_the_probability(model,
         assert response.status == 200
         assert not json.load(response)["choices"][0].get("logprobs")
 
-    judge = ServerJudge(url, str(model), samples=50, max_concurrency=4, policy=PATIENT)
+    judge = ServerJudge(url, str(model), samples=50, max_concurrency=4)
     judge.check()
     assert judge.top_logprobs == 0
     pairs = [Pair(f"Say hello {i}.", "Hello.", "No.") for i in range(4)]
@@ -89,4 +84,4 @@ def test_what_it_leaves_out_is_noticed_and_votes_estimate_the_probability(model,
     # Four standard deviations of 200 votes.
     assert sum(v.probability for v in verdicts) / 4 == pytest.approx(PROBABILITY, abs=0.14)
     with pytest.raises(RuntimeError, match="Server is pinned to"):
-        ServerJudge(url, "another-model", policy=PATIENT).check()
+        ServerJudge(url, "another-model").check()

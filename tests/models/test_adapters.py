@@ -208,12 +208,9 @@ def test_a_rejected_field_is_named(name):
         TrunkModel(tiny_model("llama"), config)
 
 
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
 @pytest.mark.parametrize("layers", ["all", "top-1"])
 def test_adapters_on_experts_keep_the_base_train_and_load_again(tmp_path, layers):
-    pack, config = a_pack(), LoraConfig(r=2, target_parameters=EXPERTS)
+    pack, config = a_pack(), LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     trunk = TrunkModel(moe(), config, adapter_layers=layers)
     assert trunk.cut == (1 if layers == "top-1" else 0)
     output, gradients = branches.step_gradients(trunk, pack, roles=("policy", "value", "reference"))

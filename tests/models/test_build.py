@@ -172,12 +172,9 @@ def test_peft_alone_loads_the_policy(family, tmp_path):
 
 def test_a_continued_adapter_is_saved_whole_also_below_the_cut(tmp_path):
     trunk = build_trunk(an_sft_model(), adapter_layers="top-1").train()
-    lower = {n: p.detach().clone() for n, p in adapter_parameters(trunk, "default").items() if ".layers.3." not in n}
     optimizer = torch.optim.Adam([p for p in trunk.parameters() if p.requires_grad], lr=0.1)
     loss_of(trunk(pack=a_pack())).backward()
     optimizer.step()
-    assert len(lower) == 42
-    assert all(torch.equal(adapter_parameters(trunk, "default")[name], weight) for name, weight in lower.items())
     trunk.save_pretrained(tmp_path)
     assert len(load_file(tmp_path / ADAPTER_FILE)) == 56
     plain = PeftModel.from_pretrained(tiny_model("llama"), tmp_path)

@@ -47,12 +47,10 @@ def test_padding_and_batches_do_not_change_a_score(pad_token_id):
 
 def test_an_encoder_scores_the_same_padded():
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields |= {"vocab_size": 64, "num_labels": 1, "pad_token_id": 0, "initializer_range": 0.25}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        settings = transformers.BertConfig(
-            vocab_size=64, num_labels=1, pad_token_id=0, initializer_range=0.25, **fields
-        )
-        model = transformers.BertForSequenceClassification(settings).eval()
+        model = transformers.BertForSequenceClassification(transformers.BertConfig(**fields)).eval()
     scores = reward_model.score_token_ids(model, tiny_tokenizer()(TEXTS)["input_ids"], batch_size=3)
     torch.testing.assert_close(scores, one_by_one(model), atol=5e-5, rtol=0)
 

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from onetrunk import load_value_model
-from tests.ppo.support import base_model, make_trainer, trained
+from tests.models.reward_adapters import saved_base
+from tests.ppo.support import make_trainer, trained
 from tests.tiny import tiny_tokenizer
 
 PROMPTS = ["a dog", "the red sun", "a small bird sings"]
@@ -13,9 +14,7 @@ COMPLETIONS = ["sees a black river", "yes", ""]
 
 
 def test_the_values_of_a_saved_run_are_those_of_its_trainer_one_per_token_and_row_by_row(tmp_path):
-    base_model().save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(saved_base(tmp_path / "base", num_hidden_layers=2))
     trainer = trained(tmp_path / "run", model=model, num_rollouts=2, value_learning_rate=0.1)
     trainer.save_model()
     values = trainer.values(PROMPTS, COMPLETIONS)

@@ -13,8 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from onetrunk.ops.masking import length_mask
 
-PADDED_INPUTS = ("old_logprobs", "ref_logprobs", "old_values", "logprobs_minus_old")
-
 
 def padded(rows):
     return pad_sequence([torch.tensor(row, dtype=torch.float64) for row in rows], batch_first=True)
@@ -23,7 +21,8 @@ def padded(rows):
 @pytest.fixture
 def oracle():
     case = json.loads((Path(__file__).parent / "oracle_ppo_cases.json").read_text())
-    inputs = {name: padded(case["inputs"][name]) for name in PADDED_INPUTS}
+    names = ("old_logprobs", "ref_logprobs", "old_values", "logprobs_minus_old")
+    inputs = {name: padded(case["inputs"][name]) for name in names}
     return SimpleNamespace(
         **inputs,
         logprobs=inputs["old_logprobs"] + inputs["logprobs_minus_old"],

@@ -2,14 +2,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onetrunk.ops import Head, fused_token_logprobs, token_logprobs
+from tests.ops.test_losses import EXACT, many
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64
 WAYS = [
     {},
     {"temperature": 0.7},
@@ -91,7 +91,7 @@ def test_no_operation_returns_more_than_one_tile_of_logits():
     assert naive.numel == n * vocab
 
 
-@settings(max_examples=200, deadline=None)
+@many
 @given(
     n=st.integers(0, 9),
     vocab=st.integers(1, 12),

@@ -6,7 +6,7 @@ Properties of one function are in the test file of its module; here are those of
 import json
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -19,11 +19,10 @@ from onetrunk.ops import (
     token_rewards,
 )
 from onetrunk.ops.masking import masked_moments
+from tests.ops.test_losses import EXACT, many
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}  # only the order of a few dozen additions differs
 SEEDS = st.integers(0, 2**31)
 CLIPS = st.sampled_from([0.1, 0.2, 0.28, 0.5])
-many = settings(max_examples=200, deadline=None)
 
 
 @st.composite

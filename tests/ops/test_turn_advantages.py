@@ -18,10 +18,9 @@ from onetrunk.ops.losses import ppo_loss
 from onetrunk.ops.masking import sum_over_turns
 from onetrunk.ops.packing import make_pack
 from onetrunk.types import Experience, LossCoefficients, Pack, PackOutput
+from tests.ops.test_advantages import GAMMAS, LAMS
 from tests.ops.test_losses import EXACT, many
 
-LAMS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
-GAMMAS = st.sampled_from([0.0, 0.9, 1.0])
 TWO_TURNS = torch.tensor([[0, 0, -1, 1, 1]])
 
 

@@ -75,7 +75,6 @@ def measure(name: str, block: Any) -> dict[str, Any]:
 
 
 def work(rank: int, folder: str, name: str) -> dict[str, dict[str, Any]]:
-    """Return what this process has measured."""
     # Matrices of large models are returned to the system when they are freed; so are those of this small one.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
     join_group(CPU, folder, rank, 2)

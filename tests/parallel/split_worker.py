@@ -57,14 +57,10 @@ def continued() -> TrunkModel:
 
 
 def quantized(folder: Path, device: torch.device = CPU_DEVICE, **config: Any) -> TrunkModel:
-    trunk = build_trunk(
-        folder / "base",
-        lora(),
-        quantization_config=BitsAndBytesConfig(**config),
-        # bitsandbytes quantises where the base is loaded.
-        model_init_kwargs={"device_map": {"": device}, "dtype": torch.float32},
-        adapter_layers="top-2",
-    )
+    # bitsandbytes quantises where the base is loaded.
+    loading = {"device_map": {"": device}, "dtype": torch.float32}
+    settings = {"quantization_config": BitsAndBytesConfig(**config), "model_init_kwargs": loading}
+    trunk = build_trunk(folder / "base", lora(), adapter_layers="top-2", **settings)
     move(trunk)
     return trunk
 
@@ -84,7 +80,6 @@ def prepare(folder: Path) -> None:
 
 
 def rewarded(folder: Path) -> TrunkModel:
-    """Return a trunk with a reward adapter."""
     trunk = a_trunk(adapter_layers="top-2")
     attach_score_adapter(trunk, read_score_adapter(str(folder / "reward")))
     return trunk
@@ -168,9 +163,7 @@ def whole_bytes(trunk: TrunkModel, is_tensor: bool) -> int:
     return sum(p.nbytes for p in kept)
 
 
-def compare(
-    build: Any, layout: Layout, rank: int, device: torch.device, folder: Path, checkpointing: bool
-) -> dict[str, Any]:
+def compare(build: Any, layout: Layout, rank: int, device: torch.device, folder: Path, checkpointing: bool) -> dict:
     """Return what differs between a whole and a sharded or divided base."""
     # Splitting moves its base to the device.
     whole, split = build().to(device).train(), build().train()
@@ -223,10 +216,7 @@ def compare(
     }
 
 
-def work(
-    rank: int, folder: str, world_size: int, layout: Layout, names: list[str], place: str = CPU
-) -> dict[str, Any]:
-    """Return the facts of every case."""
+def work(rank: int, folder: str, world_size: int, layout: Layout, names: list[str], place: str = CPU) -> dict:
     device = join_group(place, folder, rank, world_size)
     results = {}
     builders = cases(Path(folder), device)

@@ -67,14 +67,10 @@ def an_experience(pack: Pack, output: PackOutput, seed: int) -> Experience:
         return (scale * torch.randn(shape, generator=generator)).to(pack.input_ids.device)
 
     return Experience(
-        pack=pack,
-        loss_mask=pack.completion_mask,
-        old_logprobs=output.logprobs + noise(0.1),
-        old_values=output.values + noise(0.3),
-        advantages=noise(1.0),
-        returns=output.values + noise(1.0),
+        pack=pack, loss_mask=pack.completion_mask, old_logprobs=output.logprobs + noise(0.1),
+        old_values=output.values + noise(0.3), advantages=noise(1.0), returns=output.values + noise(1.0),
         ref_logprobs=output.ref_logprobs,
-    )
+    )  # fmt: skip
 
 
 def as_dict(outputs: list[PackOutput]) -> dict[str, Tensor]:
@@ -160,7 +156,6 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
 
 
 def work(rank: int, folder: str, world_size: int, stages: int, names: list[str], place: str = CPU) -> dict[str, Any]:
-    """Return the facts of every case."""
     device = join_group(place, folder, rank, world_size)
     every = cases()
     return {name: compare(rank, world_size, stages, device, every[name]) for name in names}

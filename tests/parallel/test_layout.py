@@ -7,6 +7,7 @@ import pytest
 from onetrunk.parallel.groups import num_data_processes
 from onetrunk.parallel.layout import Layout
 
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
 GROUPS = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
@@ -29,10 +30,7 @@ def test_the_accelerate_config_decides_the_layout(launch_env, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            "ZeRO-3 is not supported.*fsdp2",
-        ),
+        (DEEPSPEED, "ZeRO-3 is not supported.*fsdp2"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "set fsdp_version: 2"),
         ({**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true is not supported.*4 bit"),
         ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "set activation_checkpointing in the trainer"),

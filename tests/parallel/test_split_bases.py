@@ -25,14 +25,12 @@ def launch(world_size, layout, cases, place):
     return found_by_ranks(split_worker.work, folder, world_size, world_size, layout, list(cases), place)
 
 
-@cache
-def launched(kind, place):
-    return launch(2, LAYOUTS[kind], CASES[kind], place)
+launched = cache(launch)
 
 
 def two(kind, case, place=CPU):
     """Return what each of two processes found in a case; all cases share a launch."""
-    return [rank[case] for rank in launched(kind, place)]
+    return [rank[case] for rank in launched(2, LAYOUTS[kind], CASES[kind], place)]
 
 
 def check_numbers(found, kind, case, place):

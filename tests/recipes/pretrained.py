@@ -1,4 +1,4 @@
-"""The pretrained model of recipes/smollm2-135m-cpu, in the folder where recipes look for it, and chains from it."""
+"""The pretrained model of recipes/smollm2-135m-cpu, in the folder where recipes look for it, and stages in a row."""
 
 import json
 from pathlib import Path
@@ -22,9 +22,14 @@ def make_base_of_wheel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def run_chain(
     name: str, sizes: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, Any]:
-    """Prepare a recipe and run its stages with options that make them small; return the metrics of `eval`."""
+    """Prepare a recipe on the pretrained model and run its stages; return the metrics of `eval`."""
     make_base_of_wheel(monkeypatch, capsys)
     assert load_recipe_module(name, "prepare").main() == 0
+    return run_stages(name, sizes)
+
+
+def run_stages(name: str, sizes: dict[str, str]) -> dict[str, Any]:
+    """Run stages of a recipe with options that make them small; return the metrics of `eval`."""
     for verb, options in sizes.items():
         assert cli.main([verb, "--config", f"recipes/{name}/{verb}.yaml", *options.split()]) == 0, verb
     return json.loads(Path("runs", name, "eval/metrics.json").read_text())

@@ -1,4 +1,4 @@
-"""gsm8k-0.5b: answers read by hand, the split, and the chain on real questions with a model from a config."""
+"""gsm8k-0.5b: answers read by hand, and the split."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The recipes with a learned reward, tldr-0.5b and constitutional-1.5b: their data by hand, their chains (slow)."""
+"""The recipes with a learned reward, tldr-0.5b and constitutional-1.5b: data by hand, and the chain of the latter."""
 
 import json
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from onetrunk import cli
 from tests.recipes.llama2c import NaiveLlama, encode, write_checkpoint, write_tokenizer
+from tests.recipes.pretrained import run_stages
 from tests.stages.recipes import load_recipe_module
 from tests.stages.small_runs import write_rows
 
@@ -78,9 +78,6 @@ def test_the_chain_runs_from_the_files_of_llama2_c_to_stories_before_and_after(f
     few = "--max_completion_length 8"
     # This random model names no animals.
     ppo = f"{few} --num_rollouts 1 --rollout_batch_size 8 --num_minibatches 1 --reward_weights 0 1"
-    sizes = {"ppo": ppo, "eval": few}
-    for verb, options in sizes.items():
-        assert cli.main([verb, "--config", f"recipes/tinystories-260k/{verb}.yaml", *options.split()]) == 0
-    metrics = json.loads((runs / "eval/metrics.json").read_text())
+    metrics = run_stages("tinystories-260k", {"ppo": ppo, "eval": few})
     assert {"score/animals", "score/variety"} <= set(metrics["reference"]) and metrics["policy"]["kl/ref"] != 0
     assert len(rows) == prepare.HELD_OUT

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from onetrunk import cli
 from tests.chat import calling, taught_base
+from tests.recipes.pretrained import run_stages
 from tests.stages.recipes import load_recipe_module
 from tests.stages.small_runs import write_rows
 
@@ -49,9 +49,6 @@ def test_the_chain_calls_the_tool(workplace):
     taught_base(workplace / "base", [calculator.calculate], talks)
     ppo = "--model_name_or_path base --num_rollouts 1 --rollout_batch_size 4 --num_minibatches 1 --lora_r 2"
     ppo += " --max_prompt_length 1500 --value_pretraining_rollouts 0 --dataset_split train[:8] --eval_strategy no"
-    ppo += " --report_to none"
-    for verb, words in {"ppo": ppo, "eval": "--dataset_split train[:4]"}.items():
-        words += " --use_cpu true"
-        assert cli.main([verb, "--config", f"recipes/qwen2.5-1.5b-tools/{verb}.yaml", *words.split()]) == 0
-    metrics = json.loads((workplace / "runs/qwen2.5-1.5b-tools/eval/metrics.json").read_text())
+    ppo += " --report_to none --use_cpu true"
+    metrics = run_stages("qwen2.5-1.5b-tools", {"ppo": ppo, "eval": "--dataset_split train[:4] --use_cpu true"})
     assert metrics["reference"]["score/called"] > 0.5

@@ -88,10 +88,12 @@ def damages(content, draws, count):
         yield f"line {index}, {at}: {new}", b"".join([*lines[:index], wrong, *lines[index + 1 :]])
 
 
-def check(folder, capsys, kind, count, step=1):
-    """Damage every file of a run in turn, and read the report's exit code and messages; of damages every `step`-th."""
-    draws, run = random.Random(kind), RUNS[kind](folder / "sound")
-    contents = {path: path.read_bytes() for path in sorted((folder / "sound").rglob("*.json*"))}
+@pytest.mark.parametrize(("count", "step"), [(1, 7), pytest.param(8, 1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_damaged_file_of_a_record_gives_a_page_or_one_message(tmp_path, capsys, kind, count, step):
+    """Every file of a run in turn has `count` damages of each drawn kind; of all damages every `step`-th is tried."""
+    draws, run = random.Random(kind), RUNS[kind](tmp_path / "sound")
+    contents = {path: path.read_bytes() for path in sorted((tmp_path / "sound").rglob("*.json*"))}
     every = [(path, *damage) for path, content in contents.items() for damage in damages(content, draws, count)]
     for path, name, damaged in every[::step]:
         path.unlink() if damaged is None else path.write_bytes(damaged)
@@ -99,17 +101,6 @@ def check(folder, capsys, kind, count, step=1):
         err = capsys.readouterr().err
         assert code == 0 or (code == 1 and err.count("error: ") == 1 and "Traceback" not in err), (path, name, err)
         path.write_bytes(contents[path])
-
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_damaged_file_of_a_record_gives_a_page_or_one_message(tmp_path, capsys, kind):
-    check(tmp_path, capsys, kind, count=1, step=7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", RUNS)
-def test_so_does_every_damage_of_every_file(tmp_path, capsys, kind):
-    check(tmp_path, capsys, kind, count=8)
 
 
 def test_pipes_and_folders_in_the_place_of_files_are_passed_over(tmp_path):

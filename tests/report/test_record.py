@@ -44,15 +44,20 @@ def test_the_record_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path):
     assert parts.hours() == pytest.approx((resumed - begin + parts.log[-1]["time"] - again) / 3600, abs=1e-6)
 
 
-def test_the_completions_before_and_after_are_of_the_same_prompts(tmp_path):
-    run = recorded(tmp_path, num_rollouts=2)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the record of a run with a token and an alarm."""
+    alarm = {"alarm_limits": {"entropy": 10.0, "cut_off": None}, "alarm_patience": 2}
+    return recorded(tmp_path_factory.mktemp("run"), num_rollouts=3, hub_token="hf_" + 5 * "secret", **alarm)
+
+
+def test_the_completions_before_and_after_are_of_the_same_prompts(run):
     assert [row["prompt"] for row in run.before] == [row["prompt"] for row in run.after] == prompts(3)["prompt"]
     assert sum(row["score"] for row in run.before) / 3 == pytest.approx(run.series("eval_score/mean")[1][0], abs=1e-6)
     assert sum(row["score"] for row in run.after) / 3 == pytest.approx(run.series("eval_score/mean")[1][-1], abs=1e-6)
 
 
-def test_an_alarm_is_recorded_with_its_explanation(tmp_path):
-    run = recorded(tmp_path, num_rollouts=3, alarm_limits={"entropy": 10.0, "cut_off": None}, alarm_patience=2)
+def test_an_alarm_is_recorded_with_its_explanation(run):
     (alarm,) = run.alarms()
     assert (alarm.name, alarm.step) == ("entropy", 4) and "the policy's entropy" in alarm.text
 
@@ -72,8 +77,6 @@ def test_a_setting_counts_as_changed_if_it_differs_from_its_default(tmp_path):
     assert not {"gamma", "max_steps", "bf16", "max_staleness"} & set(changed_settings(config))
 
 
-def test_run_json_has_no_secret(tmp_path):
-    recorded(tmp_path, num_rollouts=1, hub_token="hf_secretsecretsecretsecretsecret")
-    about = json.loads((tmp_path / "_report" / "run.json").read_text())
-    assert "hf_secretsecret" not in json.dumps(about) and about["versions"]["torch"]
-    assert about["digests"]["prompts"].startswith("8 rows, sha256")
+def test_run_json_has_no_secret(run):
+    assert "hf_secretsecret" not in json.dumps(run.about) and run.about["versions"]["torch"]
+    assert run.about["digests"]["prompts"].startswith("8 rows, sha256")

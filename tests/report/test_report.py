@@ -45,9 +45,13 @@ class Elements(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    folder = write_ppo_run(tmp_path_factory.mktemp("runs") / "good")
-    return write_report([folder]).read_text()
+def written(tmp_path_factory):
+    return write_report([write_ppo_run(tmp_path_factory.mktemp("runs") / "good")])
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return written.read_text()
 
 
 def test_the_page_has_every_plot_that_the_log_has_metrics_for(page):
@@ -92,6 +96,10 @@ def test_the_facts_of_a_run_worked_out_by_hand(page):
     assert "8 rows, sha256 abc" in page and "<td>torch</td><td>2.13</td>" in page
 
 
+def test_the_verdict_stands_before_the_samples(page):
+    assert page.index('class="verdict mixed"') < page.index("The same prompts before and after")
+
+
 def test_samples_are_the_largest_gains_the_largest_losses_and_random_ones(page):
     gains = page[page.index("The largest gains") : page.index("The largest losses")]
     losses = page[page.index("The largest losses") : page.index("Settings that differ")]
@@ -101,11 +109,10 @@ def test_samples_are_the_largest_gains_the_largest_losses_and_random_ones(page):
     assert page.count('<div class="sample">') == 4 + 4 + 3
 
 
-def test_the_markdown_shows_the_pngs_next_to_it(tmp_path):
-    page = write_report([write_ppo_run(tmp_path / "run")])
-    text = page.with_name("report.md").read_text()
+def test_the_markdown_shows_the_pngs_next_to_it(written):
+    text = written.with_name("report.md").read_text()
     names = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
-    assert len(names) == 13 and all((page.parent / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    assert len(names) == 13 and all((written.parent / name).read_bytes().startswith(b"\x89PNG") for name in names)
     # A fence that is longer than the one in the completion.
     assert "````text\n</pre><script>alert(1)</script> ``` | <b>\n````" in text
 
@@ -161,7 +168,7 @@ def test_runs_side_by_side_share_their_plots(tmp_path):
 
 def test_a_pipeline_is_a_chain_with_what_every_stage_reached(tmp_path):
     chain = write_pipeline(tmp_path)
-    write_report([tmp_path / "ppo"])
+    (tmp_path / "ppo/_report/report.html").write_text("a page")
     text = write_report([chain]).read_text()
     assert "<td>the score of held-out prompts rose from 1 to 7.5 " in text
     # The verdict and the table mention one win rate.
@@ -183,7 +190,7 @@ def test_alarms_come_the_worst_first(tmp_path):
 
 
 def test_the_command_says_where_the_page_is_and_what_is_wrong_with_its_arguments(tmp_path, capsys):
-    folder = write_ppo_run(tmp_path / "run")
+    folder = write_preferences(tmp_path / "run")
     assert cli.main(["report", str(folder), "--output_dir", str(tmp_path / "out")]) == 0
     assert f"report: wrote {tmp_path}/out/report.html" in capsys.readouterr().out
     assert cli.main(["report", str(tmp_path / "absent")]) == 2

@@ -167,23 +167,26 @@ def test_training_learns_and_logs_accuracy_over_the_decided_pairs(base, tmp_path
     assert trainer.state.log_history[-1]["eval_pairs/accuracy"] == 1.0
 
 
-def test_rows_that_are_too_long_are_dropped_with_a_warning_and_an_empty_rest_is_rejected(base, tmp_path, caplog):
+def test_rows_that_are_too_long_are_dropped_with_a_warning(base, tmp_path, caplog):
     trainer = a_trainer(base, tmp_path, max_length=6)
     assert len(trainer.train_dataset) < 8
     assert "training rows longer than max_length 6 tokens" in caplog.text
-    with pytest.raises(ValueError, match="all 8 training rows are longer than max_length 3 .the shortest has"):
-        a_trainer(base, tmp_path, max_length=3)
-    with pytest.raises(ValueError, match="max_length 999 is more than the 128 tokens"):
-        a_trainer(base, tmp_path, max_length=999)
 
 
-def test_bad_settings_tokenizers_and_rows_are_rejected_with_a_message(base, tmp_path):
-    with pytest.raises(ValueError, match="no padding token"):
-        a_trainer(base, tmp_path, tokenizer=tiny_tokenizer(pad=False))
-    with pytest.raises(ValueError, match="probability is 1.5"):
-        a_trainer(base, tmp_path, rows(probability=[1.5] * 8))
-    with pytest.raises(ValueError, match="center_rewards_coefficient is -1"):
-        a_trainer(base, tmp_path, center_rewards_coefficient=-1)
+@pytest.mark.parametrize(
+    ("columns", "settings", "message"),
+    [
+        ({}, {"tokenizer": tiny_tokenizer(pad=False)}, "no padding token"),
+        ({"probability": [1.5] * 8}, {}, "probability is 1.5"),
+        ({}, {"center_rewards_coefficient": -1}, "center_rewards_coefficient is -1"),
+        ({}, {"use_margin": True}, "use_margin is true and the rows have no column margin"),
+        ({}, {"max_length": 3}, "all 8 training rows are longer than max_length 3 .the shortest has"),
+        ({}, {"max_length": 999}, "max_length 999 is more than the 128 tokens"),
+    ],
+)
+def test_bad_settings_tokenizers_and_rows_are_rejected_with_a_message(base, tmp_path, columns, settings, message):
+    with pytest.raises(ValueError, match=message):
+        a_trainer(base, tmp_path, rows(**columns), **settings)
 
 
 SINGLES = Dataset.from_dict({"prompt": ["the moon ", "a fish "], "completion": ["is cold .", "sees snow"]})
@@ -262,12 +265,9 @@ def test_the_loss_is_half_the_squared_error_plus_the_soft_label_loss(base, tmp_p
     torch.testing.assert_close(loss, 0.5 * regression + 2 * pairwise, rtol=1e-4, atol=1e-5)
 
 
-def without_some_labels(row, index):
-    return {"rejected_score": None, "probability": None} if index in (1, 2, 5) else {}
-
-
 def test_accumulated_batches_with_other_numbers_of_labels_train_as_the_whole_batch(base, tmp_path):
-    labelled = label_rows(a_teacher(tmp_path), rows(), SINGLES).map(without_some_labels, with_indices=True)
+    unknown, labelled = {"rejected_score": None, "probability": None}, label_rows(a_teacher(tmp_path), rows(), SINGLES)
+    labelled = labelled.map(lambda row, index: unknown if index in (1, 2, 5) else {}, with_indices=True)
     weights = []
     for number in (1, 2, 4):
         settings = {"per_device_train_batch_size": 8 // number, "gradient_accumulation_steps": number}
@@ -375,8 +375,3 @@ def test_the_head_of_an_adapter_on_a_base_in_bfloat16_learns_by_small_steps(base
     with torch.no_grad():
         scores = loaded(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
     assert torch.equal(score_layer(loaded).weight, head.weight) and torch.equal(scores, scores_of(trainer, batch))
-
-
-def test_a_margin_that_is_to_be_used_and_missing_is_an_error(base, tmp_path):
-    with pytest.raises(ValueError, match="use_margin is true and the rows have no column margin"):
-        a_trainer(base, tmp_path, use_margin=True)

@@ -3,8 +3,6 @@
 Wherever a reward model reads rows, the token ids must be those that a reward adapter on the policy's trunk reads.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from datasets import Dataset
@@ -30,17 +28,6 @@ PLAIN = ["the cat ", "the cat ", "a dog ", "how warm is the sun ", "how warm is 
 CHAT = [[{"role": "user", "content": text.strip()}] for text in PLAIN]
 SINGLES = list(map(Single, PLAIN, TEXTS, STOPPED))
 PRINCIPLE = Principle("Which is better?")
-CONSTITUTION = Constitution("test", (PRINCIPLE,))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return saved_base(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def adapter(base, tmp_path_factory) -> Path:
-    return saved_reward_adapter(tmp_path_factory.mktemp("adapter") / "judge", base, tokenizer=TOKENIZER)
 
 
 def sampled(prompts):
@@ -68,8 +55,10 @@ def test_a_reward_adapter_gives_the_same_scores_on_the_trunk_and_as_a_model_of_i
     assert abs(scores[0] - scores[1]) > 1e-2 and abs(scores[3] - scores[4]) > 1e-2
 
 
-def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
+def test_every_way_to_score_reads_the_same_token_ids(tmp_path):
     """Rows of judges (alone, several, as the reward) and of teachers: scores are those of the reward model in PPO."""
+    base = saved_base(tmp_path / "base")
+    adapter = saved_reward_adapter(tmp_path / "judge", base, tokenizer=TOKENIZER)
     reward = load_reward(str(adapter))
     expected = reward(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
     judge = load_reward_judge(str(adapter))
@@ -79,7 +68,8 @@ def test_every_way_to_score_reads_the_same_token_ids(base, adapter, tmp_path):
     assert verdict.details["scores"] == pytest.approx(expected[:2], abs=1e-5)
     (flipped,) = judge.compare([Pair(PLAIN[0], TEXTS[0], TEXTS[1], True, False).flipped()], PRINCIPLE)
     assert flipped.details["scores"] == pytest.approx(expected[1::-1], abs=1e-5)
-    rewarded = JudgeReward(judge, CONSTITUTION)(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
+    as_reward = JudgeReward(judge, Constitution("test", (PRINCIPLE,)))
+    rewarded = as_reward(prompts=PLAIN, completions=TEXTS, completion_stopped=STOPPED)
     assert rewarded == pytest.approx([rating.score for rating in ratings], abs=1e-6)
     teacher = Teacher([reward], tmp_path / "scores.jsonl")
     for _ in ("computed", "kept"):

@@ -1,4 +1,4 @@
-"""Tests of `onetrunk.rewards.model`: a reward model reads prompt and completion in its own language."""
+"""A reward model reads prompt and completion in its own language."""
 
 import logging
 
@@ -29,11 +29,16 @@ def assistant(text):
     return [{"role": "assistant", "content": text}]
 
 
-def test_plain_text_is_prompt_and_completion_in_one():
-    model, tokenizer = scorer(), tiny_tokenizer()
-    reward = ModelReward(model, tokenizer)
-    scores = reward(prompts=["the cat", "a"], completions=[" runs", " fast dog sings"], completion_ids=[[1], [2]])
-    expected = [read(model, tokenizer, "the cat runs"), read(model, tokenizer, "a fast dog sings")]
+def test_plain_text_is_prompt_and_completion_in_one_read_by_the_models_tokenizer_and_not_the_policys(tmp_path):
+    model, own = scorer(vocab_size=80), tiny_tokenizer(80)
+    model.save_pretrained(tmp_path / "scorer")
+    own.save_pretrained(tmp_path / "scorer")
+    reward = ModelReward(tmp_path / "scorer")
+    assert reward.__name__ == "scorer"
+    # Ids of the policy are other ids, and are not looked at.
+    scores = reward(prompts=["the cat", "a"], completions=[" w1", " fast dog sings"], completion_ids=[[3, 3, 3], [2]])
+    assert own.convert_tokens_to_ids("w1") >= 64
+    expected = [read(model, own, "the cat w1"), read(model, own, "a fast dog sings")]
     assert scores == pytest.approx(expected, abs=1e-5)  # float32, another padded width
     assert reward(prompts=[], completions=[]) == []
 
@@ -47,18 +52,6 @@ def test_conversations_go_through_the_models_own_template():
     [score] = reward(prompts=[[USER, *assistant("no")]], completions=[assistant(" please")])
     expected = read(model, tokenizer, "<bos> <user> the cat runs <assistant> no please <eos>")
     assert score == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_models_tokenizer_is_used_and_not_the_policys(tmp_path):
-    model, own = scorer(vocab_size=80), tiny_tokenizer(80)
-    model.save_pretrained(tmp_path / "scorer")
-    own.save_pretrained(tmp_path / "scorer")
-    reward = ModelReward(tmp_path / "scorer")
-    assert reward.__name__ == "scorer"
-    # Ids of the policy are other ids, and are not looked at.
-    [score] = reward(prompts=["the cat"], completions=[" w1"], completion_ids=[[3, 3, 3]])
-    assert own.convert_tokens_to_ids("w1") >= 64
-    assert score == pytest.approx(read(model, own, "the cat w1"), abs=1e-5)
 
 
 def test_long_texts_keep_the_completion_and_are_counted_with_one_warning(caplog):

@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForTokenClassification, PreTrainedTokenizerFast
 
-from onetrunk.rewards import ProcessReward, resolve_reward
+from onetrunk.rewards import ProcessReward
 from onetrunk.rewards.reward import content_of
 from tests.models.reward_adapters import a_scorer, scorer_config
 from tests.ppo.support import base_model, logged, make_trainer, trained
@@ -186,5 +186,3 @@ def test_what_is_no_process_reward_model_is_rejected_before_the_policy_loads(tmp
     ):
         with pytest.raises(error, match=message):
             make_trainer(tmp_path / "run", reward=spec)
-    with pytest.raises(ValueError, match="give onetrunk.rewards.ProcessReward"):
-        resolve_reward("prm:owner/model")

@@ -100,7 +100,8 @@ def test_a_callable_passes_through_and_paths_are_imported(package):
         ("reward_package_of_a_user.raising.one", RuntimeError, "ZeroDivisionError"),
         ("collections.OrderedDict", TypeError, "is a class; give an instance"),
         ("owner/reward-model", ValueError, "give onetrunk.rewards.ModelReward"),
-        ("my_reward", ValueError, "nor a reward model: a folder that exists or a Hub name 'owner/model'"),
+        ("prm:owner/model", ValueError, "give onetrunk.rewards.ProcessReward"),
+        ("judge", ValueError, "give onetrunk.rewards.JudgeReward"),
         ("nowhere.py:one", ValueError, r"there is no file nowhere.py \(working folder /.*\)"),
     ],
 )
@@ -122,10 +123,6 @@ def test_a_function_is_known_by_the_bytes_of_its_file(tmp_path):
     assert content_of(kind) != before
     path.write_text(RULES)
     assert content_of(kind) == before
-
-
-def at_least(completions, number, **columns):
-    return [len(text) >= number for text in completions]
 
 
 SCRIPT = "STEPS = 10\n\ndef score(completions, **columns):\n    return [len(text) >= 3 for text in completions]\n"
@@ -162,7 +159,7 @@ def test_an_adapter_is_known_by_its_weights_on_the_trunk_and_on_a_base_of_its_ow
 
 
 def test_a_judge_is_known_by_what_it_asks_and_by_the_constitution():
-    def judged(text="Which is longer?", check=at_least):
+    def judged(text="Which is longer?", check=length):
         constitution = Constitution("rules", (Principle(text, tags=("long",)),))
         return content_of(JudgeReward(RubricJudge({"long": check}), constitution))
 
@@ -190,9 +187,7 @@ def test_a_column_is_read_by_its_name_or_by_a_function_that_takes_all_keywords(f
     assert columns_read(function, ["answer", "source"]) == expected
 
 
-TWO = Constitution(
-    "two", (Principle("Which is longer?", 3.0, ("long",)), Principle("Which is warmer?", 1.0, ("warm",)))
-)
+TWO = Constitution("two", (Principle("Which is longer?", 3.0), Principle("Which is warmer?", 1.0, ("warm",))))
 
 
 def rate(item, principle):

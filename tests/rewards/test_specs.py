@@ -48,11 +48,6 @@ def test_a_text_of_no_form_is_answered_with_all_forms_but_that_of_functions():
     assert all(kind.form in str(error.value) for kind in KINDS[:-1])
 
 
-def test_the_word_judge_is_for_the_settings_alone():
-    with pytest.raises(ValueError, match="give onetrunk.rewards.JudgeReward"):
-        resolve_reward("judge")
-
-
 def test_a_new_kind_is_a_file_and_a_line(tmp_path, monkeypatch):
     """A kind for texts such as longest:20, as someone would add it."""
     (tmp_path / "longest.py").write_text(

@@ -15,7 +15,7 @@ LONG_S = 60
 
 
 class Bench:
-    """A sampler whose calls wait until `release`; counts the rows that run and keeps what was asked for."""
+    """A sampler whose calls wait for the `gate`; counts the rows that run and keeps what was asked for."""
 
     def __init__(self, is_open=True):
         self.gate = threading.Event()
@@ -51,9 +51,10 @@ def offer(sampler, iteration, rows=4):
     sampler.offer(iteration, [[iteration, row] for row in range(rows)], keys(iteration, rows))
 
 
-def published(sample, staleness=1, rows_per_part=4, offers=(), **settings):
+def published(sample, staleness=1, rows_per_part=4, offers=(), known=None, **settings):
     """Return a sampler of rollouts of four rows that has version 0, and to which rollouts are offered."""
     sampler = AsyncSampler(sample, 4, staleness, rows_per_part, **settings)
+    sampler.remember(known or {})
     sampler.publish(0, 0)
     for iteration in offers:
         offer(sampler, iteration)
@@ -238,23 +239,16 @@ def test_a_resumed_sampler_keeps_completions_and_starts_the_rest_with_their_vers
 
 
 def test_rows_of_other_processes_are_forgotten_when_their_rollout_begins():
-    bench = Bench()
-    sampler = AsyncSampler(bench, 4, 0, rows_per_part=4)
-    sampler.remember({key: StartedRow(0, [9], torch.zeros(1), True) for key in [*keys(0, 8), *keys(1, 8)]})
-    sampler.publish(0, 0)
-    offer(sampler, 0)
+    known = {key: StartedRow(0, [9], torch.zeros(1), True) for key in [*keys(0, 8), *keys(1, 8)]}
+    sampler = published(Bench(), 0, offers=(0,), known=known)
     sampler.take(0)
     sampler.finish(0)
     assert list(sampler.started()) == keys(1, 8)
 
 
 def test_known_versions_repeat_a_run_whatever_the_order_of_its_threads():
-    bench = Bench()
-    sampler = AsyncSampler(bench, 4, 2, rows_per_part=2)
-    sampler.remember({key: StartedRow(5) for key in keys(1, 4)[2:]})
-    sampler.publish(0, 0)
-    for iteration in range(3):
-        offer(sampler, iteration)
+    bench, known = Bench(), {key: StartedRow(5) for key in keys(1, 4)[2:]}
+    sampler = published(bench, 2, rows_per_part=2, offers=range(3), known=known)
     sampler.take(0)
     bench.wait_for_calls(3)
     # The second part of rollout 1 waits for version 5, and what follows waits for it.

@@ -124,19 +124,16 @@ def test_an_engine_is_awake_for_all_turns_of_a_call_and_rows_of_a_wave_have_limi
 
 
 def test_poll_ends_a_rollout_and_leaves_the_engine_ready_for_the_next(engine, base, tmp_path):
-    class Enough(Exception):
-        pass
-
     calls, told, model = [], [], policy(base)
 
     def poll():
         calls.append(1)
         if len(calls) == 3:
-            raise Enough
+            raise InterruptedError
 
     backend = ColocatedBackend(tmp_path, poll=poll, progress=lambda *done: told.append(done))
     backend.sync(model, 0)
-    with pytest.raises(Enough):
+    with pytest.raises(InterruptedError):
         backend.generate(PROMPTS, PARAMS, KEYS)
     assert engine.made[0].events[-1] == ("abort", 3) and [done for done, _, _ in told] == [1, 2]
     assert_sampled_from(model, backend.generate(PROMPTS, PARAMS, KEYS))

@@ -3,24 +3,19 @@
 from functools import partial
 
 import pytest
-import torch
 
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.episodes.compaction import SUMMARY
-from onetrunk.rollouts.episodes.environments import EpisodeLimits, Episodes
 from onetrunk.rollouts.episodes.kinds import CompactionLimits
-from onetrunk.rollouts.episodes.rows import play_in_waves, play_row_by_row
+from onetrunk.rollouts.episodes.rows import play_in_waves
 from onetrunk.rollouts.local import LocalBackend
-from onetrunk.types import Rollout
 from tests.chat import END, add, chat_tokenizer, tool_call
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.rollouts.small import assert_same
+from tests.rollouts.test_episodes import DRIVERS, WORDS, Scripted, episodes_of, words
+from tests.rollouts.test_episodes import play as play_episodes
+from tests.tiny import tiny_model
 
-WORDS = tiny_tokenizer()
 CHAT = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Begin."}]
-
-
-def words(text):
-    return WORDS(text)["input_ids"]
 
 
 class Long:
@@ -37,31 +32,23 @@ class Long:
         return f" the {('bird', 'dog', 'cat', 'river')[self.turn % 4]}", 1.0, self.turn == self.turns, False, {}
 
 
-def scripted(*turns):
-    """Return a backend that samples these turns, and the contexts that it was given."""
-    contexts = []
-
-    def generate(prompt_ids, params, keys):
-        (ids,), (key,) = prompt_ids, keys
-        contexts.append(list(ids))
-        turn = turns[key[3] if len(key) > 3 else 0][: params.max_completion_length]
-        return Rollout(prompt_ids, [turn], [torch.full((len(turn),), -1.0)], [turn[-1] in params.stop_token_ids])
-
-    return generate, contexts
-
-
-def play(turns, prompt="a cat", tokenizer=WORDS, factory=Long, tools=None, turn=8, length=400, driver=None, **limits):
+def play(
+    turns,
+    prompt="a cat",
+    tokenizer=WORDS,
+    factory=Long,
+    tools=None,
+    turn=8,
+    length=400,
+    driver=play_in_waves,
+    **limits,
+):
     """Play one row; return the rollout, and the contexts that the turns read."""
-    compaction = CompactionLimits(**{"compaction_prompt": " the lantern", **limits})
-    episodes = Episodes(tools, factory, tokenizer, EpisodeLimits(compaction=compaction))
+    script, limits = Scripted(turns), CompactionLimits(**{"compaction_prompt": " the lantern", **limits})
+    episodes = episodes_of(factory, tools, tokenizer, compaction=limits)
     episodes.check_prompts(["prompt"], not isinstance(prompt, str))
-    row = {"prompt": prompt}
-    schemas = list(episodes.kind_of(row).schemas.values())
-    ids = words(prompt) if isinstance(prompt, str) else episodes.turns.prompt_ids(prompt, schemas)
-    params = SamplingParams(length, 1.0, (END,), 0, 1.0, 0, turn, limits["max_context_length"])
-    generate, contexts = scripted(*turns)
-    driver = partial(driver or play_in_waves, generate)
-    return episodes.play([episodes.row(prompt, ids, {}, (3, 0, 0))], params, driver), contexts
+    rollout = play_episodes(episodes, script, [prompt], driver, length, turn=turn, context=limits.max_context_length)
+    return rollout, [ids for ids, _, _ in script.asked]
 
 
 def text_turns(*texts):
@@ -71,7 +58,7 @@ def text_turns(*texts):
 TURNS = text_turns(" red", " blue", " green", " gold", " grey", " white", " black")
 
 
-@pytest.mark.parametrize("driver", [play_in_waves, play_row_by_row])
+@pytest.mark.parametrize("driver", DRIVERS)
 def test_a_text_context_is_the_prompt_the_summary_and_the_last_turns(driver):
     prompt, request, dog, cat = map(words, ("a cat", " the lantern", " the dog", " the cat"))
     # Turn 0 and its answer fit, with a turn, the request and a summary after them; turn 1 with its answer does not.
@@ -196,13 +183,12 @@ def test_the_local_backend_samples_what_rows_in_waves_do(family, max_rows):
     params = SamplingParams(80, 1.0, stops, 0, max_turn_length=4, max_context_length=22)
 
     def played(play):
-        episodes = Episodes(None, Long, WORDS, EpisodeLimits(compaction=limits))
+        episodes = episodes_of(Long, compaction=limits)
         prompts = ("a cat", "the dog and the river", "a")
         rows = [episodes.row(text, words(text), {}, (3, 0, i)) for i, text in enumerate(prompts)]
         return episodes.play(rows, params, play)
 
     ours, naive = played(backend.generate_turns), played(partial(play_in_waves, backend.generate))
-    assert ours.completion_ids == naive.completion_ids and ours.restarts == naive.restarts
-    assert ours.turn_ids == naive.turn_ids and sum(map(len, ours.restarts)) >= 3
-    for found, expected in zip(ours.sampler_logprobs, naive.sampler_logprobs, strict=True):
-        torch.testing.assert_close(found, expected, atol=5e-5, rtol=1e-5)
+    assert_same(ours, naive)
+    assert ours.restarts == naive.restarts and sum(map(len, ours.restarts)) >= 3
+    assert ours.turn_ids == naive.turn_ids

@@ -65,9 +65,19 @@ def episodes_of(factory=None, tools=None, tokenizer=WORDS, **limits):
     return Episodes(tools, factory, tokenizer, EpisodeLimits(**limits))
 
 
-def play(episodes, script, prompts=("a cat",), driver=play_in_waves, length=20, columns=None, turn=None, **options):
+def play(
+    episodes,
+    script,
+    prompts=("a cat",),
+    driver=play_in_waves,
+    length=20,
+    columns=None,
+    turn=None,
+    context=None,
+    **options,
+):
     """Play one row per prompt; return the rollout."""
-    params = SamplingParams(length, 1.0, (END,), max_turn_length=turn)
+    params = SamplingParams(length, 1.0, (END,), max_turn_length=turn, max_context_length=context)
     rows = []
     for i, prompt in enumerate(prompts):
         row = {name: column[i] for name, column in (columns or {}).items()}
@@ -335,19 +345,15 @@ def test_the_tools_of_a_turn_run_at_the_same_time_and_answer_in_its_order():
     assert (counts_of(rollout).tool_calls, counts_of(rollout).tool_errors) == (3, 1)
 
 
-def rings(a: int) -> str:
-    """Bound itself, as TRL's example tool does.
-
-    Args:
-        a: anything
-    """
+def rings() -> str:
+    """Bound itself, as TRL's example tool does."""
     signal.signal(signal.SIGALRM, print)
     signal.alarm(1)
     return "never said"
 
 
 def test_a_tool_that_sets_an_alarm_fails_and_one_warning_says_what_to_change(caplog):
-    call = tool_call("rings", a=1)
+    call = tool_call("rings")
     rollout = converse(call, call, "ok", tools=[rings])
     assert "main thread" in rollout.episodes[0].messages[1]["content"] and counts_of(rollout).tool_errors == 2
     assert [r.message for r in caplog.records if "take them out, because tool_timeout bounds each call" in r.message]
@@ -621,9 +627,6 @@ def test_an_episode_whose_reset_says_too_much_fails_with_its_prompt_as_it_was(dr
 
 @pytest.mark.parametrize("slow", ["reset", "get_reward"])
 def test_a_run_may_stop_while_an_environment_does_not_answer(slow):
-    class Stop(Exception):
-        pass
-
     class Slow(Calculator):
         def reset(self, **row):
             time.sleep(2.0 * (slow == "reset"))
@@ -633,12 +636,12 @@ def test_a_run_may_stop_while_an_environment_does_not_answer(slow):
 
     def poll():
         if time.monotonic() > start + 0.5:
-            raise Stop
+            raise InterruptedError
 
     tokenizer = chat_tokenizer()
     episodes = episodes_of(Slow, tokenizer=tokenizer)
     episodes.poll, start = poll, time.monotonic()
-    with pytest.raises(Stop):
+    with pytest.raises(InterruptedError):
         play(episodes, Scripted(turns_of(tokenizer, "ok<|im_end|>")), [CHAT], length=4000)
     assert time.monotonic() < start + 1.5
 
@@ -685,11 +688,9 @@ class NoReset:
     def step(self, action): ...
 
 
-class NoTools:
+class Undocumented:
     def reset(self, **row): ...
 
-
-class Undocumented(NoTools):
     def guess(self, word: str): ...
 
 

@@ -10,7 +10,7 @@ from onetrunk.costs import ModelShape, balanced_split, decode_split
 from onetrunk.parallel.stages import LayerSplit, StageCache, verify_split
 from onetrunk.plan.costs import kv_cache_bytes, sampling_bytes
 from onetrunk.rollouts.pipelined import PipelinedBackend
-from tests.places import found_by_ranks, places
+from tests.places import CPU, GPU, found_by_ranks, on_gpus, places
 from tests.rollouts import pipeline_worker
 from tests.rollouts.pipeline_worker import CASES, ROWS, SEEDED
 from tests.rollouts.small import KEYS, PROMPTS, tiny
@@ -35,20 +35,15 @@ def launched(world_size, place):
 
 
 def found(world_size, case, place):
-    """Return what each process found in a case."""
     return [rank[case] for rank in launched(world_size, place)]
 
 
-def runs():
-    for world_size, cases in ((2, CASES), (4, OF_FOUR)):
-        for place in places(world_size):
-            for case in cases:
-                values = place.values if hasattr(place, "values") else (place,)
-                yield pytest.param(world_size, case, *values, marks=getattr(place, "marks", ()))
+NAMES = [(2, case) for case in CASES] + [(4, case) for case in OF_FOUR]
+RUNS = [(*name, CPU) for name in NAMES] + [on_gpus(*name, GPU, processes=name[0]) for name in NAMES]
 
 
 @several
-@pytest.mark.parametrize(("world_size", "case", "place"), list(runs()))
+@pytest.mark.parametrize(("world_size", "case", "place"), RUNS)
 def test_rows_sampled_in_stages_are_those_of_one_process_and_each_runs_its_own_layers(world_size, case, place):
     stages = found(world_size, case, place)
     assert sum(stage["rows"] for stage in stages) == ROWS

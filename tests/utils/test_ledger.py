@@ -5,7 +5,6 @@ import hashlib
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from onetrunk.utils.ledger import Ledger
 from tests.processes import environment, python
 
-SOURCE = Path(__file__).parents[2] / "src"
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -94,9 +92,7 @@ def test_a_damaged_file_is_named_with_what_to_do(tmp_path, damage):
     with Ledger(path) as ledger, ledger.writing():
         for number in range(500):
             ledger.put(key(number), "x" * 100)
-    whole = path.read_bytes()
-    damaged = {"text": b"a text\n" * 1000, "cut": whole[:20_000]}
-    path.write_bytes(damaged[damage])
+    path.write_bytes(b"a text\n" * 1000 if damage == "text" else path.read_bytes()[:20_000])
     with pytest.raises(RuntimeError, match="ledger.db cannot be used .*; if it is damaged, restore a copy or delete"):
         with Ledger(path) as ledger:
             for number in range(500):

@@ -3,8 +3,8 @@
 import json
 import re
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from peft import LoraConfig
@@ -17,7 +17,6 @@ from tests.ppo.support import base_model, lora
 from tests.tiny import tiny_tokenizer
 
 ENDLESS = r"([a-z._0-9]+)+!"  # Of the names of modules: 2 to the power of their lengths.
-ROUNDS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture
@@ -43,9 +42,8 @@ def test_so_is_that_of_an_adapter_of_others(short, tmp_path):
 
 
 def test_a_chat_template_of_ten_billion_rounds_is_one_message(short, tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = ROUNDS
-    tokenizer.save_pretrained(tmp_path)
+    rounds = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tiny_tokenizer(chat_template=rounds).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="the chat template, for one short message, takes more than 0.2 seconds"):
         load_tokenizer(tmp_path)
 
@@ -78,14 +76,9 @@ def test_the_timer_and_handler_of_others_go_on(monkeypatch):
 
 
 def test_there_is_no_limit_in_another_thread(short):
-    done = []
-
     def work():
         with time_limit("the block"):
             time.sleep(0.3)
-        done.append(1)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()

@@ -230,9 +230,9 @@ def variables_fault(row: Mapping[str, Any]) -> str | None:
 
 
 def refuse_variables(rows: Dataset | ShardedRows, what: str) -> None:
-    """Raise ValueError if the first rows have something for the chat template that `what` does not pass to it."""
-    names = [name for name in TEMPLATE_COLUMNS if name in rows.column_names]
-    used = [name for name in names if any(rows[:FIRST_ROWS][name])]
+    """Raise ValueError if rows (streamed: the first ones) have what `what` does not pass to the chat template."""
+    read = rows if isinstance(rows, Dataset) else rows[:FIRST_ROWS]
+    used = [name for name in TEMPLATE_COLUMNS if name in rows.column_names and any(read[name])]
     if used:
         raise ValueError(
             f"the rows have the column {used[0]}, which changes what the chat template writes, and {what} does not"

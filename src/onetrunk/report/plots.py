@@ -72,7 +72,7 @@ PLOTS = (
          trains="policy"),
     Plot("pair_accuracy", "Pairs in the right order", "share",
          {"pairs/accuracy": "training pairs", "eval_pairs/accuracy": "held-out pairs"},
-         "0.5 is a coin. Training pairs far above held-out ones are learnt by heart.", trains="scores"),
+         "0.5 is a coin. Training pairs far above held-out ones: it overfits.", trains="scores"),
     Plot("pair_lead", "Lead of the better completion", "score", {"pairs/lead": "training pairs"},
          "How much higher the better completion scores. It grows with confidence, right or wrong.", trains="scores"),
     Plot("pair_score", "Mean score of both completions", "score", {"score/mean": "training pairs"},

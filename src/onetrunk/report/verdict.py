@@ -257,7 +257,7 @@ def loss_verdict(run: Run) -> Verdict | None:
     if not change.sign:
         return Verdict(MIXED, found, "train longer, or lower logging_steps, so that more losses are compared")
     if held_out is not None and held_out > BY_HEART * losses[-1]:
-        return Verdict(MIXED, [*found, "it learns rows by heart"], "fewer epochs, or more rows")
+        return Verdict(MIXED, [*found, "it overfits"], "fewer epochs, or more rows")
     return Verdict(GOOD, found, f"onetrunk chat {run.folder}")
 
 

@@ -67,7 +67,7 @@ class EvalArguments(EpisodeArguments, EpisodeConfig, SamplingArguments):
     """Reward functions, tools, environments and the opponent."""
 
     reward_funcs: list[str] | None = option(
-        None, "As in ppo; may be left out if a judge compares or an environment gives rewards."
+        None, "As in ppo, without judge; may be left out if a judge compares or an environment gives rewards."
     )
     reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
     opponent: str | None = option(
