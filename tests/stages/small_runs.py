@@ -44,6 +44,10 @@ def write_rows(path: Path, rows: list) -> str:
     return path.name
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def nouns(number: int) -> list[tuple[str, str, int]]:
     """Return two nouns and the index of each of so many rows."""
     return [(NOUNS[i % 8], NOUNS[(i + 3) % 8], i) for i in range(number)]
@@ -94,6 +98,10 @@ def error_of(capsys: Any) -> str:
 
 def metrics(folder: str | Path) -> dict[str, Any]:
     return json.loads(Path(folder, "metrics.json").read_text())
+
+
+def statistics(folder: str | Path) -> dict[str, Any]:
+    return json.loads(Path(folder, "statistics.json").read_text())
 
 
 def adapter(folder: Path) -> dict[str, Tensor]:

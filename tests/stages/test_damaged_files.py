@@ -100,7 +100,6 @@ def poisoned(tensors):
     list(tensors.values())[-1][0] = float("nan")
 
 
-TOKENIZER = "tokenizer.json"
 # What is damaged, which file the message names ("": only the folder), and what it says.
 BASE_FAULTS = {
     "half of the weights": (truncated(WEIGHTS), WEIGHTS, "cannot be used"),
@@ -110,7 +109,7 @@ BASE_FAULTS = {
     "half of the config": (truncated(CONFIG), CONFIG, "cannot be used"),
     "an unknown architecture": (changed(CONFIG, model_type="unheard_of"), "", "unheard_of"),
     "the config of a wider model": (changed(CONFIG, hidden_size=48), CONFIG, "have another shape"),
-    "half of the tokenizer": (truncated(TOKENIZER), TOKENIZER, "cannot be used"),
+    "half of the tokenizer": (truncated("tokenizer.json"), "tokenizer.json", "cannot be used"),
 }
 ADAPTER_FAULTS = {
     "NaN": (tensors_changed(ADAPTER, poisoned), "", "NaN or infinity in 1 tensors"),
@@ -121,17 +120,13 @@ ADAPTER_FAULTS = {
 }
 
 
-def cases(faults):
-    return [pytest.param(*fault, id=name) for name, fault in faults.items()]
-
-
-@pytest.mark.parametrize(("damage", "file", "reason"), cases(BASE_FAULTS))
+@pytest.mark.parametrize(("damage", "file", "reason"), BASE_FAULTS.values(), ids=BASE_FAULTS)
 def test_a_damaged_file_of_a_base_is_named(tmp_path, capsys, damage, file, reason):
     folder = damaged(tmp_path, "base", damage)
     assert reason in refused(capsys, "sft", "--model_name_or_path", folder, names=folder / file)
 
 
-@pytest.mark.parametrize(("damage", "file", "reason"), cases(ADAPTER_FAULTS))
+@pytest.mark.parametrize(("damage", "file", "reason"), ADAPTER_FAULTS.values(), ids=ADAPTER_FAULTS)
 def test_a_damaged_file_of_an_adapter_is_named(tmp_path, capsys, damage, file, reason):
     folder = damaged(tmp_path, "adapter", damage)
     assert reason in refused(capsys, "eval", "--model_name_or_path", folder, names=folder / file)
@@ -139,9 +134,7 @@ def test_a_damaged_file_of_an_adapter_is_named(tmp_path, capsys, damage, file, r
 
 def test_a_chat_template_that_fails_is_named(tmp_path, capsys):
     folder = damaged(tmp_path, "base", lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"))
-    code = cli.main(words("sft", "--model_name_or_path", str(folder), "--dataset_name", "turns.jsonl"))
-    err = capsys.readouterr().err
-    assert code == 1 and "Traceback" not in err and "chat template" in err, err
+    refused(capsys, "sft", "--model_name_or_path", folder, "--dataset_name", "turns.jsonl", names="chat template")
 
 
 ENTRANCES = {
@@ -153,7 +146,7 @@ ENTRANCES = {
 }
 
 
-@pytest.mark.parametrize(("source", "command"), cases(ENTRANCES))
+@pytest.mark.parametrize(("source", "command"), ENTRANCES.values(), ids=ENTRANCES)
 def test_a_damaged_file_is_named_wherever_it_is_given(tmp_path, capsys, source, command):
     file = ADAPTER if "adapter" in source else WEIGHTS
     folder = damaged(tmp_path, source, truncated(file))

@@ -17,30 +17,23 @@ USER, SAID = {"role": "user", "content": "the cat"}, {"role": "assistant", "cont
 
 # The kinds of bad rows are in tests/data; here every stage checks its columns.
 BAD = {
-    "sft": {"completion": " \n", "reason": "completion is empty or white space only"},
-    "reward": {"rejected": "runs", "reason": "chosen and rejected are identical"},
-    "distill": {"probability": 1.5, "reason": "probability is 1.5, expected a number from 0 to 1"},
-    "ppo": {"prompt": None, "reason": "prompt is missing (null)"},
-    "eval": {"prompt": 3.5, "reason": "prompt is of type float, expected text"},
-    "prefs": {"prompt": "the \0 cat", "reason": "prompt holds a NUL character at position 4"},
+    "sft": ({"completion": " \n"}, "completion is empty or white space only"),
+    "reward": ({"rejected": "runs"}, "chosen and rejected are identical"),
+    "distill": ({"probability": 1.5}, "probability is 1.5, expected a number from 0 to 1"),
+    "ppo": ({"prompt": None}, "prompt is missing (null)"),
+    "eval": ({"prompt": 3.5}, "prompt is of type float, expected text"),
+    "prefs": ({"prompt": "the \0 cat"}, "prompt holds a NUL character at position 4"),
 }
 
 
-def good_row(verb, conversational=False):
-    prompt, completion, other = ([USER], [SAID], [{**SAID, "content": "no"}])
-    if not conversational:
-        prompt, completion, other = "the cat", "runs", "no"
-    if verb == "sft":
-        return {"prompt": prompt, "completion": completion}
-    if verb in ("reward", "distill"):
-        return {"prompt": prompt, "chosen": completion, "rejected": other, "probability": 0.5, "margin": 1.0}
-    return {"prompt": prompt}
+def good_row(verb):
+    judged = {"chosen": "runs", "rejected": "no", "probability": 0.5, "margin": 1.0}
+    return {"prompt": "the cat", **{"sft": {"completion": "runs"}, "reward": judged, "distill": judged}.get(verb, {})}
 
 
 @pytest.mark.parametrize("verb", OWN)
 def test_a_bad_row_is_named_before_anything_is_loaded(tmp_path, capsys, verb):
-    change = dict(BAD[verb])
-    reason, good = change.pop("reason"), good_row(verb)
+    (change, reason), good = BAD[verb], good_row(verb)
     write_rows(tmp_path / "rows.jsonl", [good, {**good, **change}, good])
     options = ["--dataset_name", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out"]
     assert run(verb, *NOWHERE, *options) == 1
@@ -82,22 +75,20 @@ def test_overlong_prompts_are_counted_before_the_weights_are_read(tmp_path, caps
     assert "longest prompt has 2 tokens" in said and "max_completion_length" in said
 
 
-@pytest.mark.parametrize("verb", ["reward", "ppo"])
-def test_conversations_for_a_tokenizer_without_a_template_are_refused(tmp_path, capsys, verb):
-    write_rows(tmp_path / "rows.jsonl", [good_row(verb, conversational=True)])
-    said = refused_tokens(verb, capsys, tmp_path, "--dataset_name", tmp_path / "rows.jsonl")
+def test_conversations_for_a_tokenizer_without_a_template_are_refused(tmp_path, capsys):
+    row = {"prompt": [USER], "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
+    write_rows(tmp_path / "rows.jsonl", [row])
+    said = refused_tokens("reward", capsys, tmp_path, "--dataset_name", tmp_path / "rows.jsonl")
     assert "conversations and the tokenizer" in said and "has no chat template" in said
 
 
-@pytest.mark.parametrize("verb", ["sft", "ppo"])
-def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(tmp_path, capsys, verb):
+def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(tmp_path, capsys):
     tiny_model("llama", num_hidden_layers=1).config.save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").write_bytes(b"no weights")
     tiny_tokenizer(vocab_size=200).save_pretrained(tmp_path / "other")
-    rows = [{**good_row(verb), "prompt": "the w120 cat"}]
-    write_rows(tmp_path / "rows.jsonl", rows)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "the w120 cat", "completion": "runs"}])
     options = ["--dataset_name", tmp_path / "rows.jsonl", "--model_name_or_path", tmp_path / "other"]
-    assert "and the model knows 64 tokens; take the" in refused_tokens(verb, capsys, tmp_path, *options)
+    assert "and the model knows 64 tokens; take the" in refused_tokens("sft", capsys, tmp_path, *options)
 
 
 def test_a_reward_model_without_a_tokenizer_is_refused_before_its_weights_are_read(tmp_path, capsys):

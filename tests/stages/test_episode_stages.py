@@ -1,6 +1,5 @@
 """`onetrunk ppo` and `onetrunk eval` with tools and environments from a file."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import yaml
 
 from onetrunk import cli
 from tests.chat import CHAT_VOCAB, END, chat_tokenizer
-from tests.stages.small_runs import error_of, metrics, run, words_of, write_rows
+from tests.stages.small_runs import error_of, metrics, read_rows, run, words_of, write_rows
 from tests.tiny import tiny_model
 
 GAME = '''
@@ -43,10 +42,6 @@ def add(a: int, b: int) -> int:
         b: the second one
     """
     return a + b
-
-
-def add_nothing(a):
-    return a
 
 
 class Silent:
@@ -95,12 +90,11 @@ def test_an_environment_trains_and_is_evaluated_from_yaml(material):
     assert cli.main(words) == 0
     found = metrics("out-eval")
     assert found["num_prompts"] == 8
-    samples = [json.loads(line) for line in open("out-eval/samples-policy.jsonl")]
     for side in ("policy", "reference"):
         assert found[side]["score/mean"] == found[side]["score/Nouns"]
         low, high = found[side]["score/interval"]
         assert low <= found[side]["score/mean"] <= high
-    assert all("score/Nouns" in row for row in samples)
+    assert all("score/Nouns" in row for row in read_rows(Path("out-eval/samples-policy.jsonl")))
     notes = (material / "notes.txt").read_text().split()
     assert notes.count("closed") == notes.count("made") >= 8
 
@@ -126,9 +120,7 @@ def test_tools_come_from_yaml(material, capsys):
         ({"environment": {"a": "game.py:Nouns"}}, "(environment in YAML) names several environments, and the dataset"),
         ({"environment": "http://127.0.0.1:9"}, "ImportError: http://127.0.0.1:9 needs OpenEnv's client; pip install"),
         ({"tools": ["game.py:add"]}, "reward_funcs is not set"),
-        ({"tools": ["game.py:add_nothing"], "reward_funcs": ["reward.py:short"]}, "the tool 'add_nothing' cannot be"),
         ({"environment": "game.py:Nouns", "tool_timeout": 0}, "tool_timeout is 0"),
-        ({"max_turns": 3, "reward_funcs": ["reward.py:short"]}, "neither tools nor an environment"),
     ],
 )
 def test_mistakes_are_one_message(material, capsys, settings, message):

@@ -14,7 +14,7 @@ from onetrunk.judges.judge import Judge, Pair, Verdict
 from onetrunk.report.blocks import contest_findings
 from onetrunk.stages.eval import EvalArguments, hold_contest
 from tests.feedback import runs
-from tests.stages.small_runs import error_of, metrics, on_two_processes
+from tests.stages.small_runs import error_of, metrics, on_two_processes, read_rows
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 CHECKS = '''
@@ -30,8 +30,6 @@ def warm(prompts, completions, **columns):
 
 def concise(prompts, completions, **columns):
     return [1 / (1 + len(text(c))) for c in completions]
-
-
 '''
 NUM_PROMPTS = 13
 
@@ -73,17 +71,13 @@ def evaluate(inputs, empty_folder):
     return call
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_an_adapter_is_compared_with_what_it_started_from(evaluate, inputs, tmp_path, capsys):
     assert evaluate("--reward_funcs", f"{inputs}/checks.py:warm") == 0
     out = tmp_path / "out"
     figures = metrics(out)
     wins = figures["win_rate"]
     assert {"score/mean", "score/warm", "kl/ref"} <= set(figures["policy"]) and "score/warm" in figures["reference"]
-    pairs = lines(out / "pairs.jsonl")
+    pairs = read_rows(out / "pairs.jsonl")
     counted = Counter(pair["outcome"] for pair in pairs)
     # One prompt stands twice.
     assert len(pairs) == wins["pairs"] == NUM_PROMPTS and wins["prompts"] == NUM_PROMPTS - 1
@@ -95,7 +89,7 @@ def test_an_adapter_is_compared_with_what_it_started_from(evaluate, inputs, tmp_
     assert wins["position"]["position_consistency"] == 1.0 and wins["position"]["first_slot_probability"] == 0.5
     # Both sides' samples are those that were compared.
     for role, key in (("policy", "policy"), ("reference", "opponent")):
-        assert [row["completion"] for row in lines(out / f"samples-{role}.jsonl")] == [pair[key] for pair in pairs]
+        assert [row["completion"] for row in read_rows(out / f"samples-{role}.jsonl")] == [pair[key] for pair in pairs]
     page = (out / "_report/report.md").read_text()
     for part in ("## Win rate", "by the principle: Which reply is warmer?", "The clearest losses"):
         assert part in page
@@ -108,7 +102,7 @@ def test_a_judge_alone_is_enough_and_leaves_no_scores(evaluate, tmp_path):
     figures = metrics(tmp_path / "out")
     assert not [name for side in ("policy", "reference") for name in figures[side] if name.startswith("score/")]
     assert "reward/unscored_fraction" not in figures["policy"] and "kl/ref" in figures["policy"]
-    row = lines(tmp_path / "out/samples-policy.jsonl")[0]
+    row = read_rows(tmp_path / "out/samples-policy.jsonl")[0]
     assert row["score"] is None and "score/unscored" not in row
 
 
@@ -129,8 +123,8 @@ def test_another_adapter_is_an_opponent_and_the_sides_can_be_exchanged(evaluate,
     ours, theirs = (metrics(tmp_path / name)["win_rate"] for name in ("out", "other"))
     assert (ours["wins"], ours["ties"], ours["losses"]) == (theirs["losses"], theirs["ties"], theirs["wins"])
     assert ours["win_rate"] == pytest.approx(1 - theirs["win_rate"])
-    samples = {key: [row[key] for row in lines(tmp_path / "out/pairs.jsonl")] for key in ("policy", "opponent")}
-    assert samples["opponent"] == [row["completion"] for row in lines(tmp_path / "other/samples-policy.jsonl")]
+    samples = {key: [row[key] for row in read_rows(tmp_path / "out/pairs.jsonl")] for key in ("policy", "opponent")}
+    assert samples["opponent"] == [row["completion"] for row in read_rows(tmp_path / "other/samples-policy.jsonl")]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +153,7 @@ def test_a_mistake_is_one_sentence(evaluate, inputs, capsys, config, options, co
 def test_two_processes_compare_what_one_does(evaluate, inputs, tmp_path):
     assert evaluate() == 0
     on_two_processes("evaluate", "--config", inputs / "judged.yaml", "--output_dir", "two")
-    assert lines(tmp_path / "two/pairs.jsonl") == lines(tmp_path / "out/pairs.jsonl")
+    assert read_rows(tmp_path / "two/pairs.jsonl") == read_rows(tmp_path / "out/pairs.jsonl")
     assert metrics(tmp_path / "two")["win_rate"] == metrics(tmp_path / "out")["win_rate"]
 
 

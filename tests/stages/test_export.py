@@ -84,14 +84,6 @@ def test_the_lines_of_its_card_run_in_its_folder(there, monkeypatch):
     assert str(there) not in text and "The base model `base`" in text
 
 
-def test_a_second_export_needs_leave_to_replace_the_first(there, capsys):
-    assert export("adapter", "--output_dir", "merged") == 0
-    assert export("adapter", "--output_dir", "merged") == 1
-    assert "merged is not empty" in capsys.readouterr().err
-    assert export("adapter", "--output_dir", "merged", "--overwrite_output_dir", "true", "--dtype", "bfloat16") == 0
-    assert AutoModelForCausalLM.from_pretrained("merged").dtype == torch.bfloat16
-
-
 def contents(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
@@ -118,12 +110,16 @@ def test_an_export_that_is_the_base_of_an_adapter_is_not_replaced_by_their_sum(t
     assert "output_dir is merged, which is read from" in capsys.readouterr().err and contents("merged") == before
 
 
-def test_a_file_of_the_user_next_to_an_export_stays_and_a_smaller_export_leaves_no_file_of_the_first(there, capsys):
+def test_a_second_export_needs_leave_to_replace_all_of_the_first_and_a_file_of_the_user_stays(there, capsys):
     assert export("adapter", "--to", "ollama", "--output_dir", "out") == 0
-    assert export("adapter", "--output_dir", "out", "--overwrite_output_dir", "true") == 0
+    again = ["adapter", "--output_dir", "out", "--dtype", "bfloat16"]
+    assert export(*again) == 1
+    assert "out is not empty" in capsys.readouterr().err
+    assert export(*again, "--overwrite_output_dir", "true") == 0
+    assert AutoModelForCausalLM.from_pretrained("out").dtype == torch.bfloat16
     assert not Path("out/Modelfile").exists()
     Path("out/notes.gguf").write_text("mine")
-    assert export("adapter", "--output_dir", "out", "--overwrite_output_dir", "true") == 1
+    assert export(*again, "--overwrite_output_dir", "true") == 1
     assert "out is not empty (notes.gguf); name another" in capsys.readouterr().err
     assert Path("out/notes.gguf").read_text() == "mine"
 

@@ -1,5 +1,7 @@
 """`--dry_run`: what a run of a stage would do, and what would stop it."""
 
+import json
+
 import pytest
 
 from onetrunk.cli import main
@@ -67,27 +69,23 @@ def test_every_stage_has_a_dry_run_that_writes_nothing(in_folder, capsys, verb, 
     assert "must name distinct columns of the dataset" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("verb", "options", "message"),
-    [
-        ("prefs", ["--constitution", "bad.yaml"], "the constitution bad.yaml has no principles"),
-        ("sft", ["--dataset_name", "prompts.jsonl"], "has the columns prompt; expected prompt and completion"),
-        ("ppo", ["--dataset_name", "q.csv"], "has the columns answer, question; expected prompt"),
-        ("reward", ["--dataset_name", "sft.jsonl"], "expected chosen and rejected"),
-    ],
-)
-def test_a_wrong_constitution_or_column_is_answered_before_torch_is_imported(in_folder, verb, options, message):
+def test_wrong_constitutions_and_columns_are_answered_and_reports_written_without_torch(in_folder, tmp_path):
     (in_folder / "bad.yaml").write_text("name: bad\nprinciples: []\n")
     (in_folder / "q.csv").write_text("question,answer\nwhy,so\n")
-    code = "import sys; from onetrunk.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    done = python("-c", code, *words_of(verb, *options))
-    assert message in done.stderr and done.stdout == "1 False\n", done.stderr
-
-
-def test_a_report_is_written_without_torch(tmp_path):
     (tmp_path / "metrics.json").write_text('{"policy": {"score/mean": 1.0}, "reference": {}, "steps": 1}')
-    code = "import sys; from onetrunk.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    assert python("-c", code, "report", tmp_path).stdout.endswith("\n0 False\n")
+    mistakes = {
+        "the constitution bad.yaml has no principles": words_of("prefs", "--constitution", "bad.yaml"),
+        "has the columns prompt; expected prompt and completion": words_of("sft", "--dataset_name", "prompts.jsonl"),
+        "has the columns answer, question; expected prompt": words_of("ppo", "--dataset_name", "q.csv"),
+        "expected chosen and rejected": words_of("reward", "--dataset_name", "sft.jsonl"),
+    }
+    code = "import json, sys; from onetrunk.cli import main; commands = json.loads(sys.argv[1])\n"
+    code += "for words in commands: print(main(words), 'torch' in sys.modules)"
+    done = python("-c", code, json.dumps([*mistakes.values(), ["report", str(tmp_path)]]))
+    for message in mistakes:
+        assert message in done.stderr, done.stderr
+    answers = [line for line in done.stdout.splitlines() if line.endswith(("True", "False"))]
+    assert answers == ["1 False"] * len(mistakes) + ["0 False"]
     assert (tmp_path / "_report/report.html").is_file()
 
 

@@ -1,6 +1,5 @@
 """The gsm8k-tiny recipe: annotations and answers by hand, rows and preferences made from files, the calculator."""
 
-import json
 import random
 
 import pytest
@@ -9,7 +8,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from onetrunk import cli
 from tests.stages.recipes import load_recipe_module
-from tests.stages.small_runs import write_rows
+from tests.stages.small_runs import metrics, read_rows, write_rows
 
 prepare = load_recipe_module("gsm8k-tiny", "prepare")
 preferences = load_recipe_module("gsm8k-tiny", "prepare_preferences")
@@ -56,9 +55,8 @@ def test_rows_become_prompts_and_the_last_ones_are_held_out(tmp_path, monkeypatc
     monkeypatch.setattr("sys.argv", ["prepare.py", f"{tmp_path}/train.jsonl", "--output_dir", f"{tmp_path}/out"])
     assert prepare.main() == 0
     assert "100 training rows, 500 held out" in capsys.readouterr().out
-    held_out = [json.loads(line) for line in (tmp_path / "out/held_out.jsonl").read_text().splitlines()]
-    answer = "<<100+100=200>>\n#### 200"
-    assert held_out[0] == {"prompt": "What is 100 + 100?\n", "completion": answer, "answer": answer}
+    answer, first = "<<100+100=200>>\n#### 200", read_rows(tmp_path / "out/held_out.jsonl")[0]
+    assert first == {"prompt": "What is 100 + 100?\n", "completion": answer, "answer": answer}
     assert (tmp_path / "out/base/model.safetensors").is_file()
 
 
@@ -111,9 +109,9 @@ def test_the_chain_runs_with_the_calculator(workplace, monkeypatch):
     ppo = "--num_rollouts 1 --rollout_batch_size 8 --eval_strategy no --report_to none --save_strategy no"
     for verb, words in {"ppo": ppo, "eval": ""}.items():
         assert cli.main([verb, "--config", f"recipes/gsm8k-tiny/{verb}_calculator.yaml", *words.split()]) == 0
-    metrics = json.loads((runs / "eval-calculator/metrics.json").read_text())["reference"]
+    found = metrics(runs / "eval-calculator")["reference"]
     # The tokens of "4>>", where the policy asks.
-    assert metrics["score/annotation_score"] > 0.5 and metrics["episode/observation_tokens"] > 1
+    assert found["score/annotation_score"] > 0.5 and found["episode/observation_tokens"] > 1
 
 
 def test_a_copy_has_a_wrong_result_in_every_calculation_and_betrays_itself_nowhere_else():
@@ -150,7 +148,7 @@ def test_both_tasks_are_split_by_question(tmp_path, monkeypatch, capsys):
     assert preferences.main() == 0
 
     def read(name):
-        return [json.loads(line) for line in (tmp_path / f"out/{name}.jsonl").read_text().splitlines()]
+        return read_rows(tmp_path / f"out/{name}.jsonl")
 
     # Two right and one wrong solution a question: two pairs; and two copies of every answer
     assert [len(read(f"solutions_{part}")) for part in ("train", "held_out")] == [20, 300]

@@ -11,7 +11,7 @@ from onetrunk.judges.labels import PairLabel
 from onetrunk.stages.judge import Judged, agreement, findings, judge_metrics, wilson_interval
 from tests.judges.stub_server import StubServer
 from tests.stages.small_runs import metrics as read_metrics
-from tests.stages.small_runs import write_rows
+from tests.stages.small_runs import read_rows, write_rows
 
 LENGTHS = """
 def longer(prompts, completions, **columns):
@@ -111,10 +111,9 @@ def judge(empty_folder):
     (empty_folder / "checks.py").write_text(LENGTHS)
     (empty_folder / "principles.yaml").write_text(CONSTITUTION)
 
-    def call(rows, *options, out="out"):
+    def call(rows, *options):
         write_rows(empty_folder / "rows.jsonl", rows)
-        words = ["--dataset_name", "rows.jsonl", "--output_dir", out, *options]
-        return cli.main(["judge", *map(str, words)])
+        return cli.main(["judge", "--dataset_name", "rows.jsonl", "--output_dir", "out", *options])
 
     return call
 
@@ -136,8 +135,8 @@ def test_a_judge_that_is_always_for_the_longer_one_is_exposed_in_the_report(judg
         assert "prefers the longer completion in 100% of the pairs, people in 0%" in " ".join(shown.split())
         assert "Accuracy by subset" in shown and "mean of the subsets" in shown
     assert 'alt="reliability"' in page
-    lines = [json.loads(line) for line in (tmp_path / "out/pairs.jsonl").read_text().splitlines()]
-    assert len(lines) == 24 and lines[0]["judges"]["rubric"]["probability"] < 0.5
+    rows = read_rows(tmp_path / "out/pairs.jsonl")
+    assert len(rows) == 24 and rows[0]["judges"]["rubric"]["probability"] < 0.5
     assert "prefers the longer completion" in capsys.readouterr().out
 
 
@@ -171,8 +170,7 @@ def test_several_judges_are_measured_alone_and_together_and_compared(judge, tmp_
     assert values["judges"]["rubric"]["all"]["accuracy"] == 1
     # The ensemble is made of what the members said: nothing was bought for it.
     assert len(questions) == 2 and values["costs"]["judge-1"]["questions"] == 48
-    rows = [json.loads(line)["judges"] for line in (tmp_path / "out/pairs.jsonl").read_text().splitlines()]
-    for said in rows:
+    for said in (row["judges"] for row in read_rows(tmp_path / "out/pairs.jsonl")):
         mean = (said["rubric"]["probability"] + said["judge-1"]["probability"]) / 2
         assert said["ensemble"]["probability"] == pytest.approx(mean)
     assert values["agreement"]["rubric / people"]["agreement"] == 1

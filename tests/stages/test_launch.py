@@ -46,9 +46,11 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(("text", "message"), CONFIGS.values(), ids=CONFIGS)
-def test_a_broken_config_of_accelerate_is_one_message(tmp_path, capsys, text, message):
+def test_a_broken_config_of_accelerate_is_one_message_and_leaves_signal_handlers(tmp_path, capsys, text, message):
+    before = [signal.getsignal(number) for number in SIGNALS]
     (tmp_path / "a.yaml").write_text(text)
     assert cli.main(["sft", "--num_machines", "1", "--accelerate_config", str(tmp_path / "a.yaml")]) == 2
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     err = capsys.readouterr().err
     assert "error: accelerate cannot launch this: " in err and message in err, err
 
@@ -71,13 +73,6 @@ def test_numbers_of_a_launch_that_mean_nothing_start_no_process(capsys, monkeypa
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert cli.main(["sft", *words.split()]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_launch_leaves_the_signal_handlers_as_they_were(tmp_path):
-    before = [signal.getsignal(number) for number in SIGNALS]
-    (tmp_path / "a.yaml").write_text("- 2")
-    assert cli.main(["sft", "--num_machines", "1", "--accelerate_config", str(tmp_path / "a.yaml")]) == 2
-    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_a_process_of_a_launch_launches_no_others(monkeypatch, capsys):

@@ -48,10 +48,10 @@ def folder(empty_folder):
     write()
 
 
-def write(output_dir="state", **changes):
+def write(**changes):
     """Write pipeline.yaml: the chain with some options changed (a stage -> options), as JSON, which is YAML."""
     stages = {name: {**stage, "options": stage["options"] | changes.get(name, {})} for name, stage in CHAIN.items()}
-    Path("pipeline.yaml").write_text(json.dumps({"output_dir": output_dir, "stages": stages}))
+    Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": stages}))
 
 
 def run(*words):

@@ -19,6 +19,8 @@ from tests.stages.recipes import ROOT
 
 pytestmark = pytest.mark.usefixtures("at_the_root")
 MODEL = ["--model", "Qwen/Qwen2.5-7B"]
+STAGED = ["--rollout_backend", "pipelined", "--pipeline_training", "true"]
+IN_STAGES = ["--hardware", "4xH100", *MODEL, *STAGED]
 TINY = {
     "model_type": "llama", "vocab_size": 400, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 128, "torch_dtype": "float32", "tie_word_embeddings": True,
@@ -153,6 +155,11 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
         (["--check", "recipes", "--hardware", "CPU"], 1, ["recipes holds no run", "output_dir"]),
         (["--calibrate", "a", "--check", "b"], 2, ["--check: not allowed with argument --calibrate"]),
         (["--calibrate", "recipes"], 1, ["is a folder"]),
+        ([*IN_STAGES, "--pipeline_split", "10", "19"], 2, ["pipeline_split has 29 layers and the model 28"]),
+        ([*IN_STAGES, "--dtypes", "nf4"], 1, ["training in pipeline stages is not tried: a quantised base"]),
+        ([*IN_STAGES, "--schedules", "one_step"], 1, ["nothing fits"]),
+        ([*IN_STAGES, "--rollout_backend", "local", "--use_vllm", "true"], 2,
+         ["on rows of a server, which plan does not know"]),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_clear_message(words, code, parts, capsys):
@@ -229,25 +236,6 @@ def test_the_table_of_the_readme_is_what_plans_say(capsys):
         for name, kind in (("tensor parallelism", "per matrix"), ("FSDP2", "shards")):
             (said,) = re.findall(rf"{name}[a-z0-9 ]*: ([0-9,]+) s", without) or [None]
             assert said == (f"{min(seconds[kind]):,.0f}" if seconds[kind] else None), (model, name)
-
-
-STAGED = ["--rollout_backend", "pipelined", "--pipeline_training", "true"]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "parts"),
-    [
-        (["--pipeline_split", "10", "19"], 2, ["pipeline_split has 29 layers and the model 28"]),
-        (["--dtypes", "nf4"], 1, ["training in pipeline stages is not tried: a quantised base"]),
-        (["--trunk_cache", "cpu"], 2, ["pipeline_training is not supported with trunk_cache cpu"]),
-        (["--schedules", "one_step"], 1, ["nothing fits"]),
-        (["--rollout_backend", "local", "--use_vllm", "true"], 2, ["on rows of a server, which plan does not know"]),
-    ],
-)
-def test_a_recipe_that_cannot_train_in_stages_says_why(words, code, parts, capsys):
-    assert plan(*MODEL, "--hardware", "4xH100", *STAGED, *words) == code
-    error = capsys.readouterr().err
-    assert all(part in error for part in parts), error
 
 
 def test_the_answer_imports_neither_torch_nor_transformers():

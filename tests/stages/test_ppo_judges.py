@@ -6,7 +6,6 @@ from onetrunk import cli
 from onetrunk.judges.constitution import Constitution, RubricJudge
 from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.judges.judge import Principle
-from onetrunk.rewards.judge import JudgeReward
 from tests.feedback.runs import answers_in
 from tests.models.reward_adapters import saved_base
 from tests.ppo.support import make_trainer, prompts
@@ -14,14 +13,10 @@ from tests.stages.small_runs import TRAIN, metrics, on_two_processes, write_rows
 from tests.tiny import WORDS
 
 CHECKS = """
-import json
-
 def brief(completions, **kwargs):
     return [1 - min(len(text.split()), 8) / 8 for text in completions]
 
 def long(completions, **kwargs):
-    with open("asked.txt", "a") as file:
-        file.writelines(text + "\\n" for text in completions)
     return [min(len(text.split()), 8) / 8 for text in completions]
 
 def even(completion_ids, **kwargs):
@@ -36,7 +31,7 @@ MONITOR += ["--monitor_rubric", '{"brief": "checks.py:brief"}']
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def material(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judged")
     saved_base(folder / "base", num_hidden_layers=2, initializer_range=0.1)
     write_rows(folder / "rows.jsonl", [{"prompt": f"{WORDS[i]} {WORDS[i + 1]}"} for i in range(20)])
@@ -46,18 +41,11 @@ def made(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def there(made, monkeypatch):
-    monkeypatch.chdir(made)
-    (made / "asked.txt").unlink(missing_ok=True)
-    return made
-
-
 def ppo(output, *options):
     return cli.main(["ppo", *PPO, "--output_dir", output, *options])
 
 
-def test_a_judge_rates_and_another_watches(there, capsys):
+def test_a_judge_rates_and_another_watches(in_folder, capsys):
     assert ppo("rated", "--reward_funcs", "judge", "checks.py:even", *JUDGE, *MONITOR) == 0
     figures = metrics("rated")
     for side in ("reference", "policy"):
@@ -70,7 +58,7 @@ def test_a_judge_rates_and_another_watches(there, capsys):
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-def test_of_two_processes_the_first_one_alone_asks_for_the_monitor(there):
+def test_of_two_processes_the_first_one_alone_asks_for_the_monitor(in_folder):
     options = ["--reward_funcs", "judge", *JUDGE, *MONITOR]
     assert ppo("one", *options) == 0
     on_two_processes("ppo", *PPO, "--output_dir", "two", *options)
@@ -90,8 +78,7 @@ def test_of_two_processes_the_first_one_alone_asks_for_the_monitor(there):
 def test_without_held_out_rows_the_monitor_looks_at_training_prompts(tmp_path):
     judge = RubricJudge({"long": lambda completions, **kwargs: [len(text) / 100 for text in completions]})
     constitution = Constitution("long", (Principle("Which is longer?", tags=("long",)),))
-    reward = JudgeReward(judge, constitution)
-    trainer = make_trainer(tmp_path, reward=reward, dataset=prompts(12), num_rollouts=2, rollout_batch_size=4)
+    trainer = make_trainer(tmp_path, dataset=prompts(12), num_rollouts=2, rollout_batch_size=4)
     monitor = HackingMonitor(judge, constitution, num_rows=6)
     monitor.attach(trainer)
     assert monitor.rows["prompt"] == prompts(12)["prompt"][:6]
@@ -114,14 +101,11 @@ RATED = ["--model_name_or_path", "no-model", "--reward_funcs", "judge"]
         (["--reward_funcs", "base", "--constitution", "long.yaml", "--monitor_judge", "reward:base"], 2, "see no gap"),
         ([*RATED, *JUDGE[:3], "absent.yaml", *JUDGE[4:]], 1, "the constitution absent.yaml does not exist"),
         ([*RATED, "--judge", "nowhere", "--constitution", "long.yaml"], 1, "nowhere"),
-        ([*RATED, *JUDGE[:4], "--rubric", '{"long": "checks.py:lang"}'], 1, "did you mean long?"),
         ([*RATED, *JUDGE, *MONITOR[:4], "--monitor_rubric", '{"long": "checks.py:long"}'], 1, "no check for the"),
     ],
 )
-def test_settings_and_judges_that_cannot_be_are_one_sentence_before_anything_loads(
-    there, capsys, options, code, sentence
-):
+def test_what_cannot_be_judged_is_one_sentence_before_anything_loads(in_folder, capsys, options, code, sentence):
     assert ppo("refused", *options) == code
     err = capsys.readouterr().err
     assert sentence in err and "no-model" not in err and "Traceback" not in err
-    assert code == 1 or not (there / "refused").exists()
+    assert code == 1 or not (in_folder / "refused").exists()

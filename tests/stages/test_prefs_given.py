@@ -3,7 +3,6 @@
 TRL's own trainers take them too, and they hold nothing that these would use unasked.
 """
 
-import json
 import math
 
 import pytest
@@ -15,7 +14,7 @@ from onetrunk import cli
 from onetrunk.data.files import load_rows
 from onetrunk.feedback.shards import read_rows
 from tests.judges.stub_server import StubServer
-from tests.stages.small_runs import NOUNS, error_of, write_rows
+from tests.stages.small_runs import NOUNS, error_of, statistics, write_rows
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 CHECKS = """
@@ -49,15 +48,11 @@ def about(stub, number):
     return [body for body in stub.bodies if f"> prompt {number}\n" in body["messages"][0]["content"]]
 
 
-def rows_of(folder, name="preferences"):
-    return list(read_rows(folder / f"data/{name}.jsonl"))
+def rows_of(folder):
+    return list(read_rows(folder / "data/preferences.jsonl"))
 
 
-def statistics(folder):
-    return json.loads((folder / "statistics.json").read_text())
-
-
-def test_pairs_are_labelled_by_the_judge_whatever_their_order(prefs, tmp_path):
+def test_pairs_are_labelled_by_the_judge_whatever_their_order_and_streamed_to_the_same_bytes(prefs, tmp_path):
     assert prefs(PAIRS) == 0
     rows = rows_of(tmp_path / "out")
     assert len(rows) == 12 and all(row["chosen"].startswith("much longer") for row in rows)
@@ -67,6 +62,9 @@ def test_pairs_are_labelled_by_the_judge_whatever_their_order(prefs, tmp_path):
     assert found["counts"]["prompts"] == found["counts"]["labelled"] == 12
     card = (tmp_path / "out/README.md").read_text()
     assert "given by given.jsonl" in card and "temperature" not in card
+    assert prefs(PAIRS, "--streaming", "true", out="streamed") == 0
+    name = "data/preferences.jsonl"
+    assert (tmp_path / "streamed" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
 def test_logged_conversations_of_one_prompt_are_compared(prefs, tmp_path):
@@ -85,13 +83,6 @@ def test_ties_are_dropped_or_kept_within_a_margin(prefs, tmp_path):
     # One character more of twenty is a difference of 0.05: P = logistic(0.05 / 0.2) = 0.562.
     assert prefs(rows, "--tie_margin", "0.07", "--keep_ties", "true", out="margin") == 0
     assert statistics(tmp_path / "margin")["counts"]["ties"] == 3
-
-
-def test_a_stream_gives_the_same_bytes(prefs, tmp_path):
-    assert prefs(PAIRS) == 0
-    assert prefs(PAIRS, "--streaming", "true", out="streamed") == 0
-    name = "data/preferences.jsonl"
-    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "streamed" / name).read_bytes()
 
 
 def test_a_trial_of_a_few_prompts_buys_nothing_twice(prefs, tmp_path):

@@ -1,11 +1,10 @@
 """`onetrunk prefs` with a judge behind HTTP that does not answer as it should, through the command line."""
 
-import json
-
 import pytest
 
 from tests.feedback import runs
 from tests.judges.stub_server import StubServer, completion
+from tests.stages.small_runs import statistics
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +29,6 @@ def sound(inputs, tmp_path_factory):
     return folder
 
 
-def judged(folder):
-    return json.loads((folder / "statistics.json").read_text())
-
-
 def rows(folder):
     return (folder / "data/preferences.jsonl").read_bytes()
 
@@ -43,9 +38,7 @@ PROMPT = f"{runs.WORDS[0]} {runs.WORDS[11]}"
 REFUSAL = completion("judge-1", "I'm sorry, but I can't help with that.")
 
 
-def test_a_server_that_wrote_no_verdicts_stops_the_run_and_is_asked_again_when_it_is_well(
-    prefs, sound, tmp_path, capsys
-):
+def test_a_server_that_wrote_no_verdicts_stops_the_run_and_is_asked_again(prefs, sound, tmp_path, capsys):
     with StubServer() as stub:
         stub.replies_instead = lambda body: None if "random" in str(body) else REFUSAL
         capsys.readouterr()
@@ -55,8 +48,8 @@ def test_a_server_that_wrote_no_verdicts_stops_the_run_and_is_asked_again_when_i
         stub.replies_instead = lambda body: None
         assert prefs(stub) == 0
     assert rows(tmp_path / "out") == rows(sound)
-    assert judged(tmp_path / "out") == judged(sound)
-    assert judged(tmp_path / "out")["counts"]["abstained"] == 0
+    assert statistics(tmp_path / "out") == statistics(sound)
+    assert statistics(tmp_path / "out")["counts"]["abstained"] == 0
 
 
 def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs, sound, tmp_path, capsys):
@@ -64,10 +57,10 @@ def test_a_prompt_that_the_server_refuses_stops_nothing_and_is_asked_again(prefs
     with StubServer() as stub:
         stub.status_instead = lambda body: 400 if PROMPT in str(body["messages"]) else 200
         assert prefs(stub) == 0
-        said, statistics = capsys.readouterr().out, judged(tmp_path / "out")
+        said, found = capsys.readouterr().out, statistics(tmp_path / "out")
         # 3 pairs in both orders under two principles.
-        assert statistics["judge"]["refused"] == statistics["judge"]["errors"] == 12
-        assert statistics["counts"]["unjudged"] == 3 and statistics["counts"]["abstained"] == 0
+        assert found["judge"]["refused"] == found["judge"]["errors"] == 12
+        assert found["counts"]["unjudged"] == 3 and found["counts"]["abstained"] == 0
         assert "the judge refused 12 questions" in said and "3 pairs have no verdict yet" in said
         assert "The judge refused 12 questions" in (tmp_path / "out/README.md").read_text()
         stub.status_instead = lambda body: 200

@@ -13,7 +13,7 @@ from onetrunk.data.rows import check_preferences
 from onetrunk.feedback.shards import read_rows
 from onetrunk.utils.files import digest
 from tests.feedback import runs
-from tests.stages.small_runs import error_of
+from tests.stages.small_runs import error_of, statistics
 from tests.stages.test_eval_judge import CHECKS
 
 FIELDS = "prompt chosen rejected chosen_stopped rejected_stopped probability votes consistent".split()
@@ -34,21 +34,6 @@ def inputs(tmp_path_factory):
 def prefs(inputs, empty_folder):
     """Return a function that runs the verb in an empty folder, with options; it returns the exit code."""
     return functools.partial(runs.prefs, inputs)
-
-
-def statistics(folder, name="statistics.json"):
-    return json.loads((folder / name).read_text())
-
-
-def assert_same_rows(one, other):
-    """Assert equal bytes of the rows, and equal statistics but for what sampled them."""
-    files = [{path.name: path.read_bytes() for path in (folder / "data").iterdir()} for folder in (one, other)]
-    assert files[0] == files[1] and files[0]
-    names = sorted(path.name for path in one.glob("statistics*.json"))
-    for name in names:
-        found = [statistics(folder, name) for folder in (one, other)]
-        assert found[0].pop("about")["sampled by"] != found[1].pop("about")["sampled by"]
-        assert found[0] == found[1]
 
 
 def content(rows):
@@ -173,7 +158,6 @@ def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inp
     ("options", "code", "message"),
     [
         (["--num_generations", "1"], 2, "a pair needs two completions"),
-        (["--shard", "3/2"], 2, "write i/n"),
         (["--shard", "0/2", "--merge_shards", "2"], 2, "run every shard first"),
         (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),

@@ -16,8 +16,7 @@ RESULT = "adapter_model.safetensors"
 
 
 @pytest.fixture
-def hub(material, monkeypatch):
-    monkeypatch.chdir(material)
+def hub(in_folder, monkeypatch):
     pushing._create.cache_clear()
     with stand_in(monkeypatch) as stub:
         yield stub
@@ -76,22 +75,17 @@ def test_without_a_token_or_a_connection_the_reason_is_said(hub, tmp_path, capsy
     assert len(hub.calls) == num_calls
 
 
-def test_a_push_that_fails_at_the_end_loses_nothing_and_says_how_to_push(hub, tmp_path, capsys):
+def test_pushes_that_fail_stop_no_training_and_at_the_end_lose_nothing(hub, tmp_path, capsys, caplog):
     hub.refusals["/commit/"] = 403
-    assert run("ppo", *PUSH, "--eval_dataset_name", "prompts.jsonl", *new(tmp_path)) == 1
+    saves = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save", "--num_rollouts", "3"]
+    saves += ["--hub_always_push", "true", "--eval_dataset_name", "prompts.jsonl"]
+    with caplog.at_level(logging.WARNING):
+        assert run("ppo", *PUSH, *saves, *new(tmp_path)) == 1
+    assert "a checkpoint was not pushed: HTTP 403" in caplog.text and "Training continues" in caplog.text
     line, out = error_of(capsys), tmp_path / "out"
     assert f"the result is in {out} and could not be pushed to someone/out: HTTP 403, " in line
     # What comes after the saving of the result has been written too.
-    assert {"adapter_model.safetensors", "metrics.json"} <= {path.name for path in out.iterdir()}
-
-
-def test_a_checkpoint_that_is_not_pushed_stops_no_training(hub, tmp_path, caplog):
-    hub.refusals["/commit/"] = 403
-    saves = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save", "--num_rollouts", "3"]
-    with caplog.at_level(logging.WARNING):
-        assert run("ppo", *PUSH, *saves, "--hub_always_push", "true", *new(tmp_path)) == 1
-    assert (tmp_path / "out" / RESULT).is_file()
-    assert "a checkpoint was not pushed: HTTP 403" in caplog.text and "Training continues" in caplog.text
+    assert {RESULT, "metrics.json"} <= {path.name for path in out.iterdir()}
 
 
 PREFS = "prefs --dataset_name reward.jsonl --judge rubric --constitution principles.yaml --completions given".split()

@@ -148,9 +148,3 @@ def test_a_secret_in_a_pipeline_is_refused_and_not_repeated(empty_folder, entry)
     with pytest.raises(UsageError, match="visible to all users") as caught:
         load_pipeline("p.yaml")
     assert CANARY not in str(caught.value)
-
-
-def test_a_run_name_that_could_lead_elsewhere_is_refused():
-    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "x", "--use_cpu", "true"]
-    with pytest.raises(UsageError, match="run_name is "):
-        parse_sft([*words, "--run_name", "../x"])

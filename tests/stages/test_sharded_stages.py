@@ -11,7 +11,7 @@ from tests.places import CPU, launch
 from tests.processes import ROOT
 from tests.stages.small_runs import LINEAR, REWARD, judged_pairs, nouns, require_same_adapter, write_rows
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.usefixtures("in_folder")]
 
 OPTIONS = "--per_device_train_batch_size 2 --activation_checkpointing false --max_grad_norm 0".split()
 OPTIONS += [*"--write_report false --save_steps 2".split(), *LINEAR]
@@ -33,7 +33,7 @@ STREAMED += ["--num_minibatches", "2", "--learning_rate", "0.001"]
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory):
+def material(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     saved_base(folder / "base")
     # Equally long completions: the mean over the tokens of two processes is then the mean over all.
@@ -46,11 +46,6 @@ def there(tmp_path_factory):
         (folder / "files-of-texts" / f"{number}.jsonl").write_text("".join(part))
     (folder / "reward.py").write_text(REWARD)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def in_folder(there, monkeypatch):
-    monkeypatch.chdir(there)
 
 
 def trained_on(verb):
@@ -70,24 +65,24 @@ def run_alone(verb, data, output):
 
 
 @pytest.fixture(scope="module")
-def alone(there):
+def alone(material):
     """Run every stage in this process, with the rows of both."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(there)
+        patch.chdir(material)
         for verb in VERBS:
             run_alone(verb, trained_on(verb), f"{verb}-alone")
 
 
 @pytest.mark.parametrize(("verb", "config"), [("sft", "ddp"), ("reward", "fsdp2"), ("distill", "fsdp2")])
 @pytest.mark.usefixtures("alone")
-def test_two_processes_end_with_the_adapter_of_one(there, verb, config):
+def test_two_processes_end_with_the_adapter_of_one(material, verb, config):
     output = f"{verb}-{config}"
     done = launched(config, verb, output)
     assert done.stdout.count(f"{verb}: saved") == 1
     assert ("the frozen base is sharded over 2 processes" in done.stderr) == (config == "fsdp2")
-    require_same_adapter(there / output, there / f"{verb}-alone", **REORDERED)
+    require_same_adapter(material / output, material / f"{verb}-alone", **REORDERED)
     if verb == "reward":  # 18 rows are no multiple of 4, so accelerate repeats some of them.
-        two, one = (evaluation_of(there / name) for name in (output, f"{verb}-alone"))
+        two, one = (evaluation_of(material / name) for name in (output, f"{verb}-alone"))
         assert two["eval_pairs/accuracy"] == one["eval_pairs/accuracy"]
         assert two["eval_pairs/lead"] == pytest.approx(one["eval_pairs/lead"], abs=1e-4)
 
@@ -98,15 +93,15 @@ def evaluation_of(run):
     return next(entry for entry in reversed(log) if "eval_pairs/lead" in entry)
 
 
-def test_two_processes_read_the_rows_of_one_from_a_stream(there):
+def test_two_processes_read_the_rows_of_one_from_a_stream(material):
     run_alone("ppo", STREAMED, "streamed-alone")
     launched("fsdp2", "ppo", "streamed", data=STREAMED)
-    require_same_adapter(there / "streamed", there / "streamed-alone", **REORDERED)
+    require_same_adapter(material / "streamed", material / "streamed-alone", **REORDERED)
 
 
-def test_a_sharded_run_resumes_bit_for_bit(there):
+def test_a_sharded_run_resumes_bit_for_bit(material):
     verb = "reward"
-    whole, resumed = there / f"{verb}-fsdp2", there / f"{verb}-resumed"
+    whole, resumed = material / f"{verb}-fsdp2", material / f"{verb}-resumed"
     if not whole.exists():
         launched("fsdp2", verb, whole.name)
     shutil.copytree(whole / "checkpoint-2", resumed / "checkpoint-2")
@@ -114,15 +109,15 @@ def test_a_sharded_run_resumes_bit_for_bit(there):
     require_same_adapter(resumed, whole)
 
 
-def test_a_model_whose_weights_all_train_is_rejected_by_name(there):
+def test_a_model_whose_weights_all_train_is_rejected_by_name(material):
     done = launched("fsdp2", "sft", "whole", "--use_peft", "false", code=1)
     assert "set use_peft: true, or launch with accelerate_configs/ddp.yaml" in done.stderr
     assert "Traceback" not in done.stderr.split("torch/distributed")[0]
 
 
-def test_a_base_in_4_bit_is_sharded_through_fsdp2_qlora(there):
+def test_a_base_in_4_bit_is_sharded_through_fsdp2_qlora(material):
     data = [*STREAMED, "--load_in_4bit", "true", "--dtype", "bfloat16"]
     run_alone("ppo", data, "qlora-alone")
     done = launched("fsdp2_qlora", "ppo", "qlora", data=data)
     assert "the frozen base is sharded over 2 processes" in done.stderr
-    require_same_adapter(there / "qlora", there / "qlora-alone", **REORDERED)
+    require_same_adapter(material / "qlora", material / "qlora-alone", **REORDERED)

@@ -56,8 +56,8 @@ def rows_of(verb):
     return verb if verb in ("sft", "ppo") else "pairs"
 
 
-def run(name, output, *options, size=4):
-    words = ["--use_cpu", "true", "--per_device_train_batch_size", str(size), "--output_dir", output]
+def run(name, output, *options):
+    words = ["--use_cpu", "true", "--per_device_train_batch_size", "4", "--output_dir", output]
     return cli.main(["distill" if name == "teacher" else name, *OPTIONS, *OWN[name], *words, *options])
 
 

@@ -41,15 +41,6 @@ def words_of(name, output, processes=1):
     return [verb, *OPTIONS, *HELD_OUT, *own, *rows, "--output_dir", output]
 
 
-def make_material(folder):
-    saved_base(folder / "base")
-    saved_base(folder / "tied", "qwen2")
-    # Of different lengths: the groups have different numbers of tokens.
-    texts = [{"prompt": f"the {n} ", "completion": f"runs {o} fast ." + " the dog" * (i % 3)} for n, o, i in nouns(37)]
-    write_rows(folder / "texts.jsonl", texts)
-    write_rows(folder / "pairs.jsonl", judged_pairs(37))
-
-
 def run_cases(folder, place, processes, cases, name):
     """Run cases, {name: words}, in one launch."""
     (folder / f"{name}.cases").write_text(json.dumps(cases))
@@ -59,7 +50,12 @@ def run_cases(folder, place, processes, cases, name):
 @cache
 def material():
     folder = Path(mkdtemp())
-    make_material(folder)
+    saved_base(folder / "base")
+    saved_base(folder / "tied", "qwen2")
+    # Of different lengths: the groups have different numbers of tokens.
+    texts = [{"prompt": f"the {n} ", "completion": f"runs {o} fast ." + " the dog" * (i % 3)} for n, o, i in nouns(37)]
+    write_rows(folder / "texts.jsonl", texts)
+    write_rows(folder / "pairs.jsonl", judged_pairs(37))
     return folder
 
 
@@ -127,7 +123,6 @@ def resumed(place):
     copytree(launched(place, 1) / "sft" / "checkpoint-2", whole / "of-one" / "checkpoint-2")
     cases["of one"] = [*words_of("sft", "of-one", 2), "--resume", "auto"]
     cases["all weights"] = [*words_of("sft", "all-weights", 2), "--use_peft", "false"]
-    cases["dropout"] = [*words_of("sft", "dropout", 2), "--lora_dropout", "0.1"]
     cases["noise"] = [*words_of("sft", "noise", 2), "--neftune_noise_alpha", "5"]
     return whole, run_cases(whole, place, 2, cases, "resumed").stderr
 
@@ -144,7 +139,6 @@ def test_a_training_resumes_in_the_middle(place, name):
     [
         ("of one", "was written with tensor_parallel 1 (here 2)"),
         ("all weights", "all weights of this model train; set use_peft: true, or launch with"),
-        ("dropout", "is not supported with dropout (model.layers.0.self_attn.q_proj.lora_dropout.default)"),
         ("noise", "neftune_noise_alpha is not supported with tensor parallelism"),
     ],
 )

@@ -1,12 +1,11 @@
 """The tiny recipe's grammar and rubric, by hand; and `make demo` as a whole (slow)."""
 
-import json
-
 import pytest
 from transformers import AutoTokenizer
 
 from tests.processes import python
 from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.small_runs import read_rows
 
 grammar = load_recipe_module("tiny", "make_data")
 rewards = load_recipe_module("tiny", "rewards")
@@ -55,14 +54,13 @@ def test_held_out_requests_share_no_task_with_the_training_prompts(tmp_path):
     grammar.make_all(tmp_path, num_sft_rows=500)
 
     def tasks(name):
-        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        return {(row["action"], row["thing"], row["place"]) for row in rows}
+        return {(row["action"], row["thing"], row["place"]) for row in read_rows(tmp_path / name)}
 
     train, held_out = tasks("prompts.jsonl"), tasks("held_out.jsonl")
     assert len(held_out) == 112 and not train & held_out
     contents = {" ".join(task) for task in held_out}
-    for line in (tmp_path / "sft.jsonl").read_text().splitlines():
-        words = json.loads(line)["prompt"][0]["content"].strip(".?").split()
+    for row in read_rows(tmp_path / "sft.jsonl"):
+        words = row["prompt"][0]["content"].strip(".?").split()
         named = [w for w in words if w in (*grammar.ACTIONS, *grammar.THINGS, *grammar.PLACES)]
         assert " ".join(named) not in contents
 
