@@ -50,6 +50,17 @@ def test_checkpoints_of_an_abandoned_course_are_renamed_each_to_a_name_of_its_ow
     assert len(list(tmp_path.iterdir())) == 5
 
 
+def test_what_only_the_result_before_had_goes_and_a_file_of_the_user_stays(tmp_path):
+    for names in (["config.json", "chat_template.jinja", "value_head.safetensors"], ["config.json"]):
+        (tmp_path / "notes.txt").touch()
+        staged = begin_staging(tmp_path) / "result"
+        staged.mkdir()
+        for name in names:
+            (staged / name).write_text("{}")
+        install(staged, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "notes.txt", "manifest.json"}
+
+
 def test_a_model_over_an_adapter_is_read_as_the_model_and_the_other_way_round(tmp_path):
     for name, is_one in (("adapter_config.json", True), ("config.json", False), ("adapter_config.json", True)):
         staged = begin_staging(tmp_path) / "result"

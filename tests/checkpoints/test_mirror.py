@@ -143,8 +143,26 @@ def test_a_result_goes_to_the_root_with_the_files_beside_it_and_without_folders_
     mirror.push(out, "")
     assert (mirror.wait(60), told) == ([], [])
     assert names_in(url) == ["README.md", "adapter.safetensors", "checkpoint-1", "manifest.json", "value"]
+    # Pushed again it brings what came since.
+    (out / "metrics.json").write_text("{}")
+    mirror.push(out, "")
+    assert mirror.wait(60) == [] and {"metrics.json", "manifest.json"} <= set(names_in(url))
+
+
+def test_a_result_that_is_pushed_again_copies_only_what_is_new(hooked, tmp_path):
+    out, written = tmp_path / "out", []
+    staged = begin_staging(out) / "result"
+    staged.mkdir()
+    (staged / "adapter.safetensors").write_bytes(b"policy")
+    install(staged, out)
+    mirror, _ = mirror_at(hooked[1])
     mirror.push(out, "")
     assert mirror.wait(60) == []
+    HookedFileSystem.hook = staticmethod(lambda operation, path: written.append((operation, Path(path).name)))
+    (out / "metrics.json").write_text("{}")
+    mirror.push(out, "")
+    assert mirror.wait(60) == []
+    assert [name for operation, name in written if operation == "write"] == ["metrics.json", "manifest.json"]
 
 
 DAMAGE = {

@@ -25,6 +25,22 @@ def test_messages_of_sharegpt_are_converted_and_one_line_says_how_many(tmp_path,
     assert line == "2 rows in ShareGPT's form (conversations): from, value read as role, content"
 
 
+def test_a_from_of_another_column_is_the_users_own_and_a_row_without_a_conversation_stays(tmp_path):
+    edges = [{"from": 0, "to": 3, "value": 5}]
+    row = {"prompt": "the cat", "edges": edges, "spans": [{"from": "a"}]}
+    assert load_rows(written(tmp_path, "a.jsonl", json.dumps(row))).to_list() == [row]
+    lines = [{"conversations": [{"from": "human", "value": "hi"}]}, {"conversations": None}]
+    rows = load_rows(written(tmp_path, "b.jsonl", "".join(json.dumps(line) + "\n" for line in lines)))
+    assert rows.to_list() == [{"messages": [{"role": "user", "content": "hi"}]}, {"messages": None}]
+
+
+def test_a_path_with_brackets_is_no_pattern(tmp_path):
+    (tmp_path / "data [v2]").mkdir()
+    assert load_rows(written(tmp_path / "data [v2]", "rows[1].jsonl", '{"prompt": "a"}\n')).to_list() == [
+        {"prompt": "a"}
+    ]
+
+
 def test_every_format_gives_the_same_rows(tmp_path):
     expected = [{"prompt": "the cat", "level": 1}, {"prompt": "a dog", "level": 2}]
     lines = "".join(json.dumps(row) + "\n" for row in expected)

@@ -21,13 +21,8 @@ from tests.ppo.support import make_trainer
 STAGED = {"rollout_backend": "pipelined", "pipeline_training": True, "pipeline_stages": 2}
 IS_ALONE = os.environ.get("WORLD_SIZE", "1") == "1"
 # By case of two_processes.py: settings of the launched run, and those of both.
-CASES = {
-    "pretrained": {"pipeline_batches": 3},
-    "packed": {},
-    "stopped": {},
-    "autocast": {},
-    "dealt": {"max_rollout_rows": 2, "pipeline_split": [1, 1]},
-}
+CASES = {"pretrained": {"pipeline_batches": 3}, "packed": {}, "stopped": {}, "autocast": {}}
+CASES["dealt"] = {"max_rollout_rows": 2, "pipeline_split": [1, 1]}
 BOTH = {"packed": {"trunk_cache": "off"}, "autocast": {"bf16": True}}
 
 

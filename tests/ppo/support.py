@@ -88,18 +88,21 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     rollout_backend: Any = None,
     tokenizer: Any = ...,
+    peft_config: Any = ...,
     **settings: Any,
 ) -> PPOTrainer:
     """Return a trainer; `settings` are those of PPOConfig.
 
     Args:
         model: a family's name, a model, or a folder.
-        dataset, tokenizer: eight prompts and that of the tiny models where they are left out.
+        dataset, tokenizer, peft_config: eight prompts, and what fits the model, where they are left out.
         trainer_class: may be a partial with further arguments of PPOTrainer.
         rollout_backend: a backend, or the setting of that name.
     """
     if isinstance(rollout_backend, str):
         settings["rollout_backend"], rollout_backend = rollout_backend, None
+    if peft_config is ...:
+        peft_config = None if isinstance(model, PeftModel) else lora()
     return trainer_class(
         base_model(model) if isinstance(model, str) and model in FAMILIES else model,
         reward,
@@ -108,7 +111,7 @@ def make_trainer(
         eval_dataset,
         tiny_tokenizer() if tokenizer is ... else tokenizer,
         callbacks=list(callbacks),
-        peft_config=None if isinstance(model, PeftModel) else lora(),
+        peft_config=peft_config,
         rollout_backend=rollout_backend,
     )
 
@@ -157,19 +160,19 @@ def differ(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> set[str]:
 
 
 class Recorder(TrainerCallback):
-    """Keeps gradients (after clipping) and weights of every step, and counts optimizer steps."""
+    """Keeps the weights before training, and gradients (after clipping) and weights of every step."""
 
     def __init__(self) -> None:
+        self.first: dict[str, Tensor] = {}
         self.gradients: list[dict[str, Tensor]] = []
         self.weights: list[dict[str, Tensor]] = []
-        self.num_optimizer_steps = 0
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.first = trained_weights(model)
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         self.gradients.append(grads)
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.num_optimizer_steps += 1
 
     def on_step_end(self, args, state, control, model, **kwargs):
         self.weights.append(trained_weights(model))

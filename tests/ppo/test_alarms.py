@@ -1,4 +1,4 @@
-"""Alarms in real runs that go wrong in a known way: raised once, explained, logged, resumed, and ending the run."""
+"""Alarms in real runs that go wrong in a known way: raised once, explained, logged, and ending the run."""
 
 import logging
 import math
@@ -11,8 +11,7 @@ from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
 from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, Alarms, find_breach, patience_of
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
-from tests.ppo import support
-from tests.ppo.support import assert_same, logged, make_trainer, trained, trained_weights, without_wall_clock
+from tests.ppo.support import logged, make_trainer, trained
 
 LOGGER = "onetrunk.ppo.monitoring.alarms"
 LONG, SHORT, CUT, REPEATS = [5, 6, 7, 8, 9, 1], [5, 1], [5, 6, 7, 8, 9, 10], [5, 5, 5, 5, 5, 1]
@@ -41,11 +40,11 @@ def said(caplog):
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after"), [("length_explosion", LONG, CUT), ("repeated_ngrams", LONG, REPEATS)]
+    ("name", "after"), [("length_collapse", SHORT), ("length_explosion", CUT), ("repeated_ngrams", REPEATS)]
 )
-def test_completions_that_turn_bad_raise_their_alarm_once_after_the_patience(tmp_path, caplog, name, before, after):
+def test_completions_that_turn_bad_raise_their_alarm_once_after_the_patience(tmp_path, caplog, name, after):
     settings = {**STILL, "num_rollouts": 9, "alarm_limits": {**LIMITS, "length_collapse": 0.5}}
-    trainer = trained(tmp_path, rollout_backend=Turning(before, after), **settings)
+    trainer = trained(tmp_path, rollout_backend=Turning(LONG, after), **settings)
     assert logged(trainer, f"alarm/{name}") == [0.0] * 6 + [1.0] * 3
     (sentence,) = said(caplog)
     rule = RULES[name]
@@ -112,24 +111,6 @@ def test_the_chance_of_a_negative_sum_of_k1_is_bounded_as_the_rule_says():
 # --- stopping -------------------------------------------------------------------------------------------------------
 
 
-def stopping(folder, backend=None, **settings):
-    backend = backend or Turning(LONG, REPEATS, at=3)
-    settings = {"num_rollouts": 12, "save_strategy": "steps", "save_steps": 2, **STILL, **settings}
-    return make_trainer(folder, rollout_backend=backend, **settings)
-
-
-@pytest.mark.slow
-def test_a_run_that_an_alarm_ended_stays_ended_when_it_is_resumed(tmp_path, caplog):
-    first = stopping(tmp_path, stop_on_alarm=["all"])
-    first.train()
-    again = stopping(tmp_path, stop_on_alarm=["all"], num_rollouts=20)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 12 and again.ended == first.ended == "alarm repeated_ngrams at step 12"
-    assert_same(trained_weights(again.model), trained_weights(first.model))
-    sentence = "checkpoint-12 is at step 12, where the run was ended (alarm repeated_ngrams at step 12); set "
-    assert sentence + "continue_ended_run to true to train on" in caplog.text
-
-
 @pytest.mark.parametrize(("schedule", "good"), [({}, 4), ({"schedule": "one_step"}, 2)])
 def test_the_good_checkpoint_is_from_before_the_first_bad_sample(tmp_path, schedule, good):
     for step in range(1, 11):
@@ -141,27 +122,14 @@ def test_the_good_checkpoint_is_from_before_the_first_bad_sample(tmp_path, sched
     assert [path.name for path in alarms.needed_checkpoints(8, config)] == [f"checkpoint-{good}"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [4, 9, 13])
-def test_a_resumed_run_raises_the_same_alarms(tmp_path, step, caplog):
-    """Stopped while the first rollouts are added up, in a rollout, while conditions hold, while the alarm lasts."""
-    limits = {**LIMITS, "length_collapse": 0.5, "entropy": 10.0}
-    settings = {"num_rollouts": 9, "alarm_limits": limits, "logging_steps": 3}
-    runs = support.whole_and_resumed(lambda name: stopping(tmp_path / name, Turning(LONG, SHORT), **settings), step)
-    whole, resumed = runs
-    assert without_wall_clock(resumed.state.log_history) == without_wall_clock(whole.state.log_history)
-    assert resumed.alarms.state_dict() == whole.alarms.state_dict()
-    told = [text.replace("/stopped/", "/whole/") for text in said(caplog)]
-    assert len(told) == 4 and told[2:] == told[:2]
-
-
 def test_a_stop_ends_the_run_with_a_checkpoint_and_names_the_last_good_one_which_is_not_deleted_before(
     tmp_path, caplog
 ):
-    trainer = stopping(tmp_path, stop_on_alarm=["repeated_ngrams"], save_steps=1, save_total_limit=4)
-    trainer.train()
+    settings = {"num_rollouts": 12, "stop_on_alarm": ["repeated_ngrams"], **STILL}
+    settings |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 4}
+    trainer = trained(tmp_path, rollout_backend=Turning(LONG, REPEATS, at=3), **settings)
     # Rollouts 3 to 5, two steps each. The weights of step 6 sampled the first of them, those of step 4 the one before.
-    assert trainer.state.global_step == 12
+    assert trainer.state.global_step == 12 and trainer.ended == "alarm repeated_ngrams at step 12"
     (sentence,) = said(caplog)
     assert "The last checkpoint from before it is checkpoint-4: --resume " in sentence
     assert sentence.endswith("Training stops")

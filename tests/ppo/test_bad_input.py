@@ -1,6 +1,5 @@
 """Bad input is refused by one sentence, before the model loads: the weights of the model here cannot be loaded."""
 
-import re
 import shutil
 from functools import cache, partial
 from pathlib import Path
@@ -8,11 +7,11 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
 
 from onetrunk.ppo.trainer import PPOTrainer
-from tests.ppo.support import base_model, even_share, logged, lora, make_config, make_trainer, prompts, trained
+from tests.ppo.support import BEST, base_model, even_share, logged, lora, make_trainer, prompts, trained
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 
@@ -60,6 +59,9 @@ def of_messages(role):
 
 QUESTIONS = Dataset.from_dict({"question": ["a"]})
 ANSWERS = {"dataset": prompts(4, answer=["a"] * 4), "eval_dataset": prompts(4)}
+EVALUATED = {"eval_dataset": prompts(4), **BEST}
+TWO_SETS = {**BEST, "eval_dataset": {"short": prompts(2), "long": prompts(4)}}
+NOT_EVALUATED = "eval_loss policy/entropy clip_ratio/low_mean completions/clipped_ratio tools/call_frequency".split()
 # Keywords of `build`, what the error says, and its type.
 REFUSED = [
     ({"model": "/nowhere/model"}, "cannot be loaded: there is no such folder. Give a folder", RuntimeError),
@@ -71,23 +73,22 @@ REFUSED = [
     ({"dataset": QUESTIONS}, "no column 'prompt', only question", ValueError),
     ({"eval_dataset": QUESTIONS}, "no column 'prompt', only question", ValueError),
     ({"dataset": "rows.json"}, "the dataset is a str; pass a map-style", ValueError),
+    ({"dataset": []}, "train_dataset holds no rows; give at least one", ValueError),
+    ({"dataset": DatasetDict(train=prompts(), test=prompts())},
+     "train_dataset has the splits train, test; pass one of them, such as rows", ValueError),
+    ({"dataset": prompts().to_iterable_dataset(), "num_train_epochs": 1},
+     "whose length is not known; set num_rollouts or max_steps, or use ShardedRows", ValueError),
     ({"dataset": of_messages("user")}, "conversations and the tokenizer has no chat template", ValueError),
-    (
-        {"dataset": of_messages("system"), "tokenizer": tiny_tokenizer(chat_template=CHAT_TEMPLATE)},
-        "ends with a system message",
-        ValueError,
-    ),
+    ({"dataset": of_messages("system"), "tokenizer": tiny_tokenizer(chat_template=CHAT_TEMPLATE)},
+     "ends with a system message", ValueError),
     ({"max_prompt_length": 3}, "prompts are longer than max_prompt_length 3, and the longest, row 3, has", ValueError),
     ({"max_prompt_length": 1, "overlong_prompts": "drop"}, "all 8 prompts are longer", ValueError),
     # 5 tokens of prompt and 6 of completion.
     ({"microbatch_tokens": 10}, "a row of 11 tokens does not fit microbatch_tokens 10", ValueError),
     ({"stop_tokens": ["the cat"]}, "stop_tokens: 'the cat' is 2 tokens", ValueError),
     ({"stop_tokens": ["<|im_end|>"]}, "the tokenizer does not know '<|im_end|>' and reads it as", ValueError),
-    (
-        {"dataset": of_texts("the w120 cat"), "tokenizer": tiny_tokenizer(vocab_size=200)},
-        "and the model knows 64 tokens; take the tokenizer that belongs",
-        ValueError,
-    ),
+    ({"dataset": of_texts("the w120 cat"), "tokenizer": tiny_tokenizer(vocab_size=200)},
+     "and the model knows 64 tokens; take the tokenizer that belongs", ValueError),
     ({"num_minibatches": 3}, "not divisible by 3 minibatches; set num_minibatches to 2 or 4", ValueError),
     ({"eval_strategy": "steps"}, "eval_strategy 'steps' needs eval_dataset", ValueError),
     ({"eval_dataset": {"good": prompts(2), "bad": of_texts("")}}, "row 0: prompt is empty", ValueError),
@@ -98,12 +99,20 @@ REFUSED = [
     ({"reward": needs_answer, **ANSWERS}, "'needs_answer' needs answer", TypeError),
     ({"reward": "no.such.module"}, "there is no module 'no'", ValueError),
     ({"reward": "nobody/nothing"}, "the reward model 'nobody/nothing' cannot be loaded", RuntimeError),
-    (
-        {"reward": [even_share] * 2, "trainer_class": partial(PPOTrainer, reward_processing_classes=tiny_tokenizer())},
-        "1 reward_processing_classes for 2 reward functions",
-        ValueError,
-    ),
+    ({"reward": [even_share] * 2, "trainer_class": partial(PPOTrainer, reward_processing_classes=tiny_tokenizer())},
+     "1 reward_processing_classes for 2 reward functions", ValueError),
     ({"reward_weights": [1.0, 2.0]}, "2 reward weights for 1 reward functions", ValueError),
+    (TWO_SETS, "is 'score/mean', and the evaluation sets are short, long: say which of them decides, for example"
+     " short_score/mean", ValueError),
+    *(({**EVALUATED, "metric_for_best_model": metric}, "which no evaluation gives; it gives score/mean", ValueError)
+      for metric in NOT_EVALUATED),
+    *(({**EVALUATED, "metric_for_best_model": metric}, "no reward function is named 'h'; there is even_share",
+       ValueError) for metric in ("rewards/h/mean", "score/h")),
+    ({"rollout_backend": "nowhere.py:Mine"}, "rollout backend 'nowhere.py:Mine'", ValueError),
+    ({"rollout_backend": "json.decoder.Mine"}, "has no 'Mine'", ValueError),
+    ({"rollout_backend": "json.dumps"}, "backend 'json.dumps': missing a required argument: 'obj'", ValueError),
+    ({"rollout_backend": "json.decoder.NaN"}, "is a float; name a class or a function", ValueError),
+    ({"rollout_backend": "collections.Counter"}, "is a Counter, which lacks generate", TypeError),
 ]  # fmt: skip
 
 
@@ -142,7 +151,7 @@ def test_an_adapter_whose_base_is_not_there_says_so(tmp_path, base, error, sente
     model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(folder)
     with pytest.raises(error) as raised:
-        PPOTrainer(folder, even_share, make_config(tmp_path / "out"), prompts())
+        build(tmp_path, model=folder, peft_config=None)
     assert sentence in str(raised.value)
     assert folder in str(raised.value) and "adapter_config.json" in str(raised.value)
 
@@ -159,21 +168,6 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "sentence"),
-    [
-        ("nowhere.py:Mine", ValueError, "rollout backend 'nowhere.py:Mine'"),
-        ("json.decoder.Mine", ValueError, "has no 'Mine'"),
-        ("json.dumps", ValueError, "rollout_backend 'json.dumps': missing a required argument: 'obj'"),
-        ("json.decoder.NaN", ValueError, "is a float; name a class or a function"),
-        ("collections.Counter", TypeError, "is a Counter, which lacks generate"),
-    ],
-)
-def test_a_name_of_no_sampler_is_refused(spec, error, sentence, tmp_path):
-    with pytest.raises(error, match=re.escape(sentence)):
-        make_trainer(tmp_path, rollout_backend=spec)
-
-
-@pytest.mark.parametrize(
     ("targets", "sentence"),
     [
         (
@@ -185,11 +179,8 @@ def test_a_name_of_no_sampler_is_refused(spec, error, sentence, tmp_path):
     ],
 )
 def test_every_lora_target_is_checked_against_the_model(tmp_path, targets, sentence):
-    config = LoraConfig(r=2, target_modules=targets)
     with pytest.raises(ValueError) as raised:
-        PPOTrainer(
-            base_model(), even_share, make_config(tmp_path), prompts(), None, tiny_tokenizer(), peft_config=config
-        )
+        make_trainer(tmp_path, peft_config=LoraConfig(r=2, target_modules=targets))
     assert sentence in str(raised.value) and "\n" not in str(raised.value)
 
 

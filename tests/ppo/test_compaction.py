@@ -15,12 +15,7 @@ from onetrunk.ppo.packs import cut, joined, rollout_packs
 from onetrunk.types import Experience, Rollout
 from tests.courier import Courier, Tables, courier_model, make_courier_trainer, objective, optimum
 from tests.ppo.support import SGD, StopAt, assert_same, logged, prompts, trained_weights
-from tests.ppo.test_episodes_in_training import COMPACTION, Long, words_trainer
-
-
-def trainer_of(folder, **arguments):
-    return words_trainer(folder, **{"factory": Long, **COMPACTION, **arguments})
-
+from tests.ppo.test_episodes_in_training import COMPACTED, run, words_trainer
 
 # --- segments end to end ------------------------------------------------------------------------------------------
 
@@ -106,7 +101,7 @@ def test_advantages_of_segments_end_to_end_are_those_of_the_uncut_row(rollout, r
 
 def test_a_run_equals_a_naive_ppo_over_the_segments(tmp_path):
     own = {"gamma": 0.9, "lam": 0.8, "beta": 0.1, "whiten_advantages": False, "num_minibatches": 1}
-    trainer = trainer_of(tmp_path, rollout_batch_size=4, num_ppo_epochs=1, **own)
+    trainer = words_trainer(tmp_path, rollout_batch_size=4, num_ppo_epochs=1, **COMPACTED, **own)
     stream = trainer.get_train_dataloader()
     with torch.no_grad():  # An adapter and a head that say something.
         generator = torch.Generator().manual_seed(0)
@@ -151,8 +146,7 @@ def test_a_run_equals_a_naive_ppo_over_the_segments(tmp_path):
 
 
 def test_the_first_ratio_is_1_and_segments_are_counted_also_in_an_evaluation(tmp_path):
-    trainer = trainer_of(tmp_path, num_rollouts=2, log_completions=True, eval_dataset=prompts(4))
-    trainer.train()
+    trainer = run(tmp_path, num_rollouts=2, log_completions=True, eval_dataset=prompts(4), **COMPACTED)
     metrics = trainer.evaluate()
     assert metrics["eval_episode/compactions"] >= 1 and abs(metrics["eval_kl/ref"]) < 5
     first = next(entry for entry in trainer.state.log_history if "policy/ratio_max" in entry)
@@ -163,14 +157,13 @@ def test_the_first_ratio_is_1_and_segments_are_counted_also_in_an_evaluation(tmp
     assert '"context": ' in samples
 
 
-@pytest.mark.parametrize("own", [{}, {"gae_unit": "turn"}, {"policy_objective": "dis"}])
+@pytest.mark.parametrize("own", [{}, {"gae_unit": "turn", "ratio_unit": "turn"}, {"policy_objective": "dis"}])
 def test_a_run_does_not_depend_on_how_segments_are_packed(tmp_path, own):
-    own |= {"num_rollouts": 2, "rollout_batch_size": 8, **SGD}
-    whole, divided = (trainer_of(tmp_path / str(rows), per_device_train_batch_size=rows, **own) for rows in (8, 2))
-    for trainer in (whole, divided):
-        trainer.train()
+    own |= {"num_rollouts": 2, "rollout_batch_size": 8, **SGD, **COMPACTED}
+    whole, divided = (run(tmp_path / str(rows), per_device_train_batch_size=rows, **own) for rows in (8, 2))
     assert_same(trained_weights(divided.model), trained_weights(whole.model), atol=1e-5, rtol=1e-4)
-    for name in ("policy/loss", "value/loss", "value/explained_variance", "kl/ref", "score/mean"):
+    names = ("policy/loss", "value/loss", "value/explained_variance", "value/variance_ratio", "kl/ref", "score/mean")
+    for name in names:
         assert logged(divided, name) == pytest.approx(logged(whole, name), abs=1e-4), name
 
 
@@ -183,41 +176,11 @@ def last_one(messages):
 
 
 def test_a_rule_of_the_user_needs_no_summaries_and_another_one_is_noticed_when_a_run_is_resumed(tmp_path):
-    first = trainer_of(tmp_path, compact=last_two, num_rollouts=2)
-    first.add_callback(StopAt(2))
-    first.train()
+    first = run(tmp_path, compact=last_two, num_rollouts=2, callbacks=[StopAt(2)], **COMPACTED)
     assert logged(first, "episode/compactions")[0] > 0 and logged(first, "episode/summary_tokens")[0] == 0
-    other = trainer_of(tmp_path, compact=last_one, num_rollouts=2)
+    other = words_trainer(tmp_path, compact=last_one, num_rollouts=2, **COMPACTED)
     with pytest.raises(ValueError, match="compact"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-def test_a_rule_without_a_limit_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="compact is given and max_context_length is not"):
-        words_trainer(tmp_path, factory=Long, compact=last_two)
-    with pytest.raises(ValueError, match="compact is 'last_two'; give a function"):
-        trainer_of(tmp_path, compact="last_two")
-
-
-# --- bad input ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        ({"max_turn_length": None}, "max_context_length needs max_turn_length"),
-        ({"max_context_length": None, "kept_turns": 1, "compaction_prompt": "x"}, "has no effect without max_context"),
-        ({"truncated_completions": "bootstrap"}, "'bootstrap' is not supported with max_context_length"),
-        ({"compaction_prompt": " "}, "compaction_prompt is empty"),
-        ({"kept_turns": -1}, "kept_turns is -1; it must be 0 or more"),
-        ({"max_compactions": 0}, "max_compactions is 0; it must be a whole number above 0"),
-        ({"max_context_length": 12}, "a context may need 16 tokens: the longest prompt"),
-        ({"factory": None, "reward": len}, "and there are neither tools nor an environment"),
-    ],
-)
-def test_settings_that_cannot_work_are_told_before_the_model_is_loaded(tmp_path, own, message):
-    with pytest.raises(ValueError, match=message):
-        trainer_of(tmp_path, **own)
 
 
 # --- the courier game ---------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from onetrunk.report.runs import Run
 from onetrunk.rewards import PerToken, PerTurn
 from onetrunk.utils.sample_text import score_text
 from tests.fakes import CannedBackend
-from tests.ppo import support, test_shaping
-from tests.ppo.support import differ, even_share, logged, make_trainer, prompts, trained, trained_weights
+from tests.ppo import test_shaping
+from tests.ppo.support import differ, even_share, logged, prompts, trained, trained_weights
 from tests.ppo.test_shaping import by_row, check
 from tests.ppo.test_tensorboard import events_of, text
 
@@ -93,12 +93,6 @@ def test_token_rewards_place_the_rest_of_the_score_at_the_last_counted_token():
     rewards = token_rewards(torch.tensor([10.0]), torch.zeros(1, 5), None, mask, 0.0, dense=dense)
     # What is given for the last token is part of the rest, and what stands outside the mask does not count.
     assert rewards.tolist() == [[1, 0, 2, 7, 0]]
-
-
-def test_rewards_of_the_wrong_length_end_the_run_before_it_trains(tmp_path):
-    trainer = make_trainer(tmp_path, reward=lambda prompts, **kw: [PerTurn([1.0, 2.0])] * len(prompts))
-    sentence = "returned PerTurn with 2 numbers for row 0, which has 1 turn; give one"
-    support.require_refusal(trainer, ValueError, sentence)
 
 
 def test_metrics_samples_report_and_tensorboard_show_where_the_reward_fell(tmp_path):

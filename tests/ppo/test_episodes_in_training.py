@@ -1,6 +1,7 @@
 """Training on episodes: the first ratio, what equals a run without them, schedules, resuming, chats, bad settings."""
 
 import contextlib
+import json
 import random
 import time
 from functools import partial
@@ -52,7 +53,8 @@ class Long(Words):
 
 
 # Three turns of at most 3 tokens: a context is compacted about twice.
-COMPACTION = {
+COMPACTED = {
+    "factory": Long,
     "max_turn_length": 3,
     "max_context_length": 22,
     "kept_turns": 1,
@@ -69,9 +71,9 @@ def words_trainer(folder, factory=Words, reward=None, backend=None, compact=None
     return make_trainer(folder, reward=reward, rollout_backend=backend, trainer_class=made, **settings)
 
 
-def run(folder, **arguments):
+def run(folder, resume=None, **arguments):
     trainer = words_trainer(folder, **arguments)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -128,8 +130,7 @@ def test_an_episode_that_a_limit_ends_is_no_terminal_state(tmp_path, monkeypatch
     assert trainer.added == pytest.approx([added] * 8)
 
 
-def test_a_terminated_turn_that_was_cut_off_has_no_penalty_and_keeps_its_last_word(tmp_path, monkeypatch):
-    monkeypatch.setattr(Ending, "ends", (True, False))
+def test_a_terminated_turn_that_was_cut_off_has_no_penalty_and_keeps_its_last_word(tmp_path):
     kept = {}
 
     def reward(completions, completion_ids, **kwargs):
@@ -173,8 +174,7 @@ def test_environments_are_closed_once_when_a_run_ends_and_after_an_evaluation(tm
 def test_a_pool_of_as_many_environments_as_rows_is_enough(tmp_path):
     """One of them is looked at before training, and played in as the others are."""
     pool = iter([Words() for _ in range(4)])
-    trainer = words_trainer(tmp_path, lambda: next(pool), num_rollouts=2, max_failed_episodes_fraction=0)
-    trainer.train()
+    trainer = run(tmp_path, factory=lambda: next(pool), num_rollouts=2, max_failed_episodes_fraction=0)
     assert logged(trainer, "episode/failed") == [0.0, 0.0]
 
 
@@ -199,7 +199,7 @@ def test_an_episode_of_one_turn_trains_as_a_completion_does_bit_for_bit(tmp_path
 TURNS_AS_ACTIONS = {"gae_unit": "turn", "ratio_unit": "turn", "truncated_completions": "bootstrap"}
 
 
-@pytest.mark.parametrize("own", [TURNS_AS_ACTIONS, {"factory": Long, **COMPACTION}], ids=["turns", "compacted"])
+@pytest.mark.parametrize("own", [TURNS_AS_ACTIONS, COMPACTED], ids=["turns", "compacted"])
 @pytest.mark.parametrize("schedule", ["sync", "one_step", "async"])
 def test_a_run_that_stops_amid_a_rollout_resumes_to_the_same_weights(tmp_path, schedule, own):
     def make(name):
@@ -224,23 +224,10 @@ def test_without_rows_an_environment_says_texts_and_a_run_resumes_or_grows_longe
 
 
 def test_another_environment_is_noticed_when_a_run_is_resumed(tmp_path):
-    first = words_trainer(tmp_path, num_rollouts=2)
-    first.add_callback(StopAt(2))
-    first.train()
-    other = words_trainer(tmp_path, factory=Once, num_rollouts=2, max_turns=7)
-    with pytest.raises(ValueError, match="max_turns: None -> 7"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-def test_rows_of_a_group_have_environments_of_their_own_and_reward_functions_see_them(tmp_path):
-    seen = []
-
-    def watching(completions, environments, turn_ids, **kwargs):
-        seen.append([environment.seed for environment in environments])
-        return [0.0] * len(completions)
-
-    run(tmp_path, reward=watching, num_generations=2, rollout_batch_size=2)
-    assert len(seen) == 1 and len(set(seen[0])) == 4
+    run(tmp_path, num_rollouts=2, callbacks=[StopAt(2)])
+    for change, words in (({"factory": Once}, "environment.Words"), ({"max_turns": 7}, "max_turns: None -> 7")):
+        with pytest.raises(ValueError, match=words):
+            run(tmp_path, num_rollouts=2, resume=str(tmp_path / "checkpoint-2"), **change)
 
 
 class Broken(Words):
@@ -254,12 +241,17 @@ def test_a_failed_episode_trains_nothing_and_is_no_error_below_the_limit(tmp_pat
     settings = {"max_failed_episodes_fraction": 1.0, "max_unscored_fraction": 1.0, "rollout_batch_size": 8}
     seen = []
 
-    def turns(environments, **kwargs):
+    def turns(environments, log_extra, **kwargs):
         seen.append(len(environments))
+        log_extra("seed", [environment.seed for environment in environments])
         return [float(environment.turn) for environment in environments]
 
-    trainer = run(tmp_path / "few", factory=Broken, reward=turns, **settings)
+    trainer = run(tmp_path / "few", factory=Broken, reward=turns, log_completions=True, **settings)
     assert 0 < logged(trainer, "reward/unscored_fraction")[0] == 1 - seen[0] / 8 < 1
+    (sample, *_) = (tmp_path / "few/completions").glob("*.jsonl")
+    rows = [json.loads(line) for line in sample.read_text().splitlines()]
+    # An episode that failed has no score and no entry of a column that reward functions log.
+    assert [row["seed"] is None for row in rows] == [row["score"] is None for row in rows] and len(rows) == 8
     with pytest.raises(
         RuntimeError, match="max_failed_episodes_fraction 0%; the first: reset raised OSError: no room"
     ):
@@ -293,38 +285,19 @@ class Asks:
         return Guess.reset(self)
 
 
-def guessing(folder, dataset=None, factory=Guess, **settings):
-    Guess.made = 0
-
+@pytest.mark.parametrize("factory", [Guess, Asks, {"a": Guess, "b": Asks}])
+def test_an_environment_may_own_its_data(tmp_path, factory):
     def length(prompts, completions, **kwargs):
         assert {prompt[-1]["content"] for prompt in prompts} <= {*Guess.prompts}
         return [float(len(completion[-1]["content"])) for completion in completions]
 
-    made = partial(PPOTrainer, environment_factory=factory)
-    settings = {"tokenizer": chat_tokenizer(), "trainer_class": made, "max_completion_length": LENGTH, **settings}
-    model = base_model(vocab_size=CHAT_VOCAB, max_position_embeddings=1024)
-    return make_trainer(folder, model=model, reward=length, dataset=dataset, check_memory=False, **settings)
-
-
-@pytest.mark.parametrize("factory", [Guess, Asks, {"a": Guess, "b": Asks}])
-def test_an_environment_may_own_its_data(tmp_path, factory):
+    Guess.made = 0
     dataset = Dataset.from_dict({"environment": ["a", "b"] * 4}) if isinstance(factory, dict) else None
-    trainer = guessing(tmp_path, dataset, factory, num_rollouts=2)
-    trainer.train()
+    settings = {"tokenizer": chat_tokenizer(), "trainer_class": partial(PPOTrainer, environment_factory=factory)}
+    settings |= {"max_completion_length": LENGTH, "check_memory": False, "num_rollouts": 2}
+    model = base_model(vocab_size=CHAT_VOCAB, max_position_embeddings=1024)
+    trainer = support.trained(tmp_path, model=model, reward=length, dataset=dataset, **settings)
     assert len(logged(trainer, "score/mean")) == 2 and Guess.made == 8 and not any(logged(trainer, "episode/failed"))
-
-
-@pytest.mark.parametrize(
-    ("factory", "settings", "message"),
-    [
-        ({"a": Guess}, {}, "needs train_dataset: rows with a column 'prompt' and 'environment'"),
-        (None, {}, "needs train_dataset: rows with a column 'prompt'$"),
-        (Guess, {"num_train_epochs": 1}, "nothing says how many; set num_rollouts"),
-    ],
-)
-def test_a_run_without_rows_needs_one_environment_and_a_length(tmp_path, factory, settings, message):
-    with pytest.raises(ValueError, match=message):
-        guessing(tmp_path, factory=factory, **settings)
 
 
 NAMED = {"alone": ALONE, "ddp": Launch("ddp"), "fsdp2": Launch("fsdp2", cases=("several_turns", "compacted"))}
@@ -373,33 +346,12 @@ class Caller(CannedBackend):
         return super().generate(prompt_ids, params, keys)
 
 
-def chat_trainer(folder, reward):
-    questions = [[{"role": "user", "content": f"What is {i}+3?"}] for i in range(8)]
-    model = base_model(vocab_size=CHAT_VOCAB, eos_token_id=END, bos_token_id=None, max_position_embeddings=1200)
-    given = {"dataset": Dataset.from_dict({"prompt": questions}), "trainer_class": partial(PPOTrainer, tools=[add])}
-    given |= {"tokenizer": chat_tokenizer(), "rollout_backend": Caller(), "max_completion_length": 300}
-    settings = {"max_tool_calling_iterations": 1, "check_memory": False}
-    return make_trainer(folder, model=model, reward=reward, **given, **settings)
-
-
-def test_a_chat_model_trains_on_episodes_with_tools(tmp_path):
-    seen = []
+def test_a_chat_model_trains_on_episodes_and_a_reward_model_reads_them_with_the_tools_that_the_prompt_shows(tmp_path):
+    tokenizer, seen, read = chat_tokenizer(), [], []
 
     def answers(prompts, completions, **kwargs):
         seen.extend(completions)
         return [float("5" in messages[-1]["content"]) for messages in completions]
-
-    trainer = chat_trainer(tmp_path, answers)
-    trainer.train()
-    assert trainer.args.max_turns == 2
-    called = [messages for messages in seen if len(messages) > 1]
-    assert len(called) == 2 and [m["role"] for m in called[0]] == ["assistant", "tool", "assistant"]
-    assert called[0][1] == {"role": "tool", "name": "add", "content": "5"}
-    assert logged(trainer, "score/mean") == [0.5] and logged(trainer, "policy/ratio_max") == [1.0]
-
-
-def test_a_reward_model_reads_an_episode_with_the_tools_that_its_prompt_shows(tmp_path):
-    tokenizer, read = chat_tokenizer(), []
 
     def model(prompts, completions, **columns):
         variables = variables_of(columns, len(prompts))
@@ -408,7 +360,17 @@ def test_a_reward_model_reads_an_episode_with_the_tools_that_its_prompt_shows(tm
         read.extend(zip(rows, shown["input_ids"], strict=True))
         return [0.0] * len(rows)
 
-    chat_trainer(tmp_path, model).train()
+    questions = [[{"role": "user", "content": f"What is {i}+3?"}] for i in range(8)]
+    base = base_model(vocab_size=CHAT_VOCAB, eos_token_id=END, bos_token_id=None, max_position_embeddings=1200)
+    given = {"dataset": Dataset.from_dict({"prompt": questions}), "trainer_class": partial(PPOTrainer, tools=[add])}
+    given |= {"tokenizer": chat_tokenizer(), "rollout_backend": Caller(), "max_completion_length": 300}
+    settings = {"max_tool_calling_iterations": 1, "check_memory": False}
+    trainer = support.trained(tmp_path, model=base, reward=[answers, model], **given, **settings)
+    assert trainer.args.max_turns == 2
+    called = [messages for messages in seen if len(messages) > 1]
+    assert len(called) == 2 and [m["role"] for m in called[0]] == ["assistant", "tool", "assistant"]
+    assert called[0][1] == {"role": "tool", "name": "add", "content": "5"}
+    assert logged(trainer, "score/mean") == [0.5] and logged(trainer, "policy/ratio_max") == [1.0]
     assert len(read) == 4 and all("add" in tokenizer.decode(prompt) for _, prompt in read)
     assert all(row[: len(prompt)] == prompt for row, prompt in read)
 
@@ -436,10 +398,13 @@ class Together(CannedBackend):
     [
         ({"factory": None, "max_turns": 3}, "max_turns is 3, and there are neither tools nor an environment"),
         ({"backend": Together()}, "not supported with rollout_backend 'pipelined'"),
-        ({"max_turns": 0}, "max_turns is 0"),
         ({"factory": None, "max_turn_length": 3}, "max_turn_length is 3, and there are neither tools"),
-        ({"max_turn_length": 0}, "max_turn_length is 0"),
-        ({"max_turns": 3, "max_tool_calling_iterations": 3}, "max_tool_calling_iterations 3 is max_turns 4"),
+        ({**COMPACTED, "max_context_length": 12}, "a context may need 16 tokens: the longest prompt"),
+        ({"compact": len}, "compact is given and max_context_length is not"),
+        ({**COMPACTED, "compact": "last_two"}, "compact is 'last_two'; give a function"),
+        ({"dataset": None, "factory": {"a": Words}}, "needs train_dataset: rows with a column 'prompt' and 'environ"),
+        ({"dataset": None, "factory": None}, "needs train_dataset: rows with a column 'prompt'$"),
+        ({"dataset": None, "num_train_epochs": 1}, "nothing says how many; set num_rollouts"),
         ({"factory": {"x": Words}}, "no column 'environment'"),
         ({"factory": object}, "makes a object, which has no reset"),
         ({"factory": None}, "no reward function was given"),

@@ -9,13 +9,14 @@ from transformers import TrainerCallback
 from onetrunk.checkpoints.folders import checkpoint_folders
 from onetrunk.ppo.trainer import PPOTrainer
 from tests.fakes import CannedBackend
-from tests.ppo.support import Recorder, assert_same, differ, logged, make_trainer, require_refusal, trained_weights
+from tests.ppo import support
+from tests.ppo.support import Recorder, assert_same, differ, logged, make_trainer, trained, trained_weights
 from tests.ppo.test_alarms import Turning
 
 
-def changed_steps(recorder, first):
+def changed_steps(recorder):
     """Return the numbers of the steps after which the weights differ from those before."""
-    series = [first, *recorder.weights]
+    series = [recorder.first, *recorder.weights]
     return [i + 1 for i in range(len(series) - 1) if differ(series[i + 1], series[i])]
 
 
@@ -26,12 +27,10 @@ def optimizer_steps(trainer):
 def test_after_target_kl_the_rest_of_the_rollout_is_empty_and_the_count_stays(tmp_path):
     recorder = Recorder()
     settings = {"num_rollouts": 2, "num_ppo_epochs": 2, "num_minibatches": 2, "target_kl": 1e-9}
-    trainer = make_trainer(tmp_path, callbacks=[recorder], lr_scheduler_type="constant", **settings)
-    first = trained_weights(trainer.model)
-    trainer.train()
-    assert trainer.state.global_step == recorder.num_optimizer_steps == 8
+    trainer = trained(tmp_path, callbacks=[recorder], lr_scheduler_type="constant", **settings)
+    assert trainer.state.global_step == len(recorder.gradients) == 8
     # The first step of a rollout has KL 0; the second sees the first one's update, and is thrown away itself.
-    assert changed_steps(recorder, first) == [1, 5]
+    assert changed_steps(recorder) == [1, 5]
     assert optimizer_steps(trainer) == {2}
     assert logged(trainer, "policy/skipped_steps") == [1.0] * 6
     # The KL that exceeded the target is logged: 0, then too much, for either rollout.
@@ -68,10 +67,9 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone_and_nothin
     # On the first pass the loss of the policy may be exactly 0.
     settings = {"num_rollouts": 5, "entropy_coef": 0.1, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(tmp_path, trainer_class=trainer_class, callbacks=[recorder], **settings)
-    first = trained_weights(trainer.model)
     result = trainer.train()
     assert trainer.state.global_step == 5
-    assert changed_steps(recorder, first) == [1, 4, 5]
+    assert changed_steps(recorder) == [1, 4, 5]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (1, 4, 5)}
     assert optimizer_steps(trainer) == {3}
     assert logged(trainer, "policy/skipped_steps") == [1.0, 1.0]
@@ -107,10 +105,8 @@ def test_a_minibatch_without_a_token_to_train_on_does_not_move_the_weights_by_mo
     # Every completion of the second rollout is cut off, and those are left out of the update.
     backend = Turning([5, 6, 1], [5, 6, 7], at=1)
     settings = {"truncated_completions": "mask", "max_completion_length": 3, "num_rollouts": 2, "weight_decay": 0.1}
-    trainer = make_trainer(tmp_path, rollout_backend=backend, callbacks=[recorder], **settings)
-    first = trained_weights(trainer.model)
-    trainer.train()
-    assert changed_steps(recorder, first) == [1]
+    trainer = trained(tmp_path, rollout_backend=backend, callbacks=[recorder], **settings)
+    assert changed_steps(recorder) == [1]
     assert optimizer_steps(trainer) == {1}
 
 
@@ -119,7 +115,7 @@ def test_advantages_that_overflow_are_an_error_that_names_them(tmp_path):
         return [3e38 if i % 2 else -3e38 for i in range(len(completion_ids))]
 
     sentence = "of rollout 0 are not finite, or too large for float32.* set score_clip"
-    require_refusal(make_trainer(tmp_path, reward=huge), RuntimeError, sentence)
+    support.require_refusal(make_trainer(tmp_path, reward=huge), RuntimeError, sentence)
 
 
 def squares(optimizer):

@@ -1,4 +1,4 @@
-"""Samples of another distribution than the trainer's: which weights they get, when, and what is logged of them."""
+"""Samples of another distribution than the trainer's, an older or a truncated one: weights, `dis`, what is logged."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,9 @@ from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.local import LocalBackend
 from tests.fakes import CannedBackend, CopyBackend
-from tests.ppo.support import base_model, logged, lora, make_trainer, prompts, require_refusal
+from tests.ppo import support
+from tests.ppo.support import base_model, logged, lora, make_trainer, prompts, trained, trained_weights
+from tests.ppo.test_schedules import ahead, sampler
 from tests.ppo.test_shaping import moved_policy
 from tests.tiny import tiny_tokenizer
 
@@ -156,4 +158,80 @@ def test_samples_of_another_version_are_not_trained_on(tmp_path):
             return replace(super().generate_as(*args), policy_version=7)
 
     trainer = make_trainer(tmp_path, rollout_backend=Late(0.0))
-    require_refusal(trainer, RuntimeError, "samples of policy version 7, and version 0 was asked for")
+    support.require_refusal(trainer, RuntimeError, "samples of policy version 7, and version 0 was asked for")
+
+
+# --- truncated sampling ----------------------------------------------------------------------------------------
+
+
+def test_a_token_weighs_what_its_nucleus_has_of_the_vocabulary_and_the_first_ratio_is_1(tmp_path):
+    trainer, experiences = recorded(tmp_path, None, top_k=3, num_rollouts=2, num_ppo_epochs=2, temperature=0.8)
+    # Of the first rollout, when the policy is still the base.
+    first = experiences[: len(experiences) // 2]
+    base = make_trainer(tmp_path / "base").model
+    for experience in first:
+        pack, mask = experience.pack, experience.pack.completion_mask
+        for row, length in enumerate(mask.sum(1).tolist()):
+            real = pack.attention_mask[row].bool()
+            ids = pack.input_ids[row][real]
+            with torch.no_grad():
+                logits = base(input_ids=ids[None]).logits[0, len(ids) - length - 1 : -1]
+            share = (logits / 0.8).softmax(-1).topk(3).values.sum(-1)
+            assert share.max() < 0.9
+            torch.testing.assert_close(experience.weights[row, :length], share, atol=1e-4, rtol=0)
+    # No weight is above 1, so none is clipped.
+    assert logged(trainer, CLIPPED) == [0, 0]
+    assert all(0.5 < share < 1 for share in logged(trainer, ESS))
+    # The mean of -log S.
+    gap = -torch.cat([e.weights[e.pack.completion_mask].log() for e in first]).mean().item()
+    assert logged(trainer, "sampling/logprob_gap_mean")[0] == pytest.approx(gap, abs=1e-4)
+    assert logged(trainer, "policy/ratio_max")[0] == 1.0
+
+
+def test_evaluations_are_truncated_as_training_is(tmp_path):
+    calls = []
+
+    class Recording(LocalBackend):
+        def generate(self, prompt_ids, params, keys, **keywords):
+            calls.append((params.top_p, params.top_k))
+            return super().generate(prompt_ids, params, keys, **keywords)
+
+    make_trainer(tmp_path, rollout_backend=Recording(), eval_dataset=prompts(3), top_p=0.7, top_k=4).evaluate()
+    assert calls == [(0.7, 4)]
+
+
+# --- policy_objective dis --------------------------------------------------------------------------------------
+
+
+def test_on_samples_of_the_policy_itself_the_first_step_of_dis_is_that_of_ppo(tmp_path):
+    runs = [trained(tmp_path / name, policy_objective=name) for name in ("clip", "dis")]
+    # The sampler's logprobs are those of decoding, which round differently.
+    clip, dis = (trained_weights(run.model) for run in runs)
+    assert all(torch.allclose(clip[name], dis[name], atol=2e-5) for name in clip)
+    assert logged(runs[1], "policy/masked_below") == logged(runs[1], "policy/masked_above") == [0]
+
+
+@pytest.mark.parametrize(("high", "above"), [(5.0, 0.0), (2.5, 1.0)])
+def test_the_ratio_of_dis_is_that_to_the_sampler_and_what_is_out_of_bounds_is_logged(tmp_path, high, above):
+    # The sampler claims 4 times the probability of every other token and a quarter of the rest: ratios 1/4 and 4.
+    backend = Shifted(math.log(4), turns=True)
+    trainer, experiences = recorded(tmp_path, backend, policy_objective="dis", dis_epsilon_high=high)
+    assert all(experience.weights is None for experience in experiences)
+    masks = [experience.loss_mask for experience in experiences]
+    even = sum(int(mask[:, ::2].sum()) for mask in masks) / sum(int(mask.sum()) for mask in masks)
+    assert 0 < even < 1
+    assert logged(trainer, "policy/masked_below") == pytest.approx([even])
+    assert logged(trainer, "policy/masked_above") == pytest.approx([above * (1 - even)])
+    outside = even + above * (1 - even)
+    assert logged(trainer, "policy/clip_fraction") == pytest.approx([outside])
+    assert logged(trainer, "sampling/masked_at_staleness_0") == pytest.approx([outside])
+    assert "sampling/effective_sample_size" not in trainer.state.log_history[0]
+
+
+def test_dis_compares_rows_sampled_ahead_with_the_version_that_drew_them(tmp_path):
+    trainer = ahead(tmp_path, sampler(), "async", max_staleness=2, policy_objective="dis")
+    trainer.train()
+    names = {name for log in trainer.state.log_history for name in log if name.startswith("sampling/masked_at")}
+    assert {f"sampling/masked_at_staleness_{age}" for age in (0, 1, 2)} == names
+    fresh, *_, stale = logged(trainer, "sampling/staleness_max")
+    assert (fresh, stale) == (0, 2)

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from onetrunk.ppo.memory_check import largest_pack
-from onetrunk.ppo.stream_state import halve
 from onetrunk.stages.run_context import run_stage
 from tests.ppo import support
-from tests.ppo.support import assert_same, make_config, make_trainer, prompts, trained, trained_weights
+from tests.ppo.support import assert_same, make_config, make_trainer, trained, trained_weights
 from tests.processes import python
 
 
@@ -70,13 +69,3 @@ def test_a_run_that_runs_out_of_memory_in_an_update_ends_with_the_settings_to_lo
     assert run_stage("ppo", lambda words: (trainer.args,), lambda args: trainer.train(), []) == 1
     error = capsys.readouterr().err
     assert "out of memory; lower per_device_train_batch_size" in error and "Traceback" not in error
-
-
-@pytest.mark.parametrize("rows", [2, 3, 8])
-def test_the_halves_of_an_experience_are_its_rows(tmp_path, rows):
-    trainer = make_trainer(tmp_path, dataset=prompts(8), rollout_batch_size=rows, per_device_train_batch_size=8)
-    experience = trainer.get_train_dataloader().make_rollout()[0]
-    parts = halve(experience)
-    assert [part.pack.num_rows for part in parts] == [-(-rows // 2), rows // 2]
-    assert torch.equal(torch.cat([part.returns for part in parts]), experience.returns)
-    assert torch.equal(torch.cat([part.pack.input_ids for part in parts]), experience.pack.input_ids)

@@ -8,9 +8,8 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 
 import onetrunk
-from onetrunk.ppo.trainer import PPOTrainer
 from tests.ppo import support
-from tests.ppo.support import base_model, even_share, logged, make_config, make_trainer, prompts
+from tests.ppo.support import base_model, logged, make_trainer, prompts
 from tests.tiny import moe, tiny_tokenizer
 
 
@@ -66,9 +65,9 @@ def test_with_a_base_at_a_relative_path_the_lines_run_too_also_in_a_checkpoint(t
 
 def test_a_run_that_adapts_experts_is_saved_with_a_card_and_resumes_exactly(tmp_path):
     def trainer(name):
-        config = make_config(tmp_path / name, save_strategy="steps", save_steps=1, num_rollouts=2)
         experts = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-        return PPOTrainer(moe(), even_share, config, prompts(), None, tiny_tokenizer(), peft_config=experts)
+        settings = {"peft_config": experts, "save_strategy": "steps", "save_steps": 1, "num_rollouts": 2}
+        return make_trainer(tmp_path / name, model=moe(), **settings)
 
     whole, _ = support.whole_and_resumed(trainer, 1)
     assert logged(whole, "policy/ratio_max")[0] == 1.0

@@ -21,6 +21,7 @@ from tests.stages.small_runs import error_of, make_material, metrics
 from tests.stages.test_episode_stages import STOPS, command
 
 openenv = pytest.importorskip("openenv.core")
+pytestmark = pytest.mark.slow
 
 
 def serving(app, folder, log):
@@ -74,7 +75,6 @@ class Echo:
         return self.reward
 
 
-@pytest.mark.slow
 def test_a_policy_trains_against_an_openenv_server(address, tmp_path, monkeypatch):
     monkeypatch.setattr(Echo, "address", address)
     talk = calling("Say hello.", ("echo", {"message": "hello"}), "hello", "Said.")
@@ -91,7 +91,6 @@ def test_a_policy_trains_against_an_openenv_server(address, tmp_path, monkeypatc
     assert all(0 < score <= 0.5 for score in logged(trainer, "score/Echo")) and len(logged(trainer, "score/Echo")) == 2
 
 
-SLOW = pytest.mark.slow
 # What each takes as the policy's, byte by byte.
 BYTES = chat_tokenizer()
 
@@ -108,7 +107,6 @@ def observed(rollout):
     return BYTES.decode(rollout.prompt_ids[0]), BYTES.decode([token for token, turn in row if turn < 0])
 
 
-@SLOW
 def test_an_environment_of_one_text_answers_turn_by_turn(apps):
     rollout = play_texts(f"{apps}/words", "hello", "hi")
     prompt, answers = observed(rollout)
@@ -117,7 +115,6 @@ def test_an_environment_of_one_text_answers_turn_by_turn(apps):
     assert observed(play_texts(f"{apps}/words", "hello", "hi")) == (prompt, answers)
 
 
-@SLOW
 def test_what_a_server_rejects_is_an_observation_and_a_lost_session_fails_the_episode(apps, tmp_path):
     rollout = play_texts(f"{apps}/words", "fail", "hello", max_turns=2)
     assert "no such word" in observed(rollout)[1] and rollout.turn_rewards == [[0.0, 0.5]]
@@ -127,7 +124,6 @@ def test_what_a_server_rejects_is_an_observation_and_a_lost_session_fails_the_ep
     assert lost.episodes[0].failure.startswith(f"step: {address}/words") and counts_of(lost).failed_episodes == 1
 
 
-@SLOW
 def test_tools_of_a_server_are_called_and_each_turn_has_their_reward(apps):
     episodes = episodes_of(partial(open_environment, f"{apps}/adding"), tokenizer=BYTES)
     assert str(episodes) == "OpenEnvTools (add, fail)"
@@ -141,7 +137,6 @@ def test_tools_of_a_server_are_called_and_each_turn_has_their_reward(apps):
     assert counts_of(rollout).tool_calls == 4 and counts_of(rollout).tool_errors == 2
 
 
-@SLOW
 def test_ppo_and_eval_take_an_address_from_yaml(apps, tmp_path, monkeypatch, capsys):
     make_material(tmp_path)
     monkeypatch.chdir(tmp_path)

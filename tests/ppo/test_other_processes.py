@@ -1,55 +1,38 @@
 """A checkpoint resumes on another number of processes, in the middle of a rollout too, and ends where one run ends."""
 
 import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from onetrunk.ppo.stream_state import STATE_FILE, deal_packs, load_buffer, save_buffer
+from onetrunk.ppo.stream_state import STATE_FILE, deal_packs, halve, load_buffer, save_buffer
 from onetrunk.types import Experience
 from tests.models.branches import a_pack
-from tests.places import CPU, launch
+from tests.places import CPU
+from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.support import assert_same
 
-SCRIPT = str(Path(__file__).with_name("other_processes.py"))
-CHANGES = [(2, 1, "ddp"), ("fsdp2", 4, "fsdp2")]
-STEP = 2  # In the middle of a rollout.
-
-
-def launched(processes, output, *checkpoint, config="ddp"):
-    launch(CPU, config, processes, SCRIPT, output, *checkpoint)
-    assert json.loads((output / "facts-0.json").read_text())["world_size"] == processes
-    return output
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """Return the folders of whole runs on one process and on two, with a checkpoint of each step."""
-    folder = tmp_path_factory.mktemp("written")
-    return {
-        1: launched(1, folder / "one"),
-        2: launched(2, folder / "two"),
-        "fsdp2": launched(2, folder / "fsdp2", config="fsdp2"),
-    }
+# Whole runs, with a checkpoint of each step, and the four processes that resume one.
+RUNS = Launches("other_processes.py", {1: ALONE, 2: Launch("ddp"), "fsdp2": Launch("fsdp2"), 4: Launch("fsdp2", 4)})
 
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "now", "config"), CHANGES)
-def test_a_checkpoint_resumes_on_another_number_of_processes(written, before, now, config, tmp_path):
-    checkpoint = tmp_path / "out" / f"checkpoint-{STEP}"
-    shutil.copytree(written[before] / f"checkpoint-{STEP}", checkpoint)
-    output = launched(now, tmp_path / "out", checkpoint, config=config)
-    whole, expected = (json.loads((f / "facts-0.json").read_text())["history"] for f in (output, written[1]))
+@pytest.mark.parametrize(("before", "now"), [(2, 1), ("fsdp2", 4)])
+def test_a_checkpoint_resumes_on_another_number_of_processes(before, now):
+    # In the middle of a rollout.
+    output = RUNS.folder(CPU, now, str(RUNS.folder(CPU, before) / "checkpoint-2"))
+    assert [RUNS.facts(CPU, before, "facts")["world_size"], RUNS.facts(CPU, 1, "facts")["world_size"]] == [2, 1]
+    resumed = json.loads((output / "facts-0.json").read_text())
+    assert resumed["world_size"] == now
     for rank in range(now):
         # The same gradients with their sums in another order.
         weights = load_file(output / f"weights-{rank}.safetensors")
-        assert_same(weights, load_file(written[1] / "weights-0.safetensors"), atol=2e-5, rtol=1e-4)
-    for number, (found, one) in enumerate(zip(whole, expected, strict=True)):
+        assert_same(weights, RUNS.weights(CPU, 1, "weights"), atol=2e-5, rtol=1e-4)
+    expected = RUNS.facts(CPU, 1, "facts")["history"]
+    for number, (found, one) in enumerate(zip(resumed["history"], expected, strict=True)):
         assert found.keys() == one.keys()
         # The first log after the change has the metrics of its steps since then only.
         for key in one if number else ("score/mean", "kl/ref"):
@@ -61,6 +44,15 @@ def experience(rows, minibatch):
     pack = replace(a_pack(rows=slice(0, rows)), minibatch=minibatch)
     values = torch.arange(pack.completion_mask.numel()).reshape(pack.completion_mask.shape).float()
     return Experience(pack, pack.completion_mask, values, values, values, values)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_the_halves_of_an_experience_are_its_rows(rows):
+    whole = experience(rows, 0)
+    parts = halve(whole)
+    assert [part.pack.num_rows for part in parts] == [-(-rows // 2), rows // 2]
+    assert torch.equal(torch.cat([part.returns for part in parts]), whole.returns)
+    assert torch.equal(torch.cat([part.pack.input_ids for part in parts]), whole.pack.input_ids)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])

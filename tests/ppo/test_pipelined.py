@@ -6,34 +6,28 @@ import pytest
 
 from tests.checkpoints.test_elastic_restart import OPTIONS, prepared
 from tests.places import BACKENDS, CPU, GPU, ROOT, finish_pair, on_gpus, started_pair
-from tests.ppo.launches import ALONE, Launch, Launches, launches
+from tests.ppo.launches import ALONE, Launch, Launches
 from tests.ppo.pipelined_runs import CASES
 
 RUNS = Launches("pipelined_runs.py", {"alone": ALONE, "pipelined": Launch("pipelined"), "fsdp2": Launch("fsdp2")})
 launched, facts = RUNS.folder, RUNS.facts
 CONFIGS = ["pipelined", "fsdp2"]
 LAUNCHES = [(CPU, how) for how in CONFIGS] + [on_gpus(GPU, how) for how in CONFIGS]
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-@launches
 @pytest.mark.parametrize(("place", "how"), LAUNCHES)
-def test_the_same_processes_train_as_replicas_or_shards(place, how):
+def test_the_same_processes_train_as_replicas_or_shards_of_which_a_stage_gathers_its_own_layers(place, how):
     for rank in (0, 1):
         found = facts(place, how, "shared", rank)
         assert (found["world_size"], found["backend"]) == (2, BACKENDS[place])
         assert found["is_wrapped"] == "DistributedDataParallel"
         is_sharded = ["DTensor", False] in found["kinds"]
         assert is_sharded == (how == "fsdp2")
-
-
-@launches
-@pytest.mark.parametrize(("place", "how"), LAUNCHES)
-def test_of_a_sharded_base_a_stage_gathers_its_own_layers(place, how):
     held = [json.loads((launched(place, how) / f"layers-{rank}.json").read_text()) for rank in (0, 1)]
     assert held == ([[0], [1]] if how == "fsdp2" else [[0, 1], [0, 1]])
 
 
-@launches
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("place", "how"), LAUNCHES)
 def test_a_job_with_two_layouts_samples_the_completions_of_one_process_and_ends_with_its_weights(place, how, name):
@@ -43,17 +37,11 @@ def test_a_job_with_two_layouts_samples_the_completions_of_one_process_and_ends_
     assert len(gaps) == 2 and max(gaps) < 5e-5
 
 
-@launches
 @pytest.mark.parametrize(("place", "how"), LAUNCHES)
-def test_an_evaluation_in_stages_is_that_of_one_process(place, how):
-    RUNS.require_evaluation_of_one(place, how, "shared")
-
-
-@launches
-@pytest.mark.parametrize(("place", "how"), LAUNCHES)
-def test_a_run_says_which_layers_a_stage_has_and_resumes_in_the_middle_of_a_rollout(place, how):
+def test_a_run_says_its_stages_evaluates_as_one_process_and_resumes_in_the_middle_of_a_rollout(place, how):
     log = (launched(place, how) / "stderr.txt").read_text()
     assert "pipelined sampling: stages of 1 layers (" in log
+    RUNS.require_evaluation_of_one(place, how, "shared")
     RUNS.require_exact_resume(place, how)
 
 
@@ -84,7 +72,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@launches
 def test_the_error_names_a_killed_stage_and_the_run_resumes(tmp_path):
     folder, whole = prepared(tmp_path / "killed"), prepared(tmp_path / "whole")
     for own in (folder, whole):

@@ -51,19 +51,16 @@ def versions_by_rollout(backend):
 
 def test_async_without_staleness_equals_sync_bit_for_bit(tmp_path):
     settings = {"normalize_scores": True, "kl_target": 0.1, "eval_dataset": prompts(3), "eval_strategy": "steps"}
-    runs = []
-    for name, schedule, own in (("sync", "sync", {}), ("async", "async", {"max_staleness": 0})):
-        trainer = ahead(tmp_path / name, sampler(), schedule, eval_steps=3, **own, **settings)
+    settings |= {"eval_steps": 3, "max_staleness": 0}
+    sync, other = (ahead(tmp_path / name, sampler(), name, **settings) for name in ("sync", "async"))
+    for trainer in (sync, other):
         trainer.train()
-        runs.append(trainer)
-    sync, other = runs
     assert_same(trained_weights(other.model), trained_weights(sync.model))
     history = without_wall_clock(other.state.log_history)
     extra = [{k: entry.pop(k) for k in list(entry) if k.startswith("sampling/staleness")} for entry in history]
     assert history == without_wall_clock(sync.state.log_history)
-    assert [entry for entry in extra if entry] == [
-        {"sampling/staleness": 0.0, "sampling/staleness_max": 0.0}
-    ] * ROLLOUTS
+    fresh = {"sampling/staleness": 0.0, "sampling/staleness_max": 0.0}
+    assert [entry for entry in extra if entry] == [fresh] * ROLLOUTS
 
 
 @pytest.mark.slow

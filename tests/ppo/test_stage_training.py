@@ -97,11 +97,9 @@ def test_stages_train_on_rows_of_a_server_as_one_process_does():
 
 # --- settings ------------------------------------------------------------------------------------------------------
 
-STAGED = {"rollout_backend": "pipelined", "pipeline_training": True}
-
 
 def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, launch_env):
-    config = make_config(tmp_path, **STAGED)
+    config = make_config(tmp_path, rollout_backend="pipelined", pipeline_training=True)
     with pytest.raises(ValueError, match="forms pipelines of 2 processes and 1 run; launch a multiple of that number"):
         check_pipeline(config)
     with pytest.raises(ValueError, match="quantised base, which loads on one device.*load it in bfloat16"):

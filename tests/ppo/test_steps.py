@@ -44,7 +44,7 @@ def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(tmp_path, n
     shape = {"num_ppo_epochs": 2, "num_minibatches": 2, "per_device_train_batch_size": 1}
     trainer = trained(tmp_path, dataset=prompts(num_prompts), callbacks=[recorder], **shape, **settings)
     steps = rollouts * 2 * 2
-    assert trainer.state.global_step == trainer.state.max_steps == recorder.num_optimizer_steps == steps
+    assert trainer.state.global_step == trainer.state.max_steps == len(recorder.gradients) == steps
     assert len(logged(trainer, "score/mean")) == rollouts
     # The linear schedule ends at 0 after the last step, and the last step ran at 1 / steps of the peak.
     assert logged(trainer, "learning_rate") == pytest.approx([1e-2 * (1 - i / steps) for i in range(steps)])
@@ -84,12 +84,10 @@ def test_the_gradient_is_clipped_per_optimizer_step(tmp_path):
 def test_only_the_policys_adapter_has_gradients_and_moves(tmp_path):
     recorder = Recorder()
     original = base_model().state_dict()
-    trainer = support.make_trainer(tmp_path, callbacks=[recorder], num_ppo_epochs=3)
-    before = trained_weights(trainer.model)
-    trainer.train()
+    trainer = trained(tmp_path, callbacks=[recorder], num_ppo_epochs=3)
     for gradients in recorder.gradients:
         assert gradients and all("lora_" in n and ".default." in n for n in gradients)
-    assert support.differ(trained_weights(trainer.model), before) == set(before)
+    assert support.differ(trained_weights(trainer.model), recorder.first) == set(recorder.first)
     kept = {
         n.removeprefix("base_model.model.").replace(".base_layer", ""): p
         for n, p in trainer.model.state_dict().items()

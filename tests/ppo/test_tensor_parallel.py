@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(("place", "processes", "name"), RUNS)
-def test_the_base_is_really_divided_over_pairs_of_processes(place, processes, name):
+def test_a_base_divided_over_pairs_gives_completions_weights_log_and_evaluation_of_one(place, processes, name):
     whole = facts(place, 1, name)
     for rank in range(processes):
         found = facts(place, processes, name, rank)
@@ -35,10 +35,6 @@ def test_the_base_is_really_divided_over_pairs_of_processes(place, processes, na
         divided = whole["local_bytes"] - found["local_bytes"]
         # Half of the base's matrices: the rest are norms, and a frozen reward adapter.
         assert divided > 0.4 * (whole["local_bytes"] - whole["kept_bytes"])
-
-
-@pytest.mark.parametrize(("place", "processes", "name"), RUNS)
-def test_completions_weights_log_and_evaluation_are_those_of_one_process(place, processes, name):
     # Rewards are computed on the first process of a group only.
     LAUNCHES.require_run_of_one(place, processes, name, group=2)
 

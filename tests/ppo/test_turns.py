@@ -1,4 +1,4 @@
-"""Rows with observations in the trunk and in a run: packs against single rows, gaps as context, turns as actions."""
+"""Rows with observations in trunk and rollout: packs against single rows, gaps as context, turns as actions."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from onetrunk.types import Experience, LossCoefficients
 from tests.fakes import CannedBackend
 from tests.models.branches import PROMPTS, a_trunk, gradients
 from tests.ops.test_turn_advantages import turn_gae_reference
-from tests.ppo.support import SGD, assert_same, logged, make_trainer, trained_weights
+from tests.ppo.support import assert_same, make_trainer
 
 COMPLETIONS = [[14, 15, 16, 17, 18, 1], [23, 1], [31, 32, 33, 34, 35, 36, 37], [44, 45, 46]]
 TURNS = [[0, 0, -1, -1, 1, 1], [0, 0], [0, -1, 1, -1, -1, 2, 2], [0, -1, -1]]
@@ -84,38 +84,22 @@ def test_an_observation_is_context_and_the_value_after_a_row_that_of_its_last_sa
 
 
 class Episodes(CannedBackend):
-    """Rows of 9 tokens drawn from their keys, of which 2, 5 and 6 are observations; or turns of other lengths."""
-
-    turns = (0, 0, -1, 1, 1, -1, -1, 2, 2)
+    """Rows of up to 9 tokens drawn from their keys, of which 2, 5 and 6 are observations."""
 
     def generate(self, prompt_ids, params, keys):
         rows = super().generate(prompt_ids, params, keys)
-        turns = [list(self.turns[: len(ids)]) for ids in rows.completion_ids]
-        return replace(rows, turn_ids=turns)
+        turns = [0, 0, -1, 1, 1, -1, -1, 2, 2]
+        return replace(rows, turn_ids=[turns[: len(ids)] for ids in rows.completion_ids])
 
 
-UNITS = {"gae_unit": "turn", "ratio_unit": "turn"}
-SHAPE = {"max_completion_length": 9, "rollout_batch_size": 8, "num_ppo_epochs": 2, "num_rollouts": 2}
-
-
-def trainer_of(folder, **settings):
-    return make_trainer(folder, rollout_backend=Episodes(), check_memory=False, **{**SGD, **SHAPE, **settings})
-
-
-@pytest.mark.parametrize("settings", [{}, UNITS])
-def test_a_run_on_episodes_does_not_depend_on_how_a_minibatch_is_cut(tmp_path, settings):
-    whole, cut = (trainer_of(tmp_path / str(n), per_device_train_batch_size=n, **settings) for n in (8, 2))
-    for trainer in (whole, cut):
-        trainer.train()
-    assert_same(trained_weights(cut.model), trained_weights(whole.model), atol=1e-5, rtol=1e-4)
-    assert logged(whole, "policy/ratio_max")[::2] == [1.0, 1.0]  # The first pass over each rollout.
-    for name in ("policy/loss", "value/loss", "value/explained_variance", "value/variance_ratio"):
-        assert logged(cut, name) == pytest.approx(logged(whole, name), abs=1e-4), name
+def stream_of(folder, **settings):
+    shape = {"max_completion_length": 9, "rollout_batch_size": 8, "check_memory": False}
+    return make_trainer(folder, rollout_backend=Episodes(), **shape, **settings).get_train_dataloader()
 
 
 def test_with_turns_as_actions_only_values_at_their_starts_train_and_lambda_counts_turns(tmp_path):
     own = {"length_adaptive_lam": 1.0, "lam_value": 0.5, "gamma": 0.9, "beta": 0.0, "whiten_advantages": False}
-    stream = trainer_of(tmp_path, **UNITS, **own).get_train_dataloader()
+    stream = stream_of(tmp_path, gae_unit="turn", **own)
     minibatch = next(iter(stream))["minibatch"]
     scores = stream.last_scored.scores.total
     for e in minibatch.experiences:
@@ -132,8 +116,7 @@ def test_with_turns_as_actions_only_values_at_their_starts_train_and_lambda_coun
 
 
 def test_the_ends_of_turns_train_if_a_cut_is_bootstrapped_with_the_value_there(tmp_path):
-    trainer = trainer_of(tmp_path, truncated_completions="bootstrap")
-    for e in next(iter(trainer.get_train_dataloader()))["minibatch"].experiences:
+    for e in next(iter(stream_of(tmp_path, truncated_completions="bootstrap")))["minibatch"].experiences:
         assert e.value_tokens.equal(e.pack.completion_mask | e.pack.turn_ends)
         # Nothing is earned between the end of a turn and the start of the next.
         rows = e.pack.turn_ends[:, 2:3].any(1)

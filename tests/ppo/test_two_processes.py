@@ -22,6 +22,7 @@ LAUNCHES = [(CPU, how) for how in CONFIGS] + [on_gpus(GPU, how) for how in CONFI
 def test_there_really_are_two_processes(place, how):
     for rank in (0, 1):
         found = facts(place, how, "shared", rank)
+        assert found["modes"] == [True]
         kind = f"MULTI_{'CPU' if place == CPU else 'GPU'}"
         assert (found["world_size"], found["distributed_type"], found["device"]) == (2, kind, place)
         assert found["backend"] == BACKENDS[place]

@@ -1,4 +1,4 @@
-"""The value: how its head is fitted, and what its metrics say."""
+"""The value: how its head is fitted, what its metrics say, and what a cut completion is bootstrapped with."""
 
 import math
 import threading
@@ -11,13 +11,15 @@ from accelerate import Accelerator
 
 from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.packing import make_pack
+from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.monitoring.alarm_rules import RULES
 from onetrunk.ppo.monitoring.alarms import find_breach
 from onetrunk.ppo.monitoring.metrics import value_metrics
 from onetrunk.ppo.packs import RolloutPack
 from onetrunk.ppo.value_fit import BATCH_SIZE, FULL_ROLLOUT, ValueFit
 from onetrunk.types import Experience, PackOutput
-from tests.ppo.support import Recorder, differ, logged, make_config, make_trainer, trained, trained_weights
+from tests.ppo.support import Recorder, differ, logged, make_config, make_trainer, trained
+from tests.ppo.test_episodes_in_training import Words, words_trainer
 
 
 class Processes:
@@ -196,10 +198,9 @@ def test_the_first_values_of_a_run_have_ratio_one_however_scores_and_rewards_are
 def test_the_head_is_fitted_between_rollouts_and_pretraining_keeps_the_policy(tmp_path):
     recorder = Recorder()
     settings = {"num_rollouts": 3, "num_ppo_epochs": 3, "value_pretraining_rollouts": 1, "weight_decay": 0.1}
-    trainer = make_trainer(tmp_path, callbacks=[recorder], **settings)
-    first, head = trained_weights(trainer.model), trainer.model.value_head
+    trainer = trained(tmp_path, callbacks=[recorder], **settings)
+    first, head = recorder.first, trainer.model.value_head
     assert all("lora_" in name and ".default." in name for name in first)
-    trainer.train()
     assert differ(recorder.weights[2], first) == set()
     assert differ(recorder.weights[-1], first) == set(first)
     assert head.linear.weight.any() and not any(p.requires_grad for p in head.parameters())
@@ -217,3 +218,62 @@ def test_the_first_values_are_zero_and_later_ones_explain_returns_that_can_be_kn
     # Zeros explain nothing; after a while the prompt says what the return will be.
     assert explained[0] == 0 and min(explained[4:]) > 0.3
     assert max(ratio[4:]) < 0.7
+
+
+class OneIsLeft(Words):
+    """Ends with the reward 1 after three turns; half of the episodes are cut before, after the first or second."""
+
+    def step(self, action):
+        observation, *_ = super().step(action)
+        is_over = self.turn == 3
+        return observation, float(is_over), is_over, self.seed % 4 == self.turn, {}
+
+
+class KeepsAfter(ExperienceStream):
+    """Keeps what cut rows are bootstrapped with."""
+
+    def advantages(self, pack, output, rewards, stopped):
+        if output.values.any():  # Not those of the comparison with a critic of zeros.
+            self.trainer.after.append(output.next_values[~stopped])
+        return super().advantages(pack, output, rewards, stopped)
+
+
+@pytest.mark.parametrize("gae_unit", ["token", "turn"])
+def test_the_value_after_a_cut_between_turns_is_what_is_left(tmp_path, gae_unit):
+    # From every state the rest is worth 1, so every value is.
+    settings = {"truncated_completions": "bootstrap", "gamma": 1.0, "lam": 1.0, "beta": 0.0, "learning_rate": 0.0}
+    settings |= {"rollout_batch_size": 16, "num_rollouts": 6, "num_minibatches": 1, "num_ppo_epochs": 1}
+    # As many steps of the value as a rollout of 128 completions has.
+    settings |= {"max_completion_length": 40, "value_steps": 160}
+    trainer = words_trainer(tmp_path, OneIsLeft, gae_unit=gae_unit, **settings)
+    trainer.stream_class, trainer.after = KeepsAfter, []
+    trainer.train()
+    after = torch.cat(trainer.after[-(len(trainer.after) // 6) :])
+    # Never fitted, it stays near 0.
+    assert len(after) > 4
+    assert abs(after.mean() - 1) < 0.15 and after.std() < 0.15, (after.mean(), after.std())
+
+
+class Observes(ExperienceStream):
+    """Keeps the returns that the metrics observe, and those that the value is fitted to, where values train."""
+
+    def add_advantages(self, packs, sampled):
+        experiences = super().add_advantages(packs, sampled)
+        observed, _ = self.without_critic(packs, sampled)
+        for returns, experience in zip(observed, experiences, strict=True):
+            self.trainer.returns.append(
+                (returns[experience.value_tokens], experience.returns[experience.value_tokens])
+            )
+        return experiences
+
+
+@pytest.mark.parametrize("gae_unit", ["token", "turn"])
+@pytest.mark.parametrize("truncated", ["bootstrap", "terminal"])
+def test_with_lam_1_the_metrics_observe_the_returns_of_the_fit_wherever_values_train(tmp_path, gae_unit, truncated):
+    settings = {"truncated_completions": truncated, "gamma": 0.9, "lam": 1.0, "beta": 0.1, "max_completion_length": 40}
+    trainer = words_trainer(tmp_path, OneIsLeft, gae_unit=gae_unit, rollout_batch_size=16, **settings)
+    trainer.stream_class, trainer.returns = Observes, []
+    trainer.train()
+    assert trainer.returns
+    for observed, fitted in trainer.returns:
+        torch.testing.assert_close(observed, fitted)

@@ -16,11 +16,11 @@ from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.rollouts.episodes.playing import SEEDS
 from onetrunk.utils.randomness import ENVIRONMENT_STREAM, derived_seed
 from tests.ppo.support import SGD, logged, trained_weights
-from tests.ppo.test_episodes_in_training import COMPACTION, Long, Words, words_trainer
+from tests.ppo.test_episodes_in_training import COMPACTED, Words, words_trainer
 
 LIMITS = {"some_fail": 0.5, "too_many_fail": 0.4}
 # Of compacted contexts processes get other numbers of segments.
-SEVERAL_TURNS = {"several_turns": {"max_completion_length": 30, "gae_unit": "turn"}, "compacted": COMPACTION}
+SEVERAL_TURNS = {"several_turns": {"max_completion_length": 30, "gae_unit": "turn"}, "compacted": COMPACTED}
 SETTINGS = {"num_rollouts": 2, "rollout_batch_size": 8, **SGD}
 METRICS = ("score/mean", "episode/failed", "episode/turns", "reward/turn_0", "kl/ref", "policy/loss", "grad_norm")
 
@@ -54,8 +54,7 @@ def run(name: str, folder: Path) -> None:
 def run_several_turns(case: str, folder: Path) -> None:
     """Train on episodes of several turns, whose rewards arrive where they were earned; keep weights and metrics."""
     name, rank = folder / case, os.environ.get("RANK", "0")
-    factory = Long if case == "compacted" else Words
-    trainer = words_trainer(name, factory, **SEVERAL_TURNS[case], **SETTINGS)
+    trainer = words_trainer(name, **SEVERAL_TURNS[case], **SETTINGS)
     before = trained_weights(trainer.model)
     trainer.train()
     save_file(before, f"{name}-{rank}-before.safetensors")

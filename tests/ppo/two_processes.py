@@ -47,6 +47,14 @@ def judge_folder(folder: Path) -> Path:
     return folder / f"judge-of-{os.environ.get('RANK', '0')}"
 
 
+class Modes(PPOTrainer):
+    """Keeps in which mode the model is in every forward of the update: layers recompute in training mode alone."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.modes.add(self.accelerator.unwrap_model(model).training)
+        return super().compute_loss(model, *args, **kwargs)
+
+
 def run(name: str, folder: Path) -> None:
     seen: list[tuple[str, list[int]]] = []
 
@@ -65,7 +73,9 @@ def run(name: str, folder: Path) -> None:
     if name == "continued":
         torch.manual_seed(0)  # The adapter's start is random, and must be the same on every process.
         parts["model"] = support.sft_model()
-    trainer = make_trainer(folder / "out" / name, **parts, **{**SHAPE, **SGD, **PLACE, **CASES[name]})
+    settings = {**SHAPE, **SGD, **PLACE, **CASES[name]}
+    trainer = make_trainer(folder / "out" / name, trainer_class=Modes, **parts, **settings)
+    trainer.modes = set()
     before = trained_weights(trainer.model)
     trainer.train()
     metrics = trainer.evaluate(support.prompts(3))
@@ -84,7 +94,7 @@ def run(name: str, folder: Path) -> None:
         "kept_bytes": sum(
             p.nbytes for n, p in trainer.model.named_parameters() if p.requires_grad or "value_head" in n
         ),
-        "steps": trainer.state.global_step,
+        "modes": sorted(trainer.modes),
         "completions": seen,
         "history": without_wall_clock(trainer.state.log_history),
         "mine": logged(trainer, "mine/rows"),

@@ -47,6 +47,16 @@ def test_a_non_finite_score_leaves_the_row_out_although_another_function_applies
     assert score([giving(value, 1)]).total[0].isnan()
 
 
+def test_a_row_that_only_functions_of_weight_0_score_has_no_reward():
+    scores = score([giving(None, 1, name="a"), giving(5, 5, name="b")], weights=[1, 0])
+    assert scores.total[0].isnan() and scores.total[1] == 1 and scores.by_function["b"].tolist() == [5, 5]
+    assert score([giving(1, 2)], weights=[0]).total.tolist() == [0, 0]
+
+
+def test_no_function_has_the_name_of_a_metric_of_the_total():
+    assert RewardSet([giving(1, name="mean"), giving(1, name="std"), giving(1)]).names == ["mean_2", "std_2", "given"]
+
+
 def test_scores_may_be_numbers_of_any_kind():
     zero_d = [torch.tensor(1.5), np.float32(2.5)]
     for result in ([1.5, 2.5], (1.5, 2.5), np.array([1.5, 2.5]), torch.tensor([1.5, 2.5]), zero_d):

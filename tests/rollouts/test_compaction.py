@@ -51,6 +51,18 @@ def play(
     return rollout, [ids for ids, _, _ in script.asked]
 
 
+@pytest.mark.parametrize("compact", [None, lambda messages: messages[-2:]])
+def test_a_prompt_may_have_what_a_context_leaves_and_not_a_token_more(compact):
+    episodes = episodes_of(Long, compaction=CompactionLimits(64, None, 1, " the lantern", compact))
+    episodes.check_prompts(["prompt"], False)
+    # The next turn; and without a rule a summary before it, and the two words that ask for one, and the one.
+    room = 64 - 8 - (0 if compact else 8 + 2 + 8)
+    assert episodes.prompt_room(8) == room
+    episodes.check_contexts(room, 8)
+    with pytest.raises(ValueError, match=rf"a context may need 65 tokens: the longest prompt \({room + 1}\)"):
+        episodes.check_contexts(room + 1, 8)
+
+
 def text_turns(*texts):
     return [[*words(text), END] for text in texts]
 

@@ -320,6 +320,16 @@ def test_rubbish_of_a_tool_of_a_server_fails_the_episode(observation):
     assert (rollout.episodes[0].failure is not None) == (observation in RUBBISH_OF_TOOLS)
 
 
+def test_a_call_after_the_one_that_ends_an_episode_does_not_continue_it_and_a_column_may_be_called_method():
+    client = Client({"observation": {"result": "a door"}, "done": True})
+    environment = openenv.OpenEnvTools("http://here", client, [TOOL])
+    environment.reset(seed=0, options={"method": "x", "self": 1})
+    environment.call_tool("look", {})
+    client.answer = {"observation": {"result": "a wall"}, "done": False}
+    environment.call_tool("look", {})
+    assert environment.is_over and environment.reward == 1.0
+
+
 def test_tools_of_a_server_described_with_control_tokens_are_rejected():
     tool = {**TOOL, "description": EVIL}
 

@@ -31,6 +31,11 @@ def test_a_dry_run_says_what_a_run_would_do_and_writes_nothing(in_folder, capsys
 
 
 def test_a_dry_run_finds_what_would_stop_a_run(in_folder, tmp_path, capsys):
+    (tmp_path / "turns.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    assert run("sft", "--dry_run", "--text_as_messages", "true", "--dataset_name", tmp_path / "turns.jsonl") == 1
+    assert "text_as_messages reads texts in prompt and completion" in capsys.readouterr().err
+    assert run("distill", "--dry_run", "--student_tokenizer", "reward.py") == 1
+    assert "the tokenizer 'reward.py' cannot be loaded" in capsys.readouterr().err
     assert run("ppo", "--dry_run", "--adapter_layers", "top-9") == 1
     assert "must be 'all', or 'top-k' with k from 1 to the model's 2 layers" in capsys.readouterr().err
     assert run("ppo", "--dry_run", "--lora_target_modules", "q_projj") == 1

@@ -37,6 +37,14 @@ def test_the_file_gives_values_and_the_command_line_overrides_them(tmp_path):
     assert parse_ppo([f"--config={config}"])[1].num_rollouts == 7
 
 
+def test_a_tilde_at_the_start_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = write_yaml(tmp_path, output_dir="~/runs/x", stop_tokens="['~', '~x/']")
+    args = parse_ppo(["--config", config])[1]
+    assert args.output_dir == "/home/me/runs/x" and args.stop_tokens == ["~", "~x/"]
+    assert parse_ppo(["--config", config, "--output_dir=~/y"])[1].output_dir == "/home/me/y"
+
+
 def test_lora_stands_on_all_linear_layers_without_dropout_by_default(tmp_path):
     model_args = parse_ppo(["--config", write_yaml(tmp_path)])[2]
     lora = model_args.peft_config()

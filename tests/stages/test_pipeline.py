@@ -164,13 +164,29 @@ def test_a_process_reward_model_is_a_path_and_a_pattern_all_its_files(folder):
     assert found == [Path("a.jsonl"), Path("b.jsonl")]
 
 
+def test_a_text_that_names_no_file_is_no_input(folder):
+    write(a={"word": "x" * 300}, b={"word": "."}, c={"word": "~nobody/x"})
+    assert run() == 0 and calls() == ["a", "b", "c"]
+    assert run() == 0 and calls() == []
+
+
+def test_a_function_named_by_a_dotted_path_stands_for_the_file_of_its_module(folder, monkeypatch):
+    for place in (".", "lib/pkg"):
+        Path(place).mkdir(parents=True, exist_ok=True)
+        Path(place, "mine.py").touch()
+    monkeypatch.syspath_prepend("lib")
+    assert Path("mine.py") in paths_in({"reward_funcs": ["mine.score"]})
+    assert Path("lib/pkg/mine.py") in paths_in({"judge": ["pkg.mine.MyJudge"]})
+
+
 def test_a_stage_rests_on_the_paths_in_its_config_and_not_on_what_runs_leave_beside(folder):
     Path("model").mkdir()
     Path("model/weights").write_text("w")
     Path("judge.py").write_text("def fair(): pass\n")
     Path("rm").mkdir()
     config = {"output_dir": "runs/ppo", "model_name_or_path": "model", "reward_funcs": ["judge.py:fair", "reward:rm"]}
-    Path("ppo.yaml").write_text(json.dumps({**config, "dataset_name": "step.py"}))
+    # A stop token is no path.
+    Path("ppo.yaml").write_text(json.dumps({**config, "dataset_name": "step.py", "stop_tokens": ["pipeline.yaml"]}))
     Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": {"ppo": {"config": "ppo.yaml"}}}))
     pipeline = load_pipeline("pipeline.yaml")
     before = PipelineState(pipeline).plan(pipeline.stages[0]).inputs
@@ -301,10 +317,23 @@ def test_a_training_stopped_before_it_has_deleted_its_old_checkpoints_does_not_r
     change(learning_rate=0.5, resume_from_checkpoint="auto")  # Which would continue what is to start over.
     assert run("--dry-run") == 0
     assert "--overwrite_output_dir true --resume_from_checkpoint false\n" in capfd.readouterr().out
+    change(learning_rate=0.5)
+    with_options = {"sft": {"config": "sft.yaml", "options": {"resume": "auto"}}}
+    Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": with_options}))
+    assert run("--dry-run") == 0
+    assert "--overwrite_output_dir true --resume_from_checkpoint false\n" in capfd.readouterr().out
     os.utime("out/checkpoint-2")  # Its own first checkpoint.
     state.note(state.plan(stage), "interrupted")
     assert run("--dry-run") == 0
-    assert "$ onetrunk sft --config sft.yaml --resume_from_checkpoint auto" in capfd.readouterr().out
+    assert "--resume_from_checkpoint auto\n" in capfd.readouterr().out
+
+
+def test_an_option_may_be_written_as_on_the_command_line(training):
+    stages = {"sft": {"config": "sft.yaml", "options": {"max-steps": 3}}}
+    Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": stages}))
+    (stage,) = load_pipeline("pipeline.yaml").stages
+    assert stage.settings["max_steps"] == 3
+    assert PipelineState(load_pipeline("pipeline.yaml")).plan(stage).action == "resume"
 
 
 @pytest.mark.slow

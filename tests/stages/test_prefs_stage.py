@@ -159,6 +159,8 @@ def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inp
     [
         (["--num_generations", "1"], 2, "a pair needs two completions"),
         (["--shard", "0/2", "--merge_shards", "2"], 2, "run every shard first"),
+        (["--merge_shards", "1"], 2, "merge_shards is 1; give the number of shards, 2 or more"),
+        (["--dataset_name", "rows", "--streaming", "true"], 1, "the dataset has no column 'prompt', only text"),
         (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
         (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),
         (["--max_completion_length", "500"], 1, "leaves room for 0"),
@@ -166,6 +168,8 @@ def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inp
     ],
 )
 def test_a_wrong_input_is_one_sentence(prefs, tmp_path, capsys, options, code, message):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "blank.jsonl").write_text('{"prompt": "a"}\n{"prompt": " "}\n{"prompt": null}\n')
     assert prefs(*options) == code
     assert message in error_of(capsys)

@@ -7,6 +7,7 @@ from huggingface_hub import DatasetCard, constants
 
 from onetrunk import cli
 from onetrunk.checkpoints import hub as pushing
+from onetrunk.stages.arguments import PushArguments
 from tests.checkpoints.hub_stub import stand_in
 from tests.stages.small_runs import TRAINING, error_of, run
 
@@ -100,6 +101,16 @@ def test_preferences_are_pushed_as_a_dataset_with_its_card(hub, tmp_path, capsys
     assert "onetrunk" in card.data.tags and card.data.configs[0]["data_files"] == "data/preferences*.jsonl"
     assert "https://huggingface.co/datasets/someone/out" in capsys.readouterr().out
     assert not [call for call in hub.calls if "/api/models/" in call]
+
+
+def test_a_name_without_an_owner_is_one_of_the_tokens_owner(hub, tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "rows.txt").write_text("rows")
+    args = PushArguments(push_to_hub=True)
+    args.output_dir = str(folder)
+    where = pushing.push_folder(folder, args, "the rows are", repo_type="dataset")
+    assert where.endswith("/datasets/someone/out") and set(hub.files) == {"rows.txt"}
 
 
 def test_a_dataset_that_cannot_be_pushed_is_known_before_a_judge_loads_and_loses_nothing(hub, tmp_path, capsys):

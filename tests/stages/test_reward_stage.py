@@ -46,7 +46,7 @@ def material(tmp_path_factory):
         write_rows(folder / "held_out.jsonl", pairs(8, label=[1.0, 1.0, 1.0, 0.0]))
         write_rows(folder / "judged.jsonl", pairs(16, probability=[0.9, 0.2, 0.7], margin=[1.0]))
         write_rows(folder / "single.jsonl", [{"prompt": r["prompt"], "completion": r["chosen"]} for r in pairs(5)])
-        assert reward("--output_dir", "rm") == 0
+        assert reward("--output_dir", "rm", "--checkpoint_mirror", "mirror") == 0
         assert reward("--output_dir", "adapter", *ADAPTER) == 0
         assert distill("--output_dir", "student", *SINGLE) == 0
     return folder
@@ -69,6 +69,10 @@ def scores(name, side="chosen"):
 def test_reward_leaves_a_model_its_figures_and_the_scale_of_its_scores():
     names = {path.name for path in Path("rm").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "metrics.json", "score_scale.json"} <= names
+    # What is measured after the model is saved is in the mirror too.
+    assert {"model.safetensors", "metrics.json", "score_scale.json"} <= {
+        path.name for path in Path("mirror").iterdir()
+    }
     assert Path("rm/reliability.png").read_bytes().startswith(b"\x89PNG")
     figures = metrics("rm")["held_out"]
     assert figures["pairs"] == 8 and 0 <= figures["accuracy"] <= 1 and len(figures["accuracy_interval"]) == 2
