@@ -44,11 +44,21 @@ ROWS_AT_ONCE = 16_384
 # The one setting of both tasks and all seeds.
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 SETTINGS: dict[str, Any] = {
-    "rollout_batch_size": 128, "num_rollouts": 80, "num_ppo_epochs": 4, "num_minibatches": 1,
-    "per_device_train_batch_size": 128, "learning_rate": 1e-3, "lr_scheduler_type": "linear", "epsilon": 0.2,
-    "gamma": 1.0, "lam": 0.95, "kl_estimator": "k1", "whiten_advantages": True, "max_grad_norm": 1.0,
+    "rollout_batch_size": 128,
+    "num_rollouts": 80,
+    "num_ppo_epochs": 4,
+    "num_minibatches": 1,
+    "per_device_train_batch_size": 128,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "linear",
+    "epsilon": 0.2,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "kl_estimator": "k1",
+    "whiten_advantages": True,
+    "max_grad_norm": 1.0,
     "weight_decay": 0.0,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -374,10 +384,16 @@ def make_config(folder: str | Path, seed: int, length: int, settings: dict[str, 
 
     chosen = {**SETTINGS, **settings}
     return PPOConfig(
-        output_dir=str(folder), use_cpu=True, seed=seed, max_completion_length=length, save_strategy="no",
-        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"], report_to="none", disable_tqdm=True,
+        output_dir=str(folder),
+        use_cpu=True,
+        seed=seed,
+        max_completion_length=length,
+        save_strategy="no",
+        logging_steps=chosen["num_ppo_epochs"] * chosen["num_minibatches"],
+        report_to="none",
+        disable_tqdm=True,
         **chosen,
-    )  # fmt: skip
+    )
 
 
 def new_trainer(*parts: Any, lora: dict[str, Any] = LORA, **more: Any) -> PPOTrainer:

@@ -83,6 +83,7 @@ assert len(texts) == 4
 
 
 def test_completions_end_where_they_must_if_rows_that_waited_join_those_that_decode(monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")  # The script sets it; it is undone here.
     for name in ("bitsandbytes", "scipy", "triton"):
         monkeypatch.setitem(sys.modules, name, None)  # As the script does, for a process of its own.
     from onetrunk_ppo import ForceLengthOfRunningRows

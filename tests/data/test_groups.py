@@ -72,6 +72,14 @@ PAIR = {"prompt": "p", "chosen": "a", "rejected": "b", "probability": 1.0}
     ("rows", "fault"),
     [
         ([PAIR, {**PAIR, "rejected": " "}, PAIR], "row 1: rejected is empty"),
+        (
+            [{"prompt": [USER], "chosen": [ROBIN, USER, ROBIN], "rejected": [STONE]}],
+            "row 0: chosen has 3 messages after",
+        ),
+        (
+            [{"prompt": [USER], "completion": [ROBIN, USER, STONE]}],
+            "row 0: completion has 3 messages after the prompt",
+        ),
         ([PAIR, {**PAIR, "rejected": "a "}, PAIR], "row 1: chosen and rejected are identical"),
         ([PAIR, {**PAIR, "probability": 2}, PAIR], "row 1: probability is 2, expected"),
         ([{"prompt": "p", "chosen": ["a"], "rejected": [3]}], "row 0: rejected is of type int"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Pair, Principle, Rating, Verdict
+from onetrunk.judges.judge_config import EnsembleJudge
 from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
@@ -96,6 +97,18 @@ def test_an_order_without_answer_leaves_its_principle_out():
     assert (abstained.probability, abstained.abstentions, abstained.errors) == (None, ("cannot say",), ())
     assert (failed.probability, failed.abstentions, failed.errors) == (None, (), ("server",))
     assert not failed.consistent and failed.votes[0][1] == (0.5, None)
+
+
+def test_a_member_of_an_ensemble_that_answers_in_one_order_alone_does_not_count():
+    def slot_bound(pair, principle):
+        return 0.9 if pair == PAIR else None
+
+    fair = ToldJudge(lambda pair, principle: 0.6 if pair.first == "a" else 0.4, "fair")
+    (label,) = judge_pairs(EnsembleJudge([ToldJudge(slot_bound, "slot"), fair]), [PAIR], ONE)
+    assert label.probability == pytest.approx(0.6) and label.votes[0][1] == pytest.approx((0.6, 0.6))
+    silent = ToldJudge(lambda pair, principle: None if pair == PAIR else 0.7, "silent")
+    (label,) = judge_pairs(EnsembleJudge([ToldJudge(slot_bound, "slot"), silent]), [PAIR], ONE)
+    assert label.probability is None and label.votes[0][1] == (None, None)
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.7, -3.0, 9.0])

@@ -80,6 +80,33 @@ def test_log_probabilities_are_found_by_tokens_also_where_a_reply_runs_past_its_
     assert found == pytest.approx({"A": 0.99, "B": 0.005})
 
 
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["**", "A", "**"], "**A**"),
+        (["(", "A", ")"], "(A)"),
+        (["Answer", ":", " A"], "Answer: A"),
+        (["<|START_RESPONSE|>", "A"], "A"),
+    ],
+)
+def test_a_label_that_is_not_the_first_token_is_measured_at_its_own(tokens, text):
+    positions = [candidates(t, {t: 0.9, "B": 0.05} if "A" in t else {t: 0.97, "x": 0.01}) for t in tokens]
+    vote = read_vote(reply(text, positions), LABELS)
+    assert vote.label == "A" and vote.probabilities == pytest.approx({"A": 0.9, "B": 0.05})
+    # A token that holds more than the label measures nothing: the reply is a vote.
+    joined = [candidates("**", {"**": 0.9, "x": 0.01}), candidates("A**", {"A**": 0.9, "B**": 0.05})]
+    assert read_vote(reply("**A**", joined), LABELS) == Vote("A")
+
+
+def test_other_words_that_the_token_limit_ends_measure_nothing():
+    positions = [candidates("Okay", {"Okay": 0.9, "A": 0.05}), candidates(",", {",": 0.9, "A": 0.05})]
+    body = completion("judge-1", "Okay, so", positions)
+    assert read_vote(checked_reply(body, "judge-1"), LABELS).probabilities == {"A": 0.05, "B": 0.0}
+    body["choices"][0]["finish_reason"] = "length"
+    vote = read_vote(checked_reply(body, "judge-1"), LABELS)
+    assert (vote.label, vote.probabilities) == (None, None) and "raise judge_verdict_tokens" in vote.problem
+
+
 def test_after_reasoning_in_the_text_the_first_token_is_not_the_verdict():
     positions = [candidates("<think>", {"<think>": 0.9, "A": 0.05})]
     thought = reply("<think>B was longer.</think>\n\nA", positions)

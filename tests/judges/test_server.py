@@ -151,6 +151,26 @@ def test_a_question_without_room_for_its_verdict_is_an_error_that_names_the_sett
     assert said in verdicts[1].error and "raise judge_verdict_tokens" in verdicts[1].error
 
 
+def test_a_vote_that_is_refused_costs_none_of_the_others():
+    with StubServer(logprobs=False) as stub:
+        judge = checked_judge(stub)
+        judge.compare(pairs(1), KIND)
+        refused = stub.bodies[3]["seed"]
+        stub.status_instead = lambda body: 400 if body["seed"] == refused else 200
+        (verdict,) = judge.compare(pairs(1), KIND)
+        assert verdict.error is None and verdict.details["votes"]["unread"] == 1
+
+
+@pytest.mark.parametrize(("logprobs", "calls"), [(True, 1), (False, 5)])
+def test_a_question_that_is_refused_is_asked_no_further(logprobs, calls):
+    with StubServer(logprobs=logprobs) as stub:
+        judge = checked_judge(stub)
+        stub.status_instead = lambda body: 400
+        (verdict,) = judge.compare(pairs(1), KIND)
+        assert verdict.error_kind == "refused" and "this prompt is blocked" in verdict.error
+        assert len(stub.bodies) == calls
+
+
 def questions(stub):
     """Return the questions that a server has sold, without those of the check at startup."""
     return [q for q, n in stub.sold.items() for _ in range(n) if "> prompt" in json.loads(q)["messages"][0]["content"]]

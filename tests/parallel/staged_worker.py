@@ -67,10 +67,14 @@ def an_experience(pack: Pack, output: PackOutput, seed: int) -> Experience:
         return (scale * torch.randn(shape, generator=generator)).to(pack.input_ids.device)
 
     return Experience(
-        pack=pack, loss_mask=pack.completion_mask, old_logprobs=output.logprobs + noise(0.1),
-        old_values=output.values + noise(0.3), advantages=noise(1.0), returns=output.values + noise(1.0),
+        pack=pack,
+        loss_mask=pack.completion_mask,
+        old_logprobs=output.logprobs + noise(0.1),
+        old_values=output.values + noise(0.3),
+        advantages=noise(1.0),
+        returns=output.values + noise(1.0),
         ref_logprobs=output.ref_logprobs,
-    )  # fmt: skip
+    )
 
 
 def as_dict(outputs: list[PackOutput]) -> dict[str, Tensor]:

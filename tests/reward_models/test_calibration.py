@@ -32,6 +32,7 @@ def test_the_loss_is_the_cross_entropy_of_the_labels():
 
 def test_reliability_by_hand():
     # Confidence .8 four times, right three times; once sure of the second completion and right; once undecided.
+    # A tie prefers neither, so it is calibrated whichever side the label names.
     leads = tensor([LOGIT_08, LOGIT_08, LOGIT_08, -LOGIT_08, -8.0, 0.0])
     labels = tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
     bins = metrics.reliability(leads, labels, num_bins=5)  # .5 .6 .7 .8 .9 1
@@ -40,7 +41,7 @@ def test_reliability_by_hand():
     assert bins[3].predicted == pytest.approx(0.8) and bins[3].observed == pytest.approx(3 / 4)
     assert bins[4].predicted == pytest.approx(sure) and bins[4].observed == 1
     assert math.isnan(bins[1].predicted)
-    error = (1 * abs(0.5 - 1) + 4 * abs(0.8 - 0.75) + 1 * abs(sure - 1)) / 6
+    error = (1 * abs(0.5 - 0.5) + 4 * abs(0.8 - 0.75) + 1 * abs(sure - 1)) / 6
     assert metrics.expected_calibration_error(bins) == pytest.approx(error)
 
 

@@ -47,10 +47,16 @@ class Stub:
     wrong: dict[str, Callable[[Any, Any], None]] = {}
 
     def __init__(
-        self, routes: dict[str, Route] | None = None, fault: str | None = None, rate: float = 1.0, *,
-        free: dict[str, Route] | None = None, key: str | None = None, latency_s: float = 0.0,
+        self,
+        routes: dict[str, Route] | None = None,
+        fault: str | None = None,
+        rate: float = 1.0,
+        *,
+        free: dict[str, Route] | None = None,
+        key: str | None = None,
+        latency_s: float = 0.0,
         redirect_to: str = "http://127.0.0.1:9/",
-    ):  # fmt: skip
+    ):
         self.routes, self.free, self.fault, self.rate = routes or {}, free or {}, fault, rate
         self.key, self.latency_s, self.redirect_to = key, latency_s, redirect_to
         self.faulty = True

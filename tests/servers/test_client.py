@@ -30,10 +30,16 @@ def answering(*answer):
 @pytest.mark.parametrize(
     "url",
     [
-        "ftp://host/v1", "host:8000/v1", "https:///v1", "https://host:99999999/v1", "https://host/\nv1",
-        "https://good.example\\@evil.example/v1", "https://host/v1?key=hunter2", "https://me:hunter2@host/v1",
+        "ftp://host/v1",
+        "host:8000/v1",
+        "https:///v1",
+        "https://host:99999999/v1",
+        "https://host/\nv1",
+        "https://good.example\\@evil.example/v1",
+        "https://host/v1?key=hunter2",
+        "https://me:hunter2@host/v1",
     ],
-)  # fmt: skip
+)
 def test_an_address_that_is_none_is_refused_with_one_message_that_repeats_no_password(url):
     with pytest.raises(ValueError, match="expected one such as https://host/v1") as error:
         checked_url(url, WHAT)

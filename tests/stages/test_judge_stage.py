@@ -1,5 +1,6 @@
 """`onetrunk judge`: figures worked out by hand, known biased judges exposed, and the verb from start to end."""
 
+import itertools
 import json
 import math
 
@@ -34,8 +35,12 @@ def label(*orders, consistent=True):
     return PairLabel(sum(orders) / len(orders), consistent, (("p", tuple(orders)),))
 
 
-def row(probability_orders, better="a" * 8, other="b" * 4, people=1.0, subset="all"):
-    return Judged(Group("p", (better, other), 1, people, subset=subset), (label(*probability_orders),))
+NUMBERS = itertools.count()
+
+
+def row(probability_orders, better="a" * 8, other="b" * 4, people=1.0, subset="all", prompt=None):
+    prompt = f"prompt {next(NUMBERS)}" if prompt is None else prompt
+    return Judged(Group(prompt, (better, other), 1, people, subset=subset), (label(*probability_orders),))
 
 
 def test_wilson_interval_is_that_of_the_textbook():
@@ -44,6 +49,11 @@ def test_wilson_interval_is_that_of_the_textbook():
     assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert wilson_interval(0, 5)[0] == 0 and wilson_interval(5, 5)[1] == 1
     assert all(map(math.isnan, wilson_interval(0, 0)))
+
+
+def test_rows_of_one_prompt_do_not_narrow_an_interval():
+    metrics = judge_metrics([row((0.9, 0.9) if i < 8 else (0.1, 0.1), prompt=f"p{i}") for i in range(10)] * 6)
+    assert metrics["accuracy"] == 0.8 and metrics["accuracy_interval"] == list(wilson_interval(8, 10))
 
 
 def test_accuracy_and_consistency_by_hand():

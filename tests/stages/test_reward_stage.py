@@ -141,6 +141,18 @@ def test_two_processes_with_half_the_rows_each_end_where_one_does():
     assert answers_in("ddp-1/teacher_scores.db") == answers_in("ddp-2/teacher_scores.db")
 
 
+def test_unlabelled_rows_of_held_out_prompts_do_not_teach(capsys):
+    rows = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in pairs(24)]
+    write_rows(Path("all.jsonl"), rows)
+    options = ["--dataset_name", "train.jsonl", "--eval_size", "4", "--teacher", "rm", "--model_name_or_path", "small"]
+    options += ["--unlabelled_dataset_name", "all.jsonl", *TRAIN, "--max_steps", "1", "--output_dir", "apart"]
+    assert cli.main(["distill", *options]) == 0
+    figures = metrics("apart")
+    held = figures["fidelity"]["pairs"]
+    assert held >= 4 and figures["train_rows"] == 2 * (24 - held)
+    assert f"rows left out because their prompts are held out: {held}" in capsys.readouterr().out
+
+
 def test_a_judges_probabilities_teach_and_are_split_by_prompt():
     options = ["--dataset_name", "judged.jsonl", "--eval_size", "2", "--model_name_or_path", "small", *TRAIN]
     assert cli.main(["distill", *options, "--output_dir", "judged"]) == 0

@@ -334,6 +334,8 @@ def _oriented(row: Row, group: Group) -> Group:
 
 def _pair(row: Row) -> Group:
     prompt, sides = pair_of(row)
+    for side, name in zip(sides, SIDES, strict=True):
+        _require_one_answer(side, name)
     stopped = tuple(_stopped(row, name) for name in SIDES)
     return Group(prompt, tuple(as_text(side) for side in sides), 1, stopped=stopped)
 
@@ -352,7 +354,7 @@ def _group(row: Row) -> Group:
         if isinstance(entry, Mapping):
             text = next((entry[key] for key in TEXT_KEYS if entry.get(key)), None)
         elif isinstance(entry, list):
-            text = as_text(messages_of(entry, f"completion {index}"))
+            text = as_text(_require_one_answer(messages_of(entry, f"completion {index}"), f"completion {index}"))
         texts.append(text_of(text, f"completion {index}"))
     return Group(prompt_of(row["prompt"]), tuple(texts))
 
@@ -363,11 +365,22 @@ def _log(row: Row) -> Group:
         completion = row["completion"]
         read = messages_of if isinstance(completion, list) else text_of
         completion = read(completion, "completion")
+        _require_one_answer(completion, "completion")
         return Group(prompt_of(row["prompt"]), (as_text(completion),), stopped=stopped)
     messages = messages_of(row.get("messages"), "messages")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError("messages does not end with an answer of the assistant")
     return Group(messages[:-1], (as_text(messages[-1:]),), stopped=stopped)
+
+
+def _require_one_answer(side: Completion, name: str) -> Completion:
+    """Return a completion, unless it is a conversation of its own, whose roles the text for a judge would not show."""
+    if isinstance(side, list) and len(side) > 1:
+        raise ValueError(
+            f"{name} has {len(side)} messages after the prompt; a judge compares single answers of the assistant: put"
+            " the earlier messages into the prompt, or leave the row out"
+        )
+    return side
 
 
 READERS: dict[str, Callable[[Row], Group]] = {"pairs": _pair, "lists": _lists, "groups": _group, "logs": _log}

@@ -328,6 +328,13 @@ def split_by_prompt(dataset: Dataset, eval_size: int | float, seed: int) -> tupl
     return dataset.select(np.flatnonzero(~rows)), dataset.select(np.flatnonzero(rows))
 
 
+def without_prompts_of(held_out: Dataset, rows: Dataset) -> tuple[Dataset, int]:
+    """Return the rows whose prompts are not in `held_out`, and how many others there were."""
+    kept_out = set(map(_prompt_digest, held_out["prompt"]))
+    places = [place for place, prompt in enumerate(rows["prompt"]) if _prompt_digest(prompt) not in kept_out]
+    return rows.select(places) if len(places) < len(rows) else rows, len(rows) - len(places)
+
+
 def _prompt_digest(prompt: Any) -> bytes:
     return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()[:16]
 

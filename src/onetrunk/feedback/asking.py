@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from onetrunk.feedback.costs import BudgetReached, Costs
 from onetrunk.judges.constitution import Constitution, load_constitution
 from onetrunk.judges.judge import ErrorKind, Judge, Pair, Rating, Single, Verdict
-from onetrunk.judges.judge_config import EnsembleJudge, JudgeConfig, load_judge
+from onetrunk.judges.judge_config import JudgeConfig, load_judge, with_memory
 from onetrunk.judges.labels import (
     JudgeStatistics,
     PairLabel,
@@ -66,10 +66,7 @@ class Asker:
         costs: Costs | None = None,
         bar: tqdm | None = None,
     ):
-        if isinstance(judge, EnsembleJudge):
-            # The answers of each member are kept too, so that none is lost while another member is asked.
-            judge = EnsembleJudge(list(judge.members.values()), ledger)
-        self.judge, self.constitution, self.ledger = judge, constitution, ledger
+        self.judge, self.constitution, self.ledger = with_memory(judge, ledger), constitution, ledger
         self.limit, self.costs, self.bar = FailureLimit(max_failed_fraction, judge.name), costs, bar
         self.statistics = JudgeStatistics()
 

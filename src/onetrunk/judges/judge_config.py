@@ -275,6 +275,11 @@ class EnsembleJudge(Judge):
             ask_missing(judge, questions, self.memory, done=functools.partial(take, member=name))
 
 
+def with_memory(judge: Judge, memory: Ledger) -> Judge:
+    """Return a judge that keeps the answers of its members too, so that none is lost while another member is asked."""
+    return EnsembleJudge(list(judge.members.values()), memory) if isinstance(judge, EnsembleJudge) else judge
+
+
 def _joined(answers: dict[str, Answer]) -> Answer:
     kind = type(next(iter(answers.values())))
     members = {name: answer.number for name, answer in answers.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any, TypeVar
 
 from onetrunk.judges.constitution import Constitution
@@ -74,13 +75,15 @@ def kept_ratings(
     memory: Ledger | None = None,
     stopped: Sequence[bool] | None = None,
     on_answer: OnAnswer | None = None,
+    references: Sequence[str | None] | None = None,
 ) -> list[float | None]:
     """Return `weighted_rating` per completion; only questions that the memory does not hold are asked.
 
     `stopped` is False for a completion that was cut off; None: no completion was cut off. `on_answer` gets each new
-    answer.
+    answer. `references` are answers that are known to be good.
     """
-    rows = [Single(*row) for row in zip(prompts, completions, stopped or [True] * len(prompts), strict=True)]
+    stopped, references = stopped or [True] * len(prompts), references or [None] * len(prompts)
+    rows = [Single(*row) for row in zip(prompts, completions, stopped, references, strict=True)]
     by_principle = answers_by_principle(judge, rows, constitution, memory, on_answer)
     return [weighted_rating(ratings, constitution) for ratings in zip(*by_principle, strict=True)]
 
@@ -148,10 +151,7 @@ def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle
     errors = tuple(verdict.error_kind for verdict in everything if verdict.error is not None)
     undecided = [verdict for verdict in everything if verdict.probability is None and verdict.error is None]
     abstentions = tuple(verdict.reason or "no reason given" for verdict in undecided)
-    votes = tuple(
-        (principle.text, (given.probability, None if flipped.probability is None else 1 - flipped.probability))
-        for principle, (given, flipped) in zip(principles, verdicts, strict=True)
-    )
+    votes = tuple((p.text, _in_both_orders(*orders)) for p, orders in zip(principles, verdicts, strict=True))
     # An answer in one order alone would bring the slot's bias into the mean.
     answered = [(p.weight, orders) for p, (_, orders) in zip(principles, votes, strict=True) if None not in orders]
     # A principle that ties in every order would only pull the others towards 1/2. Two orders that contradict each
@@ -162,6 +162,19 @@ def _label(verdicts: Sequence[Sequence[Verdict]], principles: Sequence[Principle
     if errors or not means:
         return PairLabel(None, False, votes, abstentions, errors)
     return PairLabel(sum(means) / len(means), _agree(*means), votes, abstentions)
+
+
+def _in_both_orders(given: Verdict, flipped: Verdict) -> tuple[float | None, float | None]:
+    """Return the probability of a pair's first completion in both orders.
+
+    Of an ensemble it is the mean over the members that answered in both: in one alone the bias of a slot would count.
+    """
+    one, other = given.probability, flipped.probability
+    members = [(verdict.details or {}).get("members") for verdict in (given, flipped)]
+    if all(members):
+        both = [name for name in members[0] if None not in (members[0][name], members[1].get(name))]
+        one, other = (fmean(answers[name] for name in both) if both else None for answers in members)
+    return one, None if other is None else 1 - other
 
 
 def weighted_rating(ratings: Sequence[Rating], constitution: Constitution) -> float | None:

@@ -100,14 +100,19 @@ def read_label(text: str, labels: Sequence[str]) -> str | None:
     return match.group(1) if match else None
 
 
-def label_probabilities(reply: Reply, labels: Sequence[str]) -> dict[str, float] | None:
-    """Return the probability of each label at the first token that is not blank; None without log probabilities.
+def label_probabilities(reply: Reply, labels: Sequence[str], label: str | None = None) -> dict[str, float] | None:
+    """Return the probability of each label at the first token that is neither blank nor a mark; None without log
+    probabilities.
 
     They do not add up to 1; the rest is the probability of everything else. A label that is not among the candidates
     is less probable than each of them and counts as 0.
+
+    Args:
+        label: the one that the reply is read as. Where its first token is another text, such as `**`, the token of the
+            label counts; None is returned if it has none of its own.
     """
-    for token, candidates in reply.positions or ():
-        if not _bare(token):
+    for token, candidates in ((_bare(token), candidates) for token, candidates in reply.positions or ()):
+        if not token or is_mark(token):
             continue
         if len(candidates) < 2:
             # The written token alone says nothing about the other labels.
@@ -116,7 +121,8 @@ def label_probabilities(reply: Reply, labels: Sequence[str]) -> dict[str, float]
         for candidate, probability in candidates.items():
             if _bare(candidate) in probabilities:
                 probabilities[_bare(candidate)] += probability
-        return probabilities
+        if label in (None, token) or sum(probabilities.values()) >= LEAST_LABEL_MASS:
+            return probabilities
     return None
 
 
@@ -140,8 +146,11 @@ class Vote:
 def read_vote(reply: Reply, labels: Sequence[str]) -> Vote:
     """Return the vote that a reply is."""
     label = read_label(reply.text, labels)
-    # The first token of an empty reply is its end, so its probabilities are no measurement.
-    probabilities = label_probabilities(reply, labels) if reply.text.strip() else None
+    # The first token of an empty reply is its end, so its probabilities are no measurement; nor are those of other
+    # words that the token limit ended, after which a label may come.
+    probabilities = label_probabilities(reply, labels, label) if reply.text.strip() else None
+    if probabilities and label is None and not reply.is_whole and sum(probabilities.values()) < LEAST_LABEL_MASS:
+        probabilities = None
     thought = reply.thought.strip()
     return Vote(label, probabilities, thought[:LONGEST_THOUGHT] or None, _problem_of(reply) if label is None else None)
 

@@ -19,6 +19,7 @@ from onetrunk.judges.replies import (
     Reply,
     Vote,
     checked_reply,
+    label_probabilities,
     opinion_of_probabilities,
     opinion_of_votes,
     read_vote,
@@ -52,6 +53,7 @@ class ChatQuestion:
     form: Form
     num_missing: int = 0
     votes: list[Vote] = field(default_factory=list)
+    refused: list[CallError] = field(default_factory=list)  # Calls that count as votes without a label.
     error: CallError | None = None
 
     def answer(self, num_votes: int) -> Verdict | Rating | None:
@@ -59,6 +61,8 @@ class ChatQuestion:
         measured = next((vote for vote in self.votes if vote.probabilities is not None), None)
         if measured is not None:
             return self.form.answer(opinion_of_probabilities(measured))
+        if self.refused and len(self.refused) == len(self.votes):
+            self.error = self.error or self.refused[0]
         if self.error is None and len(self.votes) >= num_votes:
             opinion = opinion_of_votes(self.votes, self.form.labels)
             if opinion.shares is not None:
@@ -154,7 +158,7 @@ class ServerJudge(Judge):
             logger.warning(
                 "%s answers a simple question with a reply that is no verdict: %s", self.servers[0], vote.problem
             )
-        self.top_logprobs = top_logprobs if vote.probabilities is not None else 0
+        self.top_logprobs = top_logprobs if label_probabilities(reply, LABELS, vote.label) is not None else 0
 
     def _answer_all(self, questions: Sequence[Question], keep: Done) -> None:
         """Ask all questions at once; raises ServerUnavailable when the servers are given up."""
@@ -193,7 +197,10 @@ class ServerJudge(Judge):
 
         def done(index: int, outcome: Vote | CallError) -> None:
             chat = calls[index][0]
-            if isinstance(outcome, CallError):
+            if isinstance(outcome, CallError) and outcome.error_kind == "refused":
+                chat.refused.append(outcome)
+                chat.votes.append(Vote(None, problem=str(outcome)))
+            elif isinstance(outcome, CallError):
                 chat.error = outcome
             else:
                 chat.votes.append(outcome)

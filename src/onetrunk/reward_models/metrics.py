@@ -304,8 +304,9 @@ def _is_right(leads: Tensor, labels: Tensor) -> Tensor:
 
 
 def _preferred(leads: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the confidence in the completion that the scores prefer, and its label; both [n]."""
-    return torch.sigmoid(leads.double().abs()), torch.where(leads >= 0, labels.double(), 1 - labels.double())
+    """Return the confidence in the completion that the scores prefer, and its label; both [n], 1/2 for a tie."""
+    labels = torch.where(leads > 0, labels.double(), 1 - labels.double())
+    return torch.sigmoid(leads.double().abs()), torch.where(leads == 0, 0.5, labels)
 
 
 def _bin(low: Tensor, high: Tensor, predicted: Tensor, observed: Tensor) -> Bin:

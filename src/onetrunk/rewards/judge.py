@@ -29,8 +29,8 @@ class JudgeReward(BuiltInReward):
         if not prompts:
             return []
         texts = [as_text(completion) for completion in completions]
-        stopped = columns.get("completion_stopped")
-        return kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, stopped)
+        shown = {"stopped": columns.get("completion_stopped"), "references": columns.get("reference")}
+        return kept_ratings(self.judge, prompts, texts, self.constitution, self.memory, **shown)
 
     def content(self) -> str:
         asked = digest([self.judge.identity, []])[:16]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resume_settings import check_streaming
+from onetrunk.data.rows import without_prompts_of
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.build import scorer_from_config
 from onetrunk.models.loading import load_config
@@ -148,6 +149,10 @@ def load_labels(data: DistillDataArguments, seed: int) -> tuple[TrainingRows, Da
     """Return training pairs, held-out pairs and rows with one completion; without a teacher they have its labels."""
     pairs, held_out = load_preference_rows(data, seed, has_labels=True)
     singles = load_unlabelled_rows(data.unlabelled_dataset_name, data.unlabelled_dataset_split)
+    if singles is not None and data.eval_size is not None:
+        singles, number = without_prompts_of(held_out, singles)
+        if number and PartialState().is_main_process:
+            print(f"unlabelled rows left out because their prompts are held out: {number:,}")
     if not data.teacher and "probability" not in pairs.column_names:
         raise ValueError(
             "no teacher: name reward models in teacher, or give rows with a column probability, which a judge gave"

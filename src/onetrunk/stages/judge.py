@@ -216,6 +216,7 @@ def judge_metrics(judged: Sequence[Judged]) -> dict[str, Any]:
     for label in (label for row in judged for label in row.labels):
         statistics.add(label)
     probabilities, people, length = decided_pairs(decided)
+    num_prompts = len({json.dumps(row.group.prompt, sort_keys=True) for row in decided})
     leads = torch.logit(probabilities, eps=LEAST_PROBABILITY)
     bins = reliability(leads, people)
     return {
@@ -224,15 +225,15 @@ def judge_metrics(judged: Sequence[Judged]) -> dict[str, Any]:
         "decided": len(decided),
         "unjudged": unjudged,
         "abstained": len(counted) - len(decided) - unjudged,
-        **_share("accuracy", sum(row.score for row in decided), len(decided)),
-        **_share("consistent_accuracy", sum(row.is_consistently_right for row in decided), len(decided)),
+        **_share("accuracy", sum(row.score for row in decided), len(decided), num_prompts),
+        **_share("consistent_accuracy", sum(row.is_consistently_right for row in decided), len(decided), num_prompts),
         "ties": int((probabilities == TIE).sum()),
         "pairs": len(probabilities),
         "loss": preference_loss(leads, people),
         "calibration_error": expected_calibration_error(bins),
         "reliability": [asdict(b) for b in bins],
         "position": statistics.as_dict(),
-        "length": length_bias(probabilities, length),
+        "length": length_bias(probabilities, length, num_prompts),
     }
 
 
@@ -263,12 +264,13 @@ def wilson_interval(successes: float, number: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def length_bias(probabilities: Tensor, differences: Tensor) -> dict[str, Any]:
+def length_bias(probabilities: Tensor, differences: Tensor, num_prompts: int) -> dict[str, Any]:
     """Return how a judge treats pairs whose completions differ in length.
 
     Args:
         probabilities: [n], P of each pair.
         differences: [n], characters of the better completion minus those of the other.
+        num_prompts: of the pairs.
 
     Returns:
         `preferred`: share of the pairs that differ in which the judge prefers the longer completion;
@@ -280,10 +282,10 @@ def length_bias(probabilities: Tensor, differences: Tensor) -> dict[str, Any]:
     number = len(more) + len(less)
     return {
         "pairs_that_differ": number,
-        **_share("preferred", float(more.sum() + len(less) - less.sum()), number),
+        **_share("preferred", float(more.sum() + len(less) - less.sum()), number, num_prompts),
         "preferred_by_people": len(more) / number if number else NAN,
-        **_share("accuracy_more", float(more.sum()), len(more)),
-        **_share("accuracy_less", float(less.sum()), len(less)),
+        **_share("accuracy_more", float(more.sum()), len(more), num_prompts),
+        **_share("accuracy_less", float(less.sum()), len(less), num_prompts),
     }
 
 
@@ -334,8 +336,10 @@ def findings(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _share(name: str, part: float, whole: int) -> dict[str, Any]:
-    return {name: part / whole if whole else NAN, f"{name}_interval": list(wilson_interval(part, whole))}
+def _share(name: str, part: float, whole: int, num_prompts: int) -> dict[str, Any]:
+    """Return a share with its interval, which has the width for as many rows as prompts: those of one depend."""
+    share, number = part / whole if whole else NAN, min(whole, num_prompts)
+    return {name: share, f"{name}_interval": list(wilson_interval(share * number, number))}
 
 
 parse_judge = partial(

@@ -19,7 +19,7 @@ from trl import get_quantization_config
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.feedback.asking import load_judge_parts
 from onetrunk.judges.hacking_monitor import ACTIONS, HackingMonitor, check_monitor
-from onetrunk.judges.judge_config import REWARD, JudgeConfig
+from onetrunk.judges.judge_config import REWARD, JudgeConfig, with_memory
 from onetrunk.models.loading import is_adapter
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.report.runs import FOLDER, SAMPLES
@@ -203,11 +203,14 @@ def run_judges(
     with Ledger(Path(args.output_dir) / KEPT_FOLDER / f"judged-{args.process_index}.db") as ledger:
         rewards: dict[str, RewardFunction] = {}
         if judging is not None:
-            rewards[JUDGE] = JudgeReward(*judging, memory=ledger)
+            judge, constitution = judging
+            rewards[JUDGE] = JudgeReward(with_memory(judge, ledger), constitution, memory=ledger)
         monitor = None
         if watching is not None:
+            judge, constitution = watching
             monitor = HackingMonitor(
-                *watching,
+                with_memory(judge, ledger),
+                constitution,
                 every=arguments.monitor_every,
                 action=arguments.monitor_action,
                 num_rows=arguments.monitor_rows,
