@@ -130,6 +130,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "ppo_adaptive": lambda folder, **s: ppo(
         folder, kl_target=0.05, kl_horizon=40, normalize_scores=True, num_generations=2, value_learning_rate=3e-2, **s
     ),
+    "sft_lengths": lambda folder, **s: sft(folder, train_sampling_strategy="group_by_length", **s),
     "ppo_cut": lambda folder, **s: ppo(folder, adapter_layers="top-1", trunk_cache="cpu", **s),
     "ppo_in_loss": lambda folder, **s: ppo(
         folder, kl_in_loss=True, kl_estimator="k3", target_kl=0.02, value_pretraining_rollouts=1, **s

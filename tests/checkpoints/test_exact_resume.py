@@ -30,6 +30,7 @@ CASES = [
             ("ppo_cut", 2),  # states at the cut in use
             ("ppo_nf4", 3),  # in a rollout, on a base in 4 bit
             ("sft", 2),  # before the short last step of a pass
+            ("sft_lengths", 5),  # in the second pass, whose order a sampler draws
             ("reward", 5),  # between two logs
             ("distill", 6),  # at the end of a pass
         ]

@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import safe_globals
 from tests.checkpoints.crash_runs import SHAPE
 from tests.checkpoints.killing import change_json
 from tests.fakes import CannedBackend
-from tests.ppo.support import StopAt, assert_same, logged, make_trainer, prompts, trained_weights
+from tests.ppo.support import BEST, StopAt, assert_same, logged, make_trainer, prompts, trained_weights
 
 
 def run(folder, resume=None, **settings):
@@ -133,3 +133,54 @@ def test_draws_of_another_thread_change_neither_the_run_nor_its_checkpoints(tmp_
     assert len(states) >= 2 and states[0] != states[1]
     assert others[:3] == (states, scores, final)
     assert_same(trained_weights(others[3].model), trained_weights(undisturbed.model))
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+
+def folders_of(place):
+    return sorted(path.name for path in place.glob("checkpoint-*"))
+
+
+def test_changed_intervals_count_from_the_checkpoint_on(tmp_path):
+    run(tmp_path, resume=str(checkpoint(6)), save_strategy="steps", save_steps=3)
+    assert folders_of(tmp_path) == ["checkpoint-12", "checkpoint-9"]
+    again = run(tmp_path / "again", resume=str(tmp_path / "checkpoint-9"), num_rollouts=4, logging_steps=4, **SAVES)
+    assert folders_of(tmp_path / "again") == ["checkpoint-10", "checkpoint-12", "checkpoint-14", "checkpoint-16"]
+    assert [entry["step"] for entry in again.state.log_history if "loss" in entry][-2:] == [12, 16]
+
+
+def test_checkpoints_of_another_course_are_set_aside_where_a_run_comes_from_elsewhere_or_begins_again(
+    tmp_path, caplog
+):
+    trainer = run(tmp_path, save_total_limit=2, **SAVES)
+    trainer.train()
+    assert trainer.state.global_step == 12 and "checkpoint-12.aside0" in caplog.text
+    caplog.clear()
+    run(tmp_path, resume=str(checkpoint(6)), save_total_limit=2, **SAVES)
+    assert {"checkpoint-10", "checkpoint-12"} <= set(folders_of(tmp_path))
+    assert "begins at step 6; the checkpoints after it" in caplog.text
+
+
+def test_a_resumed_run_evaluates_no_second_time_at_its_start(tmp_path):
+    held = {"eval_dataset": prompts(2), "eval_strategy": "steps", "eval_steps": 100, "eval_on_start": True}
+    first = run(tmp_path, callbacks=[StopAt(6)], **held)
+    assert len(logged(first, "eval_score/mean")) == 1
+    again = run(tmp_path / "again", resume=str(tmp_path / "checkpoint-6"), **held)
+    assert len(logged(again, "eval_score/mean")) == 1
+
+
+def test_the_best_checkpoint_counts_anew_if_the_metric_or_the_held_out_rows_change(tmp_path, caplog):
+    best = {
+        **BEST,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "eval_dataset": prompts(2),
+        "metric_for_best_model": "score/mean",
+    }
+    run(tmp_path, callbacks=[StopAt(6)], **best)
+    assert "held-out rows have changed" not in caplog.text
+    changed = {**best, "metric_for_best_model": "completion/length", "greater_is_better": False}
+    again = run(tmp_path, resume=str(tmp_path / "checkpoint-6"), **changed)
+    assert "count from here on" in caplog.text and again.state.best_global_step > 6
+    assert again.state.best_metric == min(logged(again, "eval_completion/length")[3:])

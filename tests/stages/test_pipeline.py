@@ -328,6 +328,16 @@ def test_a_training_stopped_before_it_has_deleted_its_old_checkpoints_does_not_r
     assert "--resume_from_checkpoint auto\n" in capfd.readouterr().out
 
 
+def test_a_training_whose_disk_is_gone_resumes_from_its_mirror(training, capfd):
+    change(checkpoint_mirror="mirror")
+    pipeline = load_pipeline("pipeline.yaml")
+    state, (stage,) = PipelineState(pipeline), pipeline.stages
+    state.note(state.plan(stage), "interrupted")
+    shutil.rmtree("out")
+    assert run("--dry-run") == 0
+    assert "$ onetrunk sft --config sft.yaml --resume_from_checkpoint auto\n" in capfd.readouterr().out
+
+
 def test_an_option_may_be_written_as_on_the_command_line(training):
     stages = {"sft": {"config": "sft.yaml", "options": {"max-steps": 3}}}
     Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": stages}))

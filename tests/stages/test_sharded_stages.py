@@ -99,6 +99,15 @@ def test_two_processes_read_the_rows_of_one_from_a_stream(material):
     require_same_adapter(material / "streamed", material / "streamed-alone", **REORDERED)
 
 
+def test_two_processes_resume_in_the_second_pass_over_a_stream(material):
+    data = "--streaming true --shuffle_window 20 --dataset_name files-of-texts --num_train_epochs 2".split()
+    data += "--use_peft true --lora_target_modules all-linear".split()
+    launched("ddp", "sft", "passes", data=data)
+    shutil.copytree(material / "passes/checkpoint-12", material / "passes-resumed/checkpoint-12")  # Of 18 steps.
+    launched("ddp", "sft", "passes-resumed", "--resume", "auto", data=data)
+    require_same_adapter(material / "passes-resumed", material / "passes")
+
+
 def test_a_sharded_run_resumes_bit_for_bit(material):
     verb = "reward"
     whole, resumed = material / f"{verb}-fsdp2", material / f"{verb}-resumed"

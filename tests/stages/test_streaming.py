@@ -98,6 +98,13 @@ def test_a_resumed_streamed_run_ends_as_the_uninterrupted_one(there, whole, name
 
 
 @pytest.mark.slow
+def test_workers_of_the_loader_read_and_tokenize_the_same_rows(there, whole):
+    options = ["--dataset_name", "sft/*.jsonl", *STREAMED, "--dataloader_num_workers", "2"]
+    assert run("sft", "sft-workers", *options) == 0
+    require_same_adapter(there / "sft-workers", whole("sft"))
+
+
+@pytest.mark.slow
 def test_rows_that_changed_do_not_resume(there, whole, tmp_path, capfd, monkeypatch):
     output = tmp_path / "changed"
     shutil.copytree(whole("sft") / "checkpoint-2", output / "checkpoint-2")

@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, TrainOutput
 from trl import SFTTrainer
 
@@ -52,6 +53,7 @@ from onetrunk.checkpoints.folders import (
 from onetrunk.checkpoints.resume_point import (
     LOOP_FILES,
     EndingCallback,
+    LengthSampler,
     LoopEvents,
     RunTensorBoard,
     callbacks_of,
@@ -69,6 +71,7 @@ from onetrunk.checkpoints.resume_settings import (
     check_plain_settings,
     check_streaming,
     plain_settings,
+    rows_digest,
 )
 from onetrunk.checkpoints.signals import StopAsked, Stopped, StopSignals
 from onetrunk.data.sharded import BlockSampler, ShardedRows
@@ -77,7 +80,7 @@ from onetrunk.parallel.groups import GroupAccelerator, limit_waits
 from onetrunk.parallel.heartbeat import SAVE, Heartbeat
 from onetrunk.parallel.layout import group_size, launch_layout, train_in_stages, training_stages
 from onetrunk.parallel.sharding import is_divided, is_sharded, replicas_of_what_trains, reshard
-from onetrunk.utils.files import atomic_write_json, atomic_write_text, held_folder, reading_content
+from onetrunk.utils.files import atomic_write_json, atomic_write_text, digest, held_folder, reading_content
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
 from onetrunk.utils.redaction import redact, without_secrets
 
@@ -106,10 +109,12 @@ class ResumableTrainer(Trainer):
         self.stop_signals = StopSignals()
         # Why the run ended before its planned end, if an alarm, the monitor or early stopping ended it.
         self.ended: str | None = None
-        self._loop_events = LoopEvents(self.begin_loop)
+        self._loop_events = LoopEvents(self.begin_loop, self._begin_pass)
         self._is_staging = False
         self._save_waits = False
         self._saved_step: int | None = None
+        self._sampler: Any = None
+        self._best_of = ""
         self._resume_from: str | None = None
         self._has_begun = False
         self._mirror: Mirror | None = None
@@ -240,9 +245,9 @@ class ResumableTrainer(Trainer):
                     checkpoint = self._end_stopped_run()
                 finally:
                     self.end_training()
-            if self._mirror is not None:
-                self._mirror.wait(MIRROR_WAIT_WHEN_STOPPED_S)
-            raise Stopped(checkpoint, self.stop_signals.received)
+                if self._mirror is not None:
+                    self._mirror.wait(MIRROR_WAIT_WHEN_STOPPED_S)
+                raise Stopped(checkpoint, self.stop_signals.received)
 
     def _begin_run(self, resume_from_checkpoint: str | bool | None) -> None:
         """Find the checkpoint to resume from, and reset what belongs to one run."""
@@ -292,10 +297,26 @@ class ResumableTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset if train_dataset is None else train_dataset
-        if not isinstance(rows, ShardedRows):
-            return super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return BlockSampler(rows.order, seed if self.args.train_sampling_strategy == "random" else None)
+        if isinstance(rows, ShardedRows):
+            sampler = BlockSampler(rows.order, seed if self.args.train_sampling_strategy == "random" else None)
+        else:
+            sampler = super()._get_train_sampler(train_dataset)
+        if type(sampler) is LengthGroupedSampler:
+            sampler = LengthSampler(sampler.batch_size, sampler.lengths, seed)
+        self._sampler = sampler
+        return sampler
+
+    def _begin_pass(self) -> None:
+        # Trainer and accelerate do not reach a sampler in the wrappers of a resumed run, or of several processes.
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(math.floor(self.state.epoch or 0))
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        # With eval_on_start Trainer evaluates once more whenever a run resumes, which early stopping would count.
+        if skip_scheduler and self._resume_from is not None:
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def _output_dir_held(self) -> AbstractContextManager[None]:
         """Return the lock of output_dir, or nothing on a process that saves nothing."""
@@ -305,9 +326,11 @@ class ResumableTrainer(Trainer):
         return held_folder(self.args.output_dir)
 
     def _end_stopped_run(self) -> str:
-        """Save where the run stands, unless it has just been saved; return the checkpoint."""
-        if self._saved_step != self.state.global_step:
+        """Save where the run stands, unless it has just been saved; return the checkpoint, which can be resumed."""
+        lacks_optimizer, self.args.save_only_model = self.args.save_only_model, False
+        if self._saved_step != self.state.global_step or lacks_optimizer:
             self._save_checkpoint(self.model, trial=None)
+        self.args.save_only_model = lacks_optimizer
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         self.is_in_train = False
         return str(Path(self.args.output_dir) / f"{PREFIX}{self.state.global_step}")
@@ -365,30 +388,48 @@ class ResumableTrainer(Trainer):
             # A result that is already there is not the result of this training.
             for name in (FINISHED, MANIFEST):
                 (Path(self.args.output_dir) / name).unlink(missing_ok=True)
+        place = Path(self.args.output_dir).resolve()
+        resumes_here = self._resume_from is not None and Path(self._resume_from).resolve().parent == place
+        self._set_aside_after(self.state.global_step if resumes_here else -1)
+        rows = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        best = [self.args.metric_for_best_model, self.args.greater_is_better]
+        self._best_of = digest([*best, {name: rows_digest(part) for name, part in rows.items()}])
         if self._resume_from is None:
             return
         if self.args.should_log:
             step = f"step {self.state.global_step} of {self.state.max_steps}"
             tqdm.write(f"resuming from {self._resume_from}: {step}", file=sys.stderr)
-        self._find_best()
-        if Path(self._resume_from).resolve().parent == Path(self.args.output_dir).resolve():
-            self._saved_step = self.state.global_step
-            later = set_aside_later(self.args.output_dir, self.state.global_step) if self.args.should_save else []
-            if later:
-                logger.warning(
-                    f"this run resumes at step {self.state.global_step}; the checkpoints after it are set aside as"
-                    f" {', '.join(path.name for path in later)}: delete them if you do not need them"
-                )
-            if self._mirror is not None:
-                self._mirror.set_aside_later(self.state.global_step)
+        # Trainer restores the intervals of the checkpoint with its state; these settings may change.
+        self.state.compute_steps(self.args, self.state.max_steps)
+        self._saved_step = self.state.global_step if resumes_here else None
         state = read_loop_state(self, self._resume_from)
         self._tr_loss.fill_(state["tr_loss"])
         # The mean loss that training returns is over the steps of this call.
         self._total_loss_scalar = -state["tr_loss"]
         self._globalstep_last_logged = state["last_logged"]
-        restore_early_stopping(self, state)
+        if state.get("best_of", self._best_of) == self._best_of:
+            self._find_best()
+            restore_early_stopping(self, state)
+        elif self.state.best_metric is not None:
+            self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
+            logger.warning(
+                "metric_for_best_model, greater_is_better or the held-out rows have changed: the best checkpoint and"
+                " the patience of early stopping count from here on"
+            )
         with reading_content(self._resume_from):
             self.load_extra_loop_state(state["own"])
+
+    def _set_aside_after(self, step: int) -> None:
+        """Set aside the checkpoints in output_dir after the step at which this training begins, in the mirror too."""
+        later = set_aside_later(self.args.output_dir, step) if self.args.should_save else []
+        if later:
+            logger.warning(
+                f"this training begins at step {self.state.global_step}; the checkpoints after it in"
+                f" {self.args.output_dir} are set aside as {', '.join(path.name for path in later)}: delete them if"
+                " you do not need them"
+            )
+        if self._mirror is not None:
+            self._mirror.set_aside_later(step)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.on_grad_norm(super()._get_grad_norm(model, grad_norm=grad_norm))
@@ -484,6 +525,7 @@ class ResumableTrainer(Trainer):
             "tr_loss": self._tr_loss.item(),
             "last_logged": self._globalstep_last_logged,
             **end_state(self),
+            "best_of": self._best_of,
             "own": self.extra_loop_state(),
         }
         atomic_write_json(Path(output_dir) / loop_state_file(self.args.process_index), state)
@@ -680,7 +722,13 @@ class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
     def _encode(self, rows: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
         """Return rows as TRL tokenizes them; None for a row that it drops, which has no token to learn from."""
         self._batch[:] = [{**row, PLACE: place} for place, row in enumerate(rows)]
-        encoded = {row[PLACE]: {name: row[name] for name in ("input_ids", "labels")} for row in self._prepared}
+        # Not row by row: in a worker of the DataLoader datasets would give it a share of them.
+        parts = list(self._prepared.iter(batch_size=max(1, len(rows))))
+        encoded = {
+            place: {name: part[name][i] for name in ("input_ids", "labels")}
+            for part in parts
+            for i, place in enumerate(part[PLACE])
+        }
         return [encoded.get(place) for place in range(len(rows))]
 
 

@@ -8,10 +8,11 @@ TensorBoard's curves are continued too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from accelerate.logging import get_logger
 from transformers import (
     EarlyStoppingCallback,
@@ -24,9 +25,11 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import default_logdir
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from onetrunk.checkpoints.folders import PREFIX, checkpoint_problems, described, last_whole, read_manifest
 from onetrunk.utils.files import read_json, reading_content
+from onetrunk.utils.randomness import PROMPTS_STREAM, derived_seed
 
 if TYPE_CHECKING:
     from onetrunk.checkpoints.mirror import Mirror
@@ -195,10 +198,11 @@ class EndingCallback(TrainerCallback):
 
 
 class LoopEvents(TrainerCallback):
-    """Follows the training loop: calls `begin` when it begins; `is_pass_end` says whether a pass has just ended."""
+    """Follows the training loop: calls `begin` when it begins and `begin_pass` when a pass does; `is_pass_end` says
+    whether a pass has just ended."""
 
-    def __init__(self, begin: Callable[[], None]):
-        self.begin = begin
+    def __init__(self, begin: Callable[[], None], begin_pass: Callable[[], None]):
+        self.begin, self.begin_pass = begin, begin_pass
         self.is_pass_end = False
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -206,9 +210,35 @@ class LoopEvents(TrainerCallback):
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         self.is_pass_end = False
+        self.begin_pass()
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         self.is_pass_end = True
+
+
+class LengthSampler:
+    """A sampler for a DataLoader: rows of similar length together, in an order that each pass `epoch` has of its own.
+
+    That of transformers draws from the global generator, so a resumed run would continue in another order.
+
+    Args:
+        batch_size: rows of an optimizer step.
+        lengths: tokens of each row.
+    """
+
+    def __init__(self, batch_size: int, lengths: Sequence[int], seed: int):
+        self.batch_size, self.lengths, self.seed, self.epoch = batch_size, lengths, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the pass."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, PROMPTS_STREAM, self.epoch))
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
 
 
 class RunTensorBoard(TensorBoardCallback):

@@ -529,7 +529,8 @@ class PPOTrainer(ResumableTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         if is_own:
-            self._last_evaluation = {"step": self.state.global_step, "metrics": metrics}
+            rows = rows_digest(self.eval_dataset)
+            self._last_evaluation = {"step": self.state.global_step, "rows": rows, "metrics": metrics}
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> None:
@@ -545,11 +546,12 @@ class PPOTrainer(ResumableTrainer):
             return scorer.values(prompts, completions)
 
     def final_evaluation(self) -> dict[str, float]:
-        """Evaluate the trained policy. Reuses the last evaluation if it was made at the final step."""
+        """Evaluate the trained policy. Reuses the last evaluation if it was made at the final step, of these rows."""
         last = self._last_evaluation
         # The best checkpoint is loaded after the last evaluation.
         if last is not None and last["step"] == self.state.global_step and not self.args.load_best_model_at_end:
-            return dict(last["metrics"])
+            if last.get("rows") == rows_digest(self.eval_dataset):
+                return dict(last["metrics"])
         return self.evaluate()
 
     def evaluate_reference(self, resume: str | None = None) -> dict[str, float]:
@@ -579,7 +581,8 @@ class PPOTrainer(ResumableTrainer):
         """Log the evaluation before training at step 0, unless the run resumes."""
         super().begin_loop()
         is_first, self._has_begun_loop = not self._has_begun_loop, True
-        if self._evaluation_before is not None and self.state.global_step == 0 and is_first:
+        is_new = self.state.global_step == 0 and self._resume_from is None
+        if self._evaluation_before is not None and is_new and is_first:
             # The policy is the reference, so their KL is exactly 0; not where the same object trains once more.
             metrics = {f"eval_{name}": value for name, value in self._evaluation_before["metrics"].items()}
             self.log({**metrics, "eval_kl/ref": 0.0})

@@ -398,6 +398,8 @@ class PipelineState:
         stage, resumes = plan.stage, plan.action == "resume"
         if resumes and self.resumable(stage):
             return ["--resume_from_checkpoint", "auto"]
+        if resumes and stage.trains and stage.settings.get("checkpoint_mirror") and not stage.left():
+            return ["--resume_from_checkpoint", "auto"]  # Its disk is gone: what there is lies in the mirror.
         # A training without a checkpoint has left parts of a result at most, or what it was allowed to delete when it
         # began. `prefs` makes its rows from its ledger again, so no answer is paid for twice.
         replaces = resumes and (stage.trains or stage.remakes)
