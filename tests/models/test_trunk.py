@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.nn import functional as F
-from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
-from onetrunk.models.base_model import backbone
+from onetrunk.models.base_model import backbone, decoder_layers
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.packing import make_pack
@@ -126,6 +133,23 @@ def test_the_gradient_of_a_pack_is_that_of_the_plain_model_on_unpadded_rows(fami
     for name, grad in expected.items():
         # Gradients of up to 100 in fp32, summed in another order.
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-4 * grad.abs().max().item())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "nemotron_h"])
+def test_in_the_update_nothing_of_the_base_is_in_training_mode_but_what_recomputes(family):
+    trunk = a_trunk(family).eval().train()
+    training = [module for module in trunk.get_base_model().modules() if module.training]
+    assert trunk.training and all(hasattr(module, "gradient_checkpointing") for module in training)
+    if family == "llama":
+        assert {*decoder_layers(trunk), backbone(trunk)} <= {*training}
+
+
+def test_the_noise_of_a_router_is_off():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "router_jitter_noise": 0.5}
+    trunk = TrunkModel(MixtralForCausalLM(MixtralConfig(**sizes)), LoraConfig(r=2, target_modules=["q_proj"])).train()
+    one, other = (trunk(pack=a_pack(), roles=("policy",)).logprobs for _ in range(2))
+    assert one.equal(other)
 
 
 def test_a_plain_forward_and_generate_play_the_policy():

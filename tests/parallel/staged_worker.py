@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
+from onetrunk.models.adapters import role as in_role
 from onetrunk.models.base_model import decoder_layers
 from onetrunk.models.build import build_trunk
 from onetrunk.models.loading import base_fingerprint, base_marks
@@ -141,7 +142,15 @@ def compare(rank: int, world_size: int, stages: int, device: torch.device, case:
             alone = sorted(gradients(divided))
             reduce_gradients(divided)
     expected = as_dict(expected[own_rows])
+    ids = torch.arange(2, 14, device=device).view(2, 6)
+    rows = make_pack([row[:2] for row in ids.tolist()], [row[2:] for row in ids.tolist()], 0)
+    with in_role(whole, None), torch.no_grad():
+        bare = (
+            whole(input_ids=ids, use_cache=False).logits[:, 1:-1].log_softmax(-1).gather(2, ids[:, 2:, None])[:, :, 0]
+        )
+    wrapped.eval()
     return {
+        "bare": relative_difference({"logprobs": own.base_logprobs(to_device(rows, device), 1.0)}, {"logprobs": bare}),
         "line": line,
         "stage": own.stage,
         "layers": [own.layers.start, own.layers.stop],

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from onetrunk.ppo.setup import check_pipeline, check_stage_training, divide
+from onetrunk.ppo.setup import check_launch, check_pipeline, check_stage_training, divide
 from onetrunk.rollouts.local import LocalBackend
 from tests.models.branches import a_trunk
 from tests.parallel.test_layout import FSDP, GROUPS
@@ -112,6 +112,8 @@ def test_what_cannot_be_divided_is_rejected_before_a_model_loads(tmp_path, launc
     with pytest.raises(ValueError, match="'pipelined' is not supported with tensor parallelism.*set .* to 'local'"):
         check_pipeline(launch)
     launch_env(**FSDP)
+    with pytest.raises(ValueError, match="activation_offloading is not supported with a sharded or divided base"):
+        check_launch(make_config(tmp_path, activation_offloading=True))
     with pytest.raises(ValueError, match="the launch shards them .fsdp_config.; launch with .*pipelined.yaml"):
         check_pipeline(launch)
     launch_env()

@@ -31,13 +31,14 @@ logger = logging.getLogger(__name__)
 
 # Decoders that pass every check of structure but don't work here, and why.
 _UNSUPPORTED = {
+    "deepseek_v4": "it compresses keys by columns, padding included, so a row would depend on the rows next to it",
     "kimi_linear": "its linear attention keeps states that batches of unequal prompts were not verified with",
     "minimax": "it can't continue a sequence from transformers' own cache, only from a cache class of its model code",
     "phimoe": "its router draws experts at random in training, so that the first PPO ratio would differ from 1",
 }
 
 _DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_DROPOUT_NAME = re.compile(r"(.*_)?(dropout|pdrop)(_p|_prob|_rate)?")
+_DROPOUT_NAME = re.compile(r"(.*_)?(dropout|pdrop|layerdrop|jitter_noise|jitter_eps)(_p|_prob|_rate)?")
 
 
 def load_base(
@@ -160,7 +161,8 @@ def disable_dropout(model: nn.Module) -> None:
     """Set every dropout of the model to 0, so that `train()` computes what `eval()` does.
 
     These are dropout modules, float attributes that attention code reads (`attention_dropout`), and the `*_dropout`
-    and `*_pdrop` of the config and its nested configs, which code may read at run time.
+    and `*_pdrop` of the config and its nested configs, which code may read at run time; dropped layers and the noise
+    of routers too.
     """
     for owner in (*model.modules(), *_nested_configs(_base(model).config)):
         if isinstance(owner, _DROPOUT_MODULES):
@@ -264,13 +266,16 @@ def computes(run: Callable[[], Tensor], expected: Tensor) -> bool:
     return found.shape == expected.shape and bool((found - expected).abs().max() <= 1e-3 * expected.abs().max())
 
 
-def keep_train_kernels(model: nn.Module) -> None:
-    """Set the quantised layers to train mode, where their arithmetic is always the same; they contain no dropout.
+def keep_kernels(model: nn.Module) -> None:
+    """Set every module to the mode in which its arithmetic is always the same: the update computes what scoring did.
 
-    Call it before the first forward, and after every `eval()`.
+    This is train mode for quantised layers, which contain no dropout, and eval mode for all others: some mixers and
+    routers compute another way in training. What recomputes activations keeps its mode, which asks for that. Call it
+    before the first forward, and after every `train` and `eval`.
     """
     for module in model.modules():
         if not type(module).__module__.startswith("bitsandbytes"):
+            module.training = module.training and hasattr(module, "gradient_checkpointing")
             continue
         module.training = True
         quant_state = getattr(getattr(module, "weight", None), "quant_state", None)

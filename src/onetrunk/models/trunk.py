@@ -41,7 +41,7 @@ from onetrunk.models.base_model import (
     check_supported,
     decoder_layers,
     disable_dropout,
-    keep_train_kernels,
+    keep_kernels,
     output_head,
     verify_head,
 )
@@ -119,7 +119,7 @@ class TrunkModel(PeftModelForCausalLM):
     ):
         first_layer = checked_first_layer(base, adapter_layers)
         num_layers = len(decoder_layers(base))
-        keep_train_kernels(base)
+        keep_kernels(base)
         verify_head(base)
         disable_dropout(base)
         # An initial adapter keeps all its layers; `freeze_below` freezes the lower ones.
@@ -331,7 +331,7 @@ class TrunkModel(PeftModelForCausalLM):
         streams, layers, received = self.streams(roles), stage.layers, stage.received
         if layers.start < self.cut:
             below = range(layers.start, min(self.cut, layers.stop))
-            with torch.no_grad(), self.as_role("policy"):
+            with torch.no_grad(), self.as_role(next(iter(streams))):  # They are the same below the cut.
                 received = (self._run_layers(grid, below, received[0] if received else None),)
             if layers.stop <= self.cut:
                 return received
@@ -374,9 +374,9 @@ class TrunkModel(PeftModelForCausalLM):
     # --- modes, checkpointing, files --------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> TrunkModel:
-        """Set train or eval mode; a quantised base computes the same in both."""
+        """Set train or eval mode; the base computes the same in both."""
         super().train(mode)
-        keep_train_kernels(self)
+        keep_kernels(self.get_base_model())
         return self
 
     def activation_checkpointing_enable(

@@ -41,6 +41,8 @@ def run_largest_pack(model: TrunkModel, pack: Pack, args: PPOConfig) -> None:
             return
         with torch.no_grad():
             states = model(pack=pack, roles=("trunk",)).states
+            # As `Forward` hands them in: accelerate's wrapper of forward has made them float32.
+            states = None if states is None else states.to(model.states_dtype)
             roles = ("policy", "value", "reference", *(() if model.reward_branch is None else ("reward",)))
             model(pack=pack, roles=roles, states=states, temperature=args.temperature)
         with offloaded_activations(model) if args.activation_offloading else contextlib.nullcontext():

@@ -578,7 +578,11 @@ def check_launch(args: PPOConfig) -> None:
             f"{args.n_gpu} GPUs are visible to one process; start one process per GPU: onetrunk ppo --num_processes"
             f" {args.n_gpu} ..., or set CUDA_VISIBLE_DEVICES=0"
         )
-    launch_layout()
+    if launch_layout() is not None and args.activation_offloading:
+        raise ValueError(
+            "activation_offloading is not supported with a sharded or divided base: it would move the gathered weights"
+            " too; set activation_checkpointing"
+        )
     check_pipeline(args)
     join_stages(args)
     plan_batches(args, args.world_size)
