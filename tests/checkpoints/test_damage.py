@@ -54,7 +54,7 @@ def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_taken(tmp_
                 tried += 1
                 said = []
                 assert last_whole(tmp_path / "run", said.append) == first, (name, how)
-                assert len(said) == 1 and f"{last} is damaged and passed over ({name}: " in said[0], (name, how)
+                assert len(said) == 1 and f"{last} is damaged and skipped ({name}: " in said[0], (name, how)
             (last / name).write_bytes(whole)
     assert tried > 4 * len(files) and checkpoint_problems(last) == []
 
@@ -66,7 +66,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_ends_the_same(tmp_path, ca
     trainer = KINDS["ppo"](folder)
     trainer.train(resume_from_checkpoint="auto")
     assert digest(trainer) == digest_of(uninterrupted("ppo"))
-    assert f"{last} is damaged and passed over (optimizer.pt: " in caplog.text
+    assert f"{last} is damaged and skipped (optimizer.pt: " in caplog.text
 
 
 def test_where_all_are_damaged_the_run_does_not_begin_anew_in_silence(tmp_path):

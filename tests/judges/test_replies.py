@@ -101,7 +101,7 @@ def test_a_label_that_is_not_the_first_token_is_measured_at_its_own(tokens, text
 def test_other_words_that_the_token_limit_ends_measure_nothing():
     positions = [candidates("Okay", {"Okay": 0.9, "A": 0.05}), candidates(",", {",": 0.9, "A": 0.05})]
     body = completion("judge-1", "Okay, so", positions)
-    assert read_vote(checked_reply(body, "judge-1"), LABELS).probabilities == {"A": 0.05, "B": 0.0}
+    assert read_vote(checked_reply(body, "judge-1"), LABELS).probabilities == pytest.approx({"A": 0.05, "B": 0.0})
     body["choices"][0]["finish_reason"] = "length"
     vote = read_vote(checked_reply(body, "judge-1"), LABELS)
     assert (vote.label, vote.probabilities) == (None, None) and "raise judge_verdict_tokens" in vote.problem

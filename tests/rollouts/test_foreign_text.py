@@ -323,7 +323,7 @@ def test_rubbish_of_a_tool_of_a_server_fails_the_episode(observation):
 def test_a_call_after_the_one_that_ends_an_episode_does_not_continue_it_and_a_column_may_be_called_method():
     client = Client({"observation": {"result": "a door"}, "done": True})
     environment = openenv.OpenEnvTools("http://here", client, [TOOL])
-    environment.reset(seed=0, options={"method": "x", "self": 1})
+    environment.reset(seed=0, options={"method": "x"})
     environment.call_tool("look", {})
     client.answer = {"observation": {"result": "a wall"}, "done": False}
     environment.call_tool("look", {})

@@ -252,8 +252,9 @@ def run_settings(
     settings |= {name: getattr(adapter, name) for name in SETTINGS["adapter"]}
     steering: dict[str, Any] = {"reward_funcs": [reward_path(function) for function in rewards.functions]}
     steering |= {f"reward_funcs.{name}": content for name, content in rewards.contents.items()}
-    if episodes is not None:
-        steering |= {name: content_of(function) for name, function in episodes.sources.items()}
+    sources = {} if episodes is None else episodes.sources
+    # Their names too: what only one of two runs has is not compared.
+    steering |= {"episodes": sorted(sources), **{name: content_of(source) for name, source in sources.items()}}
     if is_streamed:
         steering["row_contents"] = dataset.contents
     else:
