@@ -68,6 +68,8 @@ INTERNALS = (
             ("_get_train_sampler", "reads sharded rows in blocks", "(self, train_dataset=None)"),
             ("_load_best_model", "loads branches and heads", "(self)"),
             ("_load_from_checkpoint", "loads branches and heads", "(self, resume_from_checkpoint, model=None)"),
+            ("_evaluate", "skips eval_on_start where a run resumes",
+             "(self, trial, ignore_keys_for_eval, skip_scheduler=False)"),
             ("_load_rng_state", "restores the state of the loop", "(self, checkpoint)"),
             ("_maybe_log_save_evaluate", "saves after the log, and stops at a signal",
              "(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None)"),

@@ -125,7 +125,7 @@ def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path):
     assert check_completions(rows).column_names == ["prompt", "completion"] and len(rows) > 2
     assert rows.column_names == ["prompt", "completion", "original", "trail"]
     assert all(len(json.loads(row["trail"])) == 2 for row in rows)
-    assert "written anew" in (tmp_path / "out/README.md").read_text()
+    assert "and rewritten, for supervised" in (tmp_path / "out/README.md").read_text()
 
 
 def test_a_folder_of_other_settings_is_refused_with_the_differences_and_overwritten_on_demand(prefs, tmp_path, capsys):
@@ -162,7 +162,7 @@ def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inp
         (["--merge_shards", "1"], 2, "merge_shards is 1; give the number of shards, 2 or more"),
         (["--dataset_name", "rows", "--streaming", "true"], 1, "the dataset has no column 'prompt', only text"),
         (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
-        (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "rows 0 to 2 of the stream"),
+        (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "blank.jsonl, row 1: prompt is empty or white space only"),
         (["--max_completion_length", "500"], 1, "leaves room for 0"),
         (["--merge_shards", "2"], 1, "shards 0/2, 1/2"),
     ],

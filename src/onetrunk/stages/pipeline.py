@@ -431,7 +431,7 @@ class PipelineState:
         inputs = {str(stage.path): self.digests[stage.path]} if stage.verb is None else {}
         named = {name: value for name, value in stage.settings.items() if name not in stage.free | NO_PATHS}
         for path in paths_in(named):
-            # A text such as "." or "/" is no input: it would be all that lies around.
+            # A text such as "." or "/" names no input: it would be everything that lies there.
             if is_within(Path.cwd(), path) or any(is_within(path, output) for output in stage.outputs):
                 continue
             if any(is_within(path, output) or is_within(output, path) for output in pending):
