@@ -23,5 +23,6 @@ def test_contexts_are_rows_of_their_own():
 
 
 def test_a_context_needs_room_beside_the_prompt():
-    with pytest.raises(ValueError, match="max_context_length is 100, and prompts have up to 100"):
+    text = "max_context_length is 100, and prompts have up to 100 tokens; raise it, or lower max_prompt_length"
+    with pytest.raises(ValueError, match=text):
         job(max_context_length=100)

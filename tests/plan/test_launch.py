@@ -11,7 +11,7 @@ import yaml
 from onetrunk import cli
 from onetrunk.costs import decode_split
 from onetrunk.plan.hardware import GIB, Pool, load_catalog
-from onetrunk.plan.job import read_model
+from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, read_model
 from onetrunk.plan.launch import PORT, Launch, launch_files, settings_of, write_files
 from onetrunk.plan.memory import engine_parts
 from onetrunk.plan.search import Space, evaluate, host_gib, search
@@ -122,7 +122,8 @@ def test_skypilot_and_kubeflow_start_the_plan(written, run_shell, tmp_path):
     task = yaml.safe_load((tmp_path / "skypilot.yaml").read_text())
     assert task["resources"]["use_spot"] is True and task["num_nodes"] == written.machines
     env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": str(written.machines), "MIRROR": "s3://b"}
-    env |= {"SERVER_HOST": "s1", "VLLM_PYTHON": "true", **task["envs"], "MIRROR": "s3://b"}
+    env |= {"VLLM_PYTHON": "true", **task["envs"], "MIRROR": "s3://b"}
+    env |= {"SERVER_HOST": "s1"} if "SERVER_HOST" in task["envs"] else {}
     code, calls = run_shell(["bash", "-c", task["run"]], **env)
     words = next(call["words"] for call in calls if call["words"][:2] == ["onetrunk", "ppo"])
     assert code == 0 and launched(words)["--main_process_ip"] == "10.0.0.1"
@@ -130,11 +131,43 @@ def test_skypilot_and_kubeflow_start_the_plan(written, run_shell, tmp_path):
     trainer = yaml.safe_load((tmp_path / "trainjob.yaml").read_text())["spec"]["trainer"]
     assert trainer["numNodes"] == written.machines
     env = {"PET_NNODES": str(written.machines), "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "29400"}
-    env |= {"SERVER_HOST": "s1", "VLLM_PYTHON": "true"}
+    env |= {"VLLM_PYTHON": "true"}
+    env |= {"SERVER_HOST": "s1"} if any(entry["name"] == "SERVER_HOST" for entry in trainer["env"]) else {}
     script = trainer["args"][0].replace("cd /onetrunk", f"cd {ROOT}")
     code, calls = run_shell([*trainer["command"], script], **env)
     words = next(call["words"] for call in calls if call["words"][:2] == ["onetrunk", "ppo"])
     assert code == 0 and int(launched(words)["--num_processes"]) == written.plan.train.count
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "after", "expected"),
+    [
+        ("recipes/qwen2.5-1.5b-tools/ppo.yaml", 2.0, NF4_BYTES, (True, False, "bfloat16")),  # Its dtype is auto.
+        (CONFIG, 2.0, INT8_BYTES, (False, True, "bfloat16")),
+        (CONFIG, 2.0, 4.0, (False, False, "float32")),
+        ("recipes/llama-3.1-8b/ppo_qlora.yaml", NF4_BYTES, 2.0, (False, False, "bfloat16")),
+    ],
+)
+def test_another_precision_of_the_base_replaces_all_settings_of_the_recipe(config, before, after, expected):
+    one = job_7b(base_bytes=before)
+    plan = evaluate(one, TrainLayout(DEVICE, 1, base_bytes=after), SampleLayout(DEVICE, LOCAL, 1), "sync")
+    words = settings_of(Launch(one, plan, load_catalog(), config, "plans"))
+    model = next(part for part in parse_ppo(["--config", config, *words]) if hasattr(part, "load_in_4bit"))
+    assert (model.load_in_4bit, model.load_in_8bit, model.dtype) == expected
+
+
+def test_every_scheduler_is_told_the_machine_of_the_servers(tmp_path):
+    here, apart = (launch_files(launch_of(name, tmp_path)) for name in ("servers", "apart"))
+    head, _, rest = apart["skypilot.yaml"].partition("name: ppo")
+    assert "--env SERVER_HOST=NAME" in head and yaml.safe_load(rest)["envs"]["SERVER_HOST"] is None
+    trainer = yaml.safe_load(apart["trainjob.yaml"])["spec"]["trainer"]
+    # The script ends with a message where it is empty.
+    assert {"name": "SERVER_HOST", "value": ""} in trainer["env"]
+    before = f"# The servers come first, on 2 machines behind one name: bash {tmp_path}/servers.sh. SERVER_HOST is"
+    for name in ("job.sbatch", "skypilot.yaml", "trainjob.yaml"):
+        assert before in apart[name] and "SERVER_HOST" not in here[name]
+        # Such a job starts its servers itself.
+        assert "The servers come first" not in here[name] and f"bash {tmp_path}/servers.sh &" in here[name]
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B"])

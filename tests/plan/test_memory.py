@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onetrunk.costs import ModelShape
 from onetrunk.plan.hardware import GIB
-from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, read_model
+from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, base_weights_bytes, read_model
 from onetrunk.plan.memory import (
     FITTED,
     Constants,
@@ -20,7 +20,7 @@ from onetrunk.plan.memory import (
     train_memory,
     training_parts,
 )
-from onetrunk.plan.timing import PIPELINED, SERVER, SampleLayout, TrainLayout
+from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER, SampleLayout, TrainLayout
 from scripts.plan.errors import WITHIN, cross_checked
 from scripts.plan.measurements import fit_constants, halves, measured_rows, peak_bytes, peak_ratios, relative_errors
 from tests.plan.support import LENGTHS, SMALL, device, job, job_7b
@@ -142,6 +142,23 @@ def test_a_server_divides_weights_and_cache():
     # Keys and values of 4 layers, 2 heads of 16, of 10 rows of 100 tokens, in bfloat16.
     assert whole["kv_cache"] == 2 * 2 * 10 * 100 * 4 * 2 * 16 and whole["weights"] == 2 * SMALL.parameters
     assert halves_["kv_cache"] == whole["kv_cache"] / 2 and halves_["weights"] == whole["weights"] / 2
+
+
+def test_a_server_holds_the_checkpoint_and_a_colocated_engine_the_base_of_the_trainer():
+    def engine(one, kind):
+        return engine_parts(one, SampleLayout(device(), kind, 1, rows=10))
+
+    # `onetrunk serve` does not quantise, and serves a float32 checkpoint in float32 (serve.checkpoint_dtype).
+    quantised, served = job(base_bytes=NF4_BYTES), engine(job(), SERVER)
+    assert engine(quantised, SERVER) == served and served["weights"] == 2 * SMALL.parameters
+    assert engine(quantised, COLOCATED)["weights"] == base_weights_bytes(SMALL, NF4_BYTES)
+    full = engine(job(model=replace(job().model, itemsize=4.0)), SERVER)
+    for part in ("weights", "kv_cache", "adapters"):
+        assert full[part] == 2 * served[part]
+    # A plan with another precision of the base than the recipe.
+    train, sample = TrainLayout(device(), 1, base_bytes=2.0), SampleLayout(device(), COLOCATED, 1, rows=10)
+    held = sample_memory(quantised, train, sample, train_memory(quantised, train)["score"])["generate"]["weights"]
+    assert held == 2 * SMALL.parameters
 
 
 def test_measured_peaks_of_the_other_half_are_met_within_10_percent_on_at_least_85_percent():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from onetrunk.plan.hardware import load_catalog
+from onetrunk.plan.job import INT8_BYTES, NF4_BYTES
 from onetrunk.plan.search import (
     OBJECTIVES,
     Space,
@@ -18,7 +19,7 @@ from onetrunk.plan.search import (
     value_of,
     why_not,
 )
-from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, most_rows_of
+from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, TrainLayout, most_rows_of
 from tests.plan.support import SMALL, job, job_7b, pool
 
 FEW = Space(tokens=(2048, 8192))
@@ -32,7 +33,8 @@ def everything(one_job, pools, space):
             for other in pools if not train.is_staged else ():
                 for sample in server_layouts(one_job, other):
                     if other is not own or train.count + train.serves_reward + sample.count <= own.count:
-                        pairs += [(schedule, sample) for schedule in space.schedules]
+                        accepted = space.schedules if train.tensor == 1 else ("sync",)
+                        pairs += [(schedule, sample) for schedule in accepted]
             for schedule, sample in pairs:
                 plan = evaluate(one_job, train, sample, schedule)
                 if plan.shortage() is None:
@@ -137,6 +139,41 @@ def test_what_excludes_training_stages_is_named():
     assert sizes == {1, 2, 3, 4} and max(o.stages for o in train_layouts(job_7b(), pool(32), FEW)) == 16
 
 
+def held(one, **changes):
+    """Return (tensor, shards, stages) above 1 of the layouts of a trainer on four devices."""
+    layouts = list(train_layouts(one, pool(4), replace(FEW, **changes)))
+    return {name for name in ("tensor", "shards", "stages") for o in layouts if getattr(o, name) > 1}
+
+
+def engines(one, base_bytes=2.0):
+    """Return the engines in the processes of one or two devices that hold the base whole."""
+    layouts = [TrainLayout(pool(1).device, count, base_bytes=base_bytes) for count in (1, 2)]
+    return {sample.engine for layout in layouts for sample in inner_layouts(one, layout, FEW)}
+
+
+def test_what_the_trainer_rejects_at_startup_is_not_planned():
+    assert held(job_7b()) == {"tensor", "shards", "stages"}
+    # parallel/tensor.py rejects any quantised base, parallel/sharding.py and rollouts/colocate.py one in 8 bit.
+    assert held(job_7b(), base_bytes=(NF4_BYTES,)) == {"shards"} and held(job_7b(), base_bytes=(INT8_BYTES,)) == set()
+    assert engines(job_7b()) == engines(job_7b(), NF4_BYTES) == {LOCAL, PIPELINED, COLOCATED}
+    assert engines(job_7b(), INT8_BYTES) == {LOCAL, PIPELINED}
+    reasons = rejected(job_7b(), [pool(1)], replace(FEW, base_bytes=(INT8_BYTES,)))
+    assert any("colocated engine is not tried" in line for line in reasons)
+    # ppo/setup.py rejects activations that are offloaded next to a divided or sharded base.
+    layouts = list(train_layouts(job_7b(), pool(4), FEW))
+    assert not any(entry.is_offloaded and max(entry.tensor, entry.shards, entry.stages) > 1 for entry in layouts)
+    assert any(entry.is_offloaded for entry in layouts)
+    # ppo/setup.py rejects episodes with tensor parallelism and pipelined sampling; servers are still divided.
+    episodes = job_7b(plays=True, stage_obstacle="episodes")
+    assert held(episodes) == {"shards"} and engines(episodes) == {LOCAL, COLOCATED}
+    assert any(layout.tensor > 1 for layout in server_layouts(episodes, pool(4)))
+    # And tensor parallelism with another schedule than sync.
+    small = [pool(2, memory_gib=14.0), pool(2, name="E")]
+    ranking = search(job_7b(), small, replace(FEW, engines=(SERVER,)), most=99)
+    divided = {entry.schedule for entry in ranking if entry.train.tensor > 1}
+    assert divided == {"sync"} and {entry.schedule for entry in ranking} == {"sync", "one_step", "async"}
+
+
 def test_the_objectives_choose_differently():
     one, pools = job_7b(), [pool(16)]
     fast, cheap, few = (search(one, pools, FEW, objective)[0] for objective in OBJECTIVES)
@@ -162,6 +199,19 @@ def test_every_loser_has_a_reason():
         assert why
         if plan.iteration_s > 1.01 * first.iteration_s:
             assert "times as long" in why and any(w in why for w in ("needs", "wait", "publishing"))
+
+
+def test_next_to_a_schedule_that_does_not_wait_the_waiting_is_the_reason():
+    first, *others = search(job_7b(), [pool(8)], FEW)
+    assert first.schedule == "async"
+    same = replace(first, iteration_s=2 * first.iteration_s)
+    for schedule, part in (("one_step", "its rollouts wait for their longest"), ("sync", "its phases wait for each")):
+        assert part in why_not(replace(same, schedule=schedule), first, "time", "on_demand")
+    # Its trainer is slower too, but that explains less than half of the difference.
+    (sharded,) = (p for p in others if p.schedule == "one_step" and p.train.shards > 1)
+    assert sharded.phases["update"].seconds > first.phases["update"].seconds
+    assert "its rollouts wait" in why_not(sharded, first, "time", "on_demand")
+    assert "publishing" in why_not(same, first, "time", "on_demand")
 
 
 def test_a_mixed_pool_samples_on_the_cheaper_devices():

@@ -17,7 +17,7 @@ from onetrunk import cli
 from onetrunk.parallel.heartbeat import Heartbeat
 from onetrunk.report.blocks import MARKDOWN, PAGE, Block, Figure, rendered
 from onetrunk.report.plots import PLOTS, draw, drawn
-from onetrunk.report.report import write_report, write_report_of
+from onetrunk.report.report import facts_of, write_report, write_report_of
 from onetrunk.report.runs import read_run
 from onetrunk.utils.beats import Beat, heartbeat_file
 from tests.report.made_runs import ALARM, ppo_log, write_lines, write_pipeline, write_ppo_run, write_preferences
@@ -94,6 +94,15 @@ def test_the_facts_of_a_run_worked_out_by_hand(page):
     settings = page[page.index("differ from the defaults") : page.index("All settings")]
     assert "<td>beta</td><td>0.1</td>" in settings and "gamma" not in settings
     assert "8 rows, sha256 abc" in page and "<td>torch</td><td>2.13</td>" in page
+
+
+@pytest.mark.parametrize(("peak", "text"), [(10.0, "10.00"), (0.004, "0.00"), (0.0, None)])
+def test_the_peak_memory_is_shown_where_it_was_measured(tmp_path, peak, text):
+    folder = write_ppo_run(tmp_path / "run")
+    lines = [{**entry, "memory/peak_gib": peak} for entry in ppo_log()]
+    write_lines(folder / "_report" / "log.jsonl", lines)
+    rows = {name: values for name, *values in facts_of([read_run(folder)]).rows}
+    assert rows.get("peak memory, GiB") == (None if text is None else [text])
 
 
 def test_the_verdict_stands_before_the_samples(page):

@@ -10,7 +10,7 @@ import yaml
 
 from onetrunk import cli
 from onetrunk.plan.hardware import load_catalog
-from onetrunk.plan.timing import PIPELINED
+from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER
 from onetrunk.stages.plan import plan_of_run
 from tests.plan.support import device, job
 from tests.processes import python
@@ -130,6 +130,41 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
     for model in (small / "config.json", adapter):
         assert plan("--model", model, "--hardware", "CPU", "--json") == 0
         assert json.loads(capsys.readouterr().out)["weights"] == weights
+
+
+def test_a_continued_adapter_brings_its_rank_and_its_layers(small, tmp_path, capsys):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    content = {"base_model_name_or_path": str(small), "r": 64, "layers_to_transform": [1]}
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
+    words = ["--hardware", "2xH100", "--engines", "server", "--write", tmp_path / "plan"]
+    assert plan("--model", adapter, *words) == 0
+    assert "LoRA rank 64 on the last 1 of 2 layers" in capsys.readouterr().out
+    assert "--max_lora_rank 64 " in (tmp_path / "plan" / "servers.sh").read_text()
+    assert plan("--model", small, *words) == 0
+    assert "LoRA rank 16 on all layers" in capsys.readouterr().out
+
+
+def test_episodes_are_planned_without_tensor_parallelism_and_pipelines(capsys):
+    words = ["--model", "Qwen/Qwen2.5-7B", "--hardware", "4xH100", "--engines", "local", "pipelined", "--json"]
+    ranking = {}
+    for config in ("qwen2.5-1.5b-tools/ppo", "llama-3.1-8b/ppo"):
+        assert plan("--config", config, *words) == 0
+        ranking[config] = [entry["training"] for entry in json.loads(capsys.readouterr().out)["ranking"]]
+    episodes, turns = ranking.values()
+    for kind in ("per matrix", "stages"):
+        assert any(kind in entry for entry in turns) and not any(kind in entry for entry in episodes)
+    assert plan("--config", "qwen2.5-1.5b-tools/ppo", *words[:4]) == 0
+    assert "stages is not tried: processes that sample the same rows together" in capsys.readouterr().out
+
+
+def test_prompts_are_assumed_to_leave_room_in_a_context(capsys):
+    words = ["--config", "remember/ppo", "--model", "HuggingFaceTB/SmolLM2-135M", "--hardware", "1xT4"]
+    assert plan(*words) == 0
+    out = capsys.readouterr().out
+    # Half of max_context_length, which is 208.
+    assert "prompts of at most 104 tokens (the recipe has no max_prompt_length)" in out
+    assert "of at most 208 tokens (max_context_length)" in out
 
 
 @pytest.mark.parametrize(
@@ -276,6 +311,16 @@ def test_a_run_that_trained_in_stages_is_planned_so():
     # Two pipelines of two stages: each has half of the rows.
     assert (own.train.data, own.train.stages, own.train.count) == (2, 2, 4)
     assert (own.sample.replicas, own.sample.stages, own.sample.count) == (2, 2, 4)
+
+
+def test_a_run_that_sampled_by_vllm_is_planned_with_its_engines():
+    values = {"rollout_backend": "local", "vllm_mode": "server", "vllm_server_base_url": None}
+    served = job(uses_server=True)
+    for urls, replicas in ((None, 1), (["http://a:1", "http://b:1"], 2)):
+        sample = plan_of_run(served, device(), 4, {**values, "vllm_server_base_url": urls}).sample
+        assert (sample.engine, sample.replicas) == (SERVER, replicas)
+    sample = plan_of_run(served, device(), 1, {**values, "vllm_mode": "colocate"}).sample
+    assert (sample.engine, sample.replicas) == (COLOCATED, 1)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_another_model_or_constitution_under_the_same_name_is_noticed(prefs, inp
         (["--merge_shards", "1"], 2, "merge_shards is 1; give the number of shards, 2 or more"),
         (["--dataset_name", "rows", "--streaming", "true"], 1, "the dataset has no column 'prompt', only text"),
         (["--dataset_name", "absent.jsonl", "--streaming", "true"], 1, "absent.jsonl does not exist"),
-        (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "blank.jsonl, row 1: prompt is empty or white space only"),
+        (["--dataset_name", "blank.jsonl", "--streaming", "true"], 1, "row 1: prompt is empty or white space only"),
         (["--max_completion_length", "500"], 1, "leaves room for 0"),
         (["--merge_shards", "2"], 1, "shards 0/2, 1/2"),
     ],

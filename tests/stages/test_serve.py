@@ -71,6 +71,16 @@ def test_a_base_and_that_of_an_adapter_are_served_by_their_absolute_path(model, 
         assert line[line.index("--model") + 1] == str(model.resolve())
 
 
+def test_the_revision_of_an_adapter_is_not_that_of_its_base(model, tmp_path, capsys):
+    adapter = sft_model()
+    adapter.peft_config["default"].base_model_name_or_path = str(model)
+    adapter.save_pretrained(tmp_path)
+    _, line = printed(capsys, tmp_path, "--revision", "v2")
+    assert "--revision" not in line
+    _, line = printed(capsys, model, "--revision", "v2")
+    assert line[line.index("--revision") + 1] == "v2"
+
+
 def test_a_key_is_passed_in_the_environment_and_never_printed(model, capsys, monkeypatch):
     monkeypatch.setenv("SERVER_KEY", "abc123def456ghi789")
     assert cli.main(["serve", str(model), "--api_key_env", "SERVER_KEY", "--print"]) == 0

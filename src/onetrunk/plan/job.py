@@ -57,6 +57,7 @@ class ModelFacts:
         itemsize: bytes of a weight in the checkpoint.
         source: where the shape comes from, for people.
         base: name of the base, where the model is a folder with an adapter on it.
+        lora_rank, first_layer: rank of that adapter, and the first layer that it changes.
     """
 
     name: str
@@ -64,6 +65,8 @@ class ModelFacts:
     itemsize: float
     source: str
     base: str | None = None
+    lora_rank: int | None = None
+    first_layer: int = 0
 
 
 def read_model(name: str) -> ModelFacts:
@@ -71,8 +74,10 @@ def read_model(name: str) -> ModelFacts:
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
-            base = read_json(path / ADAPTER_CONFIG)["base_model_name_or_path"]
-            return replace(read_model(base), name=name, base=base)
+            config = read_json(path / ADAPTER_CONFIG)
+            base, layers = config["base_model_name_or_path"], config.get("layers_to_transform") or 0
+            first = layers if isinstance(layers, int) else min(layers)
+            return replace(read_model(base), name=name, base=base, lora_rank=config.get("r"), first_layer=first)
         path /= CONFIG
     elif not path.exists():
         path = _in_cache(name) or path
@@ -217,6 +222,7 @@ class Job:
         reward_bytes: bytes of a weight of it.
         keeps_states: the states at the cut stay on the device (trunk_cache auto or device).
         captures_states: sampling provides the states at the cut, so scoring does not run the layers below it.
+        plays: completions are episodes with tools or an environment.
         expands_segments: the allocator grows its segments, so that rows of changing length leave few fragments.
         stage_obstacle: the setting that excludes training in pipeline stages, with why; None: nothing does.
         assumed: what the recipe did not say, for people.
@@ -245,6 +251,7 @@ class Job:
     optimizer_bytes: float = ADAM_BYTES
     keeps_states: bool = True
     captures_states: bool = False
+    plays: bool = False
     expands_segments: bool = True
     stage_obstacle: str | None = None
     is_padding_free: bool = False
@@ -301,15 +308,16 @@ def job_of(
     rewards = reward_specs(values)
     if reward is None and any(spec.kind.is_model for spec in rewards):
         assumed.append("the reward takes no memory and no time on these devices; name a model with --reward_model")
-    captures, plays = values["capture_trunk_states"], values.get("tools") or values.get("environment")
+    captures, plays = values["capture_trunk_states"], bool(values.get("tools") or values.get("environment"))
+    first_layer = parse_adapter_layers(values["adapter_layers"], model.shape.num_layers)
     allocator = " ".join(os.environ.get(name, "") for name in ALLOCATOR).lower()
     return Job(
         model=model,
         base_bytes=base_bytes,
         itemsize=2.0 if is_half else 4.0,
         lengths=lengths,
-        lora_rank=int(values["lora_r"]),
-        adapted_layers=model.shape.num_layers - parse_adapter_layers(values["adapter_layers"], model.shape.num_layers),
+        lora_rank=model.lora_rank or int(values["lora_r"]),
+        adapted_layers=model.shape.num_layers - max(first_layer, model.first_layer),
         frozen_copies=0 if model.base is None else 1,
         has_reference=values["beta"] > 0 or values["kl_target"] is not None,
         reward=None if reward is None else reward.shape,
@@ -321,8 +329,9 @@ def job_of(
         optimizer_bytes=ADAM_8BIT_BYTES if "8bit" in str(values.get("optim")) else ADAM_BYTES,
         keeps_states=values["trunk_cache"] in ("auto", "device"),
         captures_states=not (is_half or plays) if captures is None else bool(captures),
+        plays=plays,
         expands_segments=on_cpu or "expandable_segments:true" in allocator,
-        stage_obstacle=_stage_obstacle(values, rewards),
+        stage_obstacle=_stage_obstacle(values, rewards, plays),
         is_padding_free=bool(values["padding_free"]),
         uses_server=bool(values["use_vllm"]),
         save_every=int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
@@ -337,8 +346,10 @@ def reward_specs(values: Mapping[str, Any]) -> list[Spec]:
     return [read_spec(str(text)) for text in ([written] if isinstance(written, str) else written)]
 
 
-def _stage_obstacle(values: Mapping[str, Any], rewards: list[Spec]) -> str | None:
+def _stage_obstacle(values: Mapping[str, Any], rewards: list[Spec], plays: bool) -> str | None:
     """Return the setting with which training in pipeline stages would be rejected; a plan sets the others itself."""
+    if plays:
+        return "processes that sample the same rows together cannot play episodes with tools or an environment"
     for name, why, _ in stage_obstacles(values):
         if name != "activation_offloading":
             return f"{name} {values[name]} {why}"
@@ -351,7 +362,8 @@ def _lengths(
 ) -> Lengths:
     longest, longest_prompt = int(values["max_completion_length"]), values["max_prompt_length"]
     if longest_prompt is None and prompt is None:
-        longest_prompt = ASSUMED_PROMPT
+        context = values.get("max_context_length")
+        longest_prompt = min(ASSUMED_PROMPT, context // 2) if context else ASSUMED_PROMPT
         assumed.append(f"prompts of at most {longest_prompt} tokens (the recipe has no max_prompt_length)")
     elif longest_prompt is None:
         longest_prompt = math.ceil(prompt)
@@ -375,7 +387,10 @@ def _segments(values: Mapping[str, Any], lengths: Lengths, assumed: list[str]) -
     if context is None:
         return lengths, 1
     if context <= lengths.longest_prompt:
-        raise ValueError(f"max_context_length is {context}, and prompts have up to {lengths.longest_prompt} tokens")
+        raise ValueError(
+            f"max_context_length is {context}, and prompts have up to {lengths.longest_prompt} tokens; raise it, or"
+            " lower max_prompt_length (without one, --prompt_tokens)"
+        )
     longest = min(lengths.longest, context - lengths.longest_prompt)
     count = math.ceil(lengths.completion / longest)
     assumed.append(f"{count} contexts per episode on average, of at most {context} tokens (max_context_length)")

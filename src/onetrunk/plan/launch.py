@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from onetrunk.plan.hardware import GIB, Catalog
-from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, Job
+from onetrunk.plan.job import FP32, INT8_BYTES, NF4_BYTES, Job
 from onetrunk.plan.memory import ASYNC_STALENESS, engine_parts
 from onetrunk.plan.search import MANY_ROWS, Plan, cost_of, host_gib
 from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER, split_of
@@ -80,6 +80,11 @@ class Launch:
         return is_same and self.has_servers and plan.count <= plan.train.per_node
 
     @property
+    def needs_host(self) -> bool:
+        """Whether servers run on machines that the user names by SERVER_HOST."""
+        return self.has_servers and not self.shares_machine
+
+    @property
     def host(self) -> str:
         """Where servers are: this machine, or the one that the variable SERVER_HOST names."""
         return "http://localhost" if self.shares_machine else REMOTE
@@ -100,9 +105,12 @@ def settings_of(launch: Launch) -> list[str]:
     job, plan, train = launch.job, launch.plan, launch.plan.train
     words = ["--model_name_or_path", launch.job.model.name] if launch.is_overridden else []
     if train.base_bytes != job.base_bytes:
-        words += {NF4_BYTES: ["--load_in_4bit", "true"], INT8_BYTES: ["--load_in_8bit", "true"]}.get(
-            train.base_bytes, ["--dtype", "float32" if train.base_bytes == 4 else "bfloat16"]
-        )
+        # All three, because the recipe may have set any of them.
+        for name, size in (("--load_in_4bit", NF4_BYTES), ("--load_in_8bit", INT8_BYTES)):
+            words += [name, str(train.base_bytes == size).lower()]
+        # A quantised base computes in this precision.
+        is_full = train.base_bytes == FP32 or (train.base_bytes <= INT8_BYTES and train.device.is_cpu)
+        words += ["--dtype", "float32" if is_full else "bfloat16"]
     if train.rows == MANY_ROWS:
         rows = job.rows // train.data // job.num_minibatches
         words += ["--per_device_train_batch_size", str(max(1, min(train.rows, rows)))]
@@ -124,7 +132,8 @@ def _sampler_settings(launch: Launch) -> list[str]:
     job, train, sample = launch.job, launch.plan.train, launch.plan.sample
     if sample.engine == COLOCATED:
         # The engine's own part: vLLM refuses a share of which the trainer has taken some before.
-        share = sum(engine_parts(job, sample).values()) / (train.device.memory_gib * GIB)
+        parts = engine_parts(replace(job, base_bytes=train.base_bytes), sample)
+        share = sum(parts.values()) / (train.device.memory_gib * GIB)
         words = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true"]
         return [*words, "--vllm_gpu_memory_utilization", f"{math.ceil(100 * share) / 100:.2f}"]
     if sample.engine == SERVER:

@@ -22,13 +22,14 @@ from onetrunk.plan.costs import (
     stage_weights,
 )
 from onetrunk.plan.hardware import GIB
-from onetrunk.plan.job import ADAM_BYTES, FP32, Job, base_weights_bytes
+from onetrunk.plan.job import ADAM_BYTES, FP32, HALF_BYTES, Job, base_weights_bytes
 from onetrunk.plan.timing import (
     COLOCATED,
     PADDING,
     SERVER,
     SampleLayout,
     TrainLayout,
+    engine_bytes,
     most_rows_of,
     packs_of,
     shares_base,
@@ -195,8 +196,10 @@ def sample_memory(
     """
     if sample.engine == SERVER:
         return {"server": dict(engine_parts(job, sample))}
-    stages = [engine_parts(job, sample)] if sample.engine == COLOCATED else stage_parts(job, train, sample)
-    added = max(stages, key=lambda parts: sum(parts.values()))
+    if sample.engine == COLOCATED:
+        added = engine_parts(replace(job, base_bytes=train.base_bytes), sample)
+    else:
+        added = max(stage_parts(job, train, sample), key=lambda parts: sum(parts.values()))
     # Weights of training stages are those of the stage that samples; an engine and its trainer can have one copy.
     is_one = train.is_staged or shares_base(job, train, sample)
     kept = {name: trainer[name] for name in KEPT if name in trainer and not (name == "weights" and is_one)}
@@ -223,11 +226,12 @@ def stage_parts(job: Job, train: TrainLayout, sample: SampleLayout) -> list[Part
 def engine_parts(job: Job, sample: SampleLayout) -> Mapping[str, float]:
     """Return the bytes of a device that a vLLM engine takes, by part; of rows of mean length, because it has pages."""
     adapters = job.adapter_weights * (2 + (1 if job.schedule == "sync" else ASYNC_STALENESS))
-    cached = int(_decoding_rows(job, sample) * job.lengths.row)
+    cached, size = int(_decoding_rows(job, sample) * job.lengths.row), engine_bytes(job, sample)
+    itemsize = int(max(HALF_BYTES, size))
     return {
-        "weights": base_weights_bytes(job.shape, min(2.0, job.base_bytes)) / sample.tensor,
-        "adapters": 2.0 * adapters / sample.tensor,
-        "kv_cache": kv_cache_bytes(job.shape, cached, 2) / sample.tensor,
+        "weights": base_weights_bytes(job.shape, size) / sample.tensor,
+        "adapters": itemsize * adapters / sample.tensor,
+        "kv_cache": kv_cache_bytes(job.shape, cached, itemsize) / sample.tensor,
         "runtime": SERVER_GIB * GIB,
     }
 

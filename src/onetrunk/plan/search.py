@@ -18,7 +18,6 @@ from onetrunk.plan.timing import (
     COLOCATED,
     ENGINES,
     LOCAL,
-    OWN_LOOP,
     PIPELINED,
     SERVER,
     PhaseTime,
@@ -152,8 +151,8 @@ def trained(job: Job, layout: TrainLayout) -> Trained:
 
 
 def sampling_time(job: Job, train: TrainLayout, sample: SampleLayout) -> PhaseTime:
-    """Return the seconds of generation; the trainer's own loop reads the base as the trainer holds it."""
-    return generate_time(replace(job, base_bytes=train.base_bytes) if sample.engine in OWN_LOOP else job, sample)
+    """Return the seconds of generation; in the trainer's processes the base has the trainer's precision."""
+    return generate_time(replace(job, base_bytes=train.base_bytes), sample)
 
 
 def combine(job: Job, side: Trained, sample: SampleLayout, generate: PhaseTime, schedule: str) -> Plan:
@@ -311,11 +310,22 @@ def train_layouts(job: Job, pool: Pool, space: Space) -> Iterator[TrainLayout]:
             continue
         for base in _divided_layouts(job, pool, space, data):
             for layout in _with_settings(base, job, space):
-                # A base in stages is neither quantised nor offloaded.
-                if not (layout.is_staged and (layout.base_bytes <= INT8_BYTES or layout.is_offloaded)):
+                if _is_accepted(job, layout):
                     yield layout
                     if may_serve and layout.count < pool.count:
                         yield replace(layout, serves_reward=True)
+
+
+def _is_accepted(job: Job, layout: TrainLayout) -> bool:
+    """Return whether the trainer accepts a layout at startup, with its precision of the base and with episodes."""
+    is_quantised = layout.base_bytes <= INT8_BYTES
+    if layout.is_offloaded and (layout.is_staged or layout.tensor > 1 or layout.shards > 1):
+        return False
+    if layout.is_staged:
+        return not is_quantised
+    if layout.tensor > 1:
+        return not (is_quantised or job.plays)
+    return layout.shards == 1 or layout.base_bytes != INT8_BYTES
 
 
 def _divided_layouts(job: Job, pool: Pool, space: Space, data: int) -> Iterator[TrainLayout]:
@@ -376,14 +386,15 @@ def inner_layouts(job: Job, train: TrainLayout, space: Space) -> Iterator[Sample
     caps = sorted({rows, *(2**i for i in range(rows.bit_length()))}, reverse=True)
     if LOCAL in space.engines and not train.is_staged:
         yield from (SampleLayout(train.device, LOCAL, train.data, train.tensor, rows=cap) for cap in caps)
-    if PIPELINED in space.engines and train.tensor == 1:
+    if PIPELINED in space.engines and train.tensor == 1 and not job.plays:
         sizes = _pipeline_sizes(job, train.data, space.stages)
         for stages in [train.stages] if train.is_staged else [size for size in sizes if train.data % size == 0]:
             pipelines = train.count // stages
             own = SampleLayout(train.device, PIPELINED, pipelines, 1, stages, 1, space.split, train.per_node)
             yield from (replace(own, rows=cap * stages) for cap in caps)
-    # The colocated engine works with one process, and reads a whole base.
-    if COLOCATED in space.engines and train.count == 1 and not train.device.is_cpu:
+    # The colocated engine works with one process, and reads a whole base, which it does not quantise to 8 bits.
+    is_colocatable = train.count == 1 and train.base_bytes != INT8_BYTES and not train.device.is_cpu
+    if COLOCATED in space.engines and is_colocatable:
         yield from (SampleLayout(train.device, COLOCATED, 1, rows=cap) for cap in SERVED_ROWS)
 
 
@@ -418,9 +429,11 @@ def plans(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Plan]:
                 plan = combine(job, side, sample, sampling_time(job, side.layout, sample), "sync")
                 if plan.shortage() is None:
                     yield plan
+        # With tensor parallelism the trainer rejects other schedules.
+        schedules = [name for name in space.schedules if name == "sync" or side.layout.tensor == 1]
         for other, sample, time in servers if not side.layout.is_staged else ():
             if other != pool or side.count + sample.count <= pool.count:
-                yield from (combine(job, side, sample, time, schedule) for schedule in space.schedules)
+                yield from (combine(job, side, sample, time, schedule) for schedule in schedules)
 
 
 def _servers(job: Job, pools: Sequence[Pool]) -> list[tuple[Pool, SampleLayout, PhaseTime]]:
@@ -488,12 +501,16 @@ def why_not(plan: Plan, winner: Plan, objective: str, market: str) -> str:
         words.append(f"takes {ratio:.2f} times as long")
         losses = {name: plan.phases[name].seconds - winner.phases[name].seconds for name in plan.phases}
         name = max(losses, key=losses.__getitem__)
-        if losses[name] > 0:
+        wait = ""
+        if plan.schedule == "sync" and winner.schedule != "sync":
+            wait = "its phases wait for each other"
+        elif plan.schedule != "async" and winner.schedule == "async":
+            wait = "its rollouts wait for their longest completions"
+        # Next to a schedule that waits, a slower phase is the reason if it explains most of the difference.
+        if losses[name] > ((plan.iteration_s - winner.iteration_s) / 2 if wait else 0.0):
             words.append(f"{name} needs {losses[name]:.1f} s more, most of it {plan.phases[name].bottleneck}")
-        elif plan.schedule == "sync" and winner.schedule != "sync":
-            words.append("its phases wait for each other")
         else:
-            words.append(f"publishing takes {plan.publish_s:.1f} s")
+            words.append(wait or f"publishing takes {plan.publish_s:.1f} s")
     words += [f"{name} idle {share:.0%}" for name, share in plan.idle().items() if share > 0.25]
     return "; ".join(words)
 
@@ -522,6 +539,8 @@ def rejected(job: Job, pools: Sequence[Pool], space: Space) -> list[str]:
     obstacle = stage_obstacle(job, space)
     if obstacle is not None and space.offers_stages and max(pool.count for pool in pools) > 1:
         lines.append(f"training in pipeline stages is not tried: {obstacle}")
+    if COLOCATED in space.engines and all(size == INT8_BYTES for size in space.base_bytes or (job.base_bytes,)):
+        lines.append("a colocated engine is not tried: vLLM does not quantise a base to 8 bits")
     return lines
 
 

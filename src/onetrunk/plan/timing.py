@@ -220,11 +220,17 @@ def _is_pipeline_inside(layout: TrainLayout | SampleLayout) -> bool:
     return layout.count <= layout.per_node or layout.per_node % layout.stages == 0
 
 
+def engine_bytes(job: Job, layout: SampleLayout) -> float:
+    """Return the bytes of a weight in a vLLM engine: a server loads the checkpoint, any other the trainer's base."""
+    return job.model.itemsize if layout.engine == SERVER else job.base_bytes
+
+
 def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> dict[str, float]:
     """Return the seconds of one decoded token of `rows` rows, on all stages of a replica, by part."""
     shape, device, rates = job.shape, layout.device, layout.device.rates
     is_local, divided = layout.engine in OWN_LOOP, layout.tensor
-    base_bytes, itemsize = (job.base_bytes, job.itemsize) if is_local else (min(2.0, job.base_bytes), 2.0)
+    base_bytes = job.base_bytes if is_local else engine_bytes(job, layout)
+    itemsize = job.itemsize if is_local else max(HALF_BYTES, base_bytes)
     head = shape.head_parameters * (HALF_BYTES if base_bytes <= INT8_BYTES else base_bytes)
     read = shape.num_layers * _touched_weights(shape, rows) * base_bytes + head
     read += kv_cache_bytes(shape, 1, 1) * itemsize * rows * context

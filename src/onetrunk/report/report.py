@@ -188,6 +188,7 @@ def facts_of(runs: Sequence[Run], links: Mapping[str, Path] | None = None, targe
     for run in runs:
         begin = next((event for event in reversed(run.events) if event.get("event") == "begin"), {})
         hours, gpu_hours = run.hours(), run.hours(with_gpus=True)
+        peak = max(run.series("memory/peak_gib")[1], default=0)
         last = max((entry.get("step", 0) for entry in run.log), default=0)
         planned = run.about.get("planned_steps")
         facts = {
@@ -199,8 +200,8 @@ def facts_of(runs: Sequence[Run], links: Mapping[str, Path] | None = None, targe
             "machine": f"{begin.get('num_processes', '')} process(es), {begin.get('device', '')}" if begin else "",
             "hours": f"{hours:.2f}" if hours is not None else "",
             "GPU-hours": f"{gpu_hours:.2f}" if gpu_hours else "0 (no GPU)" if gpu_hours is not None else "",
+            "peak memory, GiB": f"{peak:.2f}" if peak > 0 else "",
         }
-        facts["peak memory, GiB"] = f"{max(run.series('memory/peak_gib')[1], default=0):.2f}".replace("0.00", "")
         for name, value in facts.items():
             rows.setdefault(name, []).append(value)
     cells = [[name, *values] for name, values in rows.items() if any(values)]

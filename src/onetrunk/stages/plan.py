@@ -48,6 +48,7 @@ from onetrunk.plan.search import (
     why_not,
 )
 from onetrunk.plan.timing import (
+    COLOCATED,
     LOCAL,
     PIPELINED,
     SERVER,
@@ -352,7 +353,11 @@ def plan_of_run(job: Job, device: Device, processes: int, values: Mapping[str, A
         device, processes, per_node=processes, base_bytes=job.base_bytes, rows=job.microbatch_rows,
         tokens=job.microbatch_tokens or 2**31, is_checkpointed=job.is_checkpointed, is_offloaded=job.is_offloaded,
     )  # fmt: skip
-    sample = SampleLayout(device, SERVER if job.uses_server else LOCAL, processes)
+    sample = SampleLayout(device, LOCAL, processes)
+    if job.uses_server and values["vllm_mode"] == "colocate":
+        sample = SampleLayout(device, COLOCATED, processes)
+    elif job.uses_server:
+        sample = SampleLayout(device, SERVER, len(values["vllm_server_base_url"] or [""]))
     if values["rollout_backend"] == PIPELINED:
         split = tuple(values["pipeline_split"] or ())
         stages = values["pipeline_stages"] or processes

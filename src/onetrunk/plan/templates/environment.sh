@@ -1,4 +1,4 @@
-{% if launch.has_servers and not launch.shares_machine %}
+{% if launch.needs_host %}
 : "${SERVER_HOST:?the name of the machine of the servers}"
 {% endif %}
 {% if expands %}

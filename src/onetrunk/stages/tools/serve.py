@@ -49,7 +49,7 @@ class ServeArguments:
         "127.0.0.1", "Address to listen on. Whoever reaches it can load adapters, so do not open it to others."
     )
     port: int = option(8000, "Port to listen on.")
-    revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.")
+    revision: str | None = option(None, "Branch, tag or commit of the model, or of the adapter, on the Hub.")
     dtype: str = option("auto", "Precision of the base, as in the trainer; auto: the checkpoint's own.", DTYPES)
     max_lora_rank: int = option(16, "Largest rank of an adapter, 1 to 512; rounded up to a rank that vLLM knows.")
     max_loras: int = option(2, "Adapters that sample at the same time, at least 1; others wait on the CPU or on disk.")
@@ -75,7 +75,7 @@ class ServeArguments:
             raise ValueError(f"max_lora_rank is {self.max_lora_rank}; set it from 1 to {VLLM_RANKS[-1]}")
 
 
-def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> list[str]:
+def server_words(args: ServeArguments, base: str, revision: str | None, dtype: str, on_cpu: bool) -> list[str]:
     """Return the arguments of vLLM's server, after the module."""
     rank = served_rank(args.max_lora_rank)
     words = ["--model", base, "--host", args.host, "--port", str(args.port), "--dtype", dtype]
@@ -83,8 +83,8 @@ def server_words(args: ServeArguments, base: str, dtype: str, on_cpu: bool) -> l
     # Two versions of the policy and the reference stay in memory.
     words += ["--max-cpu-loras", str(max(4, args.max_loras))]
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    if args.revision is not None:
-        words += ["--revision", args.revision]
+    if revision is not None:
+        words += ["--revision", revision]
     if args.max_model_len is not None:
         words += ["--max-model-len", str(args.max_model_len)]
     if on_cpu:
@@ -99,7 +99,8 @@ def run(args: ServeArguments) -> None:
     on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
     revision = args.revision if base == args.model else None
     dtype = checkpoint_dtype(base, revision) if args.dtype == "auto" else args.dtype
-    words = [args.python or sys.executable, "-m", MODULE, *server_words(args, whole_path(base), dtype, on_cpu)]
+    words = [args.python or sys.executable, "-m", MODULE]
+    words += server_words(args, whole_path(base), revision, dtype, on_cpu)
     environment = ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
     if args.print:
         key = [] if args.api_key_env is None else [f'VLLM_API_KEY="${checked_variable(args.api_key_env)}"']
