@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Installed first. Leave it empty (make setup TORCH_VERSION=) for the newest build with CUDA.
+# Installed first; empty (make setup TORCH_VERSION=): the newest. On Linux it is a build for CUDA 13, a download of
+# gigabytes. For a machine without a GPU set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels.
 TORCH_VERSION ?= 2.13.0
 # Test processes side by side, and further arguments to pytest: make test PYTEST_ARGS='-k files'
 TEST_WORKERS ?= 3
@@ -13,7 +14,7 @@ BENCH_ARGS ?= --make_baseline
 CHECK_GPU_ARGS ?=
 
 BIN := $(VENV)/bin
-# An environment keeps the torch it was made with, unless TORCH_VERSION is given anew.
+# An environment keeps the torch it was made with, unless TORCH_VERSION is given again.
 MADE_WITH := $(firstword $(wildcard $(VENV)/.installed-torch-*))
 ifeq ($(origin TORCH_VERSION)$(if $(MADE_WITH),+made),file+made)
   TORCH_VERSION := $(subst newest,,$(MADE_WITH:$(VENV)/.installed-torch-%=%))
@@ -30,7 +31,7 @@ KEEP_FILES := --dist loadfile --no-loadscope-reorder
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make the virtual environment and install onetrunk with its tools (about 2 minutes)
+setup: $(STAMP) ## make the virtual environment and install onetrunk with its tools (about 2 minutes with CPU wheels)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -78,7 +79,7 @@ check: setup ## check style and formatting
 check-gpu: setup ## on a machine with a GPU: test and measure what only it can show (at most 9 minutes)
 	$(QUIET_ENV) $(BIN)/python scripts/check_gpu.py $(CHECK_GPU_ARGS)
 
-bench: setup ## time the parts against their naive twins, and iterations against TRL 1.12 (an hour; see BENCH_ARGS)
+bench: setup ## time the parts against their naive twins, and iterations against TRL 1.12 (two hours, 17 GB; see BENCH_ARGS)
 	$(BIN)/python scripts/bench_ops.py
 	$(BIN)/python scripts/bench.py $(BENCH_ARGS)
 

@@ -1,6 +1,6 @@
 """One PPO iteration of ours against TRL 1.12's, on the same work: seconds per phase, peak memory, ratios.
 
-    python scripts/bench.py --make_baseline            # all rows, 3 rounds: about an hour on 2 cores
+    python scripts/bench.py --make_baseline            # all rows, 3 rounds: about two hours, 17 GB
     python scripts/bench.py --rows mixed-top equal-top --rounds 1
     python scripts/bench.py --device cuda              # 0.5B to 8B, bf16 and NF4; not yet run on hardware
     python scripts/bench.py growth                     # curves over size, as PNG

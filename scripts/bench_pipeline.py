@@ -16,7 +16,7 @@ With `--stage_ms` the time of a stage is EMULATED: a forward takes so long, what
 weights bounds a step. Without, the stages compute. The bound is the number of stages.
 
 `--clock model` counts the work of each stage (emulated forwards, or the processor time of its thread): messages carry
-the time at which they were sent, and a stage goes on when it is free and the message is there. What else the machine
+the time at which they were sent, and a stage continues when it is free and the message is there. What else the machine
 does hardly matters then; sending costs nothing. `--clock wall` measures, and needs a core for each process; emulated
 forwards sleep. `--device cuda` needs a GPU for each stage (not yet run on hardware).
 """
@@ -80,7 +80,7 @@ def tiny_head(given: argparse.Namespace) -> nn.Module:
 
 
 class ClockedLinks(StageLinks):
-    """Links whose messages carry the time at which they were sent: a stage goes on when it is free and they are there.
+    """Links whose messages carry the time at which they were sent: a stage continues when it is free and has them.
 
     Args:
         num_stages: of the pipeline.

@@ -60,7 +60,7 @@ def probe(args: argparse.Namespace) -> Machine:
     """Return what this machine has.
 
     Raises:
-        RuntimeError: it has no GPU and this is no dry run, or a given interpreter lacks its baseline.
+        RuntimeError: it has no GPU and this is not a dry run, or a given interpreter lacks its baseline.
     """
     done = subprocess.run(
         [sys.executable, str(HERE / "gpu_probe.py")], capture_output=True, text=True, env={**os.environ, **QUIET}
@@ -70,9 +70,11 @@ def probe(args: argparse.Namespace) -> Machine:
         raise RuntimeError(f"torch does not run here ({last}); run make setup")
     found = json.loads(done.stdout.strip().splitlines()[-1])
     if not found["gpus"] and not args.dry_run:
+        cuda = found["cuda"]
+        advice = f"CUDA {cuda}; install a driver for it, or a build of torch for your driver"
         raise RuntimeError(
-            f"torch {found['versions']['torch']} sees no GPU. On a machine with one, install a CUDA build"
-            " (make setup TORCH_VERSION=); --dry_run runs every part on a CPU, with tiny shapes"
+            f"torch sees no GPU: it is built for {advice if cuda else 'CPUs only; install a build for your driver'}."
+            " --dry_run runs every part on a CPU, with tiny shapes"
         )
     gpus = [] if args.dry_run else found["gpus"]
     given = {kind: getattr(args, f"{kind}_python") for kind in BASELINES}
@@ -85,7 +87,7 @@ def choose(parts: list[Part], names: list[str] | None) -> list[Part]:
     """Return the parts of these names, in their own order; None: all.
 
     Raises:
-        ValueError: a name that is no part.
+        ValueError: there is no part with one of these names.
     """
     known = {part.name: part for part in parts}
     unknown = sorted(set(names or ()) - set(known))

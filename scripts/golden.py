@@ -57,7 +57,7 @@ def commit_of(name: str) -> str:
     words = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"{name} is no commit of {ROOT}; give a branch, a tag or a hash")
+        raise ValueError(f"{name} is not a commit of {ROOT}; give a branch, a tag or a hash")
     return done.stdout.strip()
 
 

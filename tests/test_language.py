@@ -1,14 +1,14 @@
-"""Words that we do not write, in documents (without the changelog) and in the docstrings and comments of src."""
+"""Words that we do not write: in documents (without the changelog), and in all text of src, scripts and recipes."""
 
 import ast
 import io
 import re
 import tokenize
-from pathlib import Path
+from collections.abc import Iterable
 
 from tests.stages.recipes import DOCUMENTS, ROOT
 
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
+SOURCES = sorted(path for folder in ("src", "scripts", "recipes") for path in (ROOT / folder).rglob("*.py"))
 # What we do not write, as a regular expression -> what we write.
 WORDS = {
     r"(go|goes|went|going) on|way on": "continue, resume",
@@ -25,23 +25,44 @@ WORDS = {
     r"passed over": "skipped",
     r"foretells?|suffices?|amid|lest|whence|thereby": "a word of today",
 }
-FORBIDDEN = re.compile("|".join(rf"\b(?:{word})\b" for word in WORDS), re.IGNORECASE)
+# Words that messages of src still have.
+IN_MESSAGES = (r"(?<!there )is no(?! longer)", "beside", "likewise|alike")
+# The default compaction_prompt, whose words decide what a policy writes.
+KEPT = "You will go on from this summary alone."
 
 
-def prose_of(path: Path) -> str:
-    """Return a document without its code and quotations, or the docstrings and comments of a module."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md":
-        prose = re.sub(r"```.*?```|`[^`\n]*`|^>.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
-        return " ".join(prose.split())
-    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = [ast.get_docstring(node) for node in ast.walk(ast.parse(text)) if isinstance(node, nodes)]
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+def found_in(text: str, words: Iterable[str] = tuple(WORDS)) -> list[str]:
+    """Return the words of a text that we do not write."""
+    forbidden = re.compile("|".join(rf"\b(?:{word})\b" for word in words), re.IGNORECASE)
+    return [match[0] for match in forbidden.finditer(" ".join(text.split()))]
+
+
+def prose_of(document: str) -> str:
+    """Return a document without its code and quotations."""
+    return re.sub(r"```.*?```|`[^`\n]*`|^>.*?$", "", document, flags=re.DOTALL | re.MULTILINE)
+
+
+def texts_of(source: str) -> tuple[list[str], list[str]]:
+    """Return the docstrings and comments of a module, and its other strings."""
+    nodes = list(ast.walk(ast.parse(source)))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [text for node in nodes if isinstance(node, documented) and (text := ast.get_docstring(node, False))]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
-    return " ".join(" ".join([*filter(None, docstrings), *comments]).split())
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [*docstrings, *comments], [text.replace(KEPT, "") for text in strings if text not in docstrings]
 
 
-def test_no_document_docstring_or_comment_has_a_word_that_we_do_not_write():
-    paths = [path for path in (*DOCUMENTS, *SOURCES) if path.name != "CHANGELOG.md"]
-    found = {str(path.relative_to(ROOT)): [m[0] for m in FORBIDDEN.finditer(prose_of(path))] for path in paths}
+def test_no_document_has_a_word_that_we_do_not_write():
+    paths = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
+    found = {str(path.relative_to(ROOT)): found_in(prose_of(path.read_text(encoding="utf-8"))) for path in paths}
+    assert {path: words for path, words in found.items() if words} == {}
+
+
+def test_no_docstring_comment_or_string_has_a_word_that_we_do_not_write():
+    found = {}
+    for path in SOURCES:
+        notes, strings = texts_of(path.read_text(encoding="utf-8"))
+        words = [word for word in WORDS if path.parts[len(ROOT.parts)] != "src" or word not in IN_MESSAGES]
+        found[str(path.relative_to(ROOT))] = found_in(" ".join(notes)) + found_in(" | ".join(strings), words)
     assert {path: words for path, words in found.items() if words} == {}

@@ -66,4 +66,4 @@ def test_a_tree_computes_what_its_own_commit_computes_and_the_results_of_the_com
 
 def test_an_unknown_commit_is_one_message():
     said = python("scripts/golden.py", "no-such-commit", code=2, cwd=ROOT).stderr
-    assert "no-such-commit is no commit" in said and "Traceback" not in said
+    assert "no-such-commit is not a commit" in said and "Traceback" not in said

@@ -1,6 +1,6 @@
 """Rewards for GSM8K that compare numbers. `correct` is what PPO maximises; the other two explain its rise.
 
-If `correct` rises and `right_number` does not, the policy has only learnt where to write the answer.
+If `correct` rises and `right_number` does not, the policy has only learned where to write the answer.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ TURNS = 10
 
 
 class Talk:
-    """A conversation of ten turns and a question. The row's seed chooses name, number and talk."""
+    """A name and a number, eight turns of small talk, and a question. The row's seed chooses all but the question."""
 
     def reset(self, *, seed=None, options=None):
         rng = random.Random((options or {}).get("seed", seed))

@@ -4,8 +4,8 @@
     python scripts/bench/critic.py record runs/critic/four_tokens --task four_tokens
     python scripts/bench/critic.py replay runs/critic/tiny runs/critic/four_tokens
 
-Every head predicts a rollout before it is fitted to it, so nothing is explained by learning it by heart. The policy is
-that of the recorded run for all of them. Needs the repository's root in PYTHONPATH. Results: learning/README.md.
+Every head predicts a rollout before it is fitted to it, so no result comes from overfitting. The policy is that
+of the recorded run for all of them. Needs the repository's root in PYTHONPATH. Results: learning/README.md.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--logged",
         type=int,
         default=0,
-        help="compare two starts of the default head instead: cold, and after so many rollouts",
+        help="compare two starts of the default head instead: cold, and after this many rollouts",
     )
     given = parser.parse_args(arguments)
     if given.command == "record":

@@ -105,7 +105,7 @@ def count_kernels(run: Callable[[], Any]) -> int:
 
 
 def sampler(backend: Any, prompts: Sequence[list[int]]) -> Callable[[int], None]:
-    """Return what samples completions of so many tokens, other ones each time."""
+    """Return a function that samples completions of a given number of tokens, new ones each time."""
     number = iter(range(10**6))
 
     def sample(length: int) -> None:

@@ -188,7 +188,7 @@ def iteration(machine: Machine, shape: Shape, is_nf4: bool) -> Part:
         skip = f"the GPU has {machine.memory_gib} GiB; this needs {needed:.0f}"
     precision = "nf4" if is_nf4 else "bf16"
     own += ("--nf4",) if is_nf4 else ("--device", "sim:0") if machine.is_dry else ()
-    # Bitsandbytes has kernels for CPUs, and none for the pretended GPU.
+    # Bitsandbytes has kernels for CPUs, and none for the simulated GPU.
     runner = ("-m", "tests.device.simulated") if machine.is_dry and not is_nf4 else ()
     return Part(
         f"{shape.name}-{precision}",

@@ -74,7 +74,7 @@ class ForceLengthOfRunningRows(LogitsProcessor):
         return scores
 
     def _length(self, row: list[int]) -> int:
-        """Return the length of the completion of a row that has only its prompt, behind padding, which is no word."""
+        """Return the length of the completion of a row that has only its prompt, behind padding."""
         return self.length_of[tuple(i for i in row if i != PAD)]
 
 
@@ -222,7 +222,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--reward_adapter", action="store_true", help="a LoRA on the trunk scores, no second model")
     parser.add_argument("--learn_only", action="store_true", help="a rule scores, and sampling takes 0 s")
     parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
-    parser.add_argument("--profile_tokens", type=int, default=0, help="measure one decoded token over so many; 0: not")
+    parser.add_argument("--profile_tokens", type=int, default=0, help="measure a decoded token over this many; 0: not")
     parser.add_argument("--profile_operations", action="store_true", help="the milliseconds of its operations too")
     return parser
 

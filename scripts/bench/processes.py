@@ -83,7 +83,7 @@ def find_baseline(
     try:
         done = subprocess.run(check, capture_output=True, text=True, timeout=300)
     except OSError as error:
-        raise RuntimeError(f"{python} is no interpreter that runs ({error.strerror}); give one that does") from error
+        raise RuntimeError(f"{python} does not run ({error.strerror}); give an interpreter that does") from error
     if done.returncode:
         raise RuntimeError(
             f"{python} has no {baseline.name} with PPO ({done.stderr.strip().splitlines()[-1]}); install"

@@ -107,7 +107,7 @@ def choose_rows(names: list[str] | None, device: str, is_quick: bool, baseline: 
     Against AgileRL there are those of the CPU whose reward is the plain one.
 
     Raises:
-        ValueError: a name that is no row.
+        ValueError: there is no row with one of these names.
     """
     known = CUDA_ROWS if device == "cuda" else CPU_ROWS
     if baseline == "agilerl":

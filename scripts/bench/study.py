@@ -108,9 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(" ".join(["python", *(word.replace(f"{ROOT}/", "") for word in command[1:])]))
         code = subprocess.run(command, env=environment).returncode
         if code:
-            say(
-                f"study: it failed with code {code}; what was run before is kept, and the same command goes on from it"
-            )
+            say(f"study: it failed with code {code}; finished runs are kept, and the same command makes the others")
             return 1
     return 0
 

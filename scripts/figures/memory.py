@@ -1,6 +1,7 @@
 """Computes the GPU memory of PPO for the models of the recipes, and prints it as a table in Markdown.
 
     python scripts/figures/memory.py
+    python scripts/figures/memory.py --lora_r 32 --no_reward_adapter    # for gsm8k-0.5b and qwen2.5-1.5b-tools
 
 This is arithmetic on the shapes of the models; nothing is loaded and nothing has been measured on a GPU. Counted are
 weights, gradients, optimizer state and the key-value cache of a rollout. Not counted are activations, which
@@ -8,6 +9,8 @@ weights, gradients, optimizer state and the key-value cache of a rollout. Not co
 """
 
 from __future__ import annotations
+
+import argparse
 
 from onetrunk.costs import ModelShape
 from onetrunk.plan.costs import kv_cache_bytes
@@ -17,6 +20,7 @@ GIB = 2**30
 MODELS = {
     "SmolLM2-135M": ModelShape(49_152, 576, 30, 1_536, 9, 3, 64),
     "Qwen2.5-0.5B": ModelShape(151_936, 896, 24, 4_864, 14, 2, 64),
+    "Qwen2.5-1.5B": ModelShape(151_936, 1_536, 28, 8_960, 12, 2, 128),
     "Llama-3.1-8B": ModelShape(128_256, 4_096, 32, 14_336, 32, 8, 128, is_tied=False),
 }
 ROWS, WIDTH = 64, 1024
@@ -46,15 +50,17 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
     return rank * shape.num_layers * (attention + feed_forward)
 
 
-def method_bytes(shape: ModelShape) -> dict[str, float]:
+def method_bytes(shape: ModelShape, rank: int = LORA_RANK, has_reward_adapter: bool = True) -> dict[str, float]:
     """Return the bytes of weights, gradients, optimizer state and key-value cache, by method.
 
-    The reward is a model of the base's size in the first method, and a frozen adapter on the trunk in the others.
+    The reward is a model of the base's size in the first method, and a frozen adapter on the trunk in the others, or
+    nothing that is counted (a rule, a server, a model of another size).
     """
     layers, embeddings = layer_parameters(shape), embedding_parameters(shape)
-    adapter = lora_parameters(shape, LORA_RANK)
+    adapter = lora_parameters(shape, rank)
     # The policy's adapter and the value head are trained; the reward adapter is frozen in float32.
-    branches = TRAINED * (adapter + shape.hidden_size + 1) + FP32 * (adapter + shape.hidden_size)
+    branches = TRAINED * (adapter + shape.hidden_size + 1)
+    branches += FP32 * (adapter + shape.hidden_size) if has_reward_adapter else 0
     cache = kv_cache_bytes(shape, ROWS * WIDTH, BF16)
     full = layers + embeddings
     return {
@@ -64,9 +70,9 @@ def method_bytes(shape: ModelShape) -> dict[str, float]:
     }
 
 
-def table() -> str:
+def table(rank: int = LORA_RANK, has_reward_adapter: bool = True) -> str:
     """Return the table in Markdown, in GiB."""
-    rows = {name: method_bytes(shape) for name, shape in MODELS.items()}
+    rows = {name: method_bytes(shape, rank, has_reward_adapter) for name, shape in MODELS.items()}
     header = ["computed, GiB", *next(iter(rows.values()))]
     lines = [header, ["---"] * len(header)]
     lines += [[name, *(f"{size / GIB:.1f}" for size in sizes.values())] for name, sizes in rows.items()]
@@ -74,4 +80,8 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--lora_r", type=int, default=LORA_RANK, help="rank of all adapters (default %(default)s)")
+    parser.add_argument("--no_reward_adapter", action="store_true", help="for a rule or a separate reward model")
+    given = parser.parse_args()
+    print(table(given.lora_r, not given.no_reward_adapter))

@@ -63,7 +63,7 @@ def never(completions, **columns):
 
 
 def noise(completions, **columns):
-    """A number that nothing foretells."""
+    """A random number."""
     return [random.random() for _ in completions]
 
 

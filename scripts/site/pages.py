@@ -2,7 +2,7 @@
 
 Documents are read where they lie. Two parts are generated and never written into the repository: a page for each verb,
 from the table of options that `--help` reads, and a page for each public name, from its docstrings. A link to a file
-that is no page leads to the repository.
+that is not a page leads to the repository.
 """
 
 import html

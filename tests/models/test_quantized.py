@@ -105,7 +105,7 @@ def test_a_model_whose_weights_were_repacked_for_inference_is_refused(folder):
             base.eval()(input_ids=a_pack().input_ids)
     else:
         base.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(ValueError, match="repacked the 4-bit weights.*load the model anew"):
+    with pytest.raises(ValueError, match="repacked the 4-bit weights.*load the model again"):
         build_trunk(base, lora())
     unused = build_trunk(quantized_base(folder, "nf4-float32").eval(), lora())
     for layer in unused.eval().modules():

@@ -347,7 +347,7 @@ def test_a_batch_keeps_places_of_pairs_and_marks_what_is_missing():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"regression_weight": 0.0, "pairwise_weight": 0.0}, "both 0, so nothing is learnt"),
+        ({"regression_weight": 0.0, "pairwise_weight": 0.0}, "both 0, so nothing is learned"),
         ({"pairwise_weight": -1.0}, "pairwise_weight is -1"),
         ({"use_margin": True}, "leave them out"),
         ({"regression_weight": 0.0}, "2 of 10 rows teach nothing .the first is row 8."),

@@ -65,7 +65,7 @@ def test_a_line_that_fails_is_one_message_and_the_next_one_is_answered(there, mo
     assert code == 0 and "Traceback" not in err, err
     for reason in ("picky", "no bad words", "tokens and the model 128 positions"):
         assert err.count(reason) == 1, err
-    assert err.count("the conversation goes on") == 3
+    assert err.count("the conversation continues") == 3
     assert sum("(picky 1, value" in line for line in lines) == 1
 
 

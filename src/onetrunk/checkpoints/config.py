@@ -25,7 +25,7 @@ class CheckpointConfig:
     """
 
     allow_config_change: bool = option(
-        False, "Resume from a checkpoint although settings that steer what is learnt have changed."
+        False, "Resume from a checkpoint although settings that steer what is learned have changed."
     )
     continue_ended_run: bool = option(
         False,

@@ -168,7 +168,7 @@ def first_whole(
         if not problems:
             return name
         damage.append(f"{name}: {described(problems)}")
-        tell(f"{place}/{name} is damaged and passed over ({described(problems)})")
+        tell(f"{place}/{name} is damaged and skipped ({described(problems)})")
     if damage:
         raise RuntimeError(
             f"none of the {len(damage)} checkpoints in {place} is whole ({damage[0]}); restore one from a copy, or"

@@ -282,7 +282,7 @@ def keep_kernels(model: nn.Module) -> None:
         if getattr(quant_state, "packing_format_for_cpu", False):
             raise ValueError(
                 "a forward in eval mode on the CPU has repacked the 4-bit weights for inference, so they pass no"
-                " gradient; load the model anew and pass it before its first forward, or pass its name"
+                " gradient; load the model again and pass it before its first forward, or pass its name"
             )
 
 

@@ -582,4 +582,4 @@ def read_score_scale(name: str) -> ScoreScale | None:
     try:
         return ScoreScale(read_number(data["mean"]), read_number(data["std"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise RuntimeError(f"{path} does not hold the mean and std of scores ({error}); write it anew") from error
+        raise RuntimeError(f"{path} does not hold the mean and std of scores ({error}); write it again") from error

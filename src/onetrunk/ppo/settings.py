@@ -177,12 +177,12 @@ class EpisodeConfig:
     max_turn_length: int | None = option(
         None,
         "With tools or an environment: most tokens of a turn. A longer one is cut off: step reads it, and the episode"
-        " goes on; with tools it is over. None: max_completion_length decides.",
+        " continues; with tools it is over. None: max_completion_length decides.",
     )
     max_context_length: int | None = option(
         None,
         "With tools or an environment: most tokens of a context, a turn included. Before it overflows, the context is"
-        " compacted: the policy writes a summary, a turn that trains as any other, and goes on from the prompt, the"
+        " compacted: the policy writes a summary, a turn that trains as any other, and continues from the prompt, the"
         " summary and the last turns. max_completion_length bounds all contexts together. None: off.",
     )
     max_compactions: int | None = option(None, "With max_context_length: most compactions of an episode. None: any.")

@@ -57,7 +57,7 @@ class RewardDistillationConfig(RewardModelConfig):
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; set a finite number of at least 0")
         if self.regression_weight == 0 and self.pairwise_weight == 0:
-            raise ValueError("regression_weight and pairwise_weight are both 0, so nothing is learnt; raise one")
+            raise ValueError("regression_weight and pairwise_weight are both 0, so nothing is learned; raise one")
         if self.use_margin or not self.soft_labels or self.center_rewards_coefficient:
             raise ValueError(
                 "use_margin, soft_labels and center_rewards_coefficient are about the rows' own labels, and a student"

@@ -121,7 +121,7 @@ def checked_completion(answer: Any, request: Request, model: str) -> Completion:
     if len(logprobs) != len(token_ids):
         raise CallError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
     if any(token in stops for token in token_ids[:-1]) or len(token_ids) > most:
-        raise CallError(f"a completion of {len(token_ids)} tokens that goes on after its end")
+        raise CallError(f"a completion of {len(token_ids)} tokens that continues after its end")
     if not token_ids or (not stopped and len(token_ids) < most):
         raise CallError(f"a completion that was cut off after {len(token_ids)} of {most} tokens")
     if not all(math.isfinite(logprob) and logprob <= ROUNDING for logprob in logprobs):

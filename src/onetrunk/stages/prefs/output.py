@@ -31,7 +31,7 @@ ABOUT = {
     " the better one: the mean over principles and both orders. `votes` is what each principle said,"
     " `consistent` whether both orders agree. `chosen_stopped` and `rejected_stopped` are false for a completion that"
     " was cut off at max_completion_length, which a reward model reads without an end token.",
-    "revise": "Completions that a model has criticised by a principle and written anew, for supervised fine-tuning:"
+    "revise": "Completions that a model has criticised by a principle and rewritten, for supervised fine-tuning:"
     " `completion` is the last revision, `original` the completion before, `trail` the principles, critiques and"
     " revisions between them.",
 }

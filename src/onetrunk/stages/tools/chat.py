@@ -104,7 +104,7 @@ class Chat:
         except Exception as error:  # A chat template or a reward function may raise anything.
             say(
                 f"error: {explain(error) or repr(error)}",
-                "the line is forgotten; the conversation goes on",
+                "the line is forgotten; the conversation continues",
                 after_bar=True,
             )
         else:
@@ -167,7 +167,7 @@ def lines() -> Iterator[str]:
         if len(line) > LONGEST_LINE:
             while line and not line.endswith("\n"):
                 line = sys.stdin.readline(LONGEST_LINE)
-            say(f"a line has more than {LONGEST_LINE:,} characters and is passed over")
+            say(f"a line has more than {LONGEST_LINE:,} characters and is skipped")
         elif line.strip():
             yield line.strip().encode("utf-8", "replace").decode("utf-8")
 
@@ -178,7 +178,7 @@ def run(args: ChatArguments) -> None:
         raise ValueError("there is no standard input; talk in a terminal, or pipe lines into the command")
     talk = Chat(args)
     if sys.stdin.isatty():
-        print(printable(f"{args.model}; {RESET} begins anew, Ctrl-D ends"))
+        print(printable(f"{args.model}; {RESET} starts a new conversation, Ctrl-D ends"))
     for line in lines():
         if line == RESET:
             talk.messages = []
